@@ -115,7 +115,7 @@ def floors(python: str) -> list[str]:
 
 
 def applies(marker: str, python: str) -> bool:
-    """Whether a marker, which compares python_version alone, holds for a Python release."""
+    """Return whether a marker on python_version holds for a Python release."""
     name, sign, version = marker.split()
     if name != "python_version" or sign not in ("<", ">="):
         raise ValueError(f"{marker!r} is no marker that this program reads: python_version < or >= a version")

@@ -72,12 +72,12 @@ _SESSION_KEYRING = -3
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What there is to be had."""
+    """The recipe that attacks aim at."""
 
     folder: Path
     """The recipe's folder: the function, and prompts with answers."""
     words: dict[str, str]
-    """What stands for what in an attack's code."""
+    """Values of the placeholders in an attack's code."""
 
     def function(self, name: str) -> FunctionPath:
         return parse_function(f"rewards.py:{name}", self.folder)
@@ -127,12 +127,12 @@ def prepared(folder: Path) -> Iterator[Target]:
 
 @dataclass(frozen=True, kw_only=True)
 class Attacked:
-    """What came of a list of attacks."""
+    """The results of a list of attacks."""
 
     level: Level
-    """What the machine gave."""
+    """The sandbox level that they met."""
     scores: dict[str, Score]
-    """By the attack's name."""
+    """Each attack's score, by its name."""
     touched: list[str]
     """Attacks whose neighbour, an honest program, lost its point; "the next call" where that did."""
 

@@ -76,11 +76,11 @@ class Case:
     reward: str
     """The function."""
     level: Level
-    """What keeps it apart."""
+    """The sandbox level."""
     num_workers: int
     """``reward.workers``."""
     workers: RewardWorkers
-    """What scores."""
+    """The workers that call the function."""
     wall_ms: list[float] = field(default_factory=list)
     """A row's share of each round."""
     processor_s: float = 0.0
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def is_own_sandbox(self) -> bool:
-        """Whether each program starts a whole sandbox, which a few rounds show well enough."""
+        """Whether each program starts a whole sandbox: such a case is slow, and few rounds measure it."""
         return self.reward == "by_run_python" and self.level is Level.NONE
 
     def measure(self, num_rows: int) -> None:
@@ -192,7 +192,7 @@ def own_work(case: Case, found: Sequence[Case]) -> Case:
 
 
 def beyond(case: Case, found: Sequence[Case]) -> str:
-    """What a level adds to the row's own work."""
+    """Format the cost of a level beyond the row's own work."""
     own = own_work(case, found)
     if case is own:
         return ""
@@ -202,7 +202,7 @@ def beyond(case: Case, found: Sequence[Case]) -> str:
 
 
 def verdict(found: Sequence[Case]) -> list[str]:
-    """Whether each reward keeps to the figure, by its fastest round."""
+    """Say for each reward whether its fastest round is within the figure."""
     lines = [
         f"Asked: at most {ASKED_MS:g} ms a row beyond its own work at the machine's strongest level.",
         "",

@@ -29,7 +29,7 @@ from pytest_runs import Runner
 CPU_LIMIT_S = {"unit": 2.5, "flows": 15.0, "distributed": 15.0}
 """Processor seconds, under coverage, after which a test of a folder is a slow witness."""
 SLOW = 2.0
-"""How many times the limit a slow witness is taken to need."""
+"""Processor time assumed of a slow witness, in limits."""
 CONTRACTS = "tests/unit/config/test_public_settings.py"
 """Tests of declarations, which run when a module is imported."""
 WALL_LIMIT_S = 60
@@ -174,7 +174,7 @@ def carried(old: str, new: str) -> dict[int, list[int]]:
 
 
 def holds(record: dict[str, Any] | None, root: Path, folder: Path) -> bool:
-    """Whether a record's test file and conftests are the same, and the text of the code it ran is kept."""
+    """Return whether a record is up to date: its tests are unchanged, and the code it ran was kept."""
     return record is not None and all(
         text_of(known, folder).exists()
         if path.startswith("rillflow/")

@@ -309,7 +309,7 @@ def _limit(name: str, kind: int, least: int, fix: str) -> list[Finding]:
 
 
 def sandbox(limit: Level = Level.FULL) -> list[Finding]:
-    """How much apart this machine keeps text that a reward or an agent runs, and what is missing.
+    """Find the sandbox level that this machine gives to rewards and agents, and what a stronger one needs.
 
     Args:
         limit: the strongest level that is tried.

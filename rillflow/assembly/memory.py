@@ -303,7 +303,7 @@ def _terms(parts: Mapping[str, int]) -> str:
 
 
 def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> MemoryEstimate:
-    """MemoryEstimate the memory of the section ``policy``'s model and its reference.
+    """Estimate the memory of the section ``policy``'s model and its reference.
 
     Args:
         recipe: the run's.

@@ -30,7 +30,7 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 ALIKE = ("gemma", "gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
 """Model types of which every layer has the same weights."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
-"""How the names of their embeddings end."""
+"""Last parts of the names of their embeddings."""
 _IN_LAYER = re.compile(r"((?:.*?\.)?(?:layers|h)\.)(\d+)(\..+)")
 
 

@@ -109,18 +109,15 @@ class Evidence:
     def of_rollouts(self, step: int, digests: Mapping[str, str]) -> None:
         """Record files that ranks have written, by name."""
         for name, found in digests.items():
-            with self._entry({"file": f"{layout.ROLLOUTS}/{name}", "step": step, "digest": found}):
-                pass
+            self._record({"file": f"{layout.ROLLOUTS}/{name}", "step": step, "digest": found})
 
     def of_lost_rollouts(self, step: int, why: str) -> None:
         """Record that ranks could not write a step's rollouts."""
-        with self._entry({"file": f"{layout.ROLLOUTS}/step-{step:06d}", "step": step, "lost": why}):
-            pass
+        self._record({"file": f"{layout.ROLLOUTS}/step-{step:06d}", "step": step, "lost": why})
 
     def of_checkpoint(self, step: int) -> None:
         """Record that a checkpoint is whole; its manifest has the digests of its files."""
-        with self._entry({"file": f"{layout.CHECKPOINTS}/step-{step:06d}", "step": step}):
-            pass
+        self._record({"file": f"{layout.CHECKPOINTS}/step-{step:06d}", "step": step})
 
     def rewind(self, step: int) -> None:
         """Drop the entries of later steps, before what they are of is dropped."""
@@ -157,10 +154,13 @@ class Evidence:
                 made.append({"file": name, "digest": digest(data), "content": content})
         durable.replace(self._file, map(encode, made))
 
+    def _record(self, entry: Mapping[str, JSON]) -> None:
+        durable.append(self._file, encode(entry))
+
     @contextmanager
     def _entry(self, entry: Mapping[str, JSON]) -> Iterator[None]:
         before = self._file.stat().st_size if self._file.exists() else 0
-        durable.append(self._file, encode(entry))
+        self._record(entry)
         try:
             yield
         except BaseException:

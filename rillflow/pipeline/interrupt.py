@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any
@@ -118,3 +119,15 @@ class Interruption:
             doing = self.stage.value.format(pace=self.pace)
             left = ", without this step" if self.stage is RunStage.TRAINING else ""
             self.say(f"{asked}: {doing}; once more to end at once{left}")
+
+
+def stopped(step: int, path: Path | None) -> Interrupted:
+    """Return the error that ends a run as asked.
+
+    Args:
+        step: the last whole one.
+        path: its checkpoint; None before the first step.
+    """
+    where = f"after step {step}" if path else "before the first step"
+    why = f"everything up to it is in {path}" if path else "nothing was under way"
+    return Interrupted(f"stopped {where}, as asked", why=why, fix="give the same command to go on from there")

@@ -54,7 +54,7 @@ from rillflow.observe.progress import Progress
 from rillflow.observe.reader import Evaluation, best_checkpoint, read_every_evaluation
 from rillflow.observe.run_directory import RunDirectory
 from rillflow.observe.wording import duration
-from rillflow.pipeline.interrupt import Interruption, RunStage
+from rillflow.pipeline.interrupt import Interruption, RunStage, stopped
 from rillflow.pipeline.open_step import OpenStep, Phase, Save, Standing
 from rillflow.records.metrics import Mean, Metric, Metrics
 from rillflow.workers.pending import Pending, wait_for
@@ -231,7 +231,9 @@ class Loop:
         self._settle(phase, wait_s, wait=True)
         self._discard()
         may_save = bool(cut) or self._is_unsaved(phase)
-        all(self._salvaged(phase, step, wait_s) for step in tuple(cut))  # up to the first that is not whole
+        for step in cut:
+            if not self._salvaged(phase, step, wait_s):
+                break
         is_unsaved = may_save and self._place.step > self._saved_step
         if is_unsaved and self._updates(phase, wait_s) == self._place.updates:
             self._keep_written(wait_s)
@@ -294,7 +296,7 @@ class Loop:
             wait = last or step.is_last
             path = self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=wait)
             if step.is_last:
-                raise _stopped(step.number, path)
+                raise stopped(step.number, path)
 
     def _hand_over(self, phase: Phase, step: OpenStep) -> None:
         """Have the sampler given a version that a step has published ahead of those that sample with it."""
@@ -316,7 +318,7 @@ class Loop:
         if self._is_unsaved(phase):
             self._checkpoint(phase, self._deadline_s, wait=True)
         if step == self._saved_step:
-            raise _stopped(step, self._run.checkpoints / f"step-{step:06d}" if step else None)
+            raise stopped(step, self._run.checkpoints / f"step-{step:06d}" if step else None)
 
     def _stop_after(self, phase: Phase, step: OpenStep, later: Collection[OpenStep]) -> None:
         """Let the run end after the newest step that is open; those after it are begun for their rows."""
@@ -488,12 +490,6 @@ class Loop:
         )
         self._run.evidence.of_checkpoint(save.step)
         self._saved_step = save.step
-
-
-def _stopped(step: int, path: Path | None) -> Interrupted:
-    where = f"after step {step}" if path else "before the first step"
-    why = f"everything up to it is in {path}" if path else "nothing was under way"
-    return Interrupted(f"stopped {where}, as asked", why=why, fix="give the same command to go on from there")
 
 
 def _due(done: int, every: int) -> bool:

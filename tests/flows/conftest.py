@@ -89,6 +89,20 @@ prompts_per_step = 4
 samples_per_prompt = 2
 """
 """The head of a recipe whose runs take a second; more of its algorithm and the task follow."""
+SUMS = """[task]
+source = "arithmetic"
+digits = 1
+operators = "+"
+size = 60
+held_out = 10
+"""
+"""Its task, where that is one of sums."""
+SAMPLER_ON_RAY = """[placement]
+backend = "ray"
+pools = { main = 1, answers = 1 }
+roles = { sampler = "answers" }
+"""
+"""Its placement, where the sampler has a rank of its own on Ray."""
 REWARD = "def reward(prompts, completions, **_):\n    return [len(text) / 3 for text in completions]\n"
 TIMES = {"run/step_seconds/mean"}
 

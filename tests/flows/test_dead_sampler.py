@@ -19,28 +19,18 @@ from rillflow.cli.main import main
 from rillflow.dataflow.flow import Flow
 from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
-from tests.flows.conftest import Tiny
+from tests.flows.conftest import SAMPLER_ON_RAY, SUMS, Tiny
 
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
 
 DIES_IN = 3
-REST = """
+REST = f"""
 steps = 5
 old_logprobs = "sampler"
-[task]
-source = "arithmetic"
-digits = 1
-operators = "+"
-size = 60
-held_out = 10
-[evaluate]
+{SUMS}[evaluate]
 problems = 4
-[placement]
-backend = "ray"
-pools = { main = 1, answers = 1 }
-roles = { sampler = "answers" }
-"""
+{SAMPLER_ON_RAY}"""
 
 
 def die_once(tokens: Tensor, *, calls: str) -> float:

@@ -20,17 +20,11 @@ from rillflow.pipeline.open_step import OpenStep, Phase
 from rillflow.roles import saving
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.training.trainer import Trainer
-from tests.flows.conftest import Tiny
+from tests.flows.conftest import SUMS, Tiny
 
-REST = """
+REST = f"""
 steps = 6
-[task]
-source = "arithmetic"
-digits = 1
-operators = "+"
-size = 60
-held_out = 10
-[evaluate]
+{SUMS}[evaluate]
 problems = 4
 """
 REWARD = """

@@ -13,26 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import Tiny
+from tests.flows.conftest import SAMPLER_ON_RAY, SUMS, Tiny
 
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
 
-REST = """
+REST = f"""
 steps = 12
-[task]
-source = "arithmetic"
-digits = 1
-operators = "+"
-size = 60
-held_out = 10
-[evaluate]
+{SUMS}[evaluate]
 problems = 4
-[placement]
-backend = "ray"
-pools = { main = 1, answers = 1 }
-roles = { sampler = "answers" }
-"""
+{SAMPLER_ON_RAY}"""
 REWARD = """
 import time
 

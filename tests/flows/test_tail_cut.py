@@ -11,17 +11,11 @@ from rillflow.assembly.recipe import load_recipe
 from rillflow.cli.main import main
 from rillflow.errors import ConfigError
 from rillflow.observe.reader import read_rollouts
-from tests.flows.conftest import Tiny
+from tests.flows.conftest import SUMS, Tiny
 
-REST = """
+REST = f"""
 steps = 5
-[task]
-source = "arithmetic"
-digits = 1
-operators = "+"
-size = 60
-held_out = 10
-[evaluate]
+{SUMS}[evaluate]
 problems = 0
 """
 REWARD = """
