@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_iter
 from rillflow.algorithms.algorithm import Data
 from rillflow.assembly.encoding import ANSWERS, EncodedTask, longest_row
 from rillflow.assembly.memory import SAMPLED_LOGITS, ModelSizes, cache_bytes, rows_a_rank
+from rillflow.assembly.preflight import critic_source, scorer_sources
 from rillflow.assembly.recipe import Recipe
 from rillflow.assembly.role_table import RoleKind, roles_of
 from rillflow.cluster.config import SAMPLER, MeshSizes
@@ -190,7 +191,7 @@ class _Trial:
         self._rows, self._prompts, self._sampled = rows, prompts, sampled
         self._longest = longest
         self._sizes = MeshSizes() if role == SAMPLER else recipe.placement.mesh_of(role)
-        config, scalar = _model(recipe, role, kind)
+        config, scalar = _model(recipe, base, role, kind)
         made: type[Any] = ScalarModel if scalar else LanguageModel
         where: dict[str, Any] = {"device": torch.device("cpu"), "base": base, "section": f"{role}.model"}
         self._outline = partial(outline, made, config, seed=0, **where)
@@ -408,9 +409,11 @@ def _cut(module: Any, tp: int, live: _Live) -> nn.Module:
     return local
 
 
-def _model(recipe: Recipe, role: str, kind: RoleKind) -> tuple[ModelConfig, bool]:
-    """A role's model, and whether it has a scalar head."""
-    named = {"reward": recipe.reward.model, "cost": recipe.cost.model, "critic": recipe.critic.path}
+def _model(recipe: Recipe, base: Path, role: str, kind: RoleKind) -> tuple[ModelConfig, bool]:
+    """Return a role's model, and whether it has a scalar head."""
+    scorers = scorer_sources(recipe, base)
+    named = {"reward": scorers.get("reward.model"), "cost": scorers.get("cost.model")}
+    named["critic"] = critic_source(recipe, base)
     source, model = ({kind.section: None} | named)[kind.section], recipe.policy.model
     is_scalar = kind.section in named or role == "reward_model"
     return ModelConfig(path=source, dtype=model.dtype) if source else model, is_scalar

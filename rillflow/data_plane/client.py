@@ -82,6 +82,9 @@ class Client:
         plane: the folder of a server on this machine, or one of this process.
         address: ``host:port`` of a server elsewhere, with its ``token``.
         name: who this is, in stories and errors.
+
+    Raises:
+        StreamError: no server serves this folder.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Client:
         if isinstance(plane, InProcess):
             self._near = self._tables = Direct(plane, name)
         elif plane is not None:
-            self._token = (plane / "token").read_text()
+            self._token = _token_of(plane)
             self._near = self._tables = near = Socket(plane, self._token, name)
             if near.tables:
                 self._own, self._tables = near.address, Socket(near.tables, self._token, name, near)
@@ -309,6 +312,18 @@ class Client:
         self, kind: Kind, request: Mapping[str, Any], arrays: Arrays | None = None, wait_s: float = 60.0
     ) -> Message:
         return self._tables.ask(kind, request, arrays or {}, wait_s)
+
+
+def _token_of(folder: Path) -> str:
+    """Return the token that the server of a folder wrote."""
+    try:
+        return (folder / "token").read_text()
+    except OSError as error:
+        raise StreamError(
+            f"no data plane serves {folder}",
+            why=str(error),
+            fix="name the folder that the server printed when it started",
+        ) from error
 
 
 def _given(name: str, numbers: Sequence[int] | Tensor | None) -> dict[str, NDArray[Any]]:

@@ -58,39 +58,34 @@ def step(flow: Flow, prompts: Batch, config: GRPOConfig) -> Handle:
 ALGORITHM = Algorithm(config=GRPOConfig, step=step, data=Data.PROMPTS)
 
 
-def run(tiny: Tiny, calls: str, name: str, *settings: str) -> subprocess.CompletedProcess[str]:
-    """This file as a command line."""
+def command(tiny: Tiny, name: str, *settings: str) -> list[str]:
+    """The words of this file's command line that run the recipe."""
     words = [word for setting in settings for word in ("--set", setting)]
-    command = [sys.executable, "-m", "tests.flows.test_dead_sampler", "run", str(tiny.recipe)]
-    environment = {**os.environ, "CALLS": str(tiny.folder / calls)}
-    folder = ["--dir", str(tiny.folder / name)]
-    return subprocess.run([*command, *folder, *words], env=environment, capture_output=True, text=True)
+    return ["run", str(tiny.recipe), "--dir", str(tiny.folder / name), *words]
 
 
 @pytest.mark.parametrize("freshness", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_last_whole_step_is_saved_and_the_run_goes_on(tiny: Tiny, freshness: int) -> None:
+def test_the_last_whole_step_is_saved_and_the_run_goes_on(
+    tiny: Tiny, freshness: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny.write(REST)
+    monkeypatch.setenv("CALLS", str(tiny.folder / "calls"))
     ahead, inline = f"algorithm.freshness={freshness}", "placement.backend=inline"
-    (tiny.folder / "none").write_text("." * DIES_IN)
-    died = run(tiny, "calls", "cut", ahead)
+    this = [sys.executable, "-m", "tests.flows.test_dead_sampler"]
+    died = subprocess.run([*this, *command(tiny, "cut", ahead)], capture_output=True, text=True)
     said = died.stdout + died.stderr
     assert died.returncode == 1 and "rank 0 of pool 'answers' has died" in said, said
     kept = tiny.steps_kept("cut")[-1]
     assert kept == len(tiny.lines("cut")) and kept >= DIES_IN, said
     assert f"step {kept} is saved: the same command goes on from there" in said
-    resumed = run(tiny, "calls", "cut", ahead, inline)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert main(command(tiny, "cut", ahead, inline), algorithms=[ALGORITHM]) == 0
     assert len(tiny.lines("cut")) == 5
-    verified = subprocess.run(
-        [sys.executable, "-m", "rillflow.cli.main", "verify", str(tiny.folder / "cut")],
-        capture_output=True,
-        text=True,
-    )
-    assert "the ranks that held them have died" in verified.stdout, verified.stdout
     fresher = f"step {kept + 1} is sampled by the weights after step {kept}"
-    assert (fresher in " ".join(resumed.stdout.split())) == bool(freshness)
+    assert (fresher in " ".join(capsys.readouterr().out.split())) == bool(freshness)
+    main(["verify", str(tiny.folder / "cut")])
+    assert "the ranks that held them have died" in capsys.readouterr().out
     if not freshness:
-        assert run(tiny, "none", "whole", ahead, inline).returncode == 0
+        assert main(command(tiny, "whole", ahead, inline), algorithms=[ALGORITHM]) == 0
         tiny.assert_same_weights("whole", "cut")
 
 

@@ -145,6 +145,8 @@ def test_a_reward_model_scores_and_the_task_s_own_function_judges(recipe: Path) 
     assert any("'run' is not there" in problem.what for problem in missing.problems)
     run = ran(recipe, "run", "algorithm.steps=2")
     model = str(run / "checkpoints/step-000002/reward_model")
+    known = check(loaded(use, "known", 'reward.model="run"'), memory=True)
+    assert not known.problems
     by_run = ran(use, "by_run", 'reward.model="run"')
     by_directory = ran(use, "by_directory", f"reward.model={json.dumps(model)}")
     assert numbers(by_run) == numbers(by_directory)

@@ -363,3 +363,8 @@ def test_a_writer_keeps_some_segments_mapped_and_not_all(folder: Path) -> None:
         assert counts[:10] == list(range(1, 11))
         assert max(counts) == 17, "16, and the one that is written"
         client.drop(name, list(range(40)), "seen")
+
+
+def test_a_folder_without_a_server_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StreamError, match=f"no data plane serves {tmp_path}"):
+        Client(tmp_path, name="reader")
