@@ -42,6 +42,17 @@ SMALLEST = ["--rounds 1 --threads 1 --smaller 16 --dtypes float32"]
 VOCABULARY, CONTEXT, PROMPT, SLOTS = 256, 512, 32, 64
 NEW, MEDIAN, TIMES_LONGER = 64, 32, 8
 MARK = "generation:"
+WARM_UP = 2
+"""Rounds that are dropped: the native engine records its steps in the first two."""
+RESTS_S = 2.0
+"""Seconds after vLLM's answer before the next engine runs: vLLM's processes poll for about one second more."""
+VLLM_SETTINGS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "auto",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Its environment. On two cores ``auto`` binds its worker to one and leaves the other to its engine process;
+both cores (``0-1``) and no binding (``nobind``) were slower for all workloads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,12 +149,12 @@ def log_normal(rows: int) -> list[int]:
 
 
 def measured(engines: dict[str, Run], workload: Workload, rounds: int) -> dict[str, list[Timing]]:
-    """Every engine's timings; a first round warms up and is dropped."""
+    """Every engine's timings, without those of the rounds that warm up."""
     found: dict[str, list[Timing]] = {name: [] for name in engines}
-    for index in range(rounds + 1):
+    for index in range(rounds + WARM_UP):
         for name, run in engines.items():
             timing = run(workload)
-            if index:
+            if index >= WARM_UP:
                 found[name].append(timing)
     return found
 
@@ -253,7 +264,7 @@ def vllm_engine(python: str | None, folder: Path, dtype: str) -> Iterator[Run | 
         yield None
         return
     command = [python, __file__, "--child", str(folder), "--dtypes", dtype]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+    environment = os.environ | VLLM_SETTINGS
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as child:
@@ -265,6 +276,7 @@ def vllm_engine(python: str | None, folder: Path, dtype: str) -> Iterator[Run | 
             stdin.flush()
             for line in stdout:
                 if line.startswith(MARK):
+                    time.sleep(RESTS_S)
                     return Timing(**json.loads(line[len(MARK) :]))
             raise SystemExit("vLLM's child ended without an answer; its messages are above")
 
@@ -409,13 +421,14 @@ def _head(arguments: argparse.Namespace) -> list[str]:
         f"- machine: {os.cpu_count()} cores, {arguments.threads} threads, {platform.machine()}, "
         f"{capability}, {bfloat16} bfloat16 instructions",
         f"- versions: {', '.join(versions)}",
-        f"- rounds: {arguments.rounds}, after one to warm up",
+        f"- rounds: {arguments.rounds}, after {WARM_UP} to warm up",
+        *([f"- vLLM: {', '.join(map('='.join, VLLM_SETTINGS.items()))}"] if arguments.vllm else []),
     ]
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds after the first (5)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count (5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads of every engine")
     parser.add_argument(
         "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]

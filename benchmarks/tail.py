@@ -43,7 +43,7 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 
-SMALLEST = ["--steps 1 --shares 1 1.25 --pass-ms 0"]
+SMALLEST = ["--steps 1 --shares 1 1.25 --pass-ms 0 --shorter 16"]
 
 NAMES = (
     *("run/step_seconds/mean", "rollout/length/max", "rollout/tokens/sum"),
@@ -52,6 +52,8 @@ NAMES = (
 """Metrics of a step that are added up."""
 PASS_MS = "TAIL_PASS_MS"
 """The variable of the environment that says how long a pass takes at least."""
+SHORTER = "TAIL_SHORTER"
+"""The variable that says by what every row's length is divided."""
 PROMPTS, SAMPLES, MEDIAN, SIGMA, LONGEST = 16, 4, 48, 1.0, 1024
 RECIPE = """
 [run]
@@ -85,7 +87,8 @@ function = "tail.py:digits"
 def length(row: RowId) -> int:
     """Tokens of a row."""
     own, prompt = (Random(text).gauss(0, 1) for text in (str(row), f"{row.epoch} {row.prompt}"))
-    return max(1, min(LONGEST, round(MEDIAN * exp(SIGMA * (own + prompt) / sqrt(2)))))
+    drawn = min(LONGEST, MEDIAN * exp(SIGMA * (own + prompt) / sqrt(2)))
+    return max(1, round(drawn / float(os.environ[SHORTER])))
 
 
 class GivenLengths(NativeEngine):
@@ -207,9 +210,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="of each run")
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 1.125, 1.25], help="the first is 1")
     parser.add_argument("--pass-ms", type=float, nargs="+", default=[0.0, 30.0], help="a table for each")
+    parser.add_argument("--shorter", type=float, default=1.0, help="divide every row's length by this")
     parser.add_argument("--write", type=Path, help="a page of results")
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
+    os.environ[SHORTER] = str(arguments.shorter)
     lines = [
         "# The tail cut",
         "",
