@@ -45,7 +45,7 @@ MARK = "generation:"
 WARM_UP = 2
 """Rounds that are dropped: the native engine records its steps in the first two."""
 RESTS_S = 2.0
-"""Seconds after vLLM's answer before the next engine runs: vLLM's processes poll for about one second more."""
+"""Seconds between vLLM's answer and the next engine: its processes poll for about one second more."""
 VLLM_SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "auto",
     "VLLM_CPU_KVCACHE_SPACE": "2",

@@ -67,9 +67,8 @@ def run(given: argparse.Namespace) -> None:
         for folder in CPU_LIMIT_S
         for path in sorted((copy / "tests" / folder).rglob("test_*.py"))
     ]
-    study = Study(
-        runner=runner, coverage=measured(runner, tests, given.folder / "coverage"), patience=given.patience
-    )
+    coverage = measured(runner, tests, given.folder / "coverage", backwards=bool(part % 2))
+    study = Study(runner=runner, coverage=coverage, patience=given.patience)
     known = lines_of(given.lines)
     if given.again:
         drawn = found_again(known, texts)

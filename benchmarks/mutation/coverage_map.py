@@ -15,6 +15,7 @@ seconds ends there; it keeps the lines that it has run, as a witness that comes 
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -79,18 +80,24 @@ def own_tests(path: str) -> str:
     return f"tests/unit/{path.split('/')[1]}/"
 
 
-def measured(runner: Runner, files: Sequence[str], folder: Path) -> CoverageMap:
-    """Return the map of test files; records in ``folder`` that still hold are used."""
+def measured(runner: Runner, files: Sequence[str], folder: Path, *, backwards: bool = False) -> CoverageMap:
+    """Return the map of test files; records in ``folder`` that still hold are used.
+
+    Two processes measure for each other: one begins with the last folder of tests (``backwards``), and each
+    leaves out what the other has recorded meanwhile.
+    """
     (folder / "texts").mkdir(parents=True, exist_ok=True)
     for path in sorted((runner.copy / "rillflow").rglob("*.py")):
         text_of(digest(path), folder).write_bytes(path.read_bytes())
     by_folder = defaultdict(list)
     for file in files:
-        if not holds(record_of(file, folder), runner.copy, folder):
-            by_folder[Path(file).parent].append(file)
-    for number, (where, stale) in enumerate(by_folder.items(), 1):
-        print(f"coverage {number}/{len(by_folder)}: {where}, {len(stale)} files", flush=True)
-        measure(runner, stale, folder)
+        by_folder[Path(file).parent].append(file)
+    folders = list(by_folder)[::-1] if backwards else list(by_folder)
+    for number, where in enumerate(folders, 1):
+        stale = [file for file in by_folder[where] if not holds(record_of(file, folder), runner.copy, folder)]
+        if stale:
+            print(f"coverage {number}/{len(folders)}: {where}, {len(stale)} files", flush=True)
+            measure(runner, stale, folder)
     return merged(filter(None, (record_of(file, folder) for file in files)), runner.copy, folder)
 
 
@@ -120,7 +127,9 @@ def measure(runner: Runner, files: Sequence[str], folder: Path) -> None:
             "red": red,
             "lines": {test: paths for test, paths in own.items() if test not in red},
         }
-        record_path(file, folder).write_text(json.dumps(record))
+        part = folder / f"{os.getpid()}.part"  # the other process reads whole records
+        part.write_text(json.dumps(record))
+        part.replace(record_path(file, folder))
         if red or not own:
             print(f"  no witnesses: {', '.join(red) or 'all of ' + file}", flush=True)
 
