@@ -114,13 +114,25 @@ minibatches = MINIBATCHES
 shuffle = false
 old_logprobs = "sampler"
 [reward]
-function = "ahead.py:sleeping_reward"
+function = "sleeping.py:reward"
 timeout_s = 300
 [placement]
 backend = "inline"
 pools = { main = 1, answers = 1, scores = 1 }
 roles = { sampler = "answers", reward = "scores" }
 """
+REWARD = """
+import os
+import time
+
+SECONDS = SCORING
+
+
+def reward(prompts, completions, **columns):
+    time.sleep(SECONDS[os.environ["AHEAD_SHAPE"]] * len(prompts) / ROWS)
+    return [float(text < "5") for text in completions]
+"""
+"""A score that takes its share of a step's; a file of its own, because a child imports it at every start."""
 POOLS = [
     "placement.backend=ray",
     "placement.pools={ main = 1, answers = 1 }",
@@ -222,13 +234,6 @@ class SleepingEngine(NativeEngine):
         return found
 
 
-def sleeping_reward(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
-    """A score that takes its share of a step's."""
-    del columns
-    time.sleep(seconds_of(1) * len(prompts) / (PROMPTS * SAMPLES))
-    return [float(text < "5") for text in completions]
-
-
 def sleeping_loss(logprobs: Tensor, advantages: Tensor, row_lengths: Tensor) -> Tensor:
     """A policy gradient that takes its share of a step's."""
     time.sleep(seconds_of(2) * len(row_lengths) / (PROMPTS * SAMPLES))
@@ -306,11 +311,13 @@ def simulated_seconds(recipe: Path, beside: Mapping[str, float], steps: int, *se
 
 
 def written(folder: Path) -> Path:
-    """The recipe of stages that sleep, and its functions beside it."""
+    """Write the recipe of stages that sleep, and its reward."""
     recipe = folder / "run.toml"
     text = SLEEPING.replace("MINIBATCHES", str(MINIBATCHES)).replace("STEPS", "1")
     recipe.write_text(text.replace("PROMPTS", str(PROMPTS)).replace("SAMPLES", str(SAMPLES)))
-    (folder / "ahead.py").write_text(Path(__file__).read_text("utf-8"))
+    scoring = {shape: SCALE * seconds[1] for shape, seconds in SHAPES.items()}
+    reward = REWARD.replace("SCORING", repr(scoring)).replace("ROWS", str(PROMPTS * SAMPLES))
+    (folder / "sleeping.py").write_text(reward)
     return recipe
 
 

@@ -25,7 +25,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import exp, sqrt
@@ -80,8 +79,13 @@ prompts_per_step = PROMPTS
 samples_per_prompt = SAMPLES
 loss.correction = "none"
 [reward]
-function = "tail.py:digits"
+function = "digits.py:reward"
 """
+REWARD = """
+def reward(completions, **columns):
+    return [sum(letter < "5" for letter in text) / (1 + len(text)) for text in completions]
+"""
+"""A score of nothing in particular."""
 
 
 def length(row: RowId) -> int:
@@ -125,12 +129,6 @@ class GivenLengths(NativeEngine):
         return rollout_batch([found[each.row] for each in begun])
 
 
-def digits(prompts: Sequence[str], completions: Sequence[str], **columns: object) -> list[float]:
-    """A score of nothing in particular."""
-    del prompts, columns
-    return [sum(letter < "5" for letter in text) / (1 + len(text)) for text in completions]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """A run."""
@@ -157,7 +155,7 @@ def measured(folder: Path, share: float, steps: int) -> Measured:
     recipe.write_text(
         RECIPE.replace("STEPS", str(steps)).replace("PROMPTS", str(PROMPTS)).replace("SAMPLES", str(SAMPLES))
     )
-    (folder / "tail.py").write_text(Path(__file__).read_text("utf-8"))
+    (folder / "digits.py").write_text(REWARD)
     run = folder / f"run-{share:g}"
     shutil.rmtree(run, ignore_errors=True)
     cut = [f"algorithm.oversample_prompts={share}"] if share > 1 else []
