@@ -9,7 +9,8 @@
 #   make oracles      gradients against plain loops, PEFT, TRL and verl: before training or sampling changes
 #   make mutation     random small faults of the package: does a test notice each? (hours)
 #   make packages     the wheel in empty environments, with oldest and newest dependencies (minutes)
-#   make docs         draws the graphs of docs/algorithms anew
+#   make docs         draws the graphs of docs/algorithms and the table of sizes anew
+#   make size         files and lines of code of every package
 #   make clean        removes .venv and caches; runs/ stays
 
 # The first Python of 3.11 or newer; choose another with: make test PYTHON=/path/to/python
@@ -36,7 +37,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -
 # installed, and the result is kept: every process that is started imports the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart workflow test test-all test-vllm lint benchmark oracles mutation packages docs setup clean
+.PHONY: quickstart workflow test test-all test-vllm lint benchmark oracles mutation packages docs size setup clean
 
 quickstart: $(LEAN)
 	$(BIN)/rillflow run recipes/arithmetic/run.toml
@@ -78,6 +79,10 @@ packages: $(FULL)
 
 docs: $(LEAN)
 	$(BIN)/python docs/draw_graphs.py
+	$(BIN)/python docs/size.py --write
+
+size: $(BIN)/python
+	@$(BIN)/python docs/size.py
 
 setup: $(FULL)
 

@@ -1,0 +1,80 @@
+"""Count the lines of code of every package; ``make size`` prints them, ``make docs`` also updates the table.
+
+    python docs/size.py            # print the table
+    python docs/size.py --write    # put it into docs/architecture.md as well
+
+A line of code has a token that is neither a comment nor part of a docstring.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "rillflow"
+PAGE = Path(__file__).parent / "architecture.md"
+TABLE = re.compile(r"(?<=<!-- written by make docs -->\n\n)(\|.*\n)+")
+_NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    *(tokenize.ENCODING, tokenize.ENDMARKER),
+}
+
+
+def code_lines(text: str) -> int:
+    """Return how many lines of a Python file are code."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = {
+        line
+        for token in tokens
+        if token.type not in _NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(lines - docstring_lines(ast.parse(text)))
+
+
+def docstring_lines(tree: ast.Module) -> set[int]:
+    """Return the lines of statements that are only a string: docstrings of modules, functions, attributes."""
+    return {
+        line
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+
+
+def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:
+    """Return files and lines of code by package, the largest first; modules outside of any are one entry."""
+    files, lines = Counter[str](), Counter[str]()
+    for path in sorted(package.rglob("*.py")):
+        inner = path.relative_to(package).parts
+        name = inner[0] if len(inner) > 1 else "top level"
+        files[name] += 1
+        lines[name] += code_lines(path.read_text("utf-8"))
+    return {name: (files[name], count) for name, count in lines.most_common()}
+
+
+def table(found: dict[str, tuple[int, int]]) -> str:
+    """Return the sizes as a Markdown table."""
+    rows = [f"| `{name}` | {files} | {lines:,} |" for name, (files, lines) in found.items()]
+    files, lines = (sum(each) for each in zip(*found.values(), strict=True))
+    head = ["| package | files | lines of code |", "|---|---:|---:|"]
+    return "\n".join([*head, *rows, f"| together | {files} | {lines:,} |"]) + "\n"
+
+
+def main() -> None:
+    """Print the table; with ``--write`` put it into the page."""
+    found = table(sizes())
+    sys.stdout.write(found)
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(TABLE.sub(found, PAGE.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

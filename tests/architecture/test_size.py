@@ -1,0 +1,68 @@
+"""The table of sizes counts what it says, and the page shows it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def size() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("size", ROOT / "docs" / "size.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TEXT = '''"""A module.
+
+Two lines more.
+"""
+
+import os  # the first line of code
+
+
+class Row:
+    """A row."""
+
+    value: int = 0
+    """An attribute."""
+
+    def text(self) -> str:
+        # a comment
+        return (
+            """a string that is code
+            of two lines"""
+        )
+'''
+
+
+def test_docstrings_comments_and_empty_lines_do_not_count(size: ModuleType) -> None:
+    assert size.code_lines(TEXT) == 8
+
+
+def test_every_file_counts_in_one_package(size: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "inner" / "deeper").mkdir(parents=True)
+    for file in ("one.py", "inner/two.py", "inner/deeper/three.py"):
+        (tmp_path / file).write_text(TEXT)
+    found = size.sizes(tmp_path)
+    assert found == {"inner": (2, 16), "top level": (1, 8)}
+    assert size.table(found).endswith("| together | 3 | 24 |\n")
+
+
+def test_the_page_shows_every_package_and_nearly_todays_lines(size: ModuleType) -> None:
+    """Within a twentieth, so that not every change touches the page."""
+    shown = size.TABLE.search(size.PAGE.read_text("utf-8"))
+    assert shown is not None
+    rows = [line.strip("| ").split(" | ") for line in shown[0].splitlines()[2:-1]]
+    lines = {name.strip("`"): int(count.replace(",", "")) for name, _, count in rows}
+    today = {name: count for name, (_, count) in size.sizes().items()}
+    assert lines.keys() == today.keys(), "make docs writes the table anew"
+    for name, count in today.items():
+        assert lines[name] == pytest.approx(count, rel=0.05, abs=20), "make docs writes the table anew"
