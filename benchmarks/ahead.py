@@ -122,11 +122,9 @@ pools = { main = 1, answers = 1, scores = 1 }
 roles = { sampler = "answers", reward = "scores" }
 """
 REWARD = """
-import os
-import time
+import os, time
 
 SECONDS = SCORING
-
 
 def reward(prompts, completions, **columns):
     time.sleep(SECONDS[os.environ["AHEAD_SHAPE"]] * len(prompts) / ROWS)

@@ -25,11 +25,15 @@ class BestOfNConfig(SampledConfig):
     """Best of n's settings."""
 
     name: Literal["best_of_n"]
-    samples_per_prompt: int = Field(8, ge=2, description="Rows sampled for each prompt: n.")
-    keep: int = Field(1, ge=1, description="Rows of a prompt that are imitated: those of the highest reward.")
-    threshold: float | None = Field(None, description="The least reward that is imitated; left out, any.")
+    samples_per_prompt: int = Field(8, ge=2, description="Completions sampled for each prompt: n.")
+    keep: int = Field(
+        1, ge=1, description="Completions of a prompt to imitate: the ones with the highest rewards."
+    )
+    threshold: float | None = Field(None, description="Smallest reward that is imitated; left out, any.")
     measure_kl: bool = Field(
-        False, description="Whether what is sampled is compared with the policy as the phase began."
+        False,
+        description="Whether to measure the KL divergence of samples from the policy at the start of the "
+        "phase.",
     )
 
     @model_validator(mode="after")

@@ -18,8 +18,8 @@ class AlgorithmConfig(PassesConfig):
     """What one phase of training does a step, and how often."""
 
     name: str = Field(description="The algorithm.")
-    steps: int = Field(gt=0, description="Iterations.")
-    prompts_per_step: int = Field(64, gt=0, description="Prompts of one iteration.")
+    steps: int = Field(gt=0, description="Steps of the algorithm.")
+    prompts_per_step: int = Field(64, gt=0, description="Prompts of one step.")
 
     @property
     def updates(self) -> int:
@@ -51,10 +51,15 @@ class ShapeConfig(Section):
     """What becomes of rewards before anything is learnt from them, in this order."""
 
     normalise: Literal["batch", "running"] | None = Field(
-        None, description="Less their mean and over their deviation: of the step, or of all steps so far."
+        None,
+        description="Normalise rewards by mean and standard deviation, of the step or of all steps so far.",
     )
-    clip: tuple[float, float] | None = Field(None, description="The least and the largest reward.")
-    length_price: float = Field(0.0, description="Taken from the reward for each sampled token.")
+    clip: tuple[float, float] | None = Field(
+        None, description="Smallest and largest reward; others are clipped to them."
+    )
+    length_price: float = Field(
+        0.0, description="Length penalty: subtracted from the reward for each sampled token."
+    )
 
     @field_validator("clip")
     @classmethod
@@ -67,17 +72,19 @@ class ShapeConfig(Section):
 class SampledConfig(AlgorithmConfig, UpdateConfig):
     """Algorithms that sample from the policy they train, by whatever loss."""
 
-    samples_per_prompt: int = Field(8, gt=0, description="Rows sampled for each prompt: the sample group.")
+    samples_per_prompt: int = Field(
+        8, gt=0, description="Completions sampled for each prompt: the sample group."
+    )
     truncated: Literal["keep", "mask", "bootstrap"] = Field(
         "keep",
-        description="Rows cut off at the limit: learnt from as all, left out of every loss, or ended by the "
-        "critic's value.",
+        description="Rows cut off at the token limit: keep them, mask them from every loss, or bootstrap "
+        "with the critic's value.",
     )
     missing_end_penalty: float = Field(
-        0.0, ge=0, description="Taken from the reward of a row that was cut off at the limit."
+        0.0, ge=0, description="Subtracted from the reward of a row cut off at the token limit."
     )
     shape: ShapeConfig | None = Field(
-        None, description="Normalisation, bounds and a price of length; left out, rewards are as they are."
+        None, description="Normalisation, clipping and a length penalty of rewards; left out, none."
     )
 
     @property
@@ -103,12 +110,13 @@ class AnchoredConfig(SampledConfig):
 
     reference: Literal["first", "previous", "moving"] = Field(
         "first",
-        description="The policy as the phase began, as the iteration began, or a mean that follows it.",
+        description="Reference policy: as at the start of the phase, as at the start of the step, or a "
+        "moving average of the policy.",
     )
     reference_rate: float = Field(
-        0.6, gt=0, le=1, description="Where it moves: its share of the policy, ref <- (1 - a) ref + a policy."
+        0.6, gt=0, le=1, description="Rate a of a moving reference: ref <- (1 - a) ref + a policy."
     )
-    reference_every: int = Field(1, gt=0, description="Where it moves: iterations between two moves.")
+    reference_every: int = Field(1, gt=0, description="Steps between two updates of a moving reference.")
 
     @property
     def moves_reference(self) -> bool:
@@ -139,14 +147,16 @@ class GroupConfig(OnlineConfig):
     """Algorithms that compare the answers to one prompt with each other."""
 
     samples_per_prompt: int = Field(
-        8, ge=2, description="Rows sampled for each prompt: the sample group. A group of one has no baseline."
+        8,
+        ge=2,
+        description="Completions sampled for each prompt: the sample group. A group of one has no baseline.",
     )
 
 
 class TokenConfig(OnlineConfig):
     """Algorithms that tell the tokens of a row apart."""
 
-    gamma: float = Field(1.0, ge=0, le=1, description="What a later reward counts a token earlier.")
+    gamma: float = Field(1.0, ge=0, le=1, description="Discount factor of rewards, per token.")
     loss: PolicyLossConfig = PolicyLossConfig(kl_in="reward")
     """Where tokens earn rewards of their own the divergence is paid among them."""
 

@@ -30,11 +30,15 @@ class DAPOConfig(GroupScaleConfig):
     max_rounds: int = Field(
         4,
         ge=1,
-        description="Rounds of sampling, at most, until prompts_per_step groups differ; 1: no refill.",
+        description="Sampling rounds at most until prompts_per_step groups have differing rewards; 1 "
+        "never samples again.",
     )
     loss: PolicyLossConfig = PolicyLossConfig(clip_high=0.28)
     overlong_buffer: int = Field(
-        0, ge=0, description="Tokens before rollout.max_tokens from which length is priced; 0 for none."
+        0,
+        ge=0,
+        description="Number of tokens before rollout.max_tokens in which the length penalty grows; 0 for "
+        "none.",
     )
 
     @property

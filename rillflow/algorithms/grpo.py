@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 ScaleSetting = Annotated[
-    Literal["std", "off"], Field(description="Whether advantages are divided by the group's deviation.")
+    Literal["std", "off"],
+    Field(description="Whether to divide advantages by the standard deviation of their group."),
 ]
 
 

@@ -28,14 +28,19 @@ class OnlineDPOConfig(AnchoredConfig):
 
     name: Literal["online_dpo"]
     samples_per_prompt: int = Field(
-        8, ge=2, description="Rows sampled for each prompt: the sample group. A pair takes two."
+        8, ge=2, description="Completions sampled for each prompt: the sample group, at least two for a pair."
     )
-    selector: Selector = Field("max_min", description="Which two rows of a group are its pair.")
+    selector: Selector = Field(
+        "max_min", description="Rule that selects the two rows of a pair from a sample group."
+    )
     length_price: float = Field(
-        0.0, ge=0, description="What a sampled token takes from a row's reward before rows are compared."
+        0.0,
+        ge=0,
+        description="Length penalty per sampled token, subtracted from a row's reward before rows are "
+        "compared.",
     )
     data: Literal["all", "fresh"] = Field(
-        "all", description="What an iteration learns from: all pairs of the phase so far, or its own."
+        "all", description="Pairs to train on: all pairs of the phase so far, or the pairs of this step."
     )
     loss: PairLossConfig = PairLossConfig()
 

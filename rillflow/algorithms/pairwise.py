@@ -26,7 +26,7 @@ class PairwiseConfig(AlgorithmConfig):
     name: Literal["pairwise"]
     frame: FrameConfig = FrameConfig()
     orders: Literal["both", "random"] = Field(
-        "both", description="Whether each pair is shown in both orders, or in one drawn by the seed."
+        "both", description="Show each pair in both orders, or in one order drawn by the seed."
     )
 
     @property

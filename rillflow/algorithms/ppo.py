@@ -41,19 +41,19 @@ PATIENCE = 10
 class CriticTrainedConfig(TokenConfig):
     """What algorithms with a critic share."""
 
-    lam: float = Field(
-        0.95, ge=0, le=1, description="What a later error of the critic counts a token earlier."
-    )
+    lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda.")
     kl_target: float = Field(
         0.0,
         ge=0,
-        description="Nats a row may differ from the reference; loss.kl then adapts. 0: it is fixed.",
+        description="Target KL divergence of a row from the reference, in nats; loss.kl adapts to it. 0 "
+        "keeps loss.kl fixed.",
     )
     value_loss: ValueLossConfig = ValueLossConfig()
     pretrain_weight: float = Field(
         0.0,
         ge=0,
-        description="What demonstrations, their mean -log p, count in each optimiser step; 0: none.",
+        description="Weight of the demonstrations' mean negative log likelihood in each optimiser step "
+        "(PPO-ptx); 0 for none.",
     )
 
     @model_validator(mode="after")

@@ -25,10 +25,10 @@ class PreferenceConfig(AlgorithmConfig):
 
     name: Literal["preference"]
     margin: bool = Field(
-        False, description="Whether the column margin says by how much the better answer is to score higher."
+        False, description="Whether the column margin gives the score difference that a pair should reach."
     )
     centring: float = Field(
-        0.0, ge=0, description="What the square of a pair's sum of scores counts, which draws scores to 0."
+        0.0, ge=0, description="Weight of the squared sum of a pair's two scores, which centres scores at 0."
     )
 
     @property

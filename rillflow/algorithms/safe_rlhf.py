@@ -41,17 +41,21 @@ class SafeRLHFConfig(CriticTrainedConfig):
     """Safe RLHF's settings."""
 
     name: Literal["safe_rlhf"]
-    cost_limit: float = Field(0.0, description="Mean cost of a row that is allowed.")
+    cost_limit: float = Field(0.0, description="Largest allowed mean cost of a row.")
     cost_margin: float = Field(
-        0.0, ge=0, description="How far below the limit the multiplier aims, so that swings keep it too."
+        0.0,
+        ge=0,
+        description="Margin below cost_limit that the multiplier aims at, so that fluctuations stay "
+        "within the limit.",
     )
     multiplier_lr: float = Field(
-        0.1, gt=0, description="Step of the multiplier's logarithm for a cost one above the limit."
+        0.1,
+        gt=0,
+        description="Learning rate of the logarithm of the Lagrange multiplier, per unit of cost above "
+        "the limit.",
     )
-    first_multiplier: float = Field(1.0, gt=0, description="The multiplier of the first step.")
-    highest_multiplier: float = Field(
-        10.0, gt=0, description="The multiplier grows no further, be the cost as high as it may."
-    )
+    first_multiplier: float = Field(1.0, gt=0, description="Lagrange multiplier of the first step.")
+    highest_multiplier: float = Field(10.0, gt=0, description="Upper bound of the Lagrange multiplier.")
 
 
 def step(

@@ -48,30 +48,40 @@ class RunConfig(Section):
     dir: str | None = Field(
         None,
         min_length=1,
-        description="The run directory, relative to where the command is given; runs/NAME if left out.",
+        description="The run directory, relative to the working directory; runs/NAME if left out.",
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="Every random number of the run follows from it.")
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random number of the run.")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
-    threads: int = Field(0, ge=0, description="Processor threads; 0 leaves the choice to torch.")
+    threads: int = Field(0, ge=0, description="CPU threads; 0 leaves the choice to torch.")
     checkpoint_minutes: float = Field(
-        5.0, ge=0, description="Minutes between checkpoints; more where one takes over 2% of them. 0: never."
+        5.0,
+        ge=0,
+        description="Minutes between checkpoints, or longer if writing one takes over 2% of that time; 0 "
+        "for none.",
     )
     checkpoint_every: int = Field(
-        0, ge=0, description="Steps between checkpoints beside those; 0: by the minutes alone."
+        0, ge=0, description="Steps between further checkpoints; 0 leaves it to checkpoint_minutes."
     )
     max_skipped: int = Field(
-        5, ge=0, description="Optimiser steps left out because a number is not finite, until the run stops."
+        5,
+        ge=0,
+        description="Optimiser steps that may be skipped because a number is not finite; one more stops "
+        "the run.",
     )
     keep_checkpoints: int = Field(
-        2, gt=0, description="Newest checkpoints that stay on the disk; the best held-out one stays too."
+        2, gt=0, description="Newest checkpoints to keep; the one with the best held-out result is kept too."
     )
     rollouts_every: int | None = Field(
         None,
         ge=0,
-        description="Steps between those whose rollouts are written; 0 for none, left out: every step.",
+        description="Steps between two steps whose rollouts are written; 0 writes none. Left out, every "
+        "step.",
     )
     rollouts_share: float | None = Field(
-        None, gt=0, le=1, description="Share of such a step's prompts whose rollouts are; left out: all."
+        None,
+        gt=0,
+        le=1,
+        description="Share of the prompts whose rollouts are written in such a step; left out, all.",
     )
 
 
@@ -86,8 +96,8 @@ class CriticConfig(Section):
 
     path: str | None = Field(
         None,
-        description="A model's directory to start from, or a run: its critic, else its reward model, else "
-        "its policy. Left out, the policy's weights with a new head.",
+        description="Initial weights: a model's directory, or a run (its critic, else its reward model, "
+        "else its policy). Left out, the policy's weights with a new head.",
     )
     lr: float | None = Field(None, gt=0, description="Peak learning rate; left out, the policy's.")
 
@@ -95,18 +105,19 @@ class CriticConfig(Section):
 class EvaluateConfig(Section):
     """How the policy is judged on held-out prompts."""
 
-    every: int = Field(0, ge=0, description="Steps between evaluations; 0 for before and after only.")
-    problems: int = Field(500, ge=0, description="Held-out prompts that are answered, at most; 0 for none.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
+    problems: int = Field(500, ge=0, description="Held-out prompts to evaluate at most; 0 for none.")
     temperature: Temperature = Field(0.0, description="Sampling temperature of the answers; 0 is greedy.")
     samples: int | None = Field(
-        None, gt=0, description="Answers to each held-out prompt, of which pass@k follows; left out, one."
+        None, gt=0, description="Completions of each held-out prompt, for pass@k; left out, one."
     )
     sets: dict[str, str] = Field(
         {},
-        description="Further prompts to judge by, files by name; each has its own line in evaluations.jsonl.",
+        description="Further evaluation sets: prompt files by name. Each has its own line in "
+        "evaluations.jsonl.",
     )
     success: float | None = Field(
-        None, description="A reward from which an answer counts as right, where rewards are not 0 and 1."
+        None, description="Smallest reward that counts as right, if rewards are not only 0 and 1."
     )
 
 

@@ -70,33 +70,40 @@ class PlacementConfig(Section):
     """Pools of ranks, and the roles on them. Roles of one pool take turns; pools run side by side."""
 
     backend: Literal["auto", "inline", "ray"] = Field(
-        "auto", description="inline: all in one process; ray: a process a rank; auto: ray for several ranks."
+        "auto",
+        description="inline: one process; ray: one process per rank; auto: ray if there are several ranks.",
     )
     address: str | None = Field(
         None,
-        description="A running Ray cluster to join: host:port or auto; RAY_ADDRESS's if left out, else none.",
+        description="Running Ray cluster to join: host:port or auto. Left out, RAY_ADDRESS if it is set, "
+        "else a new cluster.",
     )
-    pools: dict[str, int] = Field({"main": 1}, min_length=1, description="Ranks of each pool, by its name.")
+    pools: dict[str, int] = Field(
+        {"main": 1}, min_length=1, description="Number of ranks of each pool, by name."
+    )
     roles: dict[str, str] = Field(
-        {}, description="The pool of each role, or the first pool; sampler: where the policy answers."
+        {},
+        description="Pool of each role; left out, the first pool. sampler is the pool where the policy "
+        "generates.",
     )
     train: dict[str, dict[str, int]] = Field(
         {},
-        description="By pool or role, how its ranks share a model: dp, fsdp, ep, pp, tp; dp is what is left.",
+        description="Training mesh by pool or role: sizes of dp, fsdp, ep, pp, tp; dp takes the remaining "
+        "ranks.",
     )
-    generate: dict[str, int] = Field(
-        {}, description="How ranks share the policy while it answers: tp; 1 where not said."
-    )
+    generate: dict[str, int] = Field({}, description="Generation mesh of the policy: tp; 1 if left out.")
     sequence_parallel: bool = Field(
         False,
-        description="Whether tp ranks share out the tokens too where a layer is whole: less memory, "
-        "more exchanges.",
+        description="Sequence parallelism: tp ranks also split tokens in layers that are not sharded. "
+        "Less memory, more communication.",
     )
     tp_across_nodes: bool = Field(
         False,
-        description="Whether ranks that share layers (tp) may be on several nodes, over slower links.",
+        description="Whether tensor-parallel ranks may span nodes, over slower links.",
     )
-    deadline_s: float = Field(3600.0, gt=0, description="Longest wait for any rank before the run stops.")
+    deadline_s: float = Field(
+        3600.0, gt=0, description="Longest wait for any rank in seconds; then the run stops."
+    )
 
     @property
     def is_inline(self) -> bool:

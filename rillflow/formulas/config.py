@@ -26,45 +26,53 @@ class PolicyLossConfig(LossSection):
     """The clipped policy loss and its companions; see docs/algorithms/grpo.md for the equation."""
 
     ratio: Literal["token", "sequence"] = Field(
-        "token", description="Ratio to the old policy: each token's own, or the geometric mean of its row's."
+        "token",
+        description="Importance ratio to the old policy: per token, or the geometric mean over the row.",
     )
     surrogate: Surrogate = Field(
         "clip",
-        description="Bounds on the ratio: no gradient beyond them, or log pi weighed by the held ratio.",
+        description="clip: PPO's clipped ratio; weighted: log pi times the clipped, detached ratio.",
     )
     clip_low: float = Field(0.2, ge=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + clip_high.")
     dual_clip: float = Field(
         3.0,
         ge=0,
-        description="Bound c, above 1, on the clip surrogate's loss of negative advantages; 0 for none.",
+        description="Dual-clip bound c > 1 for negative advantages under the clip surrogate; 0 for none.",
     )
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
         "token_mean",
-        description="Mean over tokens; mean over rows of each row's token mean; sum over rows x constant.",
+        description="Mean over all tokens; mean over rows of each row's token mean; or sum divided by "
+        "rows x constant.",
     )
     constant: int = Field(
-        0, ge=0, description="Divisor a row of the constant aggregation; 0 means max_tokens."
+        0, ge=0, description="Divisor per row of the constant aggregation; 0 for rollout.max_tokens."
     )
     kl: float = Field(
-        0.0, ge=0, description="Weight of the divergence from the reference; 0 needs no reference."
+        0.0, ge=0, description="Weight of the KL divergence from the reference; 0 needs no reference."
     )
     kl_estimator: Estimator | None = Field(
-        None, description="Estimator of the divergence; none: k1 in the reward, k3 in the loss."
+        None, description="Estimator of the KL divergence; left out, k1 in the reward and k3 in the loss."
     )
-    kl_in: Literal["loss", "reward"] = Field("loss", description="Where the divergence is paid.")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="Where the KL divergence is added: to the loss or to the reward."
+    )
     kl_bound: float = Field(
         100.0,
         gt=1,
         le=4e8,
-        description="k3 in the loss: a token's gradient is 1 - reference / policy, with at most this ratio.",
+        description="Bound on reference / policy in the gradient of k3, which is 1 - reference / policy "
+        "for a token.",
     )
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     correction: Correction = Field(
         "none",
-        description="Importance weights trainer / sampler; tis if freshness or another engine asks for them.",
+        description="Importance weights trainer / sampler for stale or mismatched rows; tis with "
+        "freshness above 0 or another engine.",
     )
-    correction_bounds: tuple[float, float] | None = Field(None, description="Its bounds; none: its paper's.")
+    correction_bounds: tuple[float, float] | None = Field(
+        None, description="Bounds of the correction's weights; left out, those of its paper."
+    )
 
     @field_validator("correction", mode="before")
     @classmethod
@@ -132,7 +140,7 @@ class ValueLossConfig(LossSection):
     clip: float = Field(
         0.2,
         ge=0,
-        description="How far a value may move from the one at sampling until its loss is clipped; 0: never.",
+        description="Clip range of the value loss around the values at sampling; 0 for none.",
     )
 
     @property
@@ -150,19 +158,27 @@ _SCALES: dict[PairKind, float] = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo":
 class PairLossConfig(LossSection):
     """The loss of pairs of answers; see docs/algorithms/dpo.md for the equations."""
 
-    kind: PairKind = Field("dpo", description="Which loss; simpo and orpo need no reference.")
+    kind: PairKind = Field("dpo", description="Preference loss; simpo and orpo need no reference.")
     beta: float | None = Field(
-        None, gt=0, description="Scale of the implicit reward, orpo's weight of the odds; none: its paper's."
+        None,
+        gt=0,
+        description="Scale of the implicit reward; for orpo, the weight of the odds ratio. Left out, the "
+        "paper's value.",
     )
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="Probability that a pair's label is wrong; of dpo and simpo."
+        0.0, ge=0, lt=0.5, description="Assumed probability that a pair's label is wrong; for dpo and simpo."
     )
     nll: float | None = Field(
-        None, ge=0, description="Weight of the chosen answers' mean token loss; none: 0, of orpo 1."
+        None,
+        ge=0,
+        description="Weight of the chosen answers' mean token loss; left out, 1 for orpo and 0 for the "
+        "others.",
     )
-    gamma: float | None = Field(None, ge=0, description="Margin that simpo aims at; none: 1.")
+    gamma: float | None = Field(None, ge=0, description="Target margin of simpo; left out, 1.")
     by_length: bool | None = Field(
-        None, description="Whether dpo, ipo and hinge compare means over tokens, not sums; none: ipo does."
+        None,
+        description="Whether dpo, ipo and hinge compare token means instead of sums; left out, only ipo "
+        "does.",
     )
 
     @property
@@ -218,9 +234,12 @@ class UnpairedLossConfig(LossSection):
     """The loss of single answers; see docs/algorithms/kto.md for the equation."""
 
     beta: float = Field(0.1, gt=0, description="Scale of the implicit reward.")
-    good_weight: float = Field(1.0, ge=0, description="What a good answer counts.")
+    good_weight: float = Field(1.0, ge=0, description="Weight of desirable answers (lambda_D in the paper).")
     bad_weight: float = Field(
-        1.0, ge=0, description="What a bad one does; the paper has both kinds count alike in all."
+        1.0,
+        ge=0,
+        description="Weight of undesirable answers (lambda_U in the paper). The paper balances the total "
+        "weight of both kinds.",
     )
 
     @property

@@ -20,17 +20,17 @@ class NewModel(Section):
     layers: int = Field(4, gt=0, description="Number of decoder layers.")
     heads: int = Field(4, gt=0, description="Query heads; they divide the hidden size.")
     kv_heads: int = Field(2, gt=0, description="Key/value heads; they divide the query heads.")
-    context: int = Field(256, gt=0, description="Longest prompt plus answer, in tokens.")
+    context: int = Field(256, gt=0, description="Longest prompt and completion together, in tokens.")
     init_std: float | None = Field(
         None,
         gt=0,
-        description="Standard deviation of the first weights; left out, the architecture's, mostly 0.02, "
-        "which is small for a narrow model: 1 / sqrt(hidden) learns sooner.",
+        description="Standard deviation of the initial weights; left out, the architecture's default, "
+        "mostly 0.02. A narrow model learns faster with 1 / sqrt(hidden).",
     )
     alphabet: str = Field(
         "0123456789+-*/=() .,?:ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz\n",
         min_length=1,
-        description="Characters the tokeniser knows; anything else is an error.",
+        description="Characters of the tokeniser; any other character is an error.",
     )
 
     @property
@@ -42,18 +42,22 @@ class NewModel(Section):
 class AdapterConfig(Section):
     """What is trained in the place of the weights: two small matrices beside each linear layer."""
 
-    rank: int = Field(16, gt=0, description="Rows of an adapter's matrices.")
-    alpha: float = Field(32.0, gt=0, description="What their product is multiplied by, over the rank.")
+    rank: int = Field(16, gt=0, description="Rank of the adapter's matrices.")
+    alpha: float = Field(32.0, gt=0, description="Scale of the adapter: alpha / rank multiplies its output.")
     kind: Literal["lora", "rslora", "dora"] = Field(
-        "lora", description="rslora divides alpha by the rank's root; dora learns the rows' lengths beside."
+        "lora",
+        description="lora; rslora, which divides alpha by the square root of the rank; dora, which also "
+        "learns row magnitudes.",
     )
     targets: tuple[str, ...] = Field(
         (),
-        description="Last names of the layers, such as q_proj; left out, all linear ones of the body.",
+        description="Names of the layers to adapt, such as q_proj; left out, every linear layer of the "
+        "decoder body.",
     )
     base: Literal["full", "int8"] = Field(
         "full",
-        description="int8 keeps the base's linear weights in 8 bits, with a scale for each output row.",
+        description="Precision of the frozen base; int8 keeps linear weights in 8 bits with a scale for "
+        "each output row.",
     )
 
     @property
@@ -66,11 +70,11 @@ class ModelConfig(Section):
     """Which model a role starts from: exactly one of ``path`` and ``new``."""
 
     path: str | None = Field(None, description="A directory with a Hugging Face model, or a hub name.")
-    new: NewModel | None = Field(None, description="A small new model instead.")
+    new: NewModel | None = Field(None, description="Make a small new model instead.")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Type of the weights and the arithmetic."
+        "float32", description="Data type of weights and arithmetic."
     )
-    adapter: AdapterConfig | None = Field(None, description="Train an adapter beside it; it stays as it is.")
+    adapter: AdapterConfig | None = Field(None, description="Train an adapter and freeze the model.")
 
 
 def misfits(new: NewModel) -> Iterator[ConfigError]:

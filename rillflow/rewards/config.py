@@ -14,27 +14,28 @@ class CostConfig(Section):
     """What is to stay below a limit: a function as a reward's, or a model."""
 
     function: str | None = Field(None, description="file.py:name of a cost, relative to the recipe.")
-    model: str | None = Field(
-        None, description="A model that says the cost instead, named as reward.model is."
-    )
+    model: str | None = Field(None, description="A cost model instead, named as in reward.model.")
 
 
 class JudgeConfig(Section):
     """A language model that compares answers, or rates them."""
 
     model: str = Field(
-        description="A causal language model's directory, or a run of pairwise that trained one, relative to "
-        "the recipe."
+        description="The judge: a causal language model's directory, or a pairwise run that trained one, "
+        "relative to the recipe."
     )
     compare: Literal["group", "tournament"] = Field(
         "group",
-        description="An answer against every other of its prompt, or the winner so far against the next.",
+        description="Compare each answer with every other answer to its prompt, or the winner so far with "
+        "the next answer.",
     )
     abstain: float = Field(
-        0.0, ge=0, lt=0.5, description="A comparison nearer than this to probability 1/2 says nothing."
+        0.0, ge=0, lt=0.5, description="A comparison whose probability is within this of 1/2 gives no verdict."
     )
     frame: FrameConfig | None = Field(
-        None, description="How it is asked; left out, as its directory says, where pairwise trained it."
+        None,
+        description="The text that the judge reads; left out, the one stored with a judge that pairwise "
+        "trained.",
     )
 
 
@@ -42,33 +43,41 @@ class RewardConfig(Section):
     """A function of named columns, run in killable children; or a model."""
 
     function: str | None = Field(
-        None, description="file.py:name, relative to the recipe; without it the task's own function scores."
+        None,
+        description="file.py:name of the reward function, relative to the recipe; left out, the task's "
+        "own function.",
     )
     model: str | None = Field(
         None,
-        description="A directory with a scalar head, or the run that trained it, relative to the recipe; it "
-        "scores what is trained on, and the function judges.",
+        description="A reward model: its directory or the run that trained it, relative to the recipe. It "
+        "scores training rows; the function scores held-out rows.",
     )
     judge: JudgeConfig | None = Field(
-        None, description="A judge that scores what is trained on, instead of a function or a model."
+        None, description="A judge that scores training rows, instead of a function or a reward model."
     )
     weights: dict[str, float] | None = Field(
-        None, description="What function, model and judge count, those that are named; left out, one scores."
+        None,
+        description="Weights of function, model and judge when several of them score; left out, only one "
+        "may score.",
     )
-    timeout_s: float = Field(10.0, gt=0, description="Longest time for one call.")
-    memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")
-    workers: int = Field(1, gt=0, description="Children that score side by side.")
+    timeout_s: float = Field(10.0, gt=0, description="Longest time of one call, in seconds.")
+    memory_bytes: int = Field(
+        2 * 1024**3, gt=0, description="Address space limit of one child process, in bytes."
+    )
+    workers: int = Field(1, gt=0, description="Child processes that score in parallel.")
     sandbox: Literal["auto"] | bool = Field(
         "auto",
-        description="Run every row of the function in a sandbox: no network, no files but its own and "
-        "Python's, no variables of the environment. auto: where its source runs text or starts processes.",
+        description="Run the function in a sandbox, one process per row: no network, no environment "
+        "variables, no files but its own and Python's. auto: if its source runs text or "
+        "starts processes.",
     )
     files: tuple[str, ...] | None = Field(
-        None, description="Files and folders that the sandbox shows too, read only, relative to the recipe."
+        None,
+        description="Further files and folders that the sandbox shows, read-only, relative to the recipe.",
     )
     max_failures: float = Field(
         0.5,
         ge=0,
         le=1,
-        description="Share of rows of one step with a time-out or error above which the run stops.",
+        description="Largest share of a step's rows that may time out or fail; above it the run stops.",
     )

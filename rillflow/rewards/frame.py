@@ -33,16 +33,17 @@ class FrameConfig(Section):
 
     template: str = Field(
         "[CONTEXT] {prompt} [RESPONSE A] {first} [RESPONSE B] {second} [BETTER] ",
-        description="Text with {prompt}, {first}, {second}, or {prompt}, {answer}; a label follows.",
+        description="Text with {prompt}, {first} and {second}, or with {prompt} and {answer}; the judge "
+        "continues it with a label.",
     )
     labels: tuple[str, ...] = Field(
-        ("A", "B"), description="One token each: which answer is better, or numbers, which are a rating."
+        ("A", "B"), description="Labels of one token each: which answer is better, or numbers for a rating."
     )
 
     chat: bool = Field(
         False,
-        description="Whether the model's chat template writes the template, as a user's message; a label "
-        "begins the assistant's.",
+        description="Whether to send the template as a user message of the chat template; the assistant's "
+        "message begins with a label.",
     )
 
     @model_validator(mode="after")

@@ -45,31 +45,32 @@ class SamplingConfig(Section):
     says, by which it is trained.
     """
 
-    temperature: Temperature = Field(1.0, description="0 takes the likeliest token.")
-    top_k: TopK = Field(0, description="Draw from the k likeliest tokens; 0 from all.")
+    temperature: Temperature = Field(1.0, description="Sampling temperature; 0 is greedy.")
+    top_k: TopK = Field(0, description="Sample from the k most likely tokens; 0 from all.")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Draw from the least set of tokens with this probability."
+        1.0, gt=0, le=1, description="Sample from the smallest set of tokens whose probabilities sum to this."
     )
     min_p: float | None = Field(
         None,
         gt=0,
         le=1,
-        description="Leave out tokens less likely than so many times the likeliest, before top-k and top-p.",
+        description="Drop tokens whose probability is below this share of the most likely one, before "
+        "top_k and top_p.",
     )
     repetition_penalty: Factor | None = Field(
         None,
-        description="Divide by it the positive logits of tokens that the row has, its prompt included, and "
-        "multiply the negative ones.",
+        description="Penalty on tokens already in the row, prompt included: divides their positive logits "
+        "and multiplies negative ones.",
     )
     presence_penalty: Penalty | None = Field(
-        None, description="Taken off the logits of tokens that the row has sampled."
+        None, description="Subtracted from the logits of tokens that the row has already sampled."
     )
     frequency_penalty: Penalty | None = Field(
-        None, description="Taken off the logit of a token once for each time that the row has sampled it."
+        None, description="Subtracted from a token's logit once for each time that the row has sampled it."
     )
-    max_tokens: int = Field(256, gt=0, description="New tokens of one row at most.")
+    max_tokens: int = Field(256, gt=0, description="Longest completion, in tokens.")
     stop: tuple[StopText, ...] = Field(
-        (), description="Texts that end a row, besides the model's own tokens."
+        (), description="Stop strings that end a row, in addition to the model's end tokens."
     )
 
     @property
@@ -97,18 +98,24 @@ VLLM = "vllm"
 class AgentConfig(Section):
     """A function that writes rows by talking to the policy, in killable children."""
 
-    function: str = Field(description="file.py:name, relative to the recipe; called for every row.")
-    timeout_s: float = Field(
-        60.0, gt=0, description="Longest time that it works without waiting for an answer of the policy."
+    function: str = Field(
+        description="file.py:name of the agent, relative to the recipe; called once per row."
     )
-    workers: int = Field(16, gt=0, description="Children of a sampler's rank, each with one row at a time.")
-    memory_bytes: int = Field(2 * 1024**3, gt=0, description="Address space of one child.")
+    timeout_s: float = Field(
+        60.0, gt=0, description="Longest time in seconds between two requests of the agent to the policy."
+    )
+    workers: int = Field(
+        16, gt=0, description="Agent processes per sampler rank; each runs one row at a time."
+    )
+    memory_bytes: int = Field(
+        2 * 1024**3, gt=0, description="Address space limit of one child process, in bytes."
+    )
     sandbox: Literal["auto"] | bool = Field(
         "auto",
-        description="Run the agent in a sandbox that reaches nothing but the policy, as reward.sandbox says.",
+        description="Run the agent in a sandbox that can reach only the policy; values as in reward.sandbox.",
     )
     files: tuple[str, ...] | None = Field(
-        None, description="What the sandbox shows too, as reward.files says."
+        None, description="Further files and folders that the sandbox shows; see reward.files."
     )
 
 
@@ -116,41 +123,45 @@ class RolloutConfig(SamplingConfig):
     """Sampling, and the engine's size."""
 
     engine: str = Field(
-        NATIVE, description="What samples: native, vllm, or package.module:Class, an engine of your own."
+        NATIVE, description="Rollout engine: native, vllm, or package.module:Class for your own."
     )
     server: str | None = Field(
         None,
         min_length=1,
-        description="The python of an environment with vLLM, which runs there, a server beside each rank; "
-        "left out, in this one.",
+        description="Python interpreter of another environment that has vLLM; each rank starts a vLLM "
+        "server with it. Left out, vLLM runs in this environment.",
     )
-    agent: AgentConfig | None = Field(None, description="What writes rows; left out, a prompt is answered.")
-    max_rows: int = Field(256, gt=0, description="Rows that run at once.")
+    agent: AgentConfig | None = Field(
+        None, description="An agent that produces the rows; left out, the policy completes each prompt once."
+    )
+    max_rows: int = Field(256, gt=0, description="Rows that are sampled at the same time.")
     cache_gib: float | None = Field(
         None,
         gt=0,
-        description="GiB (2^30 bytes) that keys and values take on a rank at most; rows that find no room "
-        "in them wait. Nothing: as much as the rows need.",
+        description="Largest KV cache per rank in GiB; rows without room wait. Left out, as much as the "
+        "rows need.",
     )
     parts: int = Field(
         1,
         gt=0,
-        description="Parts of a step's prompts; the rows of one go on to other ranks once they have ended.",
+        description="Chunks of a step's prompts; the rows of a chunk go on to the next stage when all of "
+        "them have ended.",
     )
     keep_cache: bool = Field(
         False,
-        description="A row that goes on with new weights keeps keys and values of the old ones, which is "
-        "faster and inexact; else it is read again.",
+        description="Keep the KV cache when a row continues with new weights: faster but inexact. "
+        "Otherwise the row is prefilled again.",
     )
     verify_every: int = Field(
         1,
         gt=0,
-        description="Of so many publishes one is compared by digest before it is used, and the first.",
+        description="Check weight digests on the first publish and on every Nth after it.",
     )
     replay_routing: bool | None = Field(
         None,
-        description="Record which experts of a mixture each token takes, and train with these; left out, no.",
+        description="Record the experts that each token is routed to while sampling, and train with the "
+        "same routing; left out, off.",
     )
     deterministic: bool = Field(
-        False, description="Fixed shapes: a row's bits are the same whatever runs beside it. Slower."
+        False, description="Compute with fixed shapes, so that a row has the same bits in any batch. Slower."
     )

@@ -31,20 +31,22 @@ class TaskConfig(Section):
         description="arithmetic, reasoning-gym:NAME, or a .jsonl or .parquet file relative to the recipe.",
     )
     held_out_source: str | None = Field(
-        None, description="A file of held-out prompts instead of a share of the source."
+        None, description="A file of held-out prompts, instead of rows held out of the source."
     )
     held_out: int = Field(500, ge=0, description="Prompts held out of training; 0 for none.")
-    size: int = Field(10_000, gt=0, description="Prompts to make, where the source makes them.")
+    size: int = Field(10_000, gt=0, description="Prompts to generate, if the source generates them.")
     digits: int = Field(2, ge=1, le=6, description="Digits of the built-in arithmetic task's numbers.")
     operators: str = Field("+-", min_length=1, description="Operators of the built-in arithmetic task.")
     too_long: Literal["error", "drop", "cut"] = Field(
         "error",
-        description="What happens to rows that do not fit into the context: an error, they are left out, or "
-        "their prompts lose their beginnings. What cannot be used is left out and counted by the latter two.",
+        description="Rows longer than the context: stop with an error, drop the rows, or cut the "
+        "beginning of their prompts. Rows that cannot be cut are dropped. Dropped rows are "
+        "counted.",
     )
     rendered: bool = Field(
         False,
-        description="Whether text prompts were written by the chat template: their special tokens are read.",
+        description="Whether text prompts already have the chat template applied, so that special tokens "
+        "in them are read as such.",
     )
     template_arguments: dict[str, Any] = Field(
         {}, description="Variables of the chat template, such as { enable_thinking = false }."

@@ -13,7 +13,7 @@ class RateConfig(Section):
     """What each phase has of its own: the learning rate, and how soon AdamW forgets."""
 
     lr: float = Field(1e-5, gt=0, description="Peak learning rate.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second decay.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment.")
     warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warm-up.")
 
 
@@ -21,18 +21,21 @@ class OptimizerConfig(RateConfig):
     """AdamW, its schedule and its clipping."""
 
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Shape after the warm-up."
+        "constant", description="Learning rate schedule after the warm-up."
     )
-    final_lr: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of lr.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first decay.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay of matrices.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    final_lr: float = Field(
+        0.0, ge=0, le=1, description="Final learning rate of linear and cosine schedules, as a share of lr."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, applied to matrices only.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
     moments: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Type of AdamW's moments between steps; left out, float32, or the master's own."
+        None, description="Data type of AdamW's moments; left out, float32, or that of the master weights."
     )
     offload: Literal["optimizer", "reference", "all"] | None = Field(
         None,
-        description="What lies in host memory between its uses: moments and masters, a reference's weights.",
+        description="What to offload to host memory between uses: moments and master weights, or the "
+        "reference's weights.",
     )
 
 
@@ -40,11 +43,15 @@ class TrainConfig(OptimizerConfig):
     """The optimiser, and how a minibatch is cut."""
 
     tokens_per_micro_batch: int = Field(
-        16384, gt=0, description="Tokens of one forward and backward pass; a longer row stands alone."
+        16384, gt=0, description="Tokens of one micro-batch; a longer row is a micro-batch of its own."
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute activations to save memory.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
     balance: float | None = Field(
-        None, gt=0, description="Factor of the loss that evens out a mixture's experts; left out, none."
+        None,
+        gt=0,
+        description="Coefficient of the load-balancing loss of a mixture of experts; left out, none.",
     )
 
     def as_train(self) -> TrainConfig:
@@ -60,10 +67,10 @@ class TrainConfig(OptimizerConfig):
 class PassesConfig(Section):
     """How often a batch is gone through, and in how many optimiser steps."""
 
-    epochs: int = Field(1, gt=0, description="Passes over each iteration's rows.")
-    minibatches: int = Field(1, gt=0, description="Optimiser steps of one pass.")
+    epochs: int = Field(1, gt=0, description="Passes over the rows of a step.")
+    minibatches: int = Field(1, gt=0, description="Optimiser steps in one pass.")
     shuffle: bool = Field(
-        True, description="Whether minibatches mix an iteration's rows, or take them as they come."
+        True, description="Whether to shuffle a step's rows before they are split into minibatches."
     )
 
     @property
@@ -81,47 +88,54 @@ class UpdateConfig(PassesConfig):
 
     old_logprobs: Literal["trainer", "sampler"] = Field(
         "trainer",
-        description="Whose log probabilities the ratio is taken against where rows are used off-policy.",
+        description="Source of the old log probabilities in the ratio of off-policy rows: trainer or "
+        "sampler.",
     )
     freshness: int = Field(
         0,
         ge=0,
-        description="Policy versions that a trained token may be old; above 0 a sampler apart runs ahead.",
+        description="Largest staleness of a trained token, in policy versions; above 0, a sampler on its "
+        "own ranks runs ahead.",
     )
     order: Literal["in_order", "ready_first"] = Field(
         "in_order",
-        description="What a step ahead trains: prompts in the data's order, or whichever groups are ready.",
+        description="Asynchronous training takes prompts in the data's order, or the sample groups that "
+        "are ready first.",
     )
     late: Literal["wait", "drop"] = Field(
         "wait",
-        description="Ready first, what would become too old: waited for, or dropped and sampled again.",
+        description="With ready_first, rows about to become too stale: wait for them, or drop and sample "
+        "them again.",
     )
     publishes: int = Field(
         1,
         gt=0,
-        description="Publishes of a step, ready first: one after each of so many parts of its minibatches.",
+        description="With ready_first, weight publishes per step, evenly spread over its minibatches.",
     )
     oversample_prompts: float | None = Field(
         None,
         ge=1,
         le=100,
-        description="Prompts begun for each that is trained; the longest are left for a later step.",
+        description="Prompts started for each prompt trained; the ones with the longest rows are left for "
+        "a later step.",
     )
     oversample_samples: float | None = Field(
         None,
         ge=1,
         le=100,
-        description="Rows begun for each of a prompt's that is trained: those that end first.",
+        description="Rows started for each row trained of a prompt; the rows that end first are trained.",
     )
     ratio_tolerance: float = Field(
         1e-3,
         gt=0,
-        description="Largest |trainer/sampler ratio - 1| of an on-policy float32 token; else the run stops.",
+        description="Largest |trainer/sampler probability ratio - 1| of an on-policy float32 token; above "
+        "it the run stops.",
     )
     gap_tolerance: float = Field(
         0.05,
         gt=0,
-        description="Largest mean |log(trainer/sampler)| of on-policy bfloat16 tokens; else the run stops.",
+        description="Largest mean |log(trainer/sampler probability)| of on-policy bfloat16 tokens; above "
+        "it the run stops.",
     )
 
     @property
