@@ -1,9 +1,9 @@
-"""Chart: a curve over steps as one SVG of our own; no library draws it.
+"""Chart: draw curves over steps as SVG, without a plotting library.
 
     Series ─ smooth ─ thin ─ scale ─> polylines     phases ─> bands behind them
 
-A chart fills its card at any width. The page's script reads a value back from the polyline that is
-marked ``track``, with the ranges in the svg's data attributes, so that no number is written twice.
+A chart fills its card at any width. The page's script reads values back from the polyline with class
+``track`` and the ranges in the svg's data attributes, so no number is written twice.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One value at one step; a value that cannot be drawn leaves a gap."""
+    """One value at one step; a non-finite value leaves a gap in the curve."""
 
     x: float
-    """The step."""
+    """Step."""
     y: float
-    """The value."""
+    """Value."""
     low: float | None = None
-    """The lower end of its interval, where it has one."""
+    """Lower end of the confidence interval; None without one."""
     high: float | None = None
-    """The upper end."""
+    """Upper end of the confidence interval; None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,53 +46,53 @@ class Series:
     """One curve."""
 
     label: str
-    """What it shows; empty where the chart's title says it."""
+    """Label of the curve; empty when the chart's title is enough."""
     points: Sequence[Point]
-    """Its values by step."""
+    """Values by step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What is drawn in one pair of axes."""
+    """Content and style of one pair of axes."""
 
     series: Sequence[Series]
-    """The curves; the first is the main one."""
+    """Curves; the first is the main one."""
     phases: Sequence[PhaseSpan] = ()
-    """The phases behind the curves."""
+    """Phases, drawn as bands behind the curves."""
     is_share: bool = False
-    """Whether the values are shares, so that the axis is 0 to 1."""
+    """Whether the values are shares; the axis then covers at least 0 to 1."""
     is_log: bool = False
-    """Whether the axis counts powers of ten."""
+    """Whether the vertical axis is logarithmic."""
     has_marks: bool = False
-    """Whether every value has a dot and a line goes straight from one to the next."""
+    """Whether every value has a dot; straight lines then connect the values, without smoothing."""
     is_stepped: bool = True
-    """Whether x counts steps; else it is a measure, such as a divergence."""
+    """Whether x counts steps; otherwise x is a continuous measure, such as a divergence."""
     x_name: str = "step"
-    """What the horizontal axis counts or measures."""
+    """Name of the horizontal axis."""
     y_name: str = ""
-    """What the vertical axis measures; empty where the chart's title says it."""
+    """Name of the vertical axis; empty when the chart's title is enough."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChartAxis:
-    """Where values lie in a picture."""
+    """Linear map from values to picture coordinates."""
 
     low: float
-    """The value at the beginning."""
+    """Value at the start of the axis."""
     high: float
-    """The value at the end."""
+    """Value at the end of the axis."""
     start: float
-    """The place of the first."""
+    """Coordinate of ``low``."""
     length: float
-    """From there to the place of the other."""
+    """Distance from the coordinate of ``low`` to the coordinate of ``high``; may be negative."""
 
     def __call__(self, value: float) -> float:
-        """The place of a value."""
+        """Return the coordinate of a value."""
         return self.start + (value - self.low) / (self.high - self.low) * self.length
 
 
 def draw(chart: Chart) -> Html:
-    """The chart as an svg element; an empty one says so."""
+    """Return the chart as an svg element, or a note when no value is finite."""
     scaled = _log_chart(chart) if chart.is_log else chart
     values = [point for series in scaled.series for point in series.points if _is_drawable(point.y)]
     if not values:
@@ -113,32 +113,32 @@ def draw(chart: Chart) -> Html:
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most ``limit`` points: of neighbouring ones their mean."""
+    """Return at most ``limit`` points; neighbouring points are averaged."""
     return [_middle(part) for part in parts_of(points, limit)]
 
 
 def pick(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most ``limit`` of the points: of neighbouring ones the furthest from their mean; spikes stay."""
+    """Return at most ``limit`` points: from each group of neighbours, the one furthest from their mean."""
     return [_furthest(part) for part in parts_of(points, limit)]
 
 
 def parts_of(points: Sequence[Row], limit: int) -> list[Sequence[Row]]:
-    """At most ``limit`` even parts of neighbours, none of them empty."""
+    """Split into at most ``limit`` even parts of neighbours, none of them empty."""
     count = min(len(points), limit)
     cuts = [len(points) * part // count for part in range(count + 1)] if count else []
     return [points[start:stop] for start, stop in pairwise(cuts)]
 
 
 def _furthest(points: Sequence[Point]) -> Point:
-    """A point that is not finite is further than any other: it shows as a gap."""
+    """Return the point furthest from the mean; a non-finite point wins, so that it shows as a gap."""
     middle = _middle(points).y
     return max(points, key=lambda point: abs(point.y - middle) if _is_drawable(point.y) else math.inf)
 
 
 def smooth(points: Sequence[Point], phases: Sequence[PhaseSpan]) -> list[Point]:
-    """A line fitted around every point, over a fortieth of the curve; none crosses a gap or a phase's end.
+    """Fit a line around every point over a fortieth of the curve; no fit crosses a gap or the end of a phase.
 
-    A running mean would pull the ends of a rising curve in; a fitted line does not.
+    A running mean would pull in the ends of a rising curve; a fitted line does not.
     """
     half = max(2, len(points) // 80)
     smoothed: list[Point] = []
@@ -150,7 +150,7 @@ def smooth(points: Sequence[Point], phases: Sequence[PhaseSpan]) -> list[Point]:
 
 
 def _fitted(points: Sequence[Point], at: float) -> float:
-    """The value at ``at`` of the line with the least squared distance to the points."""
+    """Return the value at ``at`` of the least-squares line through the points."""
     middle = _middle(points)
     spread = sum((point.x - middle.x) ** 2 for point in points)
     slope = sum((point.x - middle.x) * (point.y - middle.y) for point in points) / spread if spread else 0.0
@@ -158,7 +158,7 @@ def _fitted(points: Sequence[Point], at: float) -> float:
 
 
 def _unbroken(points: Sequence[Point], phases: Sequence[PhaseSpan]) -> Iterator[list[Point]]:
-    """Runs of finite points within one phase."""
+    """Yield runs of finite points within one phase."""
 
     def place(point: Point) -> tuple[int, bool]:
         return sum(phase.first <= point.x for phase in phases), _is_drawable(point.y)
@@ -195,7 +195,7 @@ def _curve(series: Series, index: int, chart: Chart, x: ChartAxis, y: ChartAxis)
 
 
 def _line(points: Sequence[Point], x: ChartAxis, y: ChartAxis, kind: str) -> Html:
-    # A line of one point is drawn as a dot only if it goes somewhere, be it to where it is.
+    # SVG draws a single point as a dot only if the polyline has a second point, even an equal one.
     ends = points if len(points) > 1 else [*points, *points]
     places = " ".join(f"{x(point.x):.1f},{y(point.y):.2f}" for point in ends)
     return el("polyline", class_=kind, points=places)
@@ -232,7 +232,7 @@ def _y_axis(chart: Chart, values: Sequence[Point]) -> ChartAxis:
 
 
 def ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Round values between two ends, about ``count`` of them."""
+    """Return about ``count`` round values between two ends."""
     rough = (high - low) / max(1, count - 1)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
@@ -273,7 +273,7 @@ def _x_labels(axis: ChartAxis, is_stepped: bool) -> list[Html]:
 
 
 def _phase_bands(chart: Chart, axis: ChartAxis) -> list[Html]:
-    """One band a phase, named at its top, where the chart shows more than one."""
+    """Return one band per phase, with its name at the top, when the chart shows more than one phase."""
     shown = [phase for phase in chart.phases if phase.last > axis.low and phase.first < axis.high]
     parts: list[Html] = []
     for index, phase in enumerate(shown if len(shown) > 1 else ()):
@@ -289,7 +289,7 @@ def _phase_bands(chart: Chart, axis: ChartAxis) -> list[Html]:
 
 
 def _log_chart(chart: Chart) -> Chart:
-    """The chart with the logarithms of its values; a zero stands at the least other value."""
+    """Return the chart with the log10 of its values; zeros are drawn at the smallest positive value."""
     values = [point.y for series in chart.series for point in series.points if 0 < point.y < math.inf]
     least = min(values, default=1e-9)
 
@@ -301,7 +301,7 @@ def _log_chart(chart: Chart) -> Chart:
 
 
 def _is_drawable(value: float) -> bool:
-    """Neither NaN nor so large that arithmetic with it overflows."""
+    """Return whether a value is neither NaN nor so large that arithmetic overflows."""
     return abs(value) < 1e100
 
 

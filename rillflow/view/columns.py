@@ -1,6 +1,6 @@
-"""Columns: rows of cells as lines of text that stand below one another, and seconds short enough for a cell.
+"""Columns: align rows of cells as lines of text, and format seconds for a cell.
 
-rows ─> lines: columns of words flush left, the others flush right, each as wide as its widest cell
+rows ─> lines: text columns flush left, the others flush right, each as wide as its widest cell
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from rillflow.observe.wording import duration, number
 
 
 def columns(rows: Sequence[Sequence[str]], *, left: int = 1, text: int = 0, indent: int = 2) -> list[str]:
-    """The rows as lines.
+    """Return the rows as aligned lines.
 
     Args:
-        rows: cells, as many in every row; the first row is the head.
-        left: columns at the beginning that are flush left.
-        text: columns at the end that are flush left too.
+        rows: cells, the same number in every row; the first row is the head.
+        left: number of leading columns that are flush left.
+        text: number of trailing columns that are flush left too.
         indent: blanks before each line.
     """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
@@ -31,7 +31,7 @@ def columns(rows: Sequence[Sequence[str]], *, left: int = 1, text: int = 0, inde
 
 
 def seconds(value: float) -> str:
-    """Three digits. Example: ``seconds(0.00123) == "1.23 ms"``, ``seconds(12.34) == "12.3 s"``."""
+    """Format three digits. Example: ``seconds(0.00123) == "1.23 ms"``, ``seconds(12.34) == "12.3 s"``."""
     if value >= 60:
         return duration(value)
     return f"{number(value)} s" if value >= 0.9995 else f"{number(1000 * value)} ms"

@@ -1,4 +1,4 @@
-"""Contests: what `rillflow evaluate` found, in lines."""
+"""Contests: format the result of `rillflow evaluate` as lines of text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def contest_lines(found: Mapping[str, Any]) -> list[str]:
-    """The numbers in words; the pairs are for the file."""
+    """Return the aggregate numbers as lines; single pairs are only in the result file."""
     answers = f" x {found['samples']} answers" if found["samples"] > 1 else ""
     lines = [f"{found['prompts']:,} held-out prompts{answers}", *map(_model_line, found["models"])]
     if len(found["models"]) == 1:

@@ -1,8 +1,8 @@
-"""Curves: which metrics the report draws, under which title, and what each should look like.
+"""Curves: the metrics that the report draws, with their titles and the shape to expect.
 
-    RunData ─ cards ─> one card a curve that was recorded, then one for every metric not named here
+    RunData ─ cards ─> one card per recorded curve, then one for every metric not named here
 
-A run that lacks a metric has no card for it; docs/metrics.md defines the metrics.
+A run without a metric has no card for it. docs/metrics.md defines the metrics.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from rillflow.view.run_data import PhaseSpan, RunData
 from rillflow.view.summary import alike, scores_of
 
 RECENT = 20
-"""Steps that a plain-words verdict looks at."""
+"""Number of last steps that a verdict looks at."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A limit on a curve's last values, and what it means to keep it or not."""
+    """Limit on a curve's last values, with a sentence for each outcome."""
 
     limit: float
-    """The largest value that is well."""
+    """Largest acceptable value."""
     kept: str
-    """What to say when the largest of the last values is at most this."""
+    """Sentence when the largest of the last values is at most the limit."""
     broken: str
-    """What to say when it is above."""
+    """Sentence when it is above the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A card of the report."""
+    """One card of the report."""
 
     title: str
-    """Its heading."""
+    """Heading of the card."""
     hint: str
-    """What it shows and what it should look like."""
+    """Meaning of the curve and the shape to expect."""
     metrics: Mapping[str, str]
-    """The metrics it draws, with the label of each; the first is the main one."""
+    """Labels of the drawn metrics by metric name; the first metric is the main one."""
     y_name: str = ""
-    """What the vertical axis measures."""
+    """Name of the vertical axis."""
     is_share: bool = False
     """Whether the values are shares."""
     is_log: bool = False
-    """Whether the axis counts powers of ten."""
+    """Whether the vertical axis is logarithmic."""
     is_apart: bool = False
-    """Whether every phase has axes of its own, its values being of another kind."""
+    """Whether every phase has its own axes, because its values differ in kind."""
     is_measured_apart: bool = False
-    """Whether the curve is left out where nothing was compared: it is 0 where both are the sampler's."""
+    """Whether to omit the curve when no step compared trainer and sampler, so that every gap is exactly 0."""
     verdict: Verdict | None = None
-    """What the last values mean in plain words."""
+    """Limit for the last values; None without one."""
 
 
 CURVES = (
@@ -170,7 +170,7 @@ CURVES = (
 
 
 def cards(data: RunData) -> list[Html]:
-    """The named curves that the run recorded, held-out accuracy or reward first, speed last."""
+    """Return the named curves that the run recorded: held-out accuracy or reward first, speed last."""
     found = [_held_out_card(data, "Held-out", scores_of(data))] if data.evaluations else []
     found += [_held_out_card(data, f"{name}:", alike(looks)) for name, looks in data.sets.items()]
     found += over_optimisation(data)
@@ -184,13 +184,14 @@ def cards(data: RunData) -> list[Html]:
 
 
 def _compares(data: RunData) -> bool:
-    """Whether a step compared log probabilities of trainer and sampler: then a gap is not exactly 0."""
+    """Return whether a step compared log probabilities of trainer and sampler; the gap is then not exactly 0.
+    """
     gaps = [record.metrics.get("mismatch/logprob_gap/max") for record in data.steps]
     return any(gap is not None and gap.value != 0 for gap in gaps)
 
 
 def other_cards(data: RunData) -> list[Html]:
-    """One card for every metric that no named curve draws."""
+    """Return one card for every metric that no named curve draws."""
     named = {*HINTS, *(name for curve in CURVES for name in curve.metrics)}
     names = sorted({name for record in data.steps for name in record.metrics} - named)
     return [
@@ -209,7 +210,8 @@ def _series(data: RunData, name: str, label: str, phases: Sequence[PhaseSpan]) -
 
 
 def over_optimisation(data: RunData) -> list[Html]:
-    """Gold, what held-out answers are judged by, and proxy, what is trained on, over the divergence."""
+    """Draw gold (the held-out score) and proxy (the trained reward) over the divergence from the reference.
+    """
     looks = [each for each in data.evaluations if isinstance(each.more.get("proxy_mean"), int | float)]
     if len(looks) < 2:
         return []
@@ -267,7 +269,7 @@ def _held_out_card(data: RunData, name: str, scores: Sequence[EvaluationRecord])
 
 
 def _speed_card(data: RunData) -> list[Html]:
-    """Sampled tokens of a step over the time its generation took."""
+    """Draw the sampled tokens of each step divided by its generation time."""
     seconds: dict[int, float] = {}
     for span in data.spans:
         if span.stage.endswith(".generate"):
@@ -306,7 +308,7 @@ def _card(curve: Curve, series: Sequence[Series], phases: Sequence[PhaseSpan]) -
 
 
 def _verdict(verdict: Verdict, recent: Sequence[float]) -> Html:
-    # A value that is not finite is above every limit.
+    # A non-finite value is above every limit.
     worst = max((value if math.isfinite(value) else math.inf for value in recent), default=0.0)
     is_kept = worst <= verdict.limit
     text = f"{verdict.kept if is_kept else verdict.broken} Largest lately: {number(worst)}."

@@ -1,4 +1,4 @@
-"""Foretold: steps of a run as the simulator has them from the run's own stages, beside what was measured.
+"""Foretold: simulate steps of a run from its own stage times and show them next to the measured steps.
 
 Foretold ─┬─ lines of text: predicted seconds of a step, measured ones, the difference
           └─ bars on the lanes and the axis of the measured ones
@@ -19,31 +19,31 @@ from rillflow.view.run_data import RunData
 from rillflow.view.timeline import MOST_LANES, Bar
 
 MOST_FORETOLD = 8
-"""Steps that are simulated: the last ones of those that are shown."""
+"""Largest number of simulated steps: the last ones of the steps shown."""
 LANE = "predicted"
-"""The lane of a pool's predicted bars."""
+"""Name of the lane with a pool's predicted bars."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Foretold:
-    """Some steps of a run, simulated."""
+    """Simulated steps of a run."""
 
     first: int
-    """The first of them."""
+    """First simulated step, as numbered in the run."""
     steps_s: Sequence[float]
-    """Seconds of each."""
+    """Predicted seconds of each step."""
     simulation: Simulation
-    """The simulated steps, with as many before them as fill it."""
+    """The simulation, including the warm-up steps before ``first`` that fill its queues."""
     before: int
-    """How many those are."""
+    """Number of warm-up steps in the simulation."""
 
 
 Foretell: TypeAlias = Callable[[RunData, int, int], Foretold | str]
-"""Simulates steps of a run, from the first to the last; or says why it cannot."""
+"""Function that simulates the first to the last step of a run, or returns the reason why it cannot."""
 
 
 def foretold_lines(data: RunData, found: Foretold | str) -> list[str]:
-    """Predicted seconds of a step beside the measured ones; or why there are none."""
+    """Return predicted and measured seconds of a step as lines, or the reason for a missing prediction."""
     if isinstance(found, str):
         return [f"not predicted: {found}"]
     last = found.first + len(found.steps_s) - 1
@@ -57,7 +57,8 @@ def foretold_lines(data: RunData, found: Foretold | str) -> list[str]:
 
 
 def bars_beside(shown: Measured, found: Foretold | str) -> list[Bar]:
-    """The measured bars, and on a further lane of every pool the predicted ones, from the same beginning."""
+    """Return the measured bars, and the predicted bars on an extra lane per pool, aligned at the same start.
+    """
     bars = measured_bars(shown)
     if isinstance(found, str):
         return bars

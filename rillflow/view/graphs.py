@@ -1,4 +1,4 @@
-"""Graphs: a graph as text, as Mermaid, as JSON."""
+"""Graphs: render a graph as text, as Mermaid, or as JSON."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from rillflow.graph.graph import CONTROLLER, Edge, Graph, Stage
 
 _SHOWN = 4
-"""Fields an arrow names before it says how many more there are."""
+"""Number of fields that an arrow names before it only counts the rest."""
 
 
 def as_json(graph: Graph) -> dict[str, Any]:
-    """For machines: stages and edges as they are."""
+    """Return stages and edges as JSON data."""
     return {
         "name": graph.name,
         "roles": list(graph.roles),
@@ -23,7 +23,7 @@ def as_json(graph: Graph) -> dict[str, Any]:
 
 
 def as_text(graph: Graph) -> str:
-    """One line a stage: where each field it reads comes from, and what it leaves."""
+    """Return one line per stage: the source of each field it reads, and the fields it writes."""
     lines = [f"{graph.name}: {len(graph.stages)} stages, roles {', '.join(graph.roles)}"]
     width = max((len(stage.name) for stage in graph.stages), default=0)
     for stage in graph.stages:
@@ -36,7 +36,8 @@ def as_text(graph: Graph) -> str:
 
 
 def as_mermaid(*graphs: Graph) -> str:
-    """A flowchart: boxes are stages, rounded ones formulas, arrows carry fields; several are framed."""
+    """Return a Mermaid flowchart: boxes are stages, rounded boxes formulas, arrows fields; a frame per graph.
+    """
     if len(graphs) == 1:
         return "\n".join(["flowchart LR", *_flow(graphs[0], "")])
     lines = ["flowchart LR"]
@@ -46,7 +47,7 @@ def as_mermaid(*graphs: Graph) -> str:
 
 
 def _flow(graph: Graph, prefix: str) -> list[str]:
-    """The boxes and arrows of a graph, their names made its own by a prefix."""
+    """Return the boxes and arrows of a graph; the prefix makes node names unique."""
     lines = [f"    {prefix}{name}[/{name}/]" for name in graph.given]
     lines += [f"    {prefix}{_node(stage.index)}{_box(stage)}" for stage in graph.stages]
     for edge in graph.edges:

@@ -1,6 +1,6 @@
-"""Histograms: of how many tokens lay where, step by step, as one picture a metric.
+"""Histograms: draw the distribution over tokens, step by step, as one picture per metric.
 
-metrics.jsonl ─> a column a step, of neighbouring steps their sum ─ share of the column ─> a cell's shade
+metrics.jsonl ─> one column per step, sums of neighbouring steps ─ share of the column ─> shade of a cell
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from rillflow.view.html import Html, el
 from rillflow.view.run_data import RunData
 
 COLUMNS = 60
-"""Columns of a picture at most; where there are more steps, neighbours are added up."""
+"""Largest number of columns in a picture; with more steps, neighbouring steps are summed."""
 WIDTH, HEIGHT, LEFT = 480, 240, 96
 HINTS = {
     "staleness/versions/histogram": "Versions that a token is behind the weights it trains.",
     "mismatch/log_ratio/histogram": "log(trainer / sampler) of a token, in nats: the staler, the wider.",
 }
-"""What each picture shows; docs/metrics.md defines the metrics."""
+"""Caption of each picture; docs/metrics.md defines the metrics."""
 
 
 def histogram_cards(data: RunData) -> list[Html]:
-    """A card for every histogram that the run recorded."""
+    """Return a card for every histogram that the run recorded."""
     return [_card(data, name) for name in HINTS if any(name in record.metrics for record in data.steps)]
 
 
@@ -51,7 +51,7 @@ def _card(data: RunData, name: str) -> Html:
 
 
 def labels(edges: tuple[float, ...]) -> list[str]:
-    """What each bin holds: of versions the version, else the upper edge; above the last one."""
+    """Return the labels of the bins: the version for staleness, otherwise the upper edge."""
     if edges == tuple(range(len(edges))):
         return [str(place) for place in range(len(edges) + 1)]
     return [*(f"to {edge:g}" for edge in edges), f"above {edges[-1]:g}"]

@@ -1,4 +1,4 @@
-"""HTML in which text cannot become markup: every plain string is escaped where it is put in.
+"""HTML whose text cannot become markup: every plain string is escaped on insertion.
 
 el("p", "1 < 2", class_="note") == '<p class="note">1 &lt; 2</p>'
 """
@@ -14,7 +14,7 @@ _VOID = frozenset({"meta", "br"})
 
 
 class Html(str):
-    """Text that is markup already, made by ``el`` or written by us."""
+    """Finished markup, made by ``el`` or written in this package."""
 
     __slots__ = ()
 
@@ -24,10 +24,11 @@ Attribute = str | float | bool | None
 
 
 def el(tag: str, *children: Child, **attributes: Attribute) -> Html:
-    """An element.
+    """Return an element.
 
-    ``class_`` is the attribute class, ``data_x`` is data-x; one that is None or False is left out, and
-    one that is True has no value. Children are markup (Html), text, or iterables of these.
+    ``class_`` sets the attribute class, and ``data_x`` sets data-x. Attributes that are None or False are
+    left out; True gives an attribute without a value. Children are markup (Html), text, or iterables of
+    these.
     """
     opening = "".join(f" {_attribute(name, value)}" for name, value in attributes.items() if _is_set(value))
     if tag in _VOID:
@@ -36,7 +37,7 @@ def el(tag: str, *children: Child, **attributes: Attribute) -> Html:
 
 
 def table(rows: Iterable[Iterable[Child]]) -> Html:
-    """Rows of cells, the first one the head; wider than its card it is scrolled."""
+    """Return a table of cells, the first row as the head; a table wider than its card scrolls."""
     head, *others = rows
     lines = [el("tr", (el("td", cell) for cell in row)) for row in others]
     shown = el("thead", el("tr", (el("th", word) for word in head))), el("tbody", lines)
@@ -44,7 +45,7 @@ def table(rows: Iterable[Iterable[Child]]) -> Html:
 
 
 def markup(children: Child) -> Html:
-    """Children joined to markup; what is not Html is escaped."""
+    """Join children to markup; everything that is not Html is escaped."""
     if isinstance(children, Html):
         return children
     if isinstance(children, str):
@@ -53,7 +54,7 @@ def markup(children: Child) -> Html:
 
 
 def cut(text: str, limit: int) -> str:
-    """At most ``limit`` characters, and how many are missing."""
+    """Return at most ``limit`` characters of a text and the number of missing ones."""
     return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more characters"
 
 

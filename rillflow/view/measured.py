@@ -1,4 +1,4 @@
-"""Measured: the timeline of a run's steps, as text, as bars and as a trace.
+"""Measured: the timeline of a run's steps as text, as bars, and as a trace.
 
 RunData ─ steps ─> Measured: works and waits between two times ─┬─ lines of text: who waited where, for whom
                                                                ├─ bars of the report's drawing
@@ -20,44 +20,44 @@ from rillflow.view.timeline import MOST_LANES, Bar
 from rillflow.view.waits import RankName, RankWork, Wait, rank_times, ranks_of, waits_of, works_of
 
 LONGEST = 8
-"""Waits that are told, the longest first."""
+"""Number of waits in the text, longest first."""
 TOLD = 3
-"""Causes of a wait that are told."""
+"""Number of causes named per wait."""
 Rows = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What ranks did from the beginning of one step to the end of another, whatever step it belonged to."""
+    """Work and waits of all ranks from the start of one step to the end of another."""
 
     first: int
-    """The step that begins it."""
+    """First step of the window."""
     last: int
-    """The step that ends it."""
+    """Last step of the window."""
     start_s: float
-    """When the first work of its steps began, in seconds of the run."""
+    """Start of the first work of these steps, in seconds of the run."""
     end_s: float
-    """When their last work ended."""
+    """End of their last work, in seconds of the run."""
     works: Sequence[RankWork]
-    """Works that lie there, at least in part."""
+    """Works that overlap the window."""
     waits: Sequence[Wait]
-    """Waits, as far as they lie there."""
+    """Waits, clipped to the window."""
     is_inputs: bool
-    """Whether the run wrote down what stages were given."""
+    """Whether the run recorded the inputs of its stages."""
 
     @property
     def steps(self) -> str:
-        """Its steps in words. Example: ``steps 5 to 8``."""
+        """Steps of the window in words. Example: ``steps 5 to 8``."""
         if self.first == self.last:
             return f"step {self.first:,}"
         return f"steps {self.first:,} to {self.last:,}"
 
 
 def measured(data: RunData, first: int | None = None, last: int | None = None) -> Measured:
-    """Some steps of a run; those of its last phase if none are named.
+    """Return the measured work and waits of some steps, by default of the run's last phase.
 
     Raises:
-        RunDirectoryError: the run has no span, or none of a step that is named.
+        RunDirectoryError: the run has no span, or a named step has none.
     """
     known = sorted({span.step for span in data.spans})
     if not known:
@@ -91,14 +91,14 @@ def measured(data: RunData, first: int | None = None, last: int | None = None) -
 
 
 def last_steps(data: RunData, count: int) -> Measured:
-    """The last steps of a run's last phase."""
+    """Return the last ``count`` steps of a run, at most back to the start of its last phase."""
     last = max(span.step for span in data.spans)
     begun = data.phases[-1].first if data.phases else 1
     return measured(data, max(min(begun, last), last - count + 1), last)
 
 
 def measured_lines(found: Measured) -> list[str]:
-    """What a person wants to know: what every rank did, and the longest waits."""
+    """Return lines of text: the time of every rank, and the longest waits."""
     given = "by what each stage was given; one that was given nothing of its step waited for what ended last"
     how = given if found.is_inputs else "by end times alone: this run did not write what stages were given"
     long = _longest_rows(found)
@@ -115,7 +115,7 @@ def measured_lines(found: Measured) -> list[str]:
 
 
 def rank_rows(found: Measured) -> Rows:
-    """A row for every rank that is shown: the shares of its time, and for whom it waited."""
+    """Return a row for every shown rank: the shares of its time, and the stages it waited for."""
     rows: Rows = [("rank", "busy", "waits", "else", "waits for")]
     whole = found.end_s - found.start_s or 1.0
     for one in rank_times(found.works, found.waits, found.start_s, found.end_s):
@@ -128,7 +128,7 @@ def rank_rows(found: Measured) -> Rows:
 
 
 def measured_bars(found: Measured) -> list[Bar]:
-    """A lane for every rank that is shown; where it waits for a stage, a bar that says for which."""
+    """Return bars for every shown rank, including a bar for each wait that names its cause."""
     works = [work for work in found.works if work.on.rank < MOST_LANES]
     waits = [wait for wait in found.waits if wait.cause is not None and wait.on.rank < MOST_LANES]
     worked = [_bar(found, work, work.stage, step=work.step) for work in works]
@@ -137,7 +137,7 @@ def measured_bars(found: Measured) -> list[Bar]:
 
 
 def trace_of(found: Measured) -> dict[str, Any]:
-    """The trace event format: a process is a pool, a thread a rank; times in microseconds of the run."""
+    """Return trace events: a pool is a process, a rank a thread; times are microseconds of the run."""
     waits = [wait for wait in found.waits if wait.cause is not None]
     ranks = ranks_of(found.works, waits)
     pools = sorted({on.pool for on in ranks})
@@ -181,7 +181,7 @@ def _bar(found: Measured, one: RankWork | Wait, stage: str, *, step: int = 0, is
 
 
 def _longest_rows(found: Measured) -> Rows:
-    """Waits by what they came before and on which pool: seconds of a step and rank, and for whom."""
+    """Return waits by following stage and pool: seconds per step and rank, and the stages waited for."""
     ranks = Counter(on.pool for on in ranks_of(found.works, found.waits))
     waited: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for wait in found.waits:
@@ -197,7 +197,7 @@ def _longest_rows(found: Measured) -> Rows:
 
 
 def _left_out(found: Measured) -> Iterator[str]:
-    """The pools of which not all ranks are shown."""
+    """Yield a note for each pool with more ranks than shown."""
     last = {on.pool: on.rank for on in ranks_of(found.works, found.waits)}
     for pool, rank in last.items():
         if rank >= MOST_LANES:

@@ -1,4 +1,4 @@
-"""Outcomes: how many rows were scored, and what became of the others; a failure is not a reward of 0."""
+"""Outcomes: count scored rows and the rows without a score; a failure is not a reward of 0."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ OUTCOMES = {
     "timeout": "timed out: the reward was stopped",
     "error": "failed: the reward raised or died",
 }
-"""What a reward can end in, and what it means."""
+"""Meaning of each reward outcome."""
 
 
 def outcome_counts(data: RunData) -> dict[str, int]:
-    """Rows of the whole run by outcome; empty when no step scored any."""
+    """Return the number of rows in the run by outcome; empty if no step scored rows."""
     counts: dict[str, float] = {}
     for record in data.steps:
         for outcome in OUTCOMES:
@@ -27,7 +27,7 @@ def outcome_counts(data: RunData) -> dict[str, int]:
 
 
 def draw_outcomes(data: RunData) -> list[Html]:
-    """A card with the counts; nothing when no step scored any."""
+    """Draw a card with the counts; return no card if no step scored rows."""
     counts = outcome_counts(data)
     total = sum(counts.values())
     if not total:

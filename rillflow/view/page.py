@@ -1,6 +1,6 @@
-"""Page: one HTML file with style and script inside, so that it needs no network and no server.
+"""Page: one HTML file with inline style and script, so that it needs no network and no server.
 
-title, body ─ page ─> text of a file, light or dark as the reader's screen is
+title, body ─ page ─> HTML text, light or dark by the reader's system setting
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rillflow.view.style import SCRIPT, STYLE
 
 
 def page(title: str, body: list[Html]) -> str:
-    """The whole file."""
+    """Return the whole HTML file."""
     head = el(
         "head",
         el("meta", charset="utf-8"),
@@ -24,7 +24,7 @@ def page(title: str, body: list[Html]) -> str:
 
 
 def section(title: str, body: list[Html]) -> list[Html]:
-    """A headline and what is under it; nothing where there is nothing."""
+    """Return a heading and its content, or an empty list without content."""
     return [el("h2", title), *body] if body else []
 
 

@@ -1,14 +1,14 @@
-"""Plans: what a search, a simulation or a calibration found, as lines of text, as data and as a page.
+"""Plans: show the result of a search, a simulation or a calibration as text, as data, and as a page.
 
 Statement, Ranking, sizes, simulated steps ─> Decision ─┬─ decision_lines ─> text: first what to do, then why
                                                         └─ decision_data ──> JSON
-Simulation, Calibration ─ likewise
+Simulation, Calibration ─ in the same way
 
 Simulation ─ simulated_bars ─ timeline ─┐
-sizes of a cluster ─ chart ─────────────┼─ plan_page ─> one page, as the report of a run is
+sizes of a cluster ─ chart ─────────────┼─ plan_page ─> one page in the style of a run's report
 lines of text ──────────────────────────┘
 
-Every second that is shown has its range: between which eight of ten steps predicted so were.
+Every time is shown with its range: 80% of the steps predicted in the same way took a time within it.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ if TYPE_CHECKING:
     from rillflow.planner.simulator.result import PoolTime, Simulation
 
 TOLD = 0.1
-"""Simulated and computed steps that differ by more, where nobody measured the error, are told."""
+"""Relative difference between simulated and computed step that is reported if no error was measured."""
 AXES = "rows a second by devices"
-"""What the curve shows."""
+"""Title of the throughput chart."""
 BESIDE = "beside"
-"""The lane of what holds no devices: functions and formulas."""
+"""Lane of the stages that use no devices: functions and formulas."""
 Rows = list[tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """All that the planner found out."""
+    """Complete result of the planner."""
 
     statement: Statement
-    """What was asked."""
+    """The planning problem with its accuracy and assumptions."""
     objective: Objective
-    """What was to be least."""
+    """The minimised quantity."""
     ranking: Ranking
     """The best plans."""
     simulated: Sequence[Simulation]
-    """Some steps of the first plans, simulated."""
+    """Simulated steps of the best plans."""
     variations: Sequence[Variation]
-    """The same with other lengths."""
+    """Predictions for the same problem with other lengths."""
     pays_with: int | None
-    """Prompts of a step with which the next size would pay; none of those tried."""
+    """Smallest tried number of prompts per step for which the next cluster size pays off; None without one.
+    """
 
     @property
     def best(self) -> Ranked:
@@ -67,7 +68,7 @@ class Decision:
 
     @property
     def simulated_s(self) -> list[float]:
-        """Seconds of a simulated step of the first plans; ahead once settled."""
+        """Seconds of a simulated step of the best plans; with freshness above 0, of a settled step."""
         return [
             found.settled_step_s if one.plan.freshness else found.mean_step_s
             for one, found in zip(self.ranking.best, self.simulated, strict=False)
@@ -75,17 +76,19 @@ class Decision:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step of the best plan, as shown."""
+        """Displayed seconds of a step of the best plan."""
         return shown_s(self.best, self.simulated[0])
 
 
 def shown_s(one: Ranked, simulated: Simulation) -> float:
-    """Seconds of a step of a plan as shown: in step as computed, ahead as simulated, once settled."""
+    """Return the displayed seconds of a step: as computed, or with freshness above 0 as simulated once
+    settled.
+    """
     return simulated.settled_step_s if one.plan.freshness else one.evaluation.step_s
 
 
 def decision_lines(found: Decision) -> list[str]:
-    """What to do and what it takes, then how sure that is, then the rest."""
+    """Return the decision as lines: the plan and its cost, then the accuracy, then details."""
     best, statement, ranking = found.best, found.statement, found.ranking
     nowhere = f", {ranking.nowhere:,} fit nowhere" if ranking.nowhere else ""
     return [
@@ -114,7 +117,7 @@ def decision_lines(found: Decision) -> list[str]:
 
 
 def decision_data(found: Decision) -> dict[str, Any]:
-    """The same as JSON has it: seconds, bytes, devices."""
+    """Return the decision as JSON data, in seconds, bytes and devices."""
     return {
         "objective": found.objective.goal,
         "placements": found.ranking.placements,
@@ -139,7 +142,7 @@ def decision_data(found: Decision) -> dict[str, Any]:
 
 
 def simulation_lines(plan: Plan, found: Simulation, statement: Statement) -> list[str]:
-    """What a person wants to know of a simulation."""
+    """Return a simulation as lines of text."""
     ages = ", ".join(f"{age} old: {count / found.trained:.0%}" for age, count in sorted(found.ages.items()))
     median_s, settled_s = (ranged(statement, one) for one in (found.median_step_s, found.settled_step_s))
     age = [f"age      versions between a row's oldest token and its training: {ages}"]
@@ -157,7 +160,7 @@ def simulation_lines(plan: Plan, found: Simulation, statement: Statement) -> lis
 
 
 def simulation_data(plan: Plan, found: Simulation, statement: Statement) -> dict[str, Any]:
-    """The same as JSON has it, seconds and bytes; the timeline too."""
+    """Return a simulation as JSON data in seconds and bytes, including the timeline."""
     return {
         "plan": plan.name,
         "freshness": plan.freshness,
@@ -172,7 +175,7 @@ def simulation_data(plan: Plan, found: Simulation, statement: Statement) -> dict
 
 
 def calibration_lines(found: Calibration) -> list[str]:
-    """What a person wants to know of a calibration: every stage, measured and fitted; the factors."""
+    """Return a calibration as lines: every stage, measured and fitted, then the factors."""
     stages = [
         (one.stage, one.phase, seconds(one.measured_s), seconds(one.predicted_s), f"{one.error:+.1%}")
         for one in found.stages
@@ -190,18 +193,18 @@ def calibration_lines(found: Calibration) -> list[str]:
 
 
 def calibration_data(found: Calibration) -> dict[str, Any]:
-    """The same as JSON has it."""
+    """Return a calibration as JSON data."""
     return {**asdict(found), "stages": [{**asdict(one), "error": one.error} for one in found.stages]}
 
 
 def plan_page(title: str, found: Simulation, lines: Sequence[str], sizes: Sequence[ClusterSize] = ()) -> str:
-    """The page.
+    """Return the HTML page.
 
     Args:
-        title: what it shows.
-        found: whose first steps are drawn.
-        lines: what the command line says of it.
-        sizes: the best plan on other sizes of the cluster; may be none.
+        title: heading of the page.
+        found: simulation whose first steps are drawn.
+        lines: the text of the command line about it.
+        sizes: the best plan for other cluster sizes; may be empty.
     """
     timeline = draw_timeline(simulated_bars(found))
     header = el("header", el("h3", AXES), el("output", "", data_last=""))
@@ -219,7 +222,7 @@ def plan_page(title: str, found: Simulation, lines: Sequence[str], sizes: Sequen
 
 
 def simulated_bars(found: Simulation) -> Sequence[Bar]:
-    """The bars of the first steps, replica by replica; what holds no devices comes last."""
+    """Return the bars of the first steps, replica by replica; stages without devices come last."""
     until = sum(found.step_s[:SHOWN_STEPS])
     bars = [
         Bar(
@@ -238,27 +241,27 @@ def simulated_bars(found: Simulation) -> Sequence[Bar]:
 
 
 def _growth(sizes: Sequence[ClusterSize]) -> list[Series]:
-    """Rows a second by devices, and what they would be if the smallest size were multiplied."""
+    """Return rows per second by devices, and the linear scaling of the smallest size."""
     points = [Point(x=one.devices, y=one.rows_per_s) for one in sizes if one.best is not None]
     ideal = [Point(x=one.x, y=points[0].y * one.x / points[0].x) for one in points]
     return [Series(label="best plan", points=points), Series(label="ideal", points=ideal)]
 
 
 def said_lines(statement: Statement) -> list[str]:
-    """How exact predictions are, and what was assumed."""
+    """Return the accuracy of predictions and the assumptions."""
     sentences = (f"assumed: {sentence}" for sentence in statement.assumptions)
     return ["", f"how exact: {statement.accuracy}", *sentences]
 
 
 def pools_text(plan: Plan) -> str:
-    """Pools by their units. Example: ``policy reference | critic``."""
+    """Return the units of each pool. Example: ``policy reference | critic``."""
     return " | ".join(
         " ".join(name for name, unit in plan.units.items() if unit.pool == pool.name) for pool in plan.pools
     )
 
 
 def ranged(statement: Statement, spent: float) -> str:
-    """Seconds with their range. Example: ``76.1 s (61.6 s to 96.6 s)``."""
+    """Format seconds with their range. Example: ``76.1 s (61.6 s to 96.6 s)``."""
     found = statement.range_s(spent) if spent else None
     return seconds(spent) + ("" if found is None else f" ({seconds(found[0])} to {seconds(found[1])})")
 
@@ -273,7 +276,7 @@ def _unused(statement: Statement, devices: int) -> list[str]:
 
 
 def _head(found: Decision) -> Iterator[str]:
-    """The step, the devices, the whole run, and what running ahead changes."""
+    """Yield the step, the devices, the whole run, and the effect of off-policy steps."""
     best, statement = found.best, found.statement
     step_s, hardware, devices = found.step_s, statement.problem.hardware, best.evaluation.devices
     how = ", as simulated," if best.plan.freshness else ""
@@ -325,7 +328,7 @@ def _best_rows(found: Decision) -> Rows:
 
 
 def _simulated_notes(found: Decision) -> Iterator[str]:
-    """Where a simulated step differs from the computed one by more than predictions are off."""
+    """Yield a note where simulated and computed step differ by more than the usual prediction error."""
     accuracy = found.statement.problem.hardware.accuracy
     told = TOLD if accuracy is None else accuracy.median
     for place, (one, simulated) in enumerate(zip(found.ranking.best, found.simulated_s, strict=False), 1):
@@ -343,7 +346,8 @@ def _unit_rows(plan: Plan) -> Rows:
 
 
 def _stage_rows(statement: Statement, one: Ranked) -> Rows:
-    """What each stage takes, and its share of what its pool does; generation that streams until it is dry."""
+    """Return the seconds of each stage, to the end of streamed generation, and its share of its pool's work.
+    """
     rows: Rows = [("stage", "pool", "takes", "share of its pool's work")]
     timings, taken = one.evaluation.timings, one.evaluation.seconds
     for timing in timings:
@@ -376,7 +380,8 @@ def _size_rows(found: Decision) -> Rows:
 
 
 def _warnings(found: Decision) -> Iterator[str]:
-    """What doubling brings: said where it brings little, with what would have to be true for it to pay."""
+    """Yield a warning where twice the devices gain little, with the batch size for which they would pay off.
+    """
     hardware = found.statement.problem.hardware
     for before, one in pairwise(found.ranking.sizes):
         if one.gains_little and one.gain is not None:
@@ -394,7 +399,7 @@ def _warnings(found: Decision) -> Iterator[str]:
 
 
 def _placement(plan: Plan) -> list[str]:
-    """The recipe's section, where a run can follow the plan."""
+    """Return the recipe's section if a run can follow the plan."""
     parted = plan.streams or plan.publish_every
     if parted or any(unit.grid.ep > 1 for unit in plan.units.values()):
         return ["", "a recipe cannot say this placement yet: --out keeps it as a plan"]
@@ -404,7 +409,8 @@ def _placement(plan: Plan) -> list[str]:
 
 
 def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -> dict[str, Any]:
-    """As JSON has it; what pools do is that of the simulation, where there is one."""
+    """Return a ranked plan as JSON data; idle shares of its pools come from the simulation if there is one.
+    """
     spent, idle = one.evaluation, {time.pool: {"idle_share": time.idle_share} for time in times}
     return {
         **asdict(one.plan),

@@ -1,9 +1,9 @@
-"""Predicted: what the plan of a run expected of every stage, beside what it took.
+"""Predicted: compare the stage times that a run's plan predicted with the measured ones.
 
-plan.toml ─ predicted seconds ───────────────┐
-starts ─ steps placed as the plan says ─┐    │
-spans, step times ─ medians of those ───┴────┴─> Comparison ─┬─ text at the end, which stage was furthest off
-                                                             └─ card of the report
+plan.toml ─ predicted seconds ───────────────────┐
+starts ─ steps placed as in the plan ─┐          │
+spans, step times ─ their medians ────┴──────────┴─> Comparison ─┬─ text with the largest error at the end
+                                                                 └─ card of the report
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from rillflow.view.run_data import RunData
 from rillflow.view.stages import stage_times
 
 STEP = "step"
-"""What the row of the whole step is called."""
+"""Name of the row of the whole step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """A run against its plan."""
+    """Comparison of a run with its plan."""
 
     stages: tuple[Predicted, ...]
-    """Every stage that was predicted or measured, medians of the last phase's steps but the first that lay as
-    planned; the longest first."""
+    """Predicted and measured seconds of every stage, longest first. Measured seconds are medians over the
+    steps of the last phase that used the planned placement, without the first.
+    """
     step: Predicted
-    """The step as a whole."""
+    """Predicted and measured seconds of the whole step."""
     steps: int
-    """Steps that were measured."""
+    """Number of measured steps."""
 
     @property
     def furthest(self) -> Predicted | None:
-        """The stage whose prediction missed by most seconds, of those that were predicted."""
+        """The predicted stage with the largest absolute error in seconds."""
         said = (one for one in self.stages if one.predicted_s)
         return max(said, key=lambda one: abs(one.predicted_s - one.measured_s), default=None)
 
 
 def compare(data: RunData) -> Comparison | None:
-    """A run against the plan in its directory; None where there is none, or no step was placed as it says.
+    """Compare a run with the plan in its directory; return None if no step followed a plan.
 
     Raises:
-        PlanError: the plan there is damaged.
+        PlanError: the plan file is damaged.
     """
     file = data.path / layout.PLAN
     if not file.is_file() or not data.phases:
@@ -72,24 +73,24 @@ def compare(data: RunData) -> Comparison | None:
 
 
 def stage_medians(data: RunData, first: int, last: int) -> Mapping[str, float]:
-    """Seconds of every stage in a usual step, the median of steps ``first`` to ``last``, by name."""
+    """Return the median seconds of every stage over steps ``first`` to ``last``, by name."""
     return {one.stage: one.median_s for one in stage_times(data, first, last)}
 
 
 def steps_s(data: RunData, first: int, last: int) -> list[float]:
-    """Seconds of each of steps ``first`` to ``last``; a 0 where none was recorded."""
+    """Return the seconds of each of steps ``first`` to ``last``, or a single 0 if none was recorded."""
     found = [one.metrics.get("run/step_seconds/mean") for one in data.steps if first <= one.step <= last]
     return [one.total / one.count for one in found if isinstance(one, Mean) and one.count] or [0.0]
 
 
 def render_comparison(found: Comparison) -> str:
-    """The comparison as a table of text, and the stage that was furthest off."""
+    """Return the comparison as a text table, followed by the stage with the largest error."""
     head = f"predicted against measured, medians of {found.steps:,} steps:"
     return "\n".join([head, *columns(_rows(found)), _furthest_line(found)]).rstrip()
 
 
 def draw_comparison_card(data: RunData) -> list[Html]:
-    """The comparison as a card; nothing where a run has no plan."""
+    """Draw the comparison as a card; return no card for a run without a plan."""
     found = compare(data)
     if found is None:
         return []

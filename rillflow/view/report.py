@@ -1,10 +1,10 @@
 """The report: a run as one HTML file that needs no network, no library and no server.
 
-RunData ─┬─ header      what was run, accuracy before and after
-         ├─ curves      one card a metric, phases marked
-         ├─ stages      where the time went, and the timeline of the last steps
-         ├─ outcomes    what the reward said, and how often it said nothing
-         ├─ samples     then and now; best, worst, longest
+RunData ─┬─ header      settings of the run, accuracy before and after
+         ├─ curves      one card per metric, phases marked
+         ├─ stages      time by stage, and the timeline of the last steps
+         ├─ outcomes    scores of the reward, and how often it gave none
+         ├─ samples     first and last step; best, worst, longest
          └─ details     other metrics, environment, config
 """
 
@@ -38,8 +38,8 @@ def write_report(run: Path, foretell: Foretell | None = None) -> Path:
     """Write report.html into a run directory, finished or not, and return its path.
 
     Args:
-        run: the directory.
-        foretell: simulates steps of it; None: measured ones stand alone.
+        run: the run directory.
+        foretell: simulates steps of the run; with None, the report shows only measured steps.
 
     Raises:
         RunDirectoryError: it is not a run directory, one of its files is damaged, or it cannot be written.
@@ -50,7 +50,7 @@ def write_report(run: Path, foretell: Foretell | None = None) -> Path:
 
 
 def render(data: RunData, foretell: Foretell | None = None) -> str:
-    """The whole page."""
+    """Return the whole page."""
     read = read_samples(data.path)
     shown = [*curves.cards(data), *histogram_cards(data)]
     body = [
@@ -71,7 +71,7 @@ def render(data: RunData, foretell: Foretell | None = None) -> str:
 
 
 def _times(data: RunData, foretell: Foretell | None) -> list[Html]:
-    """Where it went by phase, and the last steps rank by rank, measured and foretold."""
+    """Draw time by phase, and the last steps rank by rank, measured and simulated."""
     found = last_steps(data, SHOWN_STEPS)
     foretold = None if foretell is None else foretell(data, found.first, found.last)
     title = el("h3", f"{found.steps.capitalize()}, rank by rank")
@@ -120,7 +120,7 @@ def _result(summary: Summary) -> Html:
 
 
 def _intervals(scores: list[EvaluationRecord]) -> Html:
-    """The intervals on one scale: from 0 to 1, or as far as rewards go."""
+    """Draw the intervals on one scale: 0 to 1, extended to the range of the rewards."""
     parts = []
     ends = [score.interval or (score.value, score.value) for score in scores]
     least = min(low for low, _ in [*ends, (0.0, 1.0)] if not math.isnan(low))
@@ -167,7 +167,7 @@ def _text(value: JSON) -> str:
 
 
 def _model(data: RunData) -> str:
-    """The model's directory, or the size of the new one."""
+    """Return the model's directory, or the size of a new model."""
     path = _text(data.setting("policy.model.path"))
     if path:
         return path

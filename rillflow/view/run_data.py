@@ -1,7 +1,7 @@
-"""RunData: everything a view shows, read once.
+"""RunData: all data of a run that the views show, read once.
 
 metrics.jsonl ─> steps, phases     spans.jsonl ─> spans     evaluations.jsonl ─> evaluations
-config.json, environment.json ─> what was run, on what
+config.json, environment.json ─> settings and machine
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from rillflow.observe.reader import (
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSpan:
-    """The steps of one phase that were made."""
+    """Completed steps of one phase."""
 
     name: str
-    """The phase."""
+    """Name of the phase."""
     first: int
-    """Its first step."""
+    """First step."""
     last: int
-    """Its last step so far."""
+    """Last completed step."""
     start_s: float
-    """When the phase before it ended, in seconds of the run."""
+    """End of the previous phase, in seconds of the run."""
     end_s: float
-    """When its last step ended."""
+    """End of the last completed step, in seconds of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """A run as it stands on the disk."""
+    """Content of a run directory."""
 
     path: Path
     """The run directory."""
     config: Mapping[str, JSON]
     """The resolved config."""
     starts: Sequence[Mapping[str, JSON]]
-    """What each start of the run ran on."""
+    """Environment of each start of the run."""
     steps: Sequence[MetricsRecord]
-    """The metrics of every step."""
+    """Metrics of every step."""
     spans: Sequence[SpanRecord]
-    """Every stage of every step."""
+    """Spans of every stage and step."""
     evaluations: Sequence[EvaluationRecord]
-    """Every look at the held-out rows."""
+    """Evaluations on the held-out rows."""
     sets: Mapping[str, Sequence[EvaluationRecord]] = field(default_factory=dict)
-    """Every look at the recipe's named sets, by name."""
+    """Evaluations on the recipe's named sets, by name."""
     phases: Sequence[PhaseSpan]
-    """The phases in order."""
+    """Phases in order."""
     is_finished: bool
     """Whether the run reached its last step."""
 
     def setting(self, dotted: str) -> JSON:
-        """A setting of the resolved config; None when this config has no such one."""
+        """Return a setting of the resolved config, or None if the config lacks it."""
         value: JSON = self.config
         for part in dotted.split("."):
             if not isinstance(value, Mapping) or part not in value:
@@ -74,7 +74,7 @@ class RunData:
 
     @property
     def changes(self) -> list[str]:
-        """What later starts changed of the settings: ``from step 15 on, policy.lr: 0.001 -> 0.0005``."""
+        """Settings that later starts changed. Example: ``from step 15 on, policy.lr: 0.001 -> 0.0005``."""
         found = []
         for start in self.starts:
             after, changed = start.get("after_step"), start.get("changes")
@@ -85,7 +85,7 @@ class RunData:
 
     @property
     def placed_from(self) -> int:
-        """The step from which on the run was placed as it is now."""
+        """First step with the current placement."""
         begun = 1
         for start in reversed(self.starts):
             if start.get("placement") != self.starts[-1].get("placement"):

@@ -1,9 +1,9 @@
-"""Samples: which rollouts the report shows, and how a row is drawn token by token.
+"""Samples: choose the rollouts that the report shows, and draw a row token by token.
 
     rollouts/ ─ a few files, from the first to the last step ─> best, worst, longest
-                                 first and last file alone ─> the same task, then and now
+                                 first and last file only ─> the same task, then and now
 
-A token's shade says how unlikely the sampler thought it, so that a reader sees where a row was decided.
+A darker token had a lower probability when it was sampled, so a reader sees which tokens decided a row.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ BRIEF_CHARACTERS = 100
 SHADES = (0.9, 0.7, 0.5, 0.25, 0.1, 0.03)
 """Probabilities below which a token is one shade darker."""
 END = "■"
-"""Stands for the token that ends a row."""
+"""Symbol for the end-of-sequence token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A row and the step it was sampled in."""
+    """A row and the step that sampled it."""
 
     step: int
-    """The step."""
+    """Step that sampled the row."""
     rollout: RolloutRecord
     """The row."""
 
     @property
     def confidence(self) -> float:
-        """The mean log probability of its tokens; 0 where there are none."""
+        """Mean log probability of the sampled tokens; 0 without any."""
         finite = [value for value in self.logprobs if math.isfinite(value)]
         return sum(finite) / len(finite) if finite else 0.0
 
     @property
     def logprobs(self) -> list[float]:
-        """The log probabilities of the sampled tokens."""
+        """Log probabilities of the sampled tokens."""
         return [self.rollout.logprobs[place] for place in self.rollout.sampled]
 
 
 def read_samples(run: Path) -> list[list[Sample]]:
-    """The rows of up to MAX_FILES steps, evenly from the first to the last, one list a step."""
+    """Read the rows of up to MAX_FILES steps, evenly from the first to the last, one list per step."""
     steps = list(rollout_files(run))
     if len(steps) > MAX_FILES:
         steps = [steps[place * (len(steps) - 1) // (MAX_FILES - 1)] for place in range(MAX_FILES)]
@@ -62,26 +62,28 @@ def read_samples(run: Path) -> list[list[Sample]]:
 
 
 def best(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
-    """The highest rewards; among equals the ones the policy was least sure of, which teach the most."""
+    """Return the highest rewards; ties go to the rows of which the policy was least sure, which teach most.
+    """
     above = _unequal(_scored(samples), min)
     return _distinct(sorted(above, key=lambda one: (-_reward(one), one.confidence)), count)
 
 
 def worst(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
-    """The lowest rewards; among equals the ones the policy was surest of, which are its firmest mistakes."""
+    """Return the lowest rewards; ties go to the rows of which the policy was surest."""
     below = _unequal(_scored(samples), max)
     return _distinct(sorted(below, key=lambda one: (_reward(one), -one.confidence)), count)
 
 
 def longest(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
-    """The rows with the most sampled tokens, each of another prompt; further ones where prompts are few."""
+    """Return the rows with the most sampled tokens, one per prompt first; repeated prompts fill up the count.
+    """
     ordered = _distinct(sorted(samples, key=lambda one: -len(one.rollout.sampled)), None)
     first = {one.rollout.prompt: one for one in reversed(ordered)}
     return sorted(ordered, key=lambda one: one is not first[one.rollout.prompt])[:count]
 
 
 def draw_groups(read: Sequence[Sequence[Sample]]) -> list[Html]:
-    """Best and worst of the last step that was read, and the longest of all."""
+    """Draw best and worst rows of the last step that was read, and the longest rows of all steps."""
     every = [sample for samples in read for sample in samples]
     last = read[-1] if read else []
     step = f" of step {last[0].step}" if last else ""
@@ -94,14 +96,15 @@ def draw_groups(read: Sequence[Sequence[Sample]]) -> list[Html]:
 
 
 def draw_comparison(read: Sequence[Sequence[Sample]]) -> list[Html]:
-    """A few rows of the first and of the last step, side by side; nothing when there is one step alone."""
+    """Draw a few rows of the first and the last step side by side; return nothing for a single step."""
     if len(read) < 2:
         return []
     return [el("div", (_column(samples) for samples in (read[0], read[-1])), class_="pair")]
 
 
 def draw_pairs(read: Sequence[Sequence[Sample]]) -> list[Html]:
-    """The best and the worst answer to a few prompts of the last step, side by side with their scores."""
+    """Draw the best and the worst answer to a few prompts of the last step, side by side with their scores.
+    """
     groups: dict[str, list[Sample]] = {}
     for one in _scored(read[-1] if read else []):
         groups.setdefault(one.rollout.prompt, []).append(one)
@@ -121,7 +124,7 @@ def draw_pairs(read: Sequence[Sequence[Sample]]) -> list[Html]:
 
 
 def draw_sample(sample: Sample) -> Html:
-    """One row: its verdict, its prompt, its answer with every token shaded."""
+    """Draw one row: its score, its prompt, and its answer with every token shaded."""
     row = sample.rollout
     facts = [
         *_badges(row),
@@ -142,7 +145,7 @@ def draw_sample(sample: Sample) -> Html:
 
 
 def shade_key() -> Html:
-    """What the shades mean."""
+    """Draw the legend of the shades."""
     words = ["over 90%", *(f"under {probability:.0%}" for probability in SHADES)]
     keys = (el("i", f" {word} ", class_=f"s{level}") for level, word in enumerate(words))
     return el(
@@ -179,7 +182,7 @@ def _column(samples: Sequence[Sample]) -> Html:
 
 
 def _told(row: RolloutRecord) -> list[Html | str]:
-    """An answer in short; text that a tool or an environment put into it stays grey."""
+    """Return a shortened answer; text that a tool or an environment inserted stays grey."""
     pieces = _pieces(row)
     if all(is_sampled for is_sampled, _ in pieces):
         return [el("span", _brief(row.completion))]
@@ -192,7 +195,7 @@ def _told(row: RolloutRecord) -> list[Html | str]:
 
 
 def _pieces(row: RolloutRecord) -> list[tuple[bool, str]]:
-    """The text from the first sampled token on, in stretches that were sampled or put in."""
+    """Return the text from the first sampled token on, split into sampled and inserted stretches."""
     if len(row.token_texts) != len(row.tokens) or not row.sampled:
         return []
     own = set(row.sampled)
@@ -226,7 +229,8 @@ def _answer(sample: Sample) -> Html | list[Html]:
 
 
 def _token_texts(row: RolloutRecord) -> Sequence[str]:
-    """The text of each sampled token, as written or, where tokens are characters, the completion's."""
+    """Return the text of each sampled token, as recorded or, for a character tokenizer, from the completion.
+    """
     count = len(row.sampled)
     if len(row.token_texts) == len(row.tokens):
         return [row.token_texts[place] for place in row.sampled]
@@ -236,7 +240,7 @@ def _token_texts(row: RolloutRecord) -> Sequence[str]:
 
 
 def _heat(logprobs: Sequence[float]) -> Html:
-    """The shades alone, where the tokens' texts are not known."""
+    """Draw only the shades, when the tokens' texts are unknown."""
     cells = (el("i", class_=_shade(value), title=_chance(value)) for value in logprobs[:MAX_TOKENS])
     return el("div", cells, class_="heat")
 
@@ -269,7 +273,7 @@ def _scored(samples: Iterable[Sample]) -> list[Sample]:
 
 
 def _unequal(samples: Sequence[Sample], end: Callable[[Iterable[float]], float]) -> list[Sample]:
-    """The samples that are not at one end of the rewards, so that the best are not also the worst."""
+    """Drop the samples at one end of the rewards, so that the best rows are not also the worst."""
     if not samples:
         return []
     extreme = end(_reward(one) for one in samples)
@@ -281,7 +285,7 @@ def _reward(sample: Sample) -> float:
 
 
 def _distinct(samples: Iterable[Sample], count: int | None) -> list[Sample]:
-    """The first ``count`` that differ in prompt and completion; None: all."""
+    """Return the first ``count`` samples that differ in prompt and completion; None returns all."""
     chosen: dict[tuple[str, str], Sample] = {}
     for one in samples:
         if len(chosen) == count:

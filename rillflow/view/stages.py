@@ -1,6 +1,6 @@
-"""Stages: where the time of each phase went, as one bar and one table.
+"""Stages: draw the time of each phase by stage, as one bar and one table.
 
-spans ─ by phase and stage ─> seconds, share, a usual step, rows and tokens a second
+spans ─ by phase and stage ─> seconds, share, median step, rows and tokens per second
 time of the phase less the time under any span ─> evaluation, checkpoints and the rest
 """
 
@@ -22,22 +22,22 @@ REST = "evaluation, checkpoints and the rest"
 
 @dataclass(frozen=True, kw_only=True)
 class StageTime:
-    """What one stage took in some steps."""
+    """Time of one stage over some steps."""
 
     stage: str
-    """The stage, or REST."""
+    """Stage name, or REST."""
     seconds: float
-    """Its time in all of them."""
+    """Total seconds over all these steps."""
     median_s: float
-    """A usual step's time."""
+    """Median seconds per step."""
     rows: int = 0
-    """Its rows; 0 where they were not counted."""
+    """Number of rows; 0 if they were not counted."""
     tokens: int = 0
-    """Its tokens, the prompts' included; 0 where they were not counted."""
+    """Number of tokens including prompt tokens; 0 if they were not counted."""
 
 
 def stage_times(data: RunData, first: int, last: int) -> list[StageTime]:
-    """The stages of steps ``first`` to ``last``, in order of appearance."""
+    """Return the stage times of steps ``first`` to ``last``, in order of appearance."""
     by_stage: dict[str, list[SpanRecord]] = defaultdict(list)
     for span in data.spans:
         if first <= span.step <= last:
@@ -55,7 +55,7 @@ def stage_times(data: RunData, first: int, last: int) -> list[StageTime]:
 
 
 def covered(spans: Sequence[SpanRecord], start_s: float, end_s: float) -> float:
-    """Seconds between two times during which at least one span ran."""
+    """Return the seconds between two times during which at least one span ran."""
     total, reached = 0.0, start_s
     for span in sorted(spans, key=lambda one: one.start_s):
         stop = min(span.start_s + span.duration_s, end_s)
@@ -65,7 +65,7 @@ def covered(spans: Sequence[SpanRecord], start_s: float, end_s: float) -> float:
 
 
 def draw_stages(data: RunData) -> list[Html]:
-    """A card for every phase: its stages, and what no stage covers."""
+    """Draw a card for every phase: its stages, and the time outside any stage."""
     colours: dict[str, int] = {}
     cards = []
     for phase in data.phases:

@@ -1,9 +1,9 @@
-"""The report's style sheet and its script: ours, inline, so that the one file needs nothing else."""
+"""Inline style sheet and script of the report, so that the HTML file needs nothing else."""
 
 from __future__ import annotations
 
 COLOURS = 24
-"""Things of a page that have each a colour of their own."""
+"""Number of distinct colours on a page."""
 STYLE = """
 :root {
   color-scheme: light dark; --paper:#f7f6f2; --card:#fff; --ink:#1c2430; --soft:#667080; --hair:#e5e2da;

@@ -1,4 +1,4 @@
-"""Summary: what came of a run in a dozen lines, worded no better than it was.
+"""Summary: the result of a run in a dozen lines, without overstating it.
 
 RunData ─ summarise ─> Summary ─ render_text ─> the end of `rillflow run`
                                └ as_json ─> summary.json
@@ -21,72 +21,73 @@ from rillflow.observe.wording import duration
 from rillflow.view.run_data import RunData, load
 
 _FREE = ("--dir", "algorithm.steps=")
-"""The option, and the setting, that the suggested commands choose themselves."""
+"""Option and setting that the suggested commands set themselves."""
 _KEPT = ("--set", "--plan", "--cluster", "--lengths")
-"""The options of a run that say what is computed, where, and what is expected of it."""
+"""Options of a run that the suggested commands repeat: settings, placement, and expected lengths."""
 _ASKED = "policy"
-"""The model that can be asked."""
+"""Role whose model ``rillflow ask`` can use."""
 _MODEL_FILES = ("config.json", "adapter_config.json")
-"""The file of a model's directory, whole or an adapter."""
+"""Config file of a model directory: a full model or an adapter."""
 _TYPED = 1000
-"""Characters of the longest question that a suggested command holds."""
+"""Largest number of characters of a question in a suggested command."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSteps:
-    """One phase."""
+    """Completed steps of one phase."""
 
     name: str
-    """Its name."""
+    """Name of the phase."""
     steps: int
-    """Steps made."""
+    """Number of completed steps."""
     seconds: float
-    """How long it took."""
+    """Seconds that the phase took."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What came of a run. Paths are None where there is nothing yet."""
+    """Result of a run. Paths are None as long as the file or folder does not exist."""
 
     run: str
     """The run directory."""
     is_finished: bool
-    """Whether its last step was made."""
+    """Whether the run completed its last step."""
     before: EvaluationRecord | None
-    """The first look at the held-out rows."""
+    """First evaluation on the held-out rows."""
     after: EvaluationRecord | None
-    """The last look; None when there was one look only."""
+    """Last evaluation; None if there was only one."""
     phases: tuple[PhaseSteps, ...]
-    """The phases that made steps."""
+    """Phases with completed steps."""
     seconds: float
-    """Time of the whole run so far."""
+    """Seconds of the whole run so far."""
     checkpoint: str | None
-    """The newest checkpoint's model, a Hugging Face directory."""
+    """Model of the newest checkpoint, a Hugging Face directory."""
     report: str | None
-    """The report."""
+    """Path of the report."""
     rollouts: str | None
-    """The folder of rollouts."""
+    """Folder of the rollouts."""
     num_rollout_files: int
-    """Steps whose rollouts are kept."""
+    """Number of steps with recorded rollouts."""
     command: tuple[str, ...]
-    """What started the run."""
+    """Command that started the run."""
     question: tuple[str, ...]
-    """The words that ask the result a prompt of the run's own; none where a command line cannot hold it."""
+    """Command-line words that ask the model one of the run's prompts; empty if they cannot hold the prompt.
+    """
     steps_setting: int | None
-    """The setting algorithm.steps, where the config has it."""
+    """The setting algorithm.steps, if the config has it."""
     success: float | None
-    """The setting evaluate.success: the reward of a right answer, where rewards are graded."""
+    """The setting evaluate.success: the reward of a correct answer when rewards are graded."""
     warnings: tuple[str, ...]
-    """What its reader should not overlook."""
+    """Warnings for the reader."""
     changes: tuple[str, ...]
-    """What later starts changed of the settings, and from which step on."""
+    """Settings that later starts changed, and the first step with the change."""
     best: str | None
-    """The model of the checkpoint that held-out rows scored highest, where that is not the newest."""
+    """Model of the checkpoint with the highest held-out score; None if it is the newest."""
     has_agent: bool
-    """Whether an agent wrote the rows; ``rillflow ask`` asks the model without it."""
+    """Whether an agent wrote the rows; ``rillflow ask`` queries the model without the agent."""
 
     def as_json(self) -> dict[str, JSON]:
-        """For summary.json."""
+        """Return the content of summary.json."""
         return {**asdict(self), "before": _score_json(self.before), "after": _score_json(self.after)}
 
 
@@ -98,7 +99,7 @@ def _score_json(score: EvaluationRecord | None) -> JSON:
 
 
 def summarise(run: Path) -> Summary:
-    """Read a run directory and say what came of it.
+    """Read a run directory and return its summary.
 
     Raises:
         RunDirectoryError: it is not a run directory, or one of its files is damaged.
@@ -107,7 +108,7 @@ def summarise(run: Path) -> Summary:
 
 
 def summary_of(data: RunData) -> Summary:
-    """The summary of a run that was read already."""
+    """Return the summary of a run that was already read."""
     scores, success = scores_of(data), data.setting("evaluate.success")
     files = layout.rollout_files(data.path)
     checkpoint = newest_model(data.path)
@@ -139,18 +140,18 @@ def summary_of(data: RunData) -> Summary:
 
 
 def scores_of(data: RunData) -> list[EvaluationRecord]:
-    """Every look at the held-out rows; see ``alike``."""
+    """Return all evaluations on the held-out rows, made comparable by ``alike``."""
     return alike(data.evaluations)
 
 
 def alike(evaluations: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
-    """Evaluations, all of one kind: accuracies only if every one of them is one."""
+    """Return the evaluations as one kind: accuracies only if every evaluation is an accuracy."""
     graded = not all(found.is_accuracy for found in evaluations)
     return [replace(found, is_accuracy=not graded) for found in evaluations]
 
 
 def warnings_of(data: RunData) -> tuple[str, ...]:
-    """The longest stretch of steps without a lesson, for each reason; rollouts that are gone."""
+    """Return the longest run of steps without a training signal for each reason, and missing rollouts."""
     found = sorted(
         streaks([(step.step, step.metrics) for step in data.steps]), key=lambda one: one.first - one.last
     )
@@ -159,7 +160,7 @@ def warnings_of(data: RunData) -> tuple[str, ...]:
 
 
 def _gone(data: RunData) -> list[str]:
-    """Steps that sampled rows and whose file of rollouts is not there."""
+    """Return a warning that names steps that sampled rows but whose rollout file is missing."""
     there = layout.rollout_files(data.path)
     every = data.setting("run.rollouts_every")
     due = [one for one in data.steps if not isinstance(every, int) or (every and one.step % every == 0)]
@@ -176,7 +177,7 @@ def _best(run: Path, newest: Path | None) -> str | None:
 
 
 def newest_model(run: Path) -> Path | None:
-    """The model directory of the newest checkpoint, the policy's if it has one; None when there is none."""
+    """Return the model directory of the newest checkpoint, preferably the policy's; None without one."""
     folder = run / layout.CHECKPOINTS
     for step in reversed(kept_steps(folder) if folder.is_dir() else []):
         files = folder.glob(f"step-{step:06d}/*/*config.json")
@@ -186,7 +187,7 @@ def newest_model(run: Path) -> Path | None:
 
 
 def verdict(before: EvaluationRecord, after: EvaluationRecord) -> str:
-    """What the change means, in plain words: chance is called chance."""
+    """Describe a change in plain words; overlapping intervals are called possible chance."""
     change = after.value - before.value
     if math.isnan(change):
         return "No answer had a reward at one of the two."
@@ -201,13 +202,13 @@ def verdict(before: EvaluationRecord, after: EvaluationRecord) -> str:
 
 
 def render_text(summary: Summary) -> str:
-    """The summary as lines for a terminal."""
+    """Return the summary as lines for a terminal."""
     blocks = [_score_lines(summary), _place_lines(summary), _next_lines(summary)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def interval_text(interval: tuple[float, float] | None) -> str:
-    """An interval in brackets; empty where there is none."""
+    """Format an interval in brackets; empty without one."""
     return "" if interval is None else f"[{interval[0]:.3f}, {interval[1]:.3f}]"
 
 
@@ -230,7 +231,7 @@ def _score_lines(summary: Summary) -> list[str]:
 
 
 def _more_lines(summary: Summary, *scores: EvaluationRecord) -> list[str]:
-    """The mean reward where it says more than the accuracy; beside it, the share that is right enough."""
+    """Return the mean reward if it differs from the accuracy, or the share of sufficient rewards."""
     if all(score.accuracy is None for score in scores):
         shares = [score.correct / score.count for score in scores if score.correct is not None]
         if summary.success is None or len(shares) < len(scores):
@@ -287,14 +288,15 @@ def _next_lines(summary: Summary) -> list[str]:
 
 
 def _command(data: RunData) -> tuple[str, ...]:
-    """What was typed: the program by its name alone, or a file of the user's; nothing for a program."""
+    """Return the typed command, ``rillflow ...`` or ``python FILE ...``; empty if a program started the run.
+    """
     typed = data.starts[-1].get("command") if data.starts else None
     words = [word for word in typed if isinstance(word, str)] if isinstance(typed, list) else []
     return tuple(words) if words[:1] == ["python"] else ("rillflow", *words[1:]) if words else ()
 
 
 def _again(summary: Summary, setting: str, folder: str) -> str:
-    """How to run the recipe again with another setting, in this folder."""
+    """Return a command that runs the recipe again with another setting and folder."""
     if not summary.command:
         return f"launch the recipe with {setting}, run.dir={folder}"
     program = summary.command[: 2 if summary.command[0] == "python" else 1]
@@ -303,7 +305,7 @@ def _again(summary: Summary, setting: str, folder: str) -> str:
 
 
 def _recipe(typed: Sequence[str]) -> str:
-    """The recipe with the options that are kept: ``run.toml --set policy.lr=1e-5 --plan plan.toml``."""
+    """Return the recipe and its kept options. Example: ``run.toml --set policy.lr=1e-5 --plan plan.toml``."""
     recipe, given, words = "RECIPE", list[str](), iter(typed)
     for word in words:
         name, equals, value = word.partition("=")
@@ -316,7 +318,8 @@ def _recipe(typed: Sequence[str]) -> str:
 
 
 def _question(run: Path) -> tuple[str, ...]:
-    """How ``ask`` is given the first prompt of the last step: a text, or what a user says after a system."""
+    """Return arguments for ``ask`` from the last step's first prompt: a text, or a system and a user message.
+    """
     prompt = first_prompt(run, newest=True)
     match prompt:
         case [{"role": "system", "content": str() as system, **more}, *rest] if not more:
@@ -335,5 +338,5 @@ def _question(run: Path) -> tuple[str, ...]:
 
 
 def _can_type(text: str) -> bool:
-    """Whether a text may stand in a suggested command: not too long, and nothing that moves a cursor."""
+    """Return whether a suggested command can hold a text: short enough and printable."""
     return len(text) <= _TYPED and text.replace("\n", "").isprintable()

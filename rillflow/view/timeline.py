@@ -1,4 +1,4 @@
-"""Timeline: what every pool did when, as one SVG; a run's spans and a simulation's look alike.
+"""Timeline: draw the activity of every pool over time as one SVG, for a run's spans or a simulation's.
 
 ranks of a run ──────────┐
                          ├─ Bar: pool, lane, stage, from, to ─ merge ─> lanes under their pools
@@ -19,37 +19,38 @@ from rillflow.view.style import COLOURS
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1080, 190, 14, 8, 26
 LANE, GAP, POOL_GAP = 18, 4, 10
 SHOWN_STEPS = 4
-"""Steps that are drawn: of a run its last ones, of a simulation the first."""
+"""Number of drawn steps: the last ones of a run, the first ones of a simulation."""
 MOST_LANES = 16
-"""Ranks or replicas of a pool that are drawn: its first ones."""
+"""Largest number of drawn ranks or replicas per pool, counted from the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One thing that took time.
+    """One interval of work or idle time.
 
     Example:
         Bar(pool="main", lane="policy", stage="policy.update", start_s=1.0, end_s=3.5, step=1)
     """
 
     pool: str
-    """The devices it took."""
+    """Pool whose devices were used."""
     lane: str
-    """The line of the pool it is drawn on: a rank, a replica."""
+    """Lane of the pool that shows the bar: a rank or a replica."""
     stage: str
-    """What it was; bars of one name have one colour."""
+    """Stage name; bars with the same name have the same colour."""
     start_s: float
-    """When it began."""
+    """Start time in seconds."""
     end_s: float
-    """When it ended."""
+    """End time in seconds."""
     step: int = 0
-    """The step it belongs to; 0 where it belongs to none."""
+    """Step of the bar; 0 without one."""
     is_idle: bool = False
-    """Whether nothing was done: the name is then the cause."""
+    """Whether the bar is idle time; ``stage`` then names the cause."""
 
 
 def draw_timeline(bars: Sequence[Bar]) -> list[Html]:
-    """The bars as an svg and its legend, from the first one's beginning; nothing where there are none."""
+    """Draw the bars from the start of the first one, as an svg with its legend; return nothing without bars.
+    """
     if not bars:
         return []
     start, end = min(bar.start_s for bar in bars), max(bar.end_s for bar in bars)
@@ -79,7 +80,7 @@ def draw_timeline(bars: Sequence[Bar]) -> list[Html]:
 
 
 def colours_of(bars: Iterable[Bar]) -> Mapping[str, int]:
-    """A colour for every stage that does something; those that take longest differ from one another."""
+    """Assign a colour to every active stage; the stages with the most time get different colours."""
     taken: dict[str, float] = defaultdict(float)
     for bar in sorted(bars, key=lambda bar: bar.start_s):
         if not bar.is_idle:
@@ -89,7 +90,8 @@ def colours_of(bars: Iterable[Bar]) -> Mapping[str, int]:
 
 
 def merged(bars: Sequence[Bar], gap_s: float) -> list[Bar]:
-    """Bars of one lane in order of time, those of one stage and step less than ``gap_s`` apart made one."""
+    """Merge bars of one lane that share stage and step and are less than ``gap_s`` apart, in order of time.
+    """
     joined: list[Bar] = []
     for bar in sorted(bars, key=lambda one: (one.start_s, one.end_s)):
         last = joined[-1] if joined else bar
@@ -110,7 +112,7 @@ def _drawn(bar: Bar, y: int, scale: ChartAxis, colours: Mapping[str, int]) -> Ht
 
 
 def _axis(scale: ChartAxis, height: int) -> list[Html]:
-    """Round seconds since the first bar."""
+    """Draw an axis of round seconds since the first bar."""
     parts = []
     for value in ticks(0.0, scale.high - scale.low, count=8):
         x = f"{scale(scale.low + value):.1f}"

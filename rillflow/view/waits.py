@@ -1,13 +1,13 @@
-"""Waits: what every rank of a run did, where it waited, and for whom.
+"""Waits: the work of every rank of a run, its waits, and the cause of each wait.
 
-spans, rank by rank ─> RankWork ─┬─ where a rank did none, walked back ─> Wait: a piece of time, its cause
-                                 └─ between two times ─> RankTime: busy, waited for whom, else
+spans, rank by rank ─> RankWork ─┬─ gaps without work, traced back ─> Wait: an interval and its cause
+                                 └─ between two times ─> RankTime: busy, waiting by cause, other
 
-A rank waits until it begins its next work. Of all that this work was given (``after`` of its span), what
-ended last was waited for; before that began, what it waited for itself; and so on, back to where the wait
-began. What was given nothing of its step (its first stage, weights that arrive) waited for whatever ended
-last on any rank. Time between the end of one and the beginning of the next belongs to no stage: calls,
-results on their way, records, evaluations, checkpoints.
+A rank waits until its next work begins. The cause is the input of that work (``after`` of its span) that
+ended last. Before the cause began, the rank waited for the cause's own last input, and so on, back to the
+start of the wait. A work without inputs from its step, such as the first stage or arriving weights, waited
+for the work that ended last on any rank. Time between the end of a cause and the start of the next work
+belongs to no stage: calls, results in transfer, records, evaluations, checkpoints.
 """
 
 from __future__ import annotations
@@ -22,83 +22,83 @@ from typing import NamedTuple
 from rillflow.observe.reader import RankSpan, SpanRecord
 
 ROUNDING_S = 2e-6
-"""Times are written to the microsecond: an end, a start and a duration added, may lie so much too late."""
+"""Times have microsecond precision; a start plus a duration may exceed the matching end by this much."""
 END = "the end"
-"""What a rank waits for that has nothing left to do, while others have."""
+"""``Wait.before`` of a rank that has finished while other ranks still work."""
 UNKNOWN = "ranks"
-"""The pool of what an older version wrote without one."""
+"""Pool name for spans of older versions, which recorded no pool."""
 
 
 class RankName(NamedTuple):
     """One rank of a run."""
 
     pool: str
-    """Its pool."""
+    """Name of the pool."""
     rank: int
-    """Within the pool."""
+    """Index within the pool."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankWork:
-    """What one rank did at a stretch: its part of a stage."""
+    """Contribution of one rank to a stage, as one interval."""
 
     on: RankName
-    """Which rank; where none was written, the pool's first stands for all."""
+    """The rank; for spans without ranks, rank 0 stands for the whole pool."""
     stage: str
-    """The stage's name."""
+    """Name of the stage."""
     step: int
-    """The step it belongs to."""
+    """Step of the work."""
     start_s: float
-    """When it began, in seconds of the run."""
+    """Start, in seconds of the run."""
     end_s: float
-    """When it ended."""
+    """End, in seconds of the run."""
     rows: int
-    """Rows of its result, 0 when unknown."""
+    """Rows of the result; 0 when unknown."""
     tokens: int
-    """Tokens of its result, 0 when unknown."""
+    """Tokens of the result; 0 when unknown."""
     after: tuple[str, ...]
-    """The stages of the step whose results it was given."""
+    """Stages of the same step whose results were its inputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """A piece of the time in which a rank did nothing."""
+    """Interval in which a rank did no work."""
 
     on: RankName
     """The rank."""
     start_s: float
-    """When it began, in seconds of the run."""
+    """Start, in seconds of the run."""
     end_s: float
-    """When it ended."""
+    """End, in seconds of the run."""
     before: str
-    """The stage that the rank began when it had waited long enough; END where it began none."""
+    """Stage that the rank began after the wait; END if it began none."""
     step: int
-    """That stage's step; 0 at the end."""
+    """Step of that stage; 0 at the end."""
     cause: RankWork | None
-    """What was being done meanwhile that it waited for; None where that was no stage."""
+    """Work that the rank waited for during this interval; None if it waited for no stage."""
 
     @property
     def whom(self) -> str:
-        """The cause in words. Example: ``policy.update on main``; empty where it was no stage."""
+        """Cause in words. Example: ``policy.update on main``; empty without a stage as cause."""
         return "" if self.cause is None else f"{self.cause.stage} on {self.cause.on.pool}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTime:
-    """What a rank did in a window; the three kinds of seconds make up all of it."""
+    """Time of a rank within a window; the three kinds of seconds sum to the window."""
 
     on: RankName
     """The rank."""
     busy_s: float
-    """Seconds it worked."""
+    """Seconds of work."""
     waited_s: Mapping[str, float]
-    """Seconds it waited, by cause in words, the longest first."""
+    """Seconds of waiting by cause, longest first."""
     else_s: float
-    """Seconds in which it did no stage, nor waited for one."""
+    """Seconds outside work and attributed waits."""
 
 
 def works_of(spans: Sequence[SpanRecord]) -> list[RankWork]:
-    """What every rank did, in order of the spans."""
+    """Return the work of every rank, in the order of the spans."""
     return [
         RankWork(
             on=RankName(span.pool or UNKNOWN, each.rank),
@@ -116,10 +116,10 @@ def works_of(spans: Sequence[SpanRecord]) -> list[RankWork]:
 
 
 def waits_of(works: Sequence[RankWork], low_s: float, high_s: float) -> list[Wait]:
-    """The time of every rank without work between two times, in pieces.
+    """Return the intervals between two times in which ranks did no work.
 
     Args:
-        works: all of a run: what ended a wait, or began it, may lie outside.
+        works: all works of the run; a work before or after the window can end or begin a wait.
         low_s, high_s: the two times.
     """
     order, found = _Order(works), list[Wait]()
@@ -148,11 +148,11 @@ def waits_of(works: Sequence[RankWork], low_s: float, high_s: float) -> list[Wai
 def rank_times(
     works: Sequence[RankWork], waits: Sequence[Wait], low_s: float, high_s: float
 ) -> list[RankTime]:
-    """What every rank did between two times, by pool and rank.
+    """Return the time of every rank between two times, by pool and rank.
 
     Args:
-        works: what was done, there or elsewhere.
-        waits: those between the two times.
+        works: works of the run, inside or outside the window.
+        waits: waits between the two times.
         low_s, high_s: the two times.
     """
     busy: dict[RankName, float] = dict.fromkeys(ranks_of(works, waits), 0.0)
@@ -177,12 +177,12 @@ def rank_times(
 
 
 def ranks_of(works: Sequence[RankWork], waits: Sequence[Wait]) -> list[RankName]:
-    """The ranks that did something, or waited, in order."""
+    """Return the sorted ranks that worked or waited."""
     return sorted({work.on for work in works} | {wait.on for wait in waits})
 
 
 class _Order:
-    """Works by the time they ended: of all ranks, of each rank, of each stage of a step."""
+    """Works sorted by end time: over all ranks, by rank, and by stage of a step."""
 
     def __init__(self, works: Sequence[RankWork]) -> None:
         in_order = sorted(works, key=attrgetter("end_s"))
@@ -197,7 +197,8 @@ class _Order:
             own.sort(key=attrgetter("start_s"))
 
     def walked_back(self, work: RankWork, since_s: float) -> Iterator[tuple[float, float, RankWork | None]]:
-        """From the beginning of a work back to a time, pieces: from, to, and what it waited for meanwhile."""
+        """Yield intervals from the start of a work back to ``since_s``: start, end, and the work waited for.
+        """
         until_s = work.start_s
         while until_s > since_s:
             cause = self._ended_last(work, until_s)
@@ -210,7 +211,7 @@ class _Order:
             work, until_s = cause, begun_s
 
     def _ended_last(self, work: RankWork, until_s: float) -> RankWork | None:
-        """What ended last before a work began, of what it was given and what its own rank did."""
+        """Return the work that ended last among inputs and own works; without inputs, among all works."""
         given = [
             self._by_stage[work.step, name] for name in work.after if (work.step, name) in self._by_stage
         ]
@@ -220,13 +221,13 @@ class _Order:
 
 
 class _Ended:
-    """Some works in the order in which they ended."""
+    """Works sorted by end time."""
 
     def __init__(self, works: list[RankWork]) -> None:
         self._works, self._ends = list(works), [work.end_s for work in works]
 
     def last(self, until_s: float, work: RankWork) -> RankWork | None:
-        """The last that had ended by a time, and had begun before another work."""
+        """Return the last work that ended by ``until_s`` and began before ``work``."""
         place = bisect_right(self._ends, until_s + ROUNDING_S)
         while place and self._works[place - 1].start_s >= work.start_s:
             place -= 1
@@ -234,6 +235,6 @@ class _Ended:
 
 
 def _whole(span: SpanRecord) -> RankSpan:
-    """A stage of which nobody wrote what each rank did, as if one had done all."""
+    """Return a stage without recorded ranks as the work of a single rank."""
     times = {"start_s": span.start_s, "duration_s": span.duration_s}
     return RankSpan(rank=0, rows=span.rows, tokens=span.tokens, **times)
