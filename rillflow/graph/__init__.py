@@ -1,5 +1,5 @@
-"""Graph: an algorithm's step as data. Pure: no processes, no tensors.
+"""Graph: an algorithm's step as data, without processes or tensors.
 
-step(flow, data, config) ── the same text, its values symbols ──> Tracer ──> Graph ──> text, Mermaid, JSON
-                                                                               └──> planner, simulator
+step(flow, data, config) ── the same code, called with symbols ──> Tracer ──> Graph ──> text, Mermaid, JSON
+                                                                                └──> planner, simulator
 """

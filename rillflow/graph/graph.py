@@ -1,6 +1,7 @@
 """Graph: the stages of one step, and the fields that flow between them.
 
-stage ── fields ──> stage        an edge per pair: what the later stage reads of the earlier one's result
+stage ── fields ──> stage        one edge per pair: the fields that the later stage reads from the earlier
+result
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 DATA = "data"
-"""The name of what a step is given: prompts, demonstrations, pairs."""
+"""Name of a step's input: prompts, demonstrations or pairs."""
 WEIGHTS = "weights"
-"""What a stage reads that is given nothing: its role's state, as the role's last stage has left it."""
+"""Field on the edge to a stage without data inputs: the role's state after its previous stage."""
 CONTROLLER = "controller"
-"""The role of stages that belong to no model: formulas over numbers."""
+"""Role of stages without a model: formulas, filters and collected rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,34 +26,34 @@ class Stage:
     """
 
     index: int
-    """Its place in the step, from 0."""
+    """Position in the step, from 0."""
     role: str
-    """Who computes; ``controller`` for a formula."""
+    """Role that computes the stage; ``controller`` for a formula."""
     endpoint: str
-    """The role's method, or the formula's name."""
+    """Method of the role, or name of the formula."""
     reads: tuple[str, ...]
-    """Fields it needs of its arguments."""
+    """Fields that the stage reads from its arguments."""
     writes: tuple[str, ...]
-    """Fields of its result; empty for a report, a version or a number."""
+    """Fields of the result; empty for a report, a version or a number."""
     transfer: str = ""
-    """How arguments reach the role's ranks and results leave them; empty for a formula."""
+    """How arguments reach the role's ranks and results return; empty for a formula."""
 
     @property
     def name(self) -> str:
-        """``role.endpoint``."""
+        """Name of the stage, ``role.endpoint``."""
         return f"{self.role}.{self.endpoint}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """A result, or a part of it, on its way to a later stage."""
+    """Fields of one stage's result, or of the step's input, that a later stage reads."""
 
     source: int
-    """The stage that made it; -1 for what the step was given, -2 for what was given beside it."""
+    """Index of the producing stage; -1 for the step's input, -2 and below for its further inputs."""
     destination: int
-    """The stage that takes it."""
+    """Index of the consuming stage."""
     fields: tuple[str, ...]
-    """What the destination reads of it; empty where it is a number."""
+    """Fields that the destination reads; empty for a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,23 +65,23 @@ class Graph:
     """
 
     name: str
-    """The algorithm."""
+    """Name of the algorithm."""
     stages: tuple[Stage, ...]
-    """In the order of the program."""
+    """Stages in program order."""
     edges: tuple[Edge, ...]
-    """Ordered by destination, then source."""
+    """Edges, ordered by destination, then source."""
     given: tuple[str, ...] = (DATA,)
-    """What the step is given, the sources -1, -2, ... by name."""
+    """Names of the step's inputs, the sources -1, -2, ... in order."""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Every role with a stage, in order of appearance; the controller is none."""
+        """Roles with a stage, in order of appearance, without the controller."""
         return tuple(dict.fromkeys(stage.role for stage in self.stages if stage.role != CONTROLLER))
 
     def into(self, stage: int) -> Iterator[Edge]:
-        """The edges that end at a stage."""
+        """Return the edges that end at a stage."""
         return (edge for edge in self.edges if edge.destination == stage)
 
     def source_name(self, edge: Edge) -> str:
-        """The name of the stage an edge comes from, or ``data``."""
+        """Return the name of an edge's source: a stage, or an input of the step such as ``data``."""
         return self.given[-1 - edge.source] if edge.source < 0 else self.stages[edge.source].name

@@ -1,6 +1,6 @@
-"""Handle: a stage's result as a step holds it, to pass on and never to look at.
+"""Handle: a stage's result inside a step. A step passes it on and never reads its value.
 
-traced it is a Symbol, on ranks a Pending; whoever asks either for a value is told where values are
+In a trace, the handle is a Symbol; on ranks, a Pending. Reading a value from it raises an error with a fix.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rillflow.errors import GraphError
 
 Formula = Callable[..., Any]
-"""A function of fields: its parameters without a default name them."""
+"""Function of fields; its parameters without a default name the fields."""
 Options = Mapping[str, Any]
 """Arguments by name."""
 
 
 class Handle:
-    """What a stage will have made.
+    """Future result of a stage.
 
     Args:
-        stage: what makes it, as errors call it.
+        stage: name of the stage, used in errors.
     """
 
     def __init__(self, stage: str) -> None:
@@ -57,16 +57,16 @@ class Handle:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_"):  # what Python itself asks for
+            if name.startswith("_"):  # names that Python itself looks up
                 raise AttributeError(name)
             raise self._looked_at(f"{name!r}")
 
 
 def reports_of(returned: Any) -> tuple[Any, ...]:
-    """The reports that a step has returned: one, or a tuple of several.
+    """Return a step's reports as a tuple, for one report or a tuple of several.
 
     Raises:
-        GraphError: something else is there.
+        GraphError: the step returned something else.
     """
     reports = returned if isinstance(returned, tuple) else (returned,)
     for each in reports:

@@ -1,12 +1,12 @@
-"""Loss: what a step asks an update to minimise.
+"""Loss: the losses that an update minimises.
 
     flow.policy.update(rollouts, advantages, loss=mine, clip=0.2, passes=config)          one loss over all
     flow.policy.update(over(rollouts, advantages, loss=mine), over(shown, loss=cross_entropy, weight=0.1),
-                       passes=config)                                                     several in each step
+                       passes=config)                                                     several per update
         └─ laid_flat ─> the batches one after the other, loss = (LossTerm, LossTerm)
 
-A loss is a top-level function whose parameters without a default are fields of the batches, or what the model
-says of each token; or a recipe's section that stands for a shipped one.
+A loss is either a top-level function or a recipe's section that stands for a shipped loss. The function's
+parameters without a default are fields of the batches, or outputs of the model for each token.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from rillflow.errors import GraphError
 
 
 class LossSection(Section):
-    """A recipe's section that stands for a shipped loss."""
+    """Recipe section that stands for a shipped loss."""
 
     @property
     @abstractmethod
     def reads(self) -> tuple[str, ...]:
-        """The fields that the loss is computed from."""
+        """Fields that the loss reads."""
 
     @property
     def rows_together(self) -> int:
-        """So many neighbouring rows are one unit, which no cut parts."""
+        """Number of neighbouring rows that form a unit and are never separated."""
         return 1
 
 
 AnyLoss = Callable[..., Any] | LossSection
-"""A function (its parameters are its own business), or a section that stands for a shipped one."""
+"""A function with any parameters, or a section that stands for a shipped loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,35 +45,35 @@ class LossTerm:
     """One loss of an update."""
 
     loss: AnyLoss
-    """What is minimised."""
+    """Loss to minimise."""
     count: int
-    """How many of the update's batches it is over."""
+    """Number of the update's batches that the loss covers."""
     batches: tuple[Any, ...] = ()
-    """These, as a step says them; they travel beside it."""
+    """These batches in the step's call; they are passed separately."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The function's arguments that are no fields."""
+    """Arguments of the function that are not fields."""
     weight: float = 1.0
-    """What its gradient counts beside the others'."""
+    """Weight of its gradient relative to the other losses."""
     name: str = ""
-    """The area of its metrics; empty for the role's."""
+    """Area of its metrics; empty for the role's area."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Fields of the batches, and what the model says."""
+        """Fields of the batches and outputs of the model that the loss reads."""
         if isinstance(self.loss, LossSection):
             return self.loss.reads
         return field_parameters(self.loss, self.options)
 
 
 def over(*batches: Any, loss: AnyLoss, weight: float = 1.0, name: str = "", **options: Any) -> LossTerm:
-    """One of several losses of an update.
+    """Return one of several losses of an update.
 
     Args:
         batches: rows that are joined.
-        loss: a function, or the section of a recipe.
-        weight: what its gradient counts beside the others'; metrics are those of the loss itself.
-        name: the area of its metrics; the role's if left out.
-        options: the function's arguments that are no fields.
+        loss: a function, or a section of a recipe.
+        weight: weight of its gradient relative to the other losses; metrics show the unweighted loss.
+        name: area of its metrics; by default the role's area.
+        options: arguments of the function that are not fields.
     """
     return LossTerm(loss=loss, count=len(batches), batches=batches, options=options, weight=weight, name=name)
 
@@ -81,10 +81,10 @@ def over(*batches: Any, loss: AnyLoss, weight: float = 1.0, name: str = "", **op
 def laid_flat(
     stage: str, args: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The arguments of a stage with the batches of every ``over`` laid side by side.
+    """Return the arguments of a stage with the batches of every ``over`` in one flat list.
 
     Raises:
-        GraphError: a loss has no name that ranks find; some batches are in no ``over``.
+        GraphError: ranks cannot find a loss by name, or some batches are outside of ``over``.
     """
     terms = [each for each in args if isinstance(each, LossTerm)]
     if terms:
@@ -102,7 +102,7 @@ def laid_flat(
 
 
 def loss_terms(options: Mapping[str, Any], batches: int) -> tuple[LossTerm, ...]:
-    """The losses among the options of an update, none if there is none."""
+    """Return the losses among the options of an update; empty without one."""
     loss = options.get("loss")
     if loss is None or isinstance(loss, tuple):
         return loss or ()
@@ -111,7 +111,7 @@ def loss_terms(options: Mapping[str, Any], batches: int) -> tuple[LossTerm, ...]
 
 
 def field_parameters(formula: Callable[..., Any], options: Collection[str]) -> tuple[str, ...]:
-    """The fields a formula reads: its parameters without a default that are not given as options."""
+    """Return the fields a formula reads: its parameters without a default that are not given as options."""
     return tuple(
         name
         for name, parameter in inspect.signature(formula).parameters.items()
@@ -120,10 +120,10 @@ def field_parameters(formula: Callable[..., Any], options: Collection[str]) -> t
 
 
 def only_term(stage: str, loss: AnyLoss | tuple[LossTerm, ...], options: Mapping[str, Any]) -> LossTerm:
-    """The one loss of an update that takes no more.
+    """Return the loss of an update that accepts only one.
 
     Raises:
-        GraphError: there are several.
+        GraphError: there are several losses.
     """
     terms = loss_terms({"loss": loss, **options}, 0)
     if len(terms) != 1:

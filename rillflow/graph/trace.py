@@ -1,11 +1,11 @@
-"""Trace: an algorithm's step run on symbols, and the graph it leaves behind.
+"""Trace: run an algorithm's step on symbols and record its graph.
 
     step(Flow(tracer), symbol, config)
-        flow.policy.generate(prompts)  ──> a stage, an edge for every symbol it is given, a new symbol
-        flow.compute(formula, ...)     ──> the same, the formula's parameters being what it reads
+        flow.policy.generate(prompts)  ──> a stage, an edge for every symbol argument, a new symbol
+        flow.compute(formula, ...)     ──> the same; the formula's parameters name the fields it reads
 
-A symbol has the names of its fields and nothing else, so what no stage provides is found here, before
-a model is loaded. A step that looks at a value cannot be traced, and is told so.
+A symbol knows only the names of its fields. Tracing thus finds a field that no stage provides before a model
+is loaded. A step that reads a value raises an error.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from rillflow.graph.handle import Formula, Handle, Options, reports_of
 from rillflow.graph.loss import field_parameters, loss_terms
 
 ROW_FIELDS = ("ids", "groups")
-"""What a formula may read of any batch: its rows' ids [B, 3], and a number [B] that a prompt's rows share."""
+"""Fields that a formula can read from any batch: row ids [B, 3], and the prompt's group number [B]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What an endpoint reads of its arguments and adds to them.
+    """Fields that an endpoint reads from its arguments and adds to its result.
 
     Example:
         Signature(reads=("tokens", "loss_mask"), writes=("values",), transfer="DP_PROTO")
     """
 
     reads: tuple[str, ...]
-    """Fields some argument must have."""
+    """Fields that some argument must have."""
     writes: tuple[str, ...]
-    """Fields of the result; empty where it is no batch."""
+    """Fields of the result; empty if the result is not a batch."""
     transfer: str
-    """The name of how arguments and results travel."""
+    """Name of the transfer of arguments and results."""
     says: tuple[str, ...] = ()
-    """What a loss among its options is given by the model, beside fields."""
+    """Outputs of the model that a loss among the options can read in addition to fields."""
 
 
 class Symbol(Handle):
-    """A result that will exist: where it comes from, and its fields."""
+    """Future result: its producing stage and its fields."""
 
     def __init__(self, stage: str, source: int, fields: tuple[str, ...]) -> None:
         super().__init__(stage)
@@ -52,10 +52,10 @@ class Symbol(Handle):
 
 
 class Tracer:
-    """The executor of a traced step (see dataflow.flow): every call becomes a stage.
+    """Executor of a traced step (see dataflow.flow); records every call as a stage.
 
     Args:
-        endpoints: of every role, by name.
+        endpoints: signatures of every role's endpoints, by name.
     """
 
     def __init__(self, endpoints: Mapping[str, Mapping[str, Signature]]) -> None:
@@ -64,7 +64,7 @@ class Tracer:
         self.edges: list[Edge] = []
 
     def call(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Symbol:
-        """A role's stage."""
+        """Record a stage of a role."""
         signature = self.endpoints[role][endpoint]
         before = [stage.index for stage in self.stages if stage.role == role]
         asked = [name for term in loss_terms(options, len(args)) for name in term.reads]
@@ -76,7 +76,7 @@ class Tracer:
         return Symbol(self.stages[index].name, index, signature.writes)
 
     def compute(self, formula: Formula, batches: Sequence[Any], into: str | None, options: Options) -> Symbol:
-        """A formula's stage; its result is the first batch with one more field, or a number."""
+        """Record a formula; the result is the first batch with one more field, or a number."""
         reads = field_parameters(formula, options)
         kept = self._fields(batches[0]) if into and batches else ()
         writes = tuple(dict.fromkeys((*kept, into))) if into else ()
@@ -85,14 +85,14 @@ class Tracer:
         return Symbol(self.stages[index].name, index, writes)
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Symbol:
-        """The rows of a batch whose field, of ``by`` if there is one, is true."""
+        """Record a filter: the rows of a batch whose field, taken from ``by`` if given, is true."""
         kept = self._fields(batch)
         index = self._stage(CONTROLLER, f"where {field}", (field,), kept, "")
         self._connect(index, (field,), [batch] if by is None or by is batch else [by, batch])
         return Symbol(self.stages[index].name, index, kept)
 
     def collect(self, name: str, batches: Sequence[Any]) -> Symbol:
-        """The rows of batches of one kind; of a step the first one's are all there are."""
+        """Record collected rows; the result has the fields of the last batch."""
         kept = self._fields(batches[-1])
         index = self._stage(CONTROLLER, f"collect {name}", kept, kept, "")
         self._connect(index, kept, batches[-1:])
@@ -108,9 +108,9 @@ class Tracer:
         return index
 
     def _connect(self, index: int, wanted: Sequence[str], values: Sequence[Any]) -> None:
-        """Edges from every symbol among the values; each field comes from the first that has it.
+        """Add edges from every symbol among the values; each field comes from the first symbol that has it.
 
-        A symbol that has none of them is given for what it is: all of it travels.
+        A symbol without any wanted field gets an edge with all its fields.
         """
         symbols = [value for value in values if isinstance(value, Symbol)]
         left = list(dict.fromkeys(wanted))
@@ -135,17 +135,19 @@ class Tracer:
 
 
 class Listener:
-    """The executor of a step of which only the roles are wanted: it knows every role and every endpoint."""
+    """Executor that only finds the roles of a step; it accepts every role and every endpoint."""
 
     def __init__(self) -> None:
         self.heard: dict[str, None] = {}
-        """The roles that were called, in order."""
+        """Roles that were called, in order."""
         self.calls: dict[str, list[tuple[Sequence[Any], Mapping[str, Any]]]] = {}
-        """By stage, the arguments and options of every call; of a result, its stage."""
+        """Arguments and options of every call, by stage; the stage name stands for an argument that is a
+        result.
+        """
         self.endpoints: Mapping[str, Collection[str]] = _Anything()
 
     def call(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Handle:
-        """A role's stage."""
+        """Record a role's call."""
         self.heard.setdefault(role)
         given = [each.stage if isinstance(each, Handle) else each for each in args]
         named = {name: None if isinstance(each, Handle) else each for name, each in options.items()}
@@ -153,14 +155,14 @@ class Listener:
         return Handle(f"{role}.{endpoint}")
 
     def compute(self, *_: Any) -> Handle:
-        """A formula's stage, or some rows of a batch."""
+        """Return the result of a formula, a filter or a collection, without recording it."""
         return Handle(f"{CONTROLLER}'s")
 
     filter = collect = compute
 
 
 class _Anything(dict[str, Any]):
-    """Has whatever is asked for."""
+    """Mapping that contains every key."""
 
     def __contains__(self, _: object) -> bool:
         return True
@@ -176,14 +178,14 @@ def trace(
     data_fields: Sequence[str],
     beside: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Graph:
-    """Run a step on symbols.
+    """Run a step on symbols and return its graph.
 
     Args:
-        name: of the algorithm.
-        run: given the tracer and what the step is given, calls the step with a flow made of the tracer.
-        tracer: records.
-        data_fields: of what the step is given.
-        beside: the fields of what it is given beside that, by name.
+        name: name of the algorithm.
+        run: function of the tracer and the step's inputs that calls the step with a flow made of the tracer.
+        tracer: recorder of the calls.
+        data_fields: fields of the step's input.
+        beside: fields of the step's further inputs, by name.
 
     Raises:
         GraphError: a field is missing, a role or endpoint is unknown, the step looks at a value or returns

@@ -1,7 +1,8 @@
-"""Observe: a run told in files, and its progress told on a terminal.
+"""Observe: record a run in files, and show its progress on a terminal.
 
     metrics, spans, rollouts, evaluations ──> RunDirectory ──> JSON files ──> reader ──> view
-                                     └──> Progress ──> one terminal or one line a step
+                                     └──> Progress ──> one terminal or one line per step
 
-Nothing here knows a model: the standard library writes the files, and `rich` draws the progress.
+This package does not depend on models: it writes files with the standard library and draws progress with
+`rich`.
 """

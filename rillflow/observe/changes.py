@@ -1,4 +1,4 @@
-"""Changes: how the settings of a resumed run differ from those it was begun with."""
+"""Changes: compare the settings of a resumed run with those of its first start."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Change:
     """One setting that differs."""
 
     key: str
-    """The setting, dotted."""
+    """Dotted key of the setting."""
     old: JSON
-    """What it was."""
+    """Value in the run directory."""
     new: JSON
-    """What it is now."""
+    """Value of this start."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.old!r} -> {self.new!r}"
 
 
 def changes(path: Path, config: Mapping[str, JSON]) -> list[Change]:
-    """The settings that differ between a run directory's config and this one."""
+    """Return the settings that differ between a run directory's config and this one."""
     old = _flat(read_json(path / layout.CONFIG))
     new = _flat(json.loads(encode(config)))
     pairs = {key: (old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in {**old, **new}}
@@ -38,10 +38,10 @@ def changes(path: Path, config: Mapping[str, JSON]) -> list[Change]:
 
 
 def allowed_changes(path: Path, config: Mapping[str, JSON], may_change: Iterable[str]) -> list[Change]:
-    """The differing settings, where all are among those, or below those, that may change (dotted keys).
+    """Return the differing settings if ``may_change`` names all of them or groups above them (dotted keys).
 
     Raises:
-        RunDirectoryError: with every other setting that differs, old and new.
+        RunDirectoryError: another setting differs; the message lists all of them with old and new values.
     """
     found, names = changes(path, config), tuple(may_change)
     refused = [each for each in found if not _is_among(each.key, names)]
@@ -60,7 +60,7 @@ def _is_among(key: str, names: Sequence[str]) -> bool:
 
 
 def _flat(value: JSON, prefix: str = "") -> dict[str, JSON]:
-    """The leaves of nested mappings and lists by dotted key; empty ones are leaves too."""
+    """Return the leaves of nested mappings and lists by dotted key; empty containers are leaves too."""
     inner: Iterable[tuple[str, JSON]]
     if isinstance(value, dict):
         inner = value.items()

@@ -1,8 +1,8 @@
-"""Durable: the ways a file or folder of a run is written, and what a failed write says.
+"""Durable: write files and folders of a run so that a crash never leaves half of one; word the write errors.
 
-append   one line at the end: it is there whole, or the file is as it was
-replace  a new content: temporary file ─ fsync ─> rename: the old one or the new one, never a mixture
-publish_folder   a draft whose files are on the disk ─> rename: likewise, the old one aside and away
+append   add one line at the end: the whole line is there, or the file is unchanged
+replace  set new content: temporary file ─ fsync ─> rename: the old or the new content, never a mixture
+publish_folder   rename a flushed draft: the old or the new folder; the old one is moved away, then deleted
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def append(path: Path, line: bytes) -> None:
-    """Add a line at the end of a file, at once and unbuffered, so that a killed process loses none.
+    """Append a line to a file with one unbuffered write, so that a killed process loses no line.
 
     Raises:
-        RunDirectoryError: the line could not be written; what stood in the file before still does.
+        RunDirectoryError: the line could not be written; the file keeps its previous content.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -46,10 +46,10 @@ def append(path: Path, line: bytes) -> None:
 
 
 def replace(path: Path, chunks: Iterable[bytes]) -> None:
-    """Give a file a new content, atomically, also across a loss of power; its folder is made.
+    """Replace a file's content atomically, also across a power loss; create its folder if needed.
 
     Raises:
-        RunDirectoryError: it could not be written; the file has its old content.
+        RunDirectoryError: the content could not be written; the file keeps its old content.
     """
     temporary = temporary_of(path)
     try:
@@ -65,16 +65,16 @@ def replace(path: Path, chunks: Iterable[bytes]) -> None:
 
 
 def cut(path: Path, size: int) -> None:
-    """Take back what was appended to a file after it had so many bytes, as far as the disk lets it."""
+    """Truncate a file to ``size`` bytes; ignore an error of the disk."""
     with contextlib.suppress(OSError):
         os.truncate(path, size)
 
 
 def write_flushed(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file under its own name, for a folder that has none yet; then it is on the disk.
+    """Write a file in a folder that is still a draft, and wait until it is on the disk.
 
     Raises:
-        OSError: it could not be written whole.
+        OSError: the file could not be written completely.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
@@ -86,17 +86,17 @@ def write_flushed(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 def temporary_of(path: Path) -> Path:
-    """The name a file has until it is complete."""
+    """Return the temporary name of a file while it is written."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def write_error(path: Path, error: Exception, needed_bytes: int = 0) -> RunDirectoryError:
-    """What a failed write says: the file, the reason, the space it needs and there is, the way on.
+    """Return the error for a failed write, with the file, the reason, needed and free space, and a fix.
 
     Args:
-        path: what was written.
-        error: an OSError, or another library's that quotes one as ``(os error 28)``.
-        needed_bytes: what it takes; 0 where that is not known.
+        path: the file that was written.
+        error: an OSError, or another library's error that quotes one as ``(os error 28)``.
+        needed_bytes: size of the write; 0 if unknown.
     """
     code = _errno(error)
     reason = os.strerror(code) if code else str(error)
@@ -110,14 +110,14 @@ def write_error(path: Path, error: Exception, needed_bytes: int = 0) -> RunDirec
         fix = "check the disk, then run the same command: it resumes"
     needs = f"it needs {size(needed_bytes)}, and " if needed_bytes else ""
     why = f"{needs}{_free_space(path)}"
-    if code == errno.ENOENT:  # every folder that may be made is made: here the system makes none
+    if code == errno.ENOENT:  # Rillflow creates missing folders; ENOENT thus means the system allows none
         there = next(folder for folder in path.absolute().parents if folder.exists())
         why, fix = f"nothing can be made in {there}", "choose a run directory that you may write, with --dir"
     return RunDirectoryError(f"cannot write {path}: {reason}", why=why, fix=fix)
 
 
 def _errno(error: Exception) -> int | None:
-    """The system's number of an error; safetensors has it in its words alone."""
+    """Return the errno of an error; safetensors errors contain it only in their message."""
     if isinstance(error, OSError):
         return error.errno
     quoted = re.search(r"\(os error (\d+)\)", str(error))
@@ -134,23 +134,23 @@ def _free_space(path: Path) -> str:
 
 
 def _write_all(descriptor: int, data: bytes | memoryview) -> None:
-    # A nearly full disk takes a part first and reports the error at the next write.
+    # On a nearly full disk, a write can be partial; the next write then reports the error.
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
 
 
 def digest_of(path: Path) -> dict[str, int | str]:
-    """A file's length and SHA-256, by which it is known again."""
+    """Return a file's length and SHA-256."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def publish_folder(draft: Path, folder: Path) -> None:
-    """Give a whole draft its name: a reader finds the old folder or the new one, also across a loss of power.
+    """Rename a complete draft folder; a reader finds the old or the new folder, also after a power loss.
 
     Raises:
-        OSError: it could not be renamed.
+        OSError: the draft could not be renamed.
     """
     flush(draft)
     old = folder.with_name(f".{folder.name}.old")
@@ -163,7 +163,7 @@ def publish_folder(draft: Path, folder: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or a directory's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a run ran on: enough to explain a number, nothing secret, no environment variable."""
+"""Environment of a run: enough to explain a number, without secrets or environment variables."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rillflow.observe.json_lines import JSON
 _PACKAGES = ["rillflow", "torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic"]
 _PACKAGES += ["vllm", "ray"]
 CONTROL_GROUP = Path("/sys/fs/cgroup")
-"""Where a container's limits stand."""
+"""Directory with a container's resource limits."""
 
 
 def environment(*, device: str, command: Sequence[str]) -> dict[str, JSON]:
-    """One start of a run: when, by which command, where, on what."""
+    """Describe one start of a run: time, command, folder, machine and versions."""
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": list(command),
@@ -38,7 +38,7 @@ def environment(*, device: str, command: Sequence[str]) -> dict[str, JSON]:
 
 
 def installed_versions() -> Mapping[str, JSON]:
-    """The versions of the packages that can change a result, read without importing one."""
+    """Return the versions of the packages that can change a result, without importing them."""
     versions: dict[str, JSON] = {}
     for name in _PACKAGES:
         try:
@@ -49,14 +49,15 @@ def installed_versions() -> Mapping[str, JSON]:
 
 
 def own_version() -> str:
-    """This package's version, and a digest of its files: two copies that differ in a line differ here."""
+    """Return this package's version with a digest of its files; one different line changes the digest."""
     files = sorted(Path(rillflow.__file__).parent.rglob("*.py"))
     text = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
     return f"{rillflow.__version__} ({hashlib.sha256(text).hexdigest()[:8]})"
 
 
 def usable_cores() -> float:
-    """Cores this process may use: its affinity, or a container's share where that is less."""
+    """Return the number of cores this process may use: its affinity, or a container's quota if that is less.
+    """
     cores = float(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
     quota = words_of(CONTROL_GROUP / "cpu.max")
     if len(quota) == 2 and quota[0].isdigit():
@@ -65,7 +66,7 @@ def usable_cores() -> float:
 
 
 def words_of(path: Path) -> list[str]:
-    """The words of a file of the system; none where there is no such file."""
+    """Return the words of a system file, or no words if the file cannot be read."""
     try:
         return path.read_text("ascii").split()
     except OSError:
@@ -73,7 +74,7 @@ def words_of(path: Path) -> list[str]:
 
 
 def git_revision(folder: Path) -> str | None:
-    """The commit checked out in the folder, with ``-dirty`` when files differ; None without git."""
+    """Return the commit checked out in the folder, with ``-dirty`` if files differ; None without git."""
     ask = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         answer = subprocess.run(ask, cwd=folder, capture_output=True, text=True, timeout=5, check=False)

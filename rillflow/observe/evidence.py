@@ -1,11 +1,11 @@
-"""Evidence: digests of every line and file of a run directory, so that damage is found and named.
+"""Evidence: digests of every line and file of a run directory, to detect and locate damage.
 
     record a line or a file ──> its entry in digests.jsonl ──> the write itself
-    damage      entries against lines and files
-    recover     config, environment and finished from their entries, which hold the content too
+    damage      compare entries with lines and files
+    recover     restore config, environment and finished from their entries, which include the content
 
-An entry is written first, so a kill leaves at most the last entry without its write; ``mend`` drops it.
-Everything else that differs was changed by something else.
+The entry is written first, so a kill leaves at most the last entry without its write; ``mend`` drops it.
+Any other difference was made by something other than the run.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rillflow.observe import durable, layout
 from rillflow.observe.json_lines import JSON, encode, read_json, read_lines
 
 RECOVERABLE = (layout.CONFIG, layout.ENVIRONMENT, layout.FINISHED)
-"""Files whose entry holds their content."""
+"""Files whose entry includes their content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Damage:
-    """One thing that is not as it was written."""
+    """One line or file that differs from its record."""
 
     place: str
-    """The file, relative to the run directory; of a line its number too."""
+    """File, relative to the run directory, with the line number for a line."""
     problem: str
-    """What is wrong with it."""
+    """Description of the difference."""
 
     def __str__(self) -> str:
         return f"{self.place}: {self.problem}"
@@ -42,45 +42,46 @@ class Entry:
     """One line of digests.jsonl."""
 
     file: str
-    """The file, relative to the run directory."""
+    """File, relative to the run directory."""
     step: int | None
-    """The step that it belongs to; None of a file of the whole run."""
+    """Step of the line or file; None for a file of the whole run."""
     digest: str
-    """BLAKE2b of the line or the file; empty where nothing is compared: it was removed, is lost, or is a
-    checkpoint, which has a manifest."""
+    """BLAKE2b of the line or the file. Empty for a removed file, a lost file, and a checkpoint, which has its
+    own manifest.
+    """
     lost: str
-    """Why a rank could not write it; empty where it was written."""
+    """Reason why a rank could not write the file; empty for a written file."""
     content: Mapping[str, JSON] | None
-    """The record of a file that can be recovered."""
+    """Content of a recoverable file as a record."""
     text: bytes
-    """The entry as it stands in the file."""
+    """Entry as bytes of digests.jsonl."""
 
     @property
     def is_line(self) -> bool:
-        """Whether it is of one line of a file."""
+        """Whether the entry is for one line of a file."""
         return self.file in layout.LINE_FILES
 
 
 def digest(data: bytes) -> str:
-    """BLAKE2b of some bytes, 128 bits in hexadecimal."""
+    """Return the 128-bit BLAKE2b of some bytes in hexadecimal."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class Evidence:
-    """The writer of a run's digests.
+    """Writer of a run's digests.
 
     Args:
-        run: its directory.
+        run: the run directory.
     """
 
     def __init__(self, run: Path) -> None:
         self._run, self._file = run, run / layout.DIGESTS
 
     def append(self, name: str, step: int, line: bytes) -> None:
-        """Record a line, then add it at the end of a file.
+        """Record a line, then append it to a file.
 
         Raises:
-            RunDirectoryError: it could not be written; neither is there then.
+            RunDirectoryError: the write failed; then neither the line nor its entry is there.
         """
         with self._entry({"file": name, "step": step, "digest": digest(line)}):
             durable.append(self._run / name, line)
@@ -89,19 +90,19 @@ class Evidence:
         """Record a file, then replace it.
 
         Args:
-            name: relative to the run directory.
-            data: its content.
-            record: the same as a record, where it is to be recoverable.
+            name: path relative to the run directory.
+            data: content of the file.
+            record: the content as a record, to make the file recoverable.
 
         Raises:
-            RunDirectoryError: it could not be written; the file has its old content.
+            RunDirectoryError: the write failed; the file keeps its old content.
         """
         content: dict[str, JSON] = {} if record is None else {"content": record}
         with self._entry({"file": name, "digest": digest(data), **content}):
             durable.replace(self._run / name, [data])
 
     def remove(self, name: str) -> None:
-        """Record that a file goes, then remove it."""
+        """Record the removal of a file, then remove it."""
         if (self._run / name).exists():
             with self._entry({"file": name}):
                 (self._run / name).unlink()
@@ -116,18 +117,18 @@ class Evidence:
         self._record({"file": f"{layout.ROLLOUTS}/step-{step:06d}", "step": step, "lost": why})
 
     def of_checkpoint(self, step: int) -> None:
-        """Record that a checkpoint is whole; its manifest has the digests of its files."""
+        """Record that a checkpoint is complete; its manifest has the digests of its files."""
         self._record({"file": f"{layout.CHECKPOINTS}/step-{step:06d}", "step": step})
 
     def rewind(self, step: int) -> None:
-        """Drop the entries of later steps, before what they are of is dropped."""
+        """Drop the entries of later steps; call this before dropping their lines and files."""
         found = entries(self._run)
         kept = [each.text for each in found if each.step is None or each.step <= step]
         if len(kept) < len(found):
             durable.replace(self._file, kept)
 
     def mend(self) -> None:
-        """Drop a last entry whose write a kill prevented; take a run without entries as it is."""
+        """Drop a last entry whose write did not happen; create missing entries from the current files."""
         if not self._file.exists():
             self._adopt()
             return
@@ -169,10 +170,10 @@ class Evidence:
 
 
 def entries(run: Path) -> list[Entry]:
-    """The entries of a run's digests, in the order they were written; none where there is no file.
+    """Return the entries of a run's digests in writing order; none without the file.
 
     Raises:
-        RunDirectoryError: a line before the last is no entry.
+        RunDirectoryError: a line before the last is not an entry.
     """
     file, found = run / layout.DIGESTS, list[Entry]()
     for line in read_lines(file).lines:
@@ -198,11 +199,11 @@ def entries(run: Path) -> list[Entry]:
 
 
 def damage(run: Path, *, is_deep: bool) -> list[Damage]:
-    """Everything outside checkpoints that is not as it was written.
+    """Return every difference from the record, outside checkpoints.
 
     Args:
         run: the run directory.
-        is_deep: whether rollout files are read; else it is only seen whether they are there.
+        is_deep: whether to read rollout files; otherwise only check that they exist.
 
     Raises:
         RunDirectoryError: digests.jsonl is damaged, or a file cannot be read.
@@ -211,7 +212,7 @@ def damage(run: Path, *, is_deep: bool) -> list[Damage]:
         return [Damage(place=layout.DIGESTS, problem="missing: nothing tells whether the rest is whole")]
     found = entries(run)
     if found and not _is_written(run, found):
-        found = found[:-1]  # a kill came between the entry and its write
+        found = found[:-1]  # the process was killed between the entry and its write
     problems = [each for name in layout.LINE_FILES for each in _changed_lines(run, name, found)]
     newest = {each.file: each for each in found if not each.is_line}
     for name, entry in newest.items():
@@ -222,21 +223,21 @@ def damage(run: Path, *, is_deep: bool) -> list[Damage]:
 
 
 def lost(run: Path) -> list[str]:
-    """What the run itself recorded as lost, each with the reason."""
+    """Return the files that the run itself recorded as lost, each with the reason."""
     return [f"{each.file}: {each.lost}" for each in entries(run) if each.lost]
 
 
 def newest_checkpoint(run: Path) -> int | None:
-    """The step of the checkpoint that was completed last, whether it is there or not."""
+    """Return the step of the newest completed checkpoint, even if its folder is gone."""
     steps = [each.step for each in entries(run) if each.file.startswith(f"{layout.CHECKPOINTS}/")]
     return max((step for step in steps if step is not None), default=None)
 
 
 def recover(run: Path) -> list[str]:
-    """Write config, environment and finished again where they are not what was written; what was done."""
+    """Restore damaged config, environment and finished files, and return a line for each restored file."""
     told, newest = [], {each.file: each for each in entries(run) if each.file in RECOVERABLE}
     for name, entry in newest.items():
-        is_unfinished = name == layout.FINISHED and not (run / name).exists()  # then the run goes on
+        is_unfinished = name == layout.FINISHED and not (run / name).exists()  # an unfinished run continues
         if entry.content is None or is_unfinished:
             continue
         problem, data = _problem(run / name, entry.digest, is_read=True), encode(entry.content, indent=2)
@@ -247,7 +248,7 @@ def recover(run: Path) -> list[str]:
 
 
 def _changed_lines(run: Path, name: str, found: Sequence[Entry]) -> list[Damage]:
-    """The lines of a file that are not the ones that were written, and those that are missing."""
+    """Return the lines of a file that changed, are missing, or were added."""
     wanted = [each for each in found if each.file == name]
     if wanted and not (run / name).exists():
         return [Damage(place=name, problem=f"missing: it had {len(wanted)} lines")]
@@ -267,7 +268,8 @@ def _changed_lines(run: Path, name: str, found: Sequence[Entry]) -> list[Damage]
 
 
 def _unknown_rollouts(run: Path, found: Sequence[Entry]) -> list[Damage]:
-    """Rollout files without an entry; those of steps after the last entry may be on their way."""
+    """Return rollout files without an entry; ignore steps after the last entry, which may still be written.
+    """
     known = {each.file for each in found}
     recorded = max((each.step or 0 for each in found if each.file.startswith(layout.ROLLOUTS)), default=0)
     there = layout.written_rollouts(run).items()
@@ -277,7 +279,8 @@ def _unknown_rollouts(run: Path, found: Sequence[Entry]) -> list[Damage]:
 
 
 def _is_written(run: Path, found: Sequence[Entry]) -> bool:
-    """Whether the last entry was followed by its write; without, its file is as the entry before has it."""
+    """Return whether the write of the last entry happened; otherwise the file still matches the entry before.
+    """
     last, same = found[-1], [each for each in found if each.file == found[-1].file]
     if last.is_line:
         whole = [digest(line) for line in _lines(run / last.file) if line.endswith(b"\n")]
@@ -289,7 +292,7 @@ def _is_written(run: Path, found: Sequence[Entry]) -> bool:
 
 
 def _problem(file: Path, expected: str, *, is_read: bool) -> str:
-    """What is wrong with a file; empty where nothing is."""
+    """Return the difference of a file from its digest in words; empty without one."""
     if not file.is_file():
         return "missing"
     return "changed" if is_read and digest(file.read_bytes()) != expected else ""
@@ -303,5 +306,5 @@ def _lines(file: Path) -> list[bytes]:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name stays below the run directory."""
+    """Return whether a name stays inside the run directory."""
     return not Path(name).is_absolute() and ".." not in Path(name).parts

@@ -1,4 +1,4 @@
-"""The fields of one line, each checked for its type, so that a wrong one is named with file and line."""
+"""Typed access to the fields of one line; an error names the field, the file and the line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rillflow.observe.json_lines import JSON, Line
 
 
 class Fields:
-    """A line's fields.
+    """Fields of a line.
 
-    Every reader raises RunDirectoryError when the field is missing or of another type.
+    Every reader raises RunDirectoryError if the field is missing or has another type.
     """
 
     def __init__(self, file: Path, line: Line) -> None:
@@ -21,18 +21,18 @@ class Fields:
         self._line = line
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return whether the field exists and is not null."""
         return self._line.data.get(name) is not None
 
     def integer(self, name: str) -> int:
-        """A whole number."""
+        """Return an integer field."""
         value = self._value(name)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong(name, "an integer")
         return value
 
     def number(self, name: str) -> float:
-        """A number; where the line has null, the NaN or infinity that its notes name."""
+        """Return a number field; for null, return the NaN or infinity that the line's notes name."""
         value = self._value(name)
         if value is None:
             return self.note(name)
@@ -41,32 +41,32 @@ class Fields:
         return float(value)
 
     def text(self, name: str) -> str:
-        """A text."""
+        """Return a text field."""
         value = self._value(name)
         if not isinstance(value, str):
             raise self._wrong(name, "a text")
         return value
 
     def mapping(self, name: str) -> Mapping[str, JSON]:
-        """An object."""
+        """Return an object field."""
         value = self._value(name)
         if not isinstance(value, dict):
             raise self._wrong(name, "an object")
         return value
 
     def value(self, name: str) -> JSON:
-        """The field whatever its type; null when it is not there."""
+        """Return a field of any type; None if it is missing."""
         return self._line.data.get(name)
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """A list of whole numbers; empty when the field is not there."""
+        """Return a list of integers; empty if the field is missing."""
         values = self._list(name)
         if not all(isinstance(value, int) for value in values):
             raise self._wrong(name, "a list of integers")
         return tuple(values)  # type: ignore[arg-type]
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of numbers; empty when the field is not there."""
+        """Return a list of numbers; empty if the field is missing."""
         values = self._list(name)
         if not all(value is None or isinstance(value, int | float) for value in values):
             raise self._wrong(name, "a list of numbers")
@@ -76,14 +76,14 @@ class Fields:
         )
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """A list of texts; empty when the field is not there."""
+        """Return a list of texts; empty if the field is missing."""
         values = self._list(name)
         if not all(isinstance(value, str) for value in values):
             raise self._wrong(name, "a list of texts")
         return tuple(values)  # type: ignore[arg-type]
 
     def records(self, name: str) -> list[Fields]:
-        """The fields of every object of a list; none when the field is not there."""
+        """Return the fields of every object in a list; empty if the field is missing."""
         values = self._list(name)
         if not all(isinstance(value, dict) for value in values):
             raise self._wrong(name, "a list of objects")
@@ -91,17 +91,17 @@ class Fields:
         return [Fields(self._file, line) for line in lines]
 
     def note(self, place: str) -> float:
-        """The NaN or infinity that stood where the line has null; NaN if no note says which."""
+        """Return the NaN or infinity that null stands for; NaN if no note names it."""
         notes = self._line.data.get("notes")
         text = notes.get(place) if isinstance(notes, dict) else None
         return float(text) if text in ("inf", "-inf") else float("nan")
 
     def others(self, *known: str) -> Mapping[str, JSON]:
-        """The fields that are not among these."""
+        """Return all fields except the known ones."""
         return {key: value for key, value in self._line.data.items() if key not in known}
 
     def refusal(self, what: str, why: str) -> RunDirectoryError:
-        """An error about this line, for the caller to raise."""
+        """Return an error about this line, for the caller to raise."""
         return RunDirectoryError(
             f"{self._file} line {self._line.number}: {what}",
             why=why,

@@ -1,10 +1,10 @@
-"""JSON lines: one record a line, valid for every reader, and forgiving where a write was cut off.
+"""JSON lines: one record per line, valid JSON for every reader, tolerant of a cut-off write.
 
-    record ─ encode ─> line ... line ─ read_lines ─> records, and where the torn rest begins
+    record ─ encode ─> line ... line ─ read_lines ─> records, and the start of a torn rest
 
-A line counts when a newline ends it and it is a JSON object. Only the last may fail to: the process
-died while it was written. A number JSON does not have (NaN, infinity) becomes null, and the line's
-``notes`` say what it was.
+A valid line is a JSON object that ends with a newline. Only the last line may be invalid, because the process
+died while writing it. NaN and infinity, which JSON lacks, become null, and the line's ``notes`` hold the
+values.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One record and where it stood."""
+    """One record and its place in the file."""
 
     number: int
-    """The line's number, from 1."""
+    """Line number, from 1."""
     data: Mapping[str, JSON]
-    """The record."""
+    """Content of the record."""
     text: bytes
-    """The line as it stands in the file, newline included."""
+    """Bytes of the line in the file, including the newline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines:
-    """The records of a file."""
+    """Records of a file."""
 
     lines: tuple[Line, ...]
-    """The complete lines, in order."""
+    """Complete lines, in order."""
     torn_at: int | None
-    """Where in the file a cut-off last line begins; None when the file ends well."""
+    """Byte offset of a cut-off last line; None without one."""
 
 
 def encode(record: Mapping[str, JSON], indent: int | None = None) -> bytes:
-    """The record as one line of UTF-8 JSON (or several, indented), newline included."""
+    """Encode the record as one line of UTF-8 JSON (several with ``indent``), including the newline."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=indent)
     except ValueError:
         notes: dict[str, JSON] = {}
         finite = {key: _finite(value, key, notes) for key, value in record.items()}
         text = json.dumps({**finite, "notes": notes}, ensure_ascii=False, allow_nan=False, indent=indent)
-    # A lone surrogate has no UTF-8; what backslashreplace writes for it is just its JSON escape.
+    # UTF-8 cannot encode a lone surrogate; the output of backslashreplace is its JSON escape.
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
 def read_lines(path: Path) -> Lines:
-    """The records of a file; none when there is no file.
+    """Read the records of a file; return none if the file is missing.
 
     Raises:
         RunDirectoryError: the file cannot be read, or a line before the last is not a record.
@@ -83,7 +83,11 @@ def read_lines(path: Path) -> Lines:
 
 
 def read_json(path: Path) -> Mapping[str, JSON]:
-    """The one record of a file; RunDirectoryError when it is missing or is none."""
+    """Read the single record of a file.
+
+    Raises:
+        RunDirectoryError: the file is missing or is not a JSON object.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,19 +1,19 @@
-"""Layout: which file of a run directory holds what; the one place that knows the names.
+"""Layout: the names and contents of the files in a run directory.
 
 RUN/
-  run.lock             who is writing now             digests.jsonl      by which all of it is verified
+  run.lock             current writer                 digests.jsonl      digests of all lines and files
   config.json          the resolved config            environment.json   each start of the run
-  data.json            what its rows are known by
-  metrics.jsonl        one line a step                spans.jsonl        one line a stage and step
-  evaluations.jsonl    one line an evaluation         rollouts/          a file a step and rank, in columns
-tokens.json          the text of every token
+  data.json            digests of its rows
+  metrics.jsonl        one line per step              spans.jsonl        one line per stage and step
+  evaluations.jsonl    one line per evaluation        rollouts/          one file per step and rank
+  tokens.json          the text of every token
   checkpoints/         written by another package     summary.json, report.html
-  reference/           the policy as the last phase found it, where one is asked for
-  reference_totals.jsonl   what it gives rows of data, where that is asked for
-  skips.jsonl          one line an update left out    bundles/           what each was, a folder a step
-  given_up.jsonl       one line a group that was sampled and not trained
-  sources/             the files of the recipe's functions, each version that was used
-  plan.toml            what a planned run was launched by
+  reference/           the policy at the start of the last phase, if requested
+  reference_totals.jsonl   total log probabilities of data rows under the reference, if requested
+  skips.jsonl          one line per skipped update    bundles/           their data, a folder per step
+  given_up.jsonl       one line per group that was sampled and not trained
+  sources/             the files of the recipe's functions, in each version used
+  plan.toml            the plan of a planned run
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FORMAT = 1
-"""The version of this layout; a directory of a higher one is refused."""
+"""Version of this layout; a directory with another format is refused."""
 LOCK = "run.lock"
 CONFIG = "config.json"
 DATA = "data.json"
@@ -51,23 +51,23 @@ _ROLLOUT_FILE = re.compile(r"step-(\d{6,})(?:\.jsonl|-(\d{4,})-of-(\d{4,})\.safe
 
 
 def is_run_directory(path: Path) -> bool:
-    """Whether a driver made this directory; a model's directory also has a config.json, but no lock."""
+    """Return whether a run made this directory; a model's directory also has a config.json, but no lock."""
     return (path / LOCK).is_file() or ((path / ENVIRONMENT).is_file() and (path / CONFIG).is_file())
 
 
 def rollout_file(run: Path, step: int, part: int, count: int) -> Path:
-    """Where one of so many parts of a step's rollouts lies, counted from 1."""
+    """Return the path of part ``part`` of ``count`` of a step's rollouts, counted from 1."""
     return run / ROLLOUTS / f"step-{step:06d}-{part:04d}-of-{count:04d}.safetensors"
 
 
 def rollout_files(run: Path) -> Mapping[int, tuple[Path, ...]]:
-    """The rollout files of steps that have all of theirs, by step, in order; an older run's step has one."""
+    """Return rollout files by step in order, for steps with all parts; older runs have one file per step."""
     found = written_rollouts(run)
     return {step: files for step, files in found.items() if len(files) == _parts(files[0])}
 
 
 def written_rollouts(run: Path) -> Mapping[int, tuple[Path, ...]]:
-    """The rollout files there are, by step, in order; anything else in the folder is not ours."""
+    """Return existing rollout files by step in order; other files in the folder are ignored."""
     folder, found = run / ROLLOUTS, dict[int, tuple[Path, ...]]()
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         if match := _ROLLOUT_FILE.fullmatch(entry.name):
@@ -76,6 +76,6 @@ def written_rollouts(run: Path) -> Mapping[int, tuple[Path, ...]]:
 
 
 def _parts(file: Path) -> int:
-    """Of how many files this is one."""
+    """Return the number of parts that a file name gives for its step."""
     match = _ROLLOUT_FILE.fullmatch(file.name)
     return int(match[3] or 1) if match else 0

@@ -1,6 +1,6 @@
-"""Lessons: steps whose rewards tell no answer from another, found in their metrics.
+"""Lessons: find steps whose rewards are uniform and therefore give no training signal, from their metrics.
 
-steps ─ without_lesson ─> no reward at all, or one for all ─ streaks ─> three in a row are said aloud
+steps ─ without_lesson ─> no reward at all, or one for all ─ streaks ─> a warning after three in a row
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from rillflow.records.metrics import Metrics
 
 IN_A_ROW = 3
-"""So many steps without a lesson are no accident."""
+"""Number of consecutive steps without a training signal that is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streak:
-    """Steps in a row whose rewards taught nothing, for one reason."""
+    """Consecutive steps without a training signal, for one reason."""
 
     first: int
-    """The first of them."""
+    """First of these steps."""
     last: int
-    """The last of them."""
+    """Last of these steps."""
     why: str
-    """The reason. Example: ``every reward is 1``."""
+    """Reason. Example: ``every reward is 1``."""
 
     @property
     def text(self) -> str:
-        """In words."""
+        """Streak in words."""
         return (
             f"{self.why} in steps {self.first:,} to {self.last:,}: rewards that do not differ teach nothing; "
             "read what the reward said of these answers"
@@ -35,7 +35,8 @@ class Streak:
 
 
 def without_lesson(metrics: Metrics) -> str | None:
-    """Why a step's rewards taught nothing; None where two answers differ, or nothing was scored."""
+    """Return why a step's rewards give no training signal; None if two rewards differ or nothing was scored.
+    """
     share = metrics.get("reward/score/share")
     if share is None:
         return None
@@ -48,7 +49,7 @@ def without_lesson(metrics: Metrics) -> str | None:
 
 
 def streaks(steps: Iterable[tuple[int, Metrics]]) -> list[Streak]:
-    """Every stretch of at least ``IN_A_ROW`` steps without a lesson, for one reason each."""
+    """Return every run of at least ``IN_A_ROW`` steps without a training signal for one reason."""
     found: list[Streak] = []
     for step, metrics in steps:
         why = without_lesson(metrics)

@@ -1,7 +1,7 @@
-"""The lock of a run directory: one driver at a time, and the second is told about the first.
+"""Lock of a run directory: one driver at a time; the error for a second driver names the first.
 
-The system frees the lock when its holder ends, however it ends, so there is no stale lock to remove.
-The file's content only words the refusal.
+The operating system frees the lock when its process ends for any reason, so no stale lock can remain. The
+file's content is only used in the error message.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Lock:
     """An exclusive lock on a file, held until ``release`` or the end of the process.
 
     Raises:
-        RunDirectoryError: another driver holds it (its process and start time are named), or the
-            file system has no locks.
+        RunDirectoryError: another driver holds it (the message names its process and start time), or the
+            file system does not support locks.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,10 +47,10 @@ class Lock:
         self._write_holder(path)
 
     def require_held(self) -> None:
-        """Refuse to go on where the file that was locked is no longer the one of that name.
+        """Raise an error if the path no longer leads to the locked file.
 
         Raises:
-            RunDirectoryError: it was removed or replaced, so another driver may be at work.
+            RunDirectoryError: the file was removed or replaced, so another driver may be at work.
         """
         own = os.fstat(self._descriptor)
         try:
@@ -78,7 +78,7 @@ class Lock:
             raise write_error(path, error) from error
 
     def release(self) -> None:
-        """Let the next driver in; the file stays, since removing it would let two in at once."""
+        """Release the lock and keep its file, because removing the file could let two drivers in at once."""
         os.close(self._descriptor)
 
 

@@ -1,7 +1,7 @@
-"""Progress: what a person sees while a run goes on.
+"""Progress: the output during a run.
 
-on a terminal     one bar a phase, redrawn in place, with the time left; notes scroll by above
-anywhere else     one plain line a step, so that a log file, or a notebook, can be read and searched
+on a terminal     one bar per phase, redrawn in place, with the time left; notes scroll by above
+anywhere else     one plain line per step, readable and searchable in a log file or a notebook
 quiet             nothing
 """
 
@@ -32,7 +32,7 @@ HEADLINE = {
     "mismatch/bounded/share": "bounded",
     "rollout/length/mean": "length",
 }
-"""The metrics a step's line shows, where the step has them."""
+"""Metrics in a step's line, if the step has them."""
 
 
 class Progress:
@@ -43,10 +43,10 @@ class Progress:
             progress.step("sft", 1, metrics, seconds=0.1)
 
     Args:
-        total_steps: the steps of every phase, in order. A step's number counts from 1 over all phases.
-        stream: where to; the standard output when it is not given.
+        total_steps: number of steps of every phase, in order. A step's number counts from 1 over all phases.
+        stream: output stream; by default the standard output.
         quiet: show nothing.
-        told: called after each step, shown or not, with its phase, number and metrics.
+        told: called after each step, even when quiet, with its phase, number and metrics.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Progress:
             self._bars = None
 
     def step(self, phase: str, step: int, metrics: Metrics, seconds: float) -> None:
-        """A step ended: move the bar, or write the step's line; say it when rewards have ceased to teach."""
+        """Show a completed step as bar or line, and warn when rewards no longer give a training signal."""
         self._left.observe(phase, step, seconds)
         numbers = _numbers(metrics)
         if self._bars is None:
@@ -113,12 +113,12 @@ class Progress:
             self._told(phase, step, metrics)
 
     def note(self, text: str) -> None:
-        """A line that stays: an evaluation, a resume."""
+        """Write a permanent line, such as an evaluation or a resume."""
         self._write(visible(text))
 
     @staticmethod
     def say(text: str) -> None:
-        """Write a text to the standard output, after the progress has ended."""
+        """Write a text to the standard output after the progress display has ended."""
         sys.stdout.write(f"{visible(text)}\n")
         sys.stdout.flush()
 
@@ -129,7 +129,7 @@ class Progress:
         return "" if seconds is None else f"{duration(seconds)} left"
 
     def _write(self, text: str) -> None:
-        # A console would fold a long line at its width; in a log a line is a line.
+        # A console would wrap a long line at its width; a log needs unbroken lines.
         self._console.print(text, soft_wrap=True)
 
 
@@ -150,7 +150,7 @@ def _numbers(metrics: Metrics) -> list[str]:
 
 
 def _left_text(estimate: Estimate) -> str:
-    """Empty where nothing is known: a phase is ahead, and the one behind has ended."""
+    """Return the time left in words; empty if no remaining phase has a timed step."""
     if estimate.is_complete:
         return f"{duration(estimate.seconds)} left" if estimate.seconds else "done"
     return f"more than {duration(estimate.seconds)} left" if estimate.seconds else ""

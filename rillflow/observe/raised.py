@@ -1,4 +1,4 @@
-"""Raised: which line of a person's own file an error comes from."""
+"""Raised: find the line of the user's own file that caused an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _PACKAGE = str(Path(rillflow.__file__).parent)
 
 
 def own_line(error: BaseException) -> str:
-    """The innermost line, called by one of ours, of a file that is neither ours nor installed; or nothing.
+    """Return the innermost line of a user's file below a call from this package, or an empty string.
+
+    Files of this package, of the standard library and of installed packages are not the user's.
 
     Example:
         own_line(error) == "/home/me/own.py:31, in sharpen: return rewards / spread[0]"
@@ -24,7 +26,7 @@ def own_line(error: BaseException) -> str:
 
 
 def innermost_line(error: BaseException) -> str:
-    """A person's own line, or else the one that raised."""
+    """Return the user's own line, or else the line that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     return own_line(error) or (_shown(frames[-1]) if frames else "a line unknown")
 

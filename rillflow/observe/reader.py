@@ -1,10 +1,10 @@
-"""Reading a run directory back, while it is written or years later.
+"""Read a run directory, during the run or later.
 
     metrics.jsonl ─> MetricsRecord     spans.jsonl ─> SpanRecord
     evaluations.jsonl ─> EvaluationRecord     rollouts/step-N... ─> columns ─> RolloutRecord
 
-A last line that is cut off is left out. Anything else that is not what it should be is an error that
-names file, line and field. A field this version does not know is no error.
+A cut-off last line is skipped. Any other invalid content raises an error that names file, line and field.
+Unknown fields are not an error.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsRecord:
-    """One step's metrics."""
+    """Metrics of one step."""
 
     step: int
-    """The step, from 1 over all phases."""
+    """Step, from 1 over all phases."""
     phase: str
-    """The phase it belongs to."""
+    """Phase of the step."""
     time_s: float
-    """When it ended, in seconds of the run."""
+    """End of the step, in seconds of the run."""
     metrics: Mapping[str, Metric]
-    """The metrics by name, with their reductions."""
+    """Metrics by name, with their reductions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpan:
-    """What one rank did of a stage; of rows that come in parts, one part of it."""
+    """Work of one rank on a stage, or on one part of it for rows that arrive in parts."""
 
     rank: int
-    """Which of the pool's."""
+    """Rank within the pool."""
     start_s: float
-    """When it began, in seconds of the run; its arguments were there by then."""
+    """Start, in seconds of the run; the arguments had arrived by then."""
     duration_s: float
-    """How long it took."""
+    """Duration in seconds."""
     rows: int
-    """Rows of its result, 0 when unknown."""
+    """Rows of the result; 0 when unknown."""
     tokens: int
-    """Tokens of its result, 0 when unknown."""
+    """Tokens of the result; 0 when unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,33 +61,33 @@ class SpanRecord:
     """One stage of one step."""
 
     step: int
-    """The step it belongs to."""
+    """Step of the stage."""
     stage: str
-    """The stage's name, ``role.endpoint``."""
+    """Name of the stage, ``role.endpoint``."""
     start_s: float
-    """When it began, in seconds of the run."""
+    """Start, in seconds of the run."""
     duration_s: float
-    """How long it took."""
+    """Duration in seconds."""
     rows: int
-    """Rows it worked on, 0 when unknown."""
+    """Processed rows; 0 when unknown."""
     tokens: int
-    """Tokens it worked on, 0 when unknown."""
+    """Processed tokens; 0 when unknown."""
     pool: str = ""
-    """The pool whose ranks worked, empty when unknown."""
+    """Pool whose ranks worked; empty when unknown."""
     ranks: tuple[RankSpan, ...] = ()
-    """The same rank by rank and part by part, in order of time; empty where an older version wrote."""
+    """Spans by rank and part, in order of time; empty in files of older versions."""
     after: tuple[str, ...] = ()
-    """The stages of the step whose results it was given; empty where there are none, or none was written."""
+    """Stages of the same step whose results were its inputs; empty without any, or if not recorded."""
 
     @classmethod
     def of_ranks(
         cls, ranks: Sequence[RankSpan], taken: int, *, step: int, stage: str, pool: str, after: Sequence[str]
     ) -> SpanRecord:
-        """A stage from the first rank that began to the last that ended.
+        """Return the span of a stage, from the start of its first rank to the end of its last.
 
         Args:
-            ranks: what each did.
-            taken: the results of the first so many are the stage's; the others have copies.
+            ranks: spans of the ranks.
+            taken: number of leading ranks whose results count; the other ranks hold copies.
             step, stage, pool, after: see the fields.
         """
         start_s = min(each.start_s for each in ranks)
@@ -106,31 +106,34 @@ class SpanRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How held-out rows, or pairs of them, come out.
+    """Result of an evaluation on held-out rows or pairs.
 
     Example:
         Evaluation(count=50, mean_reward=0.86, correct=43, interval=(0.74, 0.93))
     """
 
     count: int
-    """Rows or pairs looked at."""
+    """Number of evaluated rows or pairs."""
     mean_reward: float
-    """Mean over the rows that have a score; of pairs the accuracy, for an order is right or wrong."""
+    """Mean over the scored rows; for pairs, the accuracy."""
     correct: int | None = None
-    """Rows that are right: a reward of 1 where every reward is 0 or 1, else one of at least
-    ``evaluate.success``, and None without that. Pairs in the right order: the chosen answer scores higher."""
+    """Number of correct rows. A row is correct with reward 1 if every reward is 0 or 1, else with a reward of
+    at least ``evaluate.success``; None if that is not set. A pair is correct if the chosen answer scores
+    higher.
+    """
     is_accuracy: bool = True
-    """Whether right and wrong is all there is: every reward is 0 or 1, or an order of two."""
+    """Whether results are only right or wrong: every reward is 0 or 1, or rows are pairs."""
     interval: tuple[float, float] | None = None
-    """95%: of the accuracy (Wilson), a row without a score counting as not right; else of the mean reward."""
+    """95% interval of the accuracy (Wilson; rows without a score are not correct), else of the mean reward.
+    """
     more: Mapping[str, JSON] = field(default_factory=dict)
-    """What else was measured, by name: mean tokens of an answer, or mean margin of a pair."""
+    """Other measurements by name, such as mean tokens of an answer or mean margin of a pair."""
     set: str = ""
-    """Which of the recipe's ``evaluate.sets`` was looked at; empty for the rows that were held out."""
+    """Name of the evaluated set in ``evaluate.sets``; empty for the held-out rows."""
 
     @property
     def text(self) -> str:
-        """In a line. Example: ``held-out accuracy 0.860 [0.738, 0.930] (43 of 50)``."""
+        """Evaluation in one line. Example: ``held-out accuracy 0.860 [0.738, 0.930] (43 of 50)``."""
         of = f"{self.set}" if self.set else "held-out"
         ends = "" if self.interval is None else f" [{self.interval[0]:.3f}, {self.interval[1]:.3f}]"
         if self.is_accuracy and self.correct is not None:
@@ -144,37 +147,37 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord(Evaluation):
-    """One look at the held-out rows, as it was written; ``more`` is what else stands there."""
+    """One recorded evaluation; ``more`` holds the other fields of its line."""
 
     step: int
-    """The step after which it was made; 0 is before the first update."""
+    """Step after which the evaluation was made; 0 is before the first update."""
 
     @property
     def accuracy(self) -> float | None:
-        """The share that was right, where that is all there is; NaN when no row was there."""
+        """Share of correct rows; None if rewards are graded, NaN without rows."""
         if not self.is_accuracy or self.correct is None:
             return None
         return self.correct / self.count if self.count else float("nan")
 
     @property
     def value(self) -> float:
-        """What a run is judged by: the accuracy, or else the mean reward."""
+        """Value that judges a run: the accuracy if there is one, otherwise the mean reward."""
         return self.mean_reward if self.accuracy is None else self.accuracy
 
     @property
     def name(self) -> str:
-        """What the value is called."""
+        """Name of the value."""
         return "mean reward" if self.accuracy is None else "accuracy"
 
 
 def read_config(run: Path) -> Mapping[str, JSON]:
-    """The resolved config."""
+    """Read the resolved config."""
     require_run(run)
     return read_json(run / layout.CONFIG)
 
 
 def read_starts(run: Path) -> list[Mapping[str, JSON]]:
-    """What each start of the run ran on, the first one first; none when the run never got that far."""
+    """Read the environment of each start of the run in order; empty before the first start was recorded."""
     require_run(run)
     file = run / layout.ENVIRONMENT
     starts = read_json(file).get("starts") if file.exists() else []
@@ -184,27 +187,27 @@ def read_starts(run: Path) -> list[Mapping[str, JSON]]:
 
 
 def read_metrics(run: Path) -> list[MetricsRecord]:
-    """The metrics of every step, in the order they were written."""
+    """Read the metrics of every step, in writing order."""
     return _read(run / layout.METRICS, _metrics_record)
 
 
 def read_spans(run: Path) -> list[SpanRecord]:
-    """Every stage of every step, in the order they ended."""
+    """Read every stage of every step, in the order the stages ended."""
     return _read(run / layout.SPANS, _span_record)
 
 
 def read_evaluations(run: Path) -> list[EvaluationRecord]:
-    """Every evaluation of held-out rows, in the order they were made."""
+    """Read every evaluation on held-out rows, in order."""
     return [each for each in read_every_evaluation(run) if not each.set]
 
 
 def read_every_evaluation(run: Path) -> list[EvaluationRecord]:
-    """Every evaluation, those of named sets too, in the order they were made."""
+    """Read every evaluation, including those on named sets, in order."""
     return _read(run / layout.EVALUATIONS, _evaluation_record)
 
 
 def best_checkpoint(run: Path) -> EvaluationRecord | None:
-    """The evaluation of the highest mean reward whose checkpoint is kept; the first of equals."""
+    """Return the evaluation with the highest mean reward whose checkpoint is kept; the first among equals."""
     kept = run / layout.CHECKPOINTS
     found = [each for each in read_evaluations(run) if (kept / f"step-{each.step:06d}").is_dir()]
     scored = [each for each in found if each.mean_reward == each.mean_reward]
@@ -212,10 +215,10 @@ def best_checkpoint(run: Path) -> EvaluationRecord | None:
 
 
 def best_step(run: Path) -> int:
-    """The step of ``best_checkpoint``.
+    """Return the step of ``best_checkpoint``.
 
     Raises:
-        RunDirectoryError: no checkpoint was judged.
+        RunDirectoryError: no kept checkpoint was evaluated.
     """
     best = best_checkpoint(run)
     if best is None:
@@ -228,10 +231,10 @@ def best_step(run: Path) -> int:
 
 
 def read_rollouts(run: Path, step: int) -> list[RolloutRecord]:
-    """The rollouts of one step.
+    """Read the rollouts of one step.
 
     Raises:
-        RunDirectoryError: the step has no file (the message names the steps that have), or a line is garbage.
+        RunDirectoryError: the step has no file (the message names those with files), or a line is invalid.
     """
     files = _rollout_files(run, step)
     if files[0].suffix == ".jsonl":
@@ -240,7 +243,7 @@ def read_rollouts(run: Path, step: int) -> list[RolloutRecord]:
 
 
 def rollout_columns(run: Path, step: int) -> dict[str, list[Any]]:
-    """The rollouts of one step as columns, an entry a row; see the table of docs/design/run_directory.md.
+    """Read the rollouts of one step as columns, one entry per row; see docs/design/run_directory.md.
 
     Raises:
         RunDirectoryError: see ``read_rollouts``.
@@ -254,8 +257,10 @@ def rollout_columns(run: Path, step: int) -> dict[str, list[Any]]:
 
 
 def first_prompt(run: Path, *, newest: bool = False) -> JSON:
-    """The prompt, a text or chat messages, of the first row of the first step, or of the newest, that has
-    rollouts; None where none has."""
+    """Return the first row's prompt, a text or chat messages, from the first (or newest) step with rollouts.
+
+    Return None without rollouts.
+    """
     steps = list(layout.rollout_files(run))
     found = (rollout_columns(run, step)["prompt"] for step in (reversed(steps) if newest else steps))
     prompt: JSON = next((prompts[0] for prompts in found if prompts), None)
@@ -272,17 +277,17 @@ def _rollout_files(run: Path, step: int) -> tuple[Path, ...]:
 
 
 def _token_texts(run: Path) -> Sequence[str]:
-    """The text of every token; none where the run has no such file."""
+    """Return the text of every token; empty if the run has no tokens.json."""
     file = run / layout.TOKENS
     texts = read_json(file).get("texts") if file.exists() else []
     return cast(list[str], texts)
 
 
 def require_run(run: Path) -> None:
-    """Refuse a path that is no run directory.
+    """Raise an error for a path that is not a run directory.
 
     Raises:
-        RunDirectoryError: it is missing, or another kind of directory.
+        RunDirectoryError: the path is missing, or is another kind of directory.
     """
     if not run.is_dir():
         raise RunDirectoryError(f"there is no run directory {run}", why="the path is missing or is a file")

@@ -1,9 +1,9 @@
-"""Rollouts in columns: the files that ranks wrote of one step, joined by row.
+"""Rollouts in columns: join the files that ranks wrote for one step, row by row.
 
-    step-N-0001-of-0003.safetensors   ids, tokens, versions, ...  what a rank sampled, with all that lay alike
-    step-N-0003-of-0003.safetensors   ids, rewards, ...           what was computed elsewhere of the same rows
+    step-N-0001-of-0003.safetensors   ids, tokens, versions, ...  sampled data of one rank and its columns
+    step-N-0003-of-0003.safetensors   ids, rewards, ...           values computed elsewhere for the same rows
 
-A text is UTF-8 bytes; a column of rows of different lengths has values and lengths. Reads without torch.
+Texts are UTF-8 bytes. A column with rows of different lengths has values and lengths. Reading needs no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rillflow.records.row import RowId
 
 _NAMES = {"sampler_logprobs": "logprobs", "rewards": "reward", "costs": "cost", "advantages": "advantage"}
 _NAMES |= {"penalised": "penalised_reward"}
-"""What a column is called where it is read."""
+"""Names of columns for readers, by their name in the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,44 +33,44 @@ class RolloutRecord:
     """One row of one step. The per-token tuples are aligned to ``tokens``; see ``sampled``."""
 
     row: RowId
-    """The row's stable id."""
+    """Stable id of the row."""
     prompt: str
-    """The prompt's text; of chat messages, one paragraph each."""
+    """Text of the prompt; chat messages become one paragraph each."""
     completion: str
-    """The text of what was sampled."""
+    """Text of the sampled tokens."""
     tokens: tuple[int, ...]
-    """Token ids: the prompt's and all after it."""
+    """Token ids of the prompt and everything after it."""
     token_texts: tuple[str, ...]
-    """The text of each token; empty when it was not written."""
+    """Text of each token; empty if not recorded."""
     logprobs: tuple[float, ...]
-    """The sampler's log probability of each token, 0 where it was not sampled."""
+    """The sampler's log probability of each token; 0 for tokens that were not sampled."""
     versions: tuple[int, ...]
-    """The weight version that sampled each token, -1 where none did."""
+    """Weight version that sampled each token; -1 for tokens that were not sampled."""
     finish: str
-    """Why it ended: stop, length or aborted."""
+    """Reason for the end: stop, length or aborted."""
     reward: float | None
-    """Its reward; None when the outcome is not a score."""
+    """Reward; None if the outcome is not a score."""
     outcome: str
-    """What scoring gave: score, abstain, timeout or error; empty when nothing scored it."""
+    """Outcome of scoring: score, abstain, timeout or error; empty if nothing scored the row."""
     message: str
-    """What scoring said about an outcome that is not a score."""
+    """Message of scoring for an outcome that is not a score."""
     penalised_reward: float | None = None
-    """What was made of its reward, where a penalty changed it."""
+    """Reward after penalties; None if no penalty changed it."""
     advantage: float | None
-    """Its advantage; None when it has none."""
+    """Advantage; None without one."""
     parts: Mapping[str, JSON] = field(default_factory=dict)
-    """What each reward function said, by name and before its weight, where several are summed."""
+    """Score of each reward function by name, before its weight, if several are summed."""
     columns: Mapping[str, JSON]
-    """The prompt's other columns."""
+    """Other columns of the prompt."""
 
     @property
     def sampled(self) -> tuple[int, ...]:
-        """The places of the sampled tokens."""
+        """Positions of the sampled tokens."""
         return tuple(place for place, version in enumerate(self.versions) if version >= 0)
 
 
 def read_columns(files: Sequence[Path]) -> dict[str, list[Any]]:
-    """The rows of a step, an entry a row; None where a row has none.
+    """Read the columns of a step, one entry per row; None for a row without a value.
 
     Raises:
         RunDirectoryError: a file is damaged.
@@ -95,7 +95,7 @@ def read_columns(files: Sequence[Path]) -> dict[str, list[Any]]:
 
 
 def rollout_records(columns: Mapping[str, Sequence[Any]], texts: Sequence[str]) -> list[RolloutRecord]:
-    """The same row by row; ``texts`` are those of all tokens."""
+    """Convert columns to one record per row; ``texts`` holds the text of every token id."""
     given = {
         name: columns[name] for name in ("tokens", "logprobs", "versions", "finish", "prompt", "columns")
     }
@@ -127,7 +127,7 @@ def rollout_records(columns: Mapping[str, Sequence[Any]], texts: Sequence[str]) 
 
 
 def _part(file: Path) -> dict[str, list[Any]]:
-    """The columns of one file."""
+    """Read the columns of one file."""
     try:
         arrays = load_file(file)
     except (OSError, SafetensorError) as error:
@@ -147,7 +147,7 @@ def _part(file: Path) -> dict[str, list[Any]]:
 
 
 def _spoken(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The columns as they are read: JSON opened, and None where a row has no score."""
+    """Prepare columns for readers: decode JSON, and set None for a row without a score."""
     if "columns" in columns:
         opened = [json.loads(text) for text in columns["columns"]]
         columns |= {"prompt": [row.pop("prompt") for row in opened], "columns": opened}
@@ -165,7 +165,7 @@ def _spoken(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def prompt_text(prompt: JSON) -> str:
-    """A prompt as a text; of chat messages, one paragraph each."""
+    """Return a prompt as text; chat messages become one paragraph each."""
     match prompt:
         case str():
             return prompt

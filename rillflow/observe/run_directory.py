@@ -1,11 +1,11 @@
-"""The run directory: what a run leaves behind, so written that a crash at any point loses a line at most.
+"""The run directory: all files of a run, written so that a crash loses at most one line.
 
     open ─ lock ─> holds a step? ─ no ──> config.json
-                     └──────────── yes ─> same config? torn lines mended ─ rewind(step of the checkpoint) ─┐
+                     └──────────── yes ─> same config? cut-off lines removed ─ rewind(step of checkpoint) ─┐
     every step: log_metrics, log_span, sometimes log_evaluation <──────────────────────────────────────────┘
 
-The caller resumes from a checkpoint of step s by ``rewind(s)``: what the lost steps had written goes,
-and is written again. Steps count from 1 over all phases; step 0 is before the first update.
+The caller resumes from a checkpoint of step s with ``rewind(s)``, which drops the records of later steps;
+those steps then run again. Steps count from 1 over all phases; step 0 is before the first update.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric,
 
 
 class RunDirectory(ExitStack):
-    """An open run directory, locked until ``close``. Make one with ``RunDirectory.open``.
+    """An open run directory, locked until ``close``. Create it with ``RunDirectory.open``.
 
     Example:
         with RunDirectory.open(Path("runs/first"), config) as run:
@@ -52,19 +52,19 @@ class RunDirectory(ExitStack):
         super().__init__()
         self.callback(self._release)
         self.path = path
-        """The directory."""
+        """Path of the directory."""
         self.is_new = is_new
-        """Whether this call made it; False when a run is resumed."""
+        """Whether this call created the directory; False for a resumed run."""
         self.changes = tuple(changes)
-        """What differs from the settings of the start before; ``log_start`` records it."""
+        """Settings that differ from the previous start; ``log_start`` records them."""
         self.notes = tuple(notes)
-        """What was damaged, and what of it is restored."""
+        """Descriptions of damage and of restored files."""
         self.evidence = Evidence(path)
-        """The digests of what is written."""
+        """Digests of everything written."""
         self.id = _identity(path)
-        """What tells this run from every other; its checkpoints bear it."""
+        """Unique id of this run, stored in its checkpoints."""
         self.checkpoints = path / layout.CHECKPOINTS
-        """The folder of checkpoints, which another package fills."""
+        """Folder of checkpoints, which another package writes."""
         self._lock: Lock | None = lock
         self._config = config
         self._clock = clock
@@ -79,10 +79,10 @@ class RunDirectory(ExitStack):
         may_change: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> RunDirectory:
-        """Create the directory, or reopen it to go on with the same run.
+        """Create the directory, or reopen it to continue the same run.
 
-        ``may_change`` names settings, or groups of them, that a resumed run may change (dotted keys). Their
-        new values stand in its config once ``log_start`` has recorded the changes.
+        ``may_change`` names settings, or groups of them, that a resumed run may change (dotted keys). The
+        config file holds the new values after ``log_start`` has recorded the changes.
 
         Raises:
             RunDirectoryError: the path is a file, holds something else, cannot be written, is in use
@@ -109,11 +109,11 @@ class RunDirectory(ExitStack):
             raise
 
     def elapsed_s(self) -> float:
-        """Seconds this run has been worked on, over all its starts."""
+        """Return the seconds of work on this run, over all its starts."""
         return self._before_s + self._clock() - self._opened_s
 
     def log_start(self, start: Mapping[str, JSON]) -> None:
-        """Add what this start of the run runs on, and what it changes, to environment.json."""
+        """Add the environment and the changes of this start to environment.json."""
         self._require_open()
         changed: dict[str, JSON] = {"changes": [asdict(change) for change in self.changes]}
         starts = [*read_starts(self.path), {**start, **(changed if self.changes else {})}]
@@ -122,7 +122,7 @@ class RunDirectory(ExitStack):
             self.write_json(layout.CONFIG, self._config)
 
     def log_metrics(self, step: int, phase: str, metrics: Metrics) -> None:
-        """Add one step's metrics, each with its reduction, to metrics.jsonl."""
+        """Append one step's metrics, each with its reduction, to metrics.jsonl."""
         values = {name: metric_json(metric) for name, metric in metrics.items()}
         line: dict[str, JSON] = {
             "step": step,
@@ -133,7 +133,7 @@ class RunDirectory(ExitStack):
         self._append(layout.METRICS, line)
 
     def log_evaluation(self, step: int, found: Evaluation) -> None:
-        """Add one look at the held-out rows to evaluations.jsonl."""
+        """Append one evaluation to evaluations.jsonl."""
         line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6)}
         line |= {"set": found.set} if found.set else {}
         line |= {"measure": "accuracy" if found.is_accuracy else "mean_reward", "count": found.count}
@@ -143,17 +143,17 @@ class RunDirectory(ExitStack):
         self._append(layout.EVALUATIONS, {**line, **found.more})
 
     def log_skip(self, step: int, role: str, reason: str, rows: Sequence[Sequence[int]]) -> None:
-        """Add one update that was left out, with its rows (epoch, prompt, sample), to skips.jsonl."""
+        """Append one skipped update, with its rows (epoch, prompt, sample), to skips.jsonl."""
         line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6), "role": role}
         self._append(layout.SKIPS, {**line, "reason": reason, "rows": rows})
 
     def log_given_up(self, step: int, group: Sequence[int], reason: str) -> None:
-        """Add one group (epoch, prompt) that was sampled and not trained to given_up.jsonl."""
+        """Append one group (epoch, prompt) that was sampled and not trained to given_up.jsonl."""
         line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6)}
         self._append(layout.GIVEN_UP, {**line, "group": list(group), "reason": reason})
 
     def keep_bundle(self, step: int) -> None:
-        """Give the draft of a step's bundle, if the disk had room for it, its name."""
+        """Rename the draft of a step's bundle to its final name, if the disk had room for the draft."""
         kept = self.path / layout.BUNDLES / f"step-{step:06d}"
         draft = kept.with_name(layout.DRAFT)
         try:
@@ -165,7 +165,7 @@ class RunDirectory(ExitStack):
             raise durable.write_error(kept, error) from error
 
     def write_json(self, name: str, data: Mapping[str, JSON]) -> None:
-        """Write a file of one record, atomically. ``name`` is a plain file name."""
+        """Write a file with one record, atomically. ``name`` is a plain file name."""
         if Path(name).name != name or name in ("", ".", ".."):
             raise RunDirectoryError(
                 f"{name!r} is not a file name", why="it would lie outside the run directory"
@@ -174,7 +174,7 @@ class RunDirectory(ExitStack):
         self.evidence.write(name, encode(data, indent=2), data if name in RECOVERABLE else None)
 
     def require_lock(self) -> None:
-        """Refuse to go on once another driver may have taken the directory.
+        """Raise an error if another driver may have taken the directory.
 
         Raises:
             RunDirectoryError: run.lock was removed or replaced, or the directory is closed.
@@ -184,9 +184,9 @@ class RunDirectory(ExitStack):
         self._lock.require_held()
 
     def rewind(self, step: int) -> None:
-        """Drop what steps after ``step`` wrote, as a resume from the checkpoint of ``step`` needs it.
+        """Drop the records of steps after ``step``, to resume from the checkpoint of ``step``.
 
-        Each file is replaced atomically; rewinding again after a crash in between does the rest.
+        Each file is replaced atomically; after a crash, calling it again completes the work.
         """
         self._require_open()
         self.evidence.rewind(step)
@@ -207,7 +207,7 @@ class RunDirectory(ExitStack):
         self._lock = None
 
     def log_span(self, span: SpanRecord) -> None:
-        """Add one stage of one step to spans.jsonl."""
+        """Append one stage of one step to spans.jsonl."""
         ranks = [_span_json(each) for each in span.ranks]
         self._append(layout.SPANS, {**_span_json(span), "ranks": ranks})
 
@@ -222,7 +222,7 @@ class RunDirectory(ExitStack):
             raise RunDirectoryError(f"run directory {self.path} is closed", why="its lock has been released")
 
     def _set_clock(self) -> None:
-        # A resumed run goes on from its last record, so that times never run backwards in a file.
+        # A resumed run continues from its last recorded time, so that times in a file never decrease.
         ends = [record.time_s for record in read_metrics(self.path)]
         ends += [span.start_s + span.duration_s for span in read_spans(self.path)]
         self._before_s = max(ends, default=0.0)
@@ -230,7 +230,7 @@ class RunDirectory(ExitStack):
 
 
 def holds_step(path: Path) -> bool:
-    """Whether a run in this directory got as far as a step: before that there is nothing to mix with."""
+    """Return whether a run in this directory reached a step; before that, the config may be overwritten."""
     checkpoints, steps = path / layout.CHECKPOINTS, path / layout.METRICS
     is_saved = checkpoints.is_dir() and any(checkpoints.iterdir())
     return is_saved or (steps.exists() and steps.stat().st_size > 0)
@@ -239,7 +239,7 @@ def holds_step(path: Path) -> bool:
 def set_aside(path: Path) -> Path | None:
     """Rename a run directory to the first free of ``NAME.old-1``, ``NAME.old-2`` ..., to make room.
 
-    Returns the new name, or None when there is nothing at ``path``. Nothing is deleted.
+    Return the new name, or None if there is no run directory at ``path``. Nothing is deleted.
 
     Raises:
         RunDirectoryError: it is not a run directory, is in use, or cannot be renamed.
@@ -260,7 +260,7 @@ def set_aside(path: Path) -> Path | None:
 
 
 def metric_json(metric: Metric) -> dict[str, JSON]:
-    """A metric with its reduction, as metrics.jsonl holds it."""
+    """Return a metric with its reduction in the format of metrics.jsonl."""
     match metric:
         case Mean():
             return {"mean": metric.value, "count": metric.count}
@@ -275,12 +275,12 @@ def metric_json(metric: Metric) -> dict[str, JSON]:
 
 
 def _span_json(span: SpanRecord | RankSpan) -> dict[str, JSON]:
-    """A span's fields, its times to the microsecond."""
+    """Return a span's fields with times rounded to the microsecond."""
     return {**vars(span), "start_s": round(span.start_s, 6), "duration_s": round(span.duration_s, 6)}
 
 
 def _require_ours_or_empty(path: Path) -> None:
-    """Refuse a path where creating a run would mix with something that is not one."""
+    """Raise an error if a new run in this path would mix with other files."""
     if path.is_dir():
         try:
             first = next((entry.name for entry in path.iterdir()), None)
@@ -311,7 +311,7 @@ def _require_format(path: Path) -> None:
 
 
 def _identity(path: Path) -> str:
-    """The id of the run in a directory, made when there is none; empty for one that was begun without."""
+    """Return the id of the run in a directory, creating one if needed; empty for an old run without an id."""
     if (path / layout.ENVIRONMENT).exists():
         known = read_json(path / layout.ENVIRONMENT)
         return str(known["run"]) if "run" in known else ""
@@ -322,14 +322,14 @@ def _identity(path: Path) -> str:
 
 
 def _restored(path: Path) -> list[str]:
-    """Cut off what a kill left half written, and restore what can be; what was damaged."""
+    """Remove half-written content and restore recoverable files; return descriptions of the damage."""
     notes = []
     if holds_step(path) and not (path / layout.DIGESTS).exists():
         notes.append(f"{layout.DIGESTS} is missing: what there is of the run is taken as it is")
     _mend(path)
     Evidence(path).mend()
     if not holds_step(path) and not any(each.is_line for each in entries(path)):
-        return notes  # nothing binds the run yet
+        return notes  # no record depends on the config yet
     notes += recover(path)
     notes += [f"{each}, and stays so: rillflow verify {path}" for each in damage(path, is_deep=False)]
     newest = newest_checkpoint(path)
@@ -339,7 +339,7 @@ def _restored(path: Path) -> list[str]:
 
 
 def _mend(path: Path) -> None:
-    """Cut off what a killed driver left half written."""
+    """Remove content that a killed driver left half written."""
     for name in layout.LINE_FILES:
         torn_at = read_lines(path / name).torn_at
         if torn_at is not None:

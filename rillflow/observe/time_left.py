@@ -1,7 +1,7 @@
-"""How long a run still takes, from what its steps took lately.
+"""Time left in a run, estimated from its recent steps.
 
-The median of the last steps of a phase, times the steps it has left: one slow step (a compilation, a
-checkpoint, a busy machine) does not move it.
+The estimate is the median of a phase's last steps, times its remaining steps. A single slow step (a
+compilation, a checkpoint, a busy machine) does not move it.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from statistics import median
 
 WINDOW = 21
-"""Steps of a phase that are looked back on."""
+"""Number of recent steps of a phase in the median."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The time left."""
+    """Estimated time left."""
 
     seconds: float
-    """Of every phase whose steps have been timed."""
+    """Seconds left in all phases with timed steps."""
     is_complete: bool
-    """False while a phase is ahead that has not made a step: the time is then a lower bound."""
+    """False if a remaining phase has no timed step; the seconds are then a lower bound."""
 
 
 class TimeLeft:
-    """Follows the steps of phases that come one after the other.
+    """Follows the steps of consecutive phases.
 
     Example:
         left = TimeLeft({"sft": 350, "grpo": 60})
@@ -34,7 +34,7 @@ class TimeLeft:
         left.estimate() == Estimate(seconds=34.9, is_complete=False)
 
     Args:
-        total_steps: the steps of every phase, in order. A step's number counts from 1 over all phases.
+        total_steps: number of steps of every phase, in order. A step's number counts from 1 over all phases.
     """
 
     def __init__(self, total_steps: Mapping[str, int]) -> None:
@@ -43,12 +43,12 @@ class TimeLeft:
         self._step = 0
 
     def observe(self, phase: str, step: int, seconds: float) -> None:
-        """A step of a phase ended after ``seconds``."""
+        """Record that a step of a phase took ``seconds``."""
         self._recent[phase].append(seconds)
         self._step = step
 
     def done(self, phase: str) -> int:
-        """Steps of the phase that are over, those before a resume included."""
+        """Return the number of completed steps of the phase, including those before a resume."""
         before = 0
         for name, total in self.total_steps.items():
             if name == phase:
@@ -57,13 +57,13 @@ class TimeLeft:
         raise KeyError(phase)
 
     def of_phase(self, phase: str) -> float | None:
-        """Seconds that a phase still takes; None when it has steps left and none was timed."""
+        """Return the seconds left in a phase; None if it has steps left and no timed step."""
         left = self.total_steps[phase] - self.done(phase)
         recent = self._recent[phase]
         return left * median(recent) if recent else None if left else 0.0
 
     def estimate(self) -> Estimate:
-        """Seconds until the last step of the last phase."""
+        """Return the seconds until the last step of the last phase."""
         known = [self.of_phase(phase) for phase in self.total_steps]
         return Estimate(
             seconds=sum(time for time in known if time is not None), is_complete=None not in known

@@ -1,4 +1,4 @@
-"""Numbers, durations and sizes as people read them."""
+"""Format numbers, durations and sizes for people."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _VISIBLE: dict[int, int | str] = {
 
 
 def visible(text: str) -> str:
-    """Show control characters as pictures, and controls of text direction as ``<U+202E>``.
+    """Replace control characters by visible symbols, and text-direction controls by text like ``<U+202E>``.
 
-    Text of a model or of a file could otherwise send commands to the terminal, or reorder what is read.
+    Otherwise text of a model or a file could send commands to the terminal, or reorder the displayed text.
     """
     return text.translate(_VISIBLE)
 
 
 def number(value: float) -> str:
-    """Three significant digits. Example: ``number(0.01234) == "0.0123"``, ``number(12345) == "12,345"``."""
+    """Format three digits. Example: ``number(0.01234) == "0.0123"``, ``number(12345) == "12,345"``."""
     if not math.isfinite(value):
         return "not a number" if math.isnan(value) else f"{'-' if value < 0 else ''}infinite"
     if value == 0:
@@ -37,7 +37,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest units. Example: ``duration(75) == "1 min 15 s"``, ``duration(0.25) == "250 ms"``."""
+    """Format two units. Example: ``duration(75) == "1 min 15 s"``, ``duration(0.25) == "250 ms"``."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 9.95:
@@ -51,7 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Binary units. Example: ``size(3 * 2**20) == "3.0 MiB"``."""
+    """Format bytes in binary units. Example: ``size(3 * 2**20) == "3.0 MiB"``."""
     for unit in _UNITS[:-1]:
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"

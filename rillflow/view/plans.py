@@ -81,9 +81,7 @@ class Decision:
 
 
 def shown_s(one: Ranked, simulated: Simulation) -> float:
-    """Return the displayed seconds of a step: as computed, or with freshness above 0 as simulated once
-    settled.
-    """
+    """Return the displayed seconds of a step: computed for freshness 0, otherwise simulated once settled."""
     return simulated.settled_step_s if one.plan.freshness else one.evaluation.step_s
 
 
