@@ -1,10 +1,10 @@
-"""Calibration: factors with which the cost model's seconds are those a run measured.
+"""Calibration: fit the cost model's factors to the stage times that a run measured.
 
-measured stages of one run ─┐
+measured stages of one run ──┐
 cost model, factors as guess ┴─ least squares on log ratios, held near the guess ─> Factors, error by stage
-rest of the steps ──────────────────────────────────────────────────────────────> step_s, step_row_s
+rest of the steps ───────────────────────────────────────────────────────────────> step_s, step_row_s
 
-What a run says nothing of stays near the guess: a run on one device says nothing of links.
+Factors without data stay near the guess; a run on one device, for example, has no data about links.
 """
 
 from __future__ import annotations
@@ -25,75 +25,76 @@ from rillflow.planner.plan import Plan, Predicted
 from rillflow.planner.problem import Problem, Work
 
 FITTED = ("train_flops", "score_flops", "decode_flops", "decode_bandwidth", "launch_s", "decode_launch_s")
-"""Factors that the stages of any run tell of."""
+"""Factors that the stages of any run determine."""
 FITTED_TOGETHER = ("collective_s", "inside_links")
-"""Those that stages on several devices tell of."""
+"""Factors that stages on several devices determine."""
 MODELLED = (Work.GENERATE, Work.SCORE, Work.TRAIN)
-"""Work whose seconds the factors decide."""
+"""Kinds of work whose seconds depend on the factors."""
 PRIOR = 0.05
-"""How much a factor e times its guess weighs, where a stage e times its measurement weighs 1: stages are
-measured to within a twentieth, factors known to within e."""
+"""Weight of a factor's log distance from its guess, relative to 1 for a stage's log error: stages are
+measured to within a twentieth, factors are known to within a factor of e.
+"""
 ROUNDS = 40
-"""Steps of the fit at most."""
+"""Largest number of fit steps."""
 LEAST = math.log(1e-4)
-"""No share's logarithm is fitted below it."""
+"""Lower bound for the logarithm of a share."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One phase of a run: what was to be done, and what it took."""
+    """One phase of a run: its problem and its measured times."""
 
     name: str
-    """The phase."""
+    """Name of the phase."""
     problem: Problem
-    """Its step on the hardware, the factors a guess."""
+    """The phase's step on the hardware, with guessed factors."""
     plan: Plan
-    """Where its units lay."""
+    """Placement of the units."""
     stages_s: Mapping[str, float]
     """Seconds of a usual step's stages, by name."""
     step_s: float
     """Seconds of a usual step."""
     is_recorded: bool = True
-    """Whether its rows were sampled, so that they were written down."""
+    """Whether the run recorded the phase's rows, because it sampled them."""
 
     @cached_property
     def modelled(self) -> Mapping[str, float]:
-        """The measured stages that the factors decide."""
+        """Measured stages whose seconds depend on the factors."""
         graph = self.problem.graph
         names = {stage.name for stage in graph.stages if self.problem.work(stage) in MODELLED}
         return {name: spent for name, spent in self.stages_s.items() if name in names and spent > 0}
 
     def evaluated(self, factors: Factors, stages_s: Mapping[str, float] | None = None) -> StepEvaluation:
-        """What its plan costs with other factors, or with some stages' seconds given."""
+        """Return the cost of the plan with other factors, or with given seconds for some stages."""
         problem = replace(self.problem, hardware=replace(self.problem.hardware, factors=factors))
         return evaluate(problem, GivenCosts(problem, stages_s or {}), self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What was fitted, and how well."""
+    """Fitted factors and the error of the fit."""
 
     factors: Factors
-    """The factors."""
+    """Fitted factors."""
     stages: tuple[Predicted, ...]
-    """Every stage whose seconds the factors decide."""
+    """Measured and fitted seconds of every stage that depends on the factors."""
     at_limit: tuple[str, ...]
-    """Shares that came out at 1: the device does more than its description says."""
+    """Shares fitted to 1: the device is faster than its description."""
 
 
 def calibrate(observations: Sequence[Observation], names: Sequence[str] | None = None) -> Calibration:
     """Fit the factors to all phases of a run together.
 
-    Minimises ``sum over stages (ln(fitted / measured))^2 + (PRIOR ln(factor / guess))^2`` by damped
-    Gauss-Newton steps in the factors' logarithms (Levenberg, Quart. Appl. Math. 2, 1944); the guess is the
+    Minimise ``sum over stages (ln(fitted / measured))^2 + (PRIOR ln(factor / guess))^2`` by damped
+    Gauss-Newton steps in the factors' logarithms (Levenberg, Quart. Appl. Math. 2, 1944). The guess is the
     factors of the observations' hardware.
 
     Args:
-        observations: what was measured.
-        names: the factors to fit; None for those that a run tells of.
+        observations: measured phases.
+        names: factors to fit; None for those that the run determines.
 
     Raises:
-        PlanError: nothing was measured that the factors decide.
+        PlanError: no measured stage depends on the factors.
     """
     if not any(one.modelled for one in observations):
         raise PlanError(
@@ -139,7 +140,7 @@ def least_squares(
     high: NDArray[np.float64],
     enough: float = 1e-5,
 ) -> NDArray[np.float64]:
-    """Where residuals are least within bounds, by damped Gauss-Newton steps (Levenberg, 1944)."""
+    """Return the point of least squares within bounds, by damped Gauss-Newton steps (Levenberg, 1944)."""
     place, damping = np.clip(start, low, high), 1e-2
     found = residuals(place)
     for _ in range(ROUNDS):
@@ -167,7 +168,7 @@ def least_squares(
 
 
 def _overheads(observations: Sequence[Observation], factors: Factors) -> Mapping[str, float]:
-    """What steps take beside their stages: by step where no row was written down, the rest by row."""
+    """Return the seconds outside stages: per step from phases without recorded rows, the rest per row."""
     bare = replace(factors, step_s=0.0, step_row_s=0.0)
     rests = [(one, max(one.step_s - one.evaluated(bare, one.modelled).step_s, 0.0)) for one in observations]
     step_s = min((rest_s for one, rest_s in rests if not one.is_recorded), default=0.0)

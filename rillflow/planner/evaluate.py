@@ -1,4 +1,4 @@
-"""Evaluate: what one plan costs, by the cost model's terms and the schedule; nothing is simulated.
+"""Evaluate: compute the cost of one plan from the cost model and the schedule, without simulation.
 
 Plan ─ seated ─> units on pools ─┬─ seconds of stages ─┬─ schedule ─> step, latency ─┐
                                  ├─ seconds of edges ──┘                             ├─> StepEvaluation
@@ -25,66 +25,66 @@ from rillflow.planner.problem import Problem, Unit
 from rillflow.planner.schedule import BESIDE, Timing, in_turn, last_s, period_s, tasks_of
 
 MOST_MACHINES = 4096
-"""Beyond so many machines nobody is told that a larger cluster would do."""
+"""Largest cluster, in machines, that an error suggests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUse:
-    """What a pool does with its time and memory; bytes are those of its fullest device."""
+    """Time and memory of a pool; bytes are those of its fullest device."""
 
     name: str
-    """The pool."""
+    """Name of the pool."""
     busy_s: float
-    """Seconds of a step in which it computes; its replicas on average, and as if they never ran dry if they
-    stream."""
+    """Seconds of a step in which the pool computes: mean over its replicas, without idle gaps if they stream.
+    """
     idle_share: float
-    """The share of a step in which it does not."""
+    """Share of a step in which the pool does not compute."""
     resident_bytes: float
-    """Kept from step to step by all its units together."""
+    """Bytes that all its units together keep from step to step."""
     working_bytes: float
-    """The most a stage of one of its units needs beside."""
+    """Largest additional bytes of a stage of one of its units."""
     room_bytes: float
-    """What is left for a cache."""
+    """Bytes left for a KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvaluation:
-    """A plan in seconds and bytes."""
+    """Cost of a plan in seconds and bytes."""
 
     step_s: float
-    """Seconds of a step: of one after another, or from update to update where generation runs ahead."""
+    """Seconds of a step; with freshness above 0, seconds from update to update."""
     seconds: Mapping[int, float]
-    """By stage; of generation until the last row has ended."""
+    """Seconds by stage; for generation, until the last row has ended."""
     transfers_s: tuple[float, ...]
-    """Of every edge, in the order of the graph's."""
+    """Seconds of every edge, in the graph's order."""
     timings: tuple[Timing, ...]
-    """One step by itself, by stage, in the order of the program."""
+    """Timing of one isolated step by stage, in program order."""
     pools: tuple[PoolUse, ...]
-    """In the order of the plan's."""
+    """Use of the pools, in the plan's order."""
     units: Mapping[str, Seat]
-    """Where and how each unit lies, with a replica of what generates."""
+    """Placement of each unit, with a replica for units that generate."""
     devices: int
-    """Of all pools."""
+    """Number of devices of all pools."""
     crossing_s: float
-    """Of the seconds, those in which weights travel to a sampler apart."""
+    """Seconds of the step that transfer weights to a separate sampler."""
 
     @property
     def idle_share(self) -> float:
-        """The share of device-seconds in which nothing is computed."""
+        """Share of device-seconds without computation."""
         sizes = {seat.pool.name: seat.pool.devices for seat in self.units.values()}
         return sum(sizes[pool.name] * pool.idle_share for pool in self.pools) / self.devices
 
 
 def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
-    """What a plan costs.
+    """Return the cost of a plan.
 
-    A formula or a function runs beside all devices; nothing is sent within a pool, or by the controller. With
-    freshness k > 0 generation counts in its pool's load with ``steady_s``, and a sampler stands still while
-    weights come.
+    Formulas and functions run outside the devices. Transfers within a pool and from or to the controller take
+    no time. With freshness k > 0, generation adds ``steady_s`` to its pool's load, and a sampler pauses while
+    it receives weights.
 
     Raises:
-        PlanError: it places other units than the problem has, more devices than there are, or more than fits
-            into their memory.
+        PlanError: the plan places other units than the problem has, or needs more devices or memory than
+            there are.
     """
     units, devices = seated(problem, costs, plan), sum(pool.devices for pool in plan.pools)
     owners = {index: seat for seat in units.values() for index in seat.unit.stages}
@@ -135,14 +135,14 @@ def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
 
 
 def predicted(problem: Problem, costs: CostModel, plan: Plan) -> tuple[Plan, StepEvaluation]:
-    """The plan with the seconds that are expected of it, and all that it costs."""
+    """Return the plan with its predicted seconds, and its complete cost."""
     found = evaluate(problem, costs, plan)
     stages_s = stages_by_name(problem, found)
     return replace(plan, predicted_step_s=found.step_s, predicted_stages_s=stages_s), found
 
 
 def stages_by_name(problem: Problem, evaluation: StepEvaluation) -> Mapping[str, float]:
-    """Predicted seconds of a step's stages, those of one name in sum, as a run's spans are."""
+    """Return predicted seconds of a step's stages, summed by name like a run's spans."""
     found: dict[str, float] = defaultdict(float)
     for stage in problem.graph.stages:
         found[stage.name] += evaluation.seconds[stage.index]
@@ -156,7 +156,7 @@ def _load_s(
     seconds: Mapping[int, float],
     crossing_s: float,
 ) -> float:
-    """Seconds of a step in which a pool computes."""
+    """Return the seconds of a step in which a pool computes."""
     total = 0.0
     for seat in seats:
         for index in seat.unit.stages:
@@ -182,11 +182,11 @@ def _use(costs: CostModel, seats: Sequence[Seat], load: float, step: float) -> P
 
 
 def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]:
-    """The units of a plan by name, in the order of the problem's.
+    """Return the placed units of a plan by name, in the problem's order.
 
     Raises:
-        PlanError: the plan places other units than the problem has, more devices than there are, or more than
-            fits into their memory.
+        PlanError: the plan places other units than the problem has, or needs more devices or memory than
+            there are.
     """
     require_possible(plan)
     for what, why in _unfit(problem, plan):
@@ -223,7 +223,7 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
 
 
 def no_plan_fits(problem: Problem, costs: CostModel) -> PlanError:
-    """What to say where there is no plan: what is missing on which role, and the least cluster to do."""
+    """Return the error when no plan fits: the missing memory by role, and the smallest cluster that fits."""
 
     def least_missing(units: Sequence[Unit]) -> tuple[float, str]:
         names = " + ".join(unit.name for unit in units)
@@ -250,7 +250,8 @@ def no_plan_fits(problem: Problem, costs: CostModel) -> PlanError:
 
 
 def missing_bytes(costs: CostModel, units: Sequence[Unit], fleet: Fleet, devices: int) -> float:
-    """What every device lacks for units on their smallest options; infinite where nothing cuts one evenly."""
+    """Return the memory that every device lacks for the units' smallest options; infinite if no grid is even.
+    """
     smallest = {}
     for unit in units:
         options = costs.options(unit, fleet.name, devices)
@@ -261,9 +262,10 @@ def missing_bytes(costs: CostModel, units: Sequence[Unit], fleet: Fleet, devices
 
 
 def least_devices(costs: CostModel, units: Sequence[Unit], fleet: Fleet) -> float:
-    """The least devices of a fleet, or of one with more machines of the kind, on which units fit together.
+    """Return the smallest number of devices on which the units fit together, for this machine type.
 
-    Infinite where ``MOST_MACHINES`` machines would not do. Each unit is tried on its smallest option.
+    The result can exceed the fleet. It is infinite if ``MOST_MACHINES`` machines are not enough. Each unit
+    uses its smallest option.
     """
     sizes, machines = [size for size in fleet.sizes if size < fleet.per_machine], 1
     while machines < MOST_MACHINES:
@@ -280,7 +282,7 @@ def _least_text(least: float, fleet: Fleet) -> str:
 
 
 def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
-    """What of a plan is not the problem's: other units, or machines that are not there; and why."""
+    """Yield how a plan contradicts the problem (other units or missing machines), and why."""
     names = {unit.name for unit in problem.units}
     for name in sorted(names ^ set(plan.units)):
         does = "does not place" if name in names else "places"

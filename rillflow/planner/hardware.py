@@ -1,7 +1,7 @@
-"""Hardware: the devices there are, the links between them, and how well models use both.
+"""Hardware: devices, the links between them, and the share of their peak performance that models reach.
 
 devices.toml (shipped) ─┐
-cluster.toml ───────────┴─> Hardware: fleets of one device each
+cluster.toml ───────────┴─> Hardware: fleets of one device type each
 """
 
 from __future__ import annotations
@@ -19,99 +19,101 @@ from rillflow.planner.quantities import TEXT, Part, Rate, Seconds, Share, named,
 
 @dataclass(frozen=True, kw_only=True)
 class Factors:
-    """Shares between 0 and 1, and seconds of what no formula gives."""
+    """Efficiency shares between 0 and 1, and seconds of overheads without a formula."""
 
     train_flops: Share = 0.4
-    """Of the peak, in forward and backward passes."""
+    """Share of peak FLOP/s in forward and backward passes."""
     score_flops: Share = 0.5
-    """Of the peak, in forward passes over whole rows; prefill as well."""
+    """Share of peak FLOP/s in forward passes over whole rows, including prefill."""
     decode_bandwidth: Share = 0.6
-    """Of the memory's bandwidth, reading weights and cache token by token."""
+    """Share of memory bandwidth when decoding reads weights and KV cache."""
     decode_flops: Share = 0.5
-    """Of the peak, decoding with many rows."""
+    """Share of peak FLOP/s when decoding many rows."""
     expert_flops: Share = 0.5
-    """Of what other products reach, in the smaller products of routed experts."""
+    """Speed of the smaller matrix products of routed experts, as a share of other products."""
     inside_links: Share = 0.7
-    """Of the links inside a machine."""
+    """Share of the bandwidth inside a machine."""
     between_links: Share = 0.7
-    """Of the links between machines."""
+    """Share of the bandwidth between machines."""
     host_links: Share = 0.5
-    """Of the links to the host's memory, where states of models go that are not at work."""
+    """Share of the bandwidth to host memory, which holds offloaded model state."""
     memory: Share = 0.9
-    """Of the memory that models may fill; the rest is the libraries'."""
+    """Share of the memory that models may use; the rest is for libraries."""
     touches: Annotated[float, quantities.number(0.0, 1000.0, "it counts passes over memory: 0 to 1000")] = 0.0
-    """How often a forward pass reads or writes each activation beside products; 0 where kernels are fused."""
+    """Additional memory passes over each activation in a forward pass; 0 with fused kernels."""
     head_token_s: Seconds = 0.0
-    """Seconds of one head's attention for one token of a row, forward, beside its products: small blocks."""
+    """Additional seconds of attention per head and token of a row, forward, for small blocks."""
     hidden: Part = 1.0
-    """Of reads token by token and gathers of shards, the share that runs beside products, not before them."""
+    """Share of decoding reads and shard gathers that overlaps with computation."""
     pass_s: Seconds = 0.0
-    """Seconds of a pass over a micro-batch beside its layers: rows are laid out, losses are added up."""
+    """Additional seconds of a pass over a micro-batch outside layers, such as row layout and loss sums."""
     launch_s: Seconds = 1e-4
-    """Seconds of a layer's pass over a micro-batch beside its arithmetic: what its kernels cost to start."""
+    """Additional seconds of a layer's pass over a micro-batch, for kernel launches."""
     expert_launch_s: Seconds = 5e-4
-    """Seconds of a layer of experts beside that: tokens are counted and sorted before they are sent."""
+    """Further seconds of an expert layer, for counting and sorting tokens before dispatch."""
     decode_launch_s: Seconds = 2e-5
-    """Seconds of a layer for one token of all rows beside what is read: recorded kernels start faster."""
+    """Additional seconds of a layer per decoded token position; lower because of CUDA graphs."""
     decode_row_s: Seconds = 5e-6
-    """Seconds of one row for one token beside the model: scheduling and sampling, shared by no devices."""
+    """Seconds per row and decoded token outside the model (scheduling and sampling); tp does not reduce them.
+    """
     row_s: Seconds = 0.0
-    """Seconds of a row that is generated beside its tokens: it is given a place, and handed over."""
+    """Additional seconds per generated row, for admission and delivery."""
     collective_s: Seconds = 1e-5
-    """Seconds a collective within a machine takes at the least."""
+    """Latency of a collective within a machine."""
     between_collective_s: Seconds = 3e-5
-    """Seconds a collective across machines takes at the least."""
+    """Latency of a collective across machines."""
     call_s: Seconds = 0.0
-    """Seconds to call a stage on several devices and to have its replies, beside what it computes."""
+    """Additional seconds to call a stage on several devices and receive the results."""
     step_s: Seconds = 0.0
-    """Seconds of a step that belong to no stage."""
+    """Seconds of a step outside stages."""
     step_row_s: Seconds = 0.0
-    """Such seconds for each row of a step: what is recorded of it."""
+    """Further seconds of a step outside stages per row, for recording the row."""
     refit: Rate = 0.0
-    """Bytes a second at which whole tensors go to generation in place; 0: what is missing is gathered."""
+    """Bytes per second when whole tensors go to colocated generation; 0 gathers only missing shards."""
     refit_apart: Rate = 0.0
-    """Bytes a second at which they go to a sampler apart; 0: as fast as the links are."""
+    """Bytes per second when whole tensors go to a separate sampler; 0 uses the speed of the links."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFactors:
-    """What a stack does that no number of a device says."""
+    """Behaviour of a software stack."""
 
     zero1: bool = False
-    """Whether the optimiser's state is cut over the devices with other rows, weights and gradients whole."""
+    """Whether optimiser state is sharded over dp (ZeRO-1), with whole weights and gradients."""
     offloads: bool = False
-    """Whether a model that is not computing keeps its state on the host, unless a sampler is apart."""
+    """Whether an idle model's state moves to the host, unless there is a separate sampler."""
     interrupts: bool = True
-    """Whether new weights interrupt rows of a sampler apart, which go on; else replicas end theirs first."""
+    """Whether new weights interrupt a separate sampler's rows, which then continue; otherwise rows end first.
+    """
     drains: bool = False
-    """Where they do not: whether they wait until all replicas have ended their rows."""
+    """Without interrupts: whether replicas wait until all of them have ended their rows."""
     holds_prompts: bool = False
     """Whether a prompt counts as in flight until its longest answer has ended."""
     cache: Share = 1.0
-    """The share of a device's memory that weights and cache of generation may fill, beside training."""
+    """Share of a device's memory for weights and KV cache when generation is colocated with training."""
     cache_apart: Share = 1.0
-    """The same of a sampler apart."""
+    """Share of a device's memory for weights and KV cache of a separate sampler."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """How far off predictions were on steps that nothing was fitted on."""
+    """Prediction errors on steps that were not used in the fit."""
 
     median: float
-    """Of the absolute errors, as shares of what was measured."""
+    """Median of the absolute relative errors."""
     worst: float
-    """The largest of them."""
+    """Largest absolute relative error."""
     low: float
-    """Measured over predicted: nine in ten steps had more."""
+    """Measured over predicted seconds: 10% quantile."""
     high: float
-    """Nine in ten steps had less."""
+    """Measured over predicted seconds: 90% quantile."""
 
 
 _OVERHEADS = {"step_s", "step_row_s"}
 OWN_STACK = "rillflow"
-"""The factor set of Rillflow's own runs."""
+"""Factor set of Rillflow's own runs."""
 UNFITTED = "default"
-"""The factor set of a cluster's file that names none."""
+"""Factor set of a cluster file that names none."""
 _FLEETS = quantities.checked(
     lambda tables: tables if isinstance(tables, list) and tables else None,
     "a cluster is one or more [[fleet]] tables",
@@ -131,55 +133,55 @@ def _dtypes(data: object, where: str) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One kind of accelerator, or the share of a processor that one rank has."""
+    """One type of accelerator, or a rank's share of a CPU."""
 
     name: str
-    """What it is called, such as ``H100``."""
+    """Name, such as ``H100``."""
     memory_bytes: Annotated[float, quantities.MEMORY, "memory"]
-    """Its memory."""
+    """Memory in bytes."""
     flops: Annotated[Mapping[str, float], _dtypes]
     """Dense FLOP/s by dtype: ``bfloat16``, ``float32``."""
     memory_bandwidth: Rate
-    """Bytes a second of its memory."""
+    """Memory bandwidth in bytes per second."""
     inside_bandwidth: Annotated[float, quantities.RATE, "inside"]
-    """Bytes a second one way between it and the others of its machine."""
+    """Bandwidth to other devices of the machine, in bytes per second in one direction."""
     host_bandwidth: Annotated[float, quantities.RATE, "host"]
-    """Bytes a second to the host's memory."""
+    """Bandwidth to host memory, in bytes per second."""
     source: str = ""
-    """Where these numbers are from."""
+    """Source of these numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Machines of one kind."""
+    """Machines of one type."""
 
     name: str
-    """What the cluster's file calls them."""
+    """Name in the cluster file."""
     device: Device
-    """What every one of their devices is."""
+    """Type of all its devices."""
     devices: int
-    """Devices in all machines."""
+    """Number of devices in all machines."""
     per_machine: int
-    """Devices of one machine."""
+    """Number of devices per machine."""
     between_bandwidth: float
-    """Bytes a second one way from one device to another machine."""
+    """Bandwidth from one device to another machine, in bytes per second in one direction."""
     price_per_hour: float = 0.0
-    """What one device costs an hour; 0 where nobody says."""
+    """Price of one device per hour; 0 if not given."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many devices a pool may have: a divisor of a machine, or whole machines."""
+        """Possible numbers of devices of a pool: divisors of a machine, or whole machines."""
         small = [size for size in range(1, self.per_machine) if self.per_machine % size == 0]
         whole = range(self.per_machine, self.devices + 1, self.per_machine)
         return tuple(size for size in (*small, *whole) if size <= self.devices)
 
     @property
     def machines(self) -> int:
-        """How many machines there are."""
+        """Number of machines."""
         return max(1, self.devices // self.per_machine)
 
     def machines_needed(self, sizes: Sequence[int]) -> int:
-        """Machines that hold pools of these sizes side by side, parts of a machine laid largest first.
+        """Return the machines needed for pools of these sizes, placing parts of a machine largest first.
 
         Example:
             fleet_of_8.machines_needed((4, 2, 16)) == 3
@@ -199,42 +201,42 @@ class Hardware:
     """A cluster."""
 
     name: str
-    """What it is called."""
+    """Name of the cluster."""
     fleets: tuple[Fleet, ...]
-    """Its machines by kind; a pool lies in one of them."""
+    """Machines by type; every pool lies within one fleet."""
     factors: Factors
-    """The share of the devices' numbers that models reach."""
+    """Efficiency factors of the models on these devices."""
     engine: EngineFactors = field(default_factory=EngineFactors)
-    """What the stack on it does."""
+    """Behaviour of the software stack."""
     calibrated: str = ""
-    """What the factors were fitted to; empty where the file does not say."""
+    """Data that the factors were fitted to; empty if the file does not say."""
     stack: str = ""
-    """The shipped factor set that these are; empty where the file changes them, or names none."""
+    """Name of the shipped factor set in use; empty if the file changes factors or names no set."""
     accuracy: Accuracy | None = None
-    """How far off such factors were on steps left out of their fit; none where nobody measured it."""
+    """Errors of these factors on steps left out of their fit; None if not measured."""
 
     @property
     def title(self) -> str:
-        """Its name, and the system that the factors are of, where that is another one."""
+        """Name, with the factors' system if it is not Rillflow."""
         return self.name if self.stack in ("", OWN_STACK) else f"{self.name}, as {self.stack} would run it"
 
     @property
     def devices(self) -> int:
-        """Of all fleets."""
+        """Number of devices in all fleets."""
         return sum(fleet.devices for fleet in self.fleets)
 
     def fleet(self, name: str) -> Fleet:
-        """The fleet of a name."""
+        """Return the fleet with this name."""
         return next(fleet for fleet in self.fleets if fleet.name == name)
 
 
 def shipped_devices() -> dict[str, Device]:
-    """The devices that come with the package, by name."""
+    """Return the shipped devices by name."""
     return _devices(_shipped("devices"), "devices.toml")
 
 
 def shipped_stacks() -> dict[str, Hardware]:
-    """The factor sets that come with the package, by the name that ``like`` has: clusters of no machines."""
+    """Return the shipped factor sets by the name used in ``like``, as clusters without machines."""
     return {
         name: Hardware(
             name=name,
@@ -249,15 +251,15 @@ def shipped_stacks() -> dict[str, Hardware]:
 
 
 def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
-    """A cluster from the content of its TOML file.
+    """Read a cluster from the content of its TOML file.
 
-    ``[[fleet]]`` tables with ``device``, ``devices`` or ``machines``, ``per_machine``, ``between`` (one
-    device's share of the network) or ``between_machine`` (a machine's), ``price``; ``[device.NAME]`` tables
-    for devices that are not shipped; ``[factors]`` for the shares of them that models reach, and
-    ``calibrated``, a text that says what these were fitted to.
+    Keys: ``[[fleet]]`` tables with ``device``, ``devices`` or ``machines``, ``per_machine``, ``between`` (one
+    device's share of the network) or ``between_machine`` (a machine's), and ``price``; ``[device.NAME]``
+    tables for devices that are not shipped; ``[factors]`` for efficiency shares, and ``calibrated``, a text
+    that names the data behind them.
 
     Raises:
-        PlanError: unknown names, missing or contradictory numbers, numbers without a unit, absurd ones.
+        PlanError: unknown names, missing or contradictory numbers, missing units, or implausible values.
     """
     stacks = shipped_stacks()
     readers = {"like": quantities.one_of(stacks), "fleet": _FLEETS} | dict.fromkeys(
@@ -326,7 +328,7 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
 
 
 def _counted(said: Mapping[str, int], where: str) -> tuple[int, int]:
-    """Devices of a fleet, and of each of its machines; of three numbers that say it one may be missing."""
+    """Return the devices of a fleet and of each machine; one of the three counts may be missing."""
     machines, per_machine = said.get("machines"), said.get("per_machine")
     count = said.get("devices", (machines or 0) * (per_machine or 0))
     each = per_machine or count // (machines or 1)

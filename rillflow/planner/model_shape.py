@@ -1,6 +1,6 @@
-"""Model shape: the sizes of a decoder that decide what it costs, dense or a mixture of experts.
+"""Model shape: the sizes of a decoder that determine its cost, for dense models and mixtures of experts.
 
-config.json ─> ModelShape ─> parameters, FLOPs a token, bytes of cache a token
+config.json ─> ModelShape ─> parameters, FLOPs per token, bytes of KV cache per token
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from rillflow.planner.grid import Numbers
 from rillflow.planner.quantities import YES, checked, whole
 
 _MOST = 100_000_000
-"""No size of a model is larger."""
+"""Largest accepted size."""
 KNOWN = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "phi3", "gemma", "gemma2", "olmo2", "smollm3"),
     *("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"),
 )
-"""Types of models whose sizes have the names that are read."""
+"""Model types whose config names its sizes as expected here."""
 _TYPE = checked(
     lambda kind: kind if kind in KNOWN else None,
     "nothing is known of what such a model computes; known are " + ", ".join(KNOWN),
@@ -33,7 +33,7 @@ _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A decoder by its sizes.
+    """Sizes of a decoder model.
 
     Example:
         ModelShape(name="qwen2.5-7b", hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128,
@@ -41,56 +41,57 @@ class ModelShape:
     """
 
     name: str
-    """What people call it."""
+    """Name of the model."""
     hidden: int
-    """Numbers of a token between layers."""
+    """Hidden size."""
     layers: int
-    """Decoder layers."""
+    """Number of decoder layers."""
     heads: int
-    """Attention heads of a layer."""
+    """Number of attention heads per layer."""
     kv_heads: int
-    """Heads of keys and values: fewer where queries are grouped."""
+    """Number of key and value heads; fewer than ``heads`` with grouped queries."""
     head_dim: int
-    """Numbers of one head."""
+    """Size of one head."""
     inner: int
-    """Numbers inside a dense feed-forward block."""
+    """Intermediate size of a dense feed-forward block."""
     vocabulary: int
-    """Tokens it knows."""
+    """Vocabulary size."""
     is_tied: bool = False
-    """Whether the embedding serves as the head."""
+    """Whether embedding and head share their weights."""
     is_scalar: bool = False
-    """Whether the head gives one number: critics, reward and cost models."""
+    """Whether the head returns one number: critics, reward and cost models."""
     matrices: int = 3
-    """Of a feed-forward block: 3 with a gate, 2 without."""
+    """Weight matrices of a feed-forward block: 3 with a gate, 2 without."""
     experts: int = 0
-    """Routed experts of a layer; 0 of a dense model."""
+    """Number of routed experts per layer; 0 for a dense model."""
     experts_per_token: int = 0
-    """Routed experts that compute a token."""
+    """Number of routed experts per token."""
     expert_inner: int = 0
-    """Numbers inside one expert."""
+    """Intermediate size of one expert."""
     shared_experts: int = 0
-    """Experts that compute every token."""
+    """Number of experts that compute every token."""
     dense_layers: int = 0
-    """Layers of a mixture whose feed-forward block is dense."""
+    """Number of layers with a dense feed-forward block in a mixture of experts."""
     latent: int = 0
-    """Numbers cached of a token and layer where attention is latent; 0: keys and values of all heads."""
+    """Cached numbers per token and layer with latent attention; 0: keys and values of all heads."""
     query_latent: int = 0
-    """Numbers a query is made from where attention is latent."""
+    """Rank of the query projection with latent attention."""
     value_dim: int = 0
-    """Numbers of a value's head where they are others than a key's; 0: ``head_dim``."""
+    """Size of a value head if it differs from a key head; 0: ``head_dim``."""
     rotary: int = 0
-    """Numbers of a key that carry its place where attention is latent; the rest is made from the latent."""
+    """Rotary dimensions of a key with latent attention; the other dimensions come from the latent."""
 
     @property
     def is_mixture(self) -> bool:
-        """Whether some layers choose among experts."""
+        """Whether some layers route tokens to experts."""
         return self.experts > 0
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: queries, keys, values, output; latent attention after DeepSeek-V2, 2405.04434, 2.1.
+        """Attention parameters of one layer: query, key, value and output projections.
 
-        Grouped: h (q + 2 kv) d + q d h. Latent: h q_l + q_l q d + h (l + r) + l q (d - r + v) + q v h.
+        Grouped: h (q + 2 kv) d + q d h. Latent: h q_l + q_l q d + h (l + r) + l q (d - r + v) + q v h, after
+        DeepSeek-V2, 2405.04434, 2.1.
         """
         width = self.heads * self.head_dim
         if not self.latent:
@@ -102,32 +103,32 @@ class ModelShape:
 
     @property
     def value_width(self) -> int:
-        """Numbers of one value's head."""
+        """Size of one value head."""
         return self.value_dim or self.head_dim
 
     @property
     def expert_parameters(self) -> int:
-        """Of one routed expert of one layer."""
+        """Parameters of one routed expert of one layer."""
         return self.matrices * self.hidden * self.expert_inner
 
     @property
     def mixture_layers(self) -> int:
-        """Layers that choose among experts."""
+        """Number of layers with routed experts."""
         return self.layers - self.dense_layers if self.is_mixture else 0
 
     @property
     def routed_parameters(self) -> int:
-        """Of all routed experts of all layers: what is cut over ``ep``."""
+        """Parameters of all routed experts of all layers, which ``ep`` shards."""
         return self.mixture_layers * self.experts * self.expert_parameters
 
     @property
     def head_parameters(self) -> int:
-        """Of the last matrix product: a row per token it knows, or one."""
+        """Parameters of the output head: one row per vocabulary entry, or a single row."""
         return self.hidden if self.is_scalar else self.vocabulary * self.hidden
 
     @cached_property
     def trunk_parameters(self) -> int:
-        """Of all layers but their routed experts; norms are left out: they are less than a thousandth."""
+        """Parameters of all layers without routed experts and without norms (less than a thousandth)."""
         dense = self.matrices * self.hidden * self.inner
         mixed = self.shared_experts * self.expert_parameters + self.hidden * self.experts
         blocks = (self.layers - self.mixture_layers) * dense + self.mixture_layers * mixed
@@ -135,44 +136,44 @@ class ModelShape:
 
     @cached_property
     def parameters(self) -> int:
-        """All numbers to train; a tied head is counted once."""
+        """All trainable parameters; a tied head counts once."""
         head = 0 if self.is_tied and not self.is_scalar else self.head_parameters
         return self.vocabulary * self.hidden + self.trunk_parameters + self.routed_parameters + head
 
     @cached_property
     def shared_parameters(self) -> int:
-        """All but routed experts: what is cut over ``tp`` and ``pp`` alone."""
+        """Parameters outside routed experts, which ``ep`` does not shard."""
         return self.parameters - self.routed_parameters
 
     @property
     def chosen_parameters(self) -> int:
-        """Of the routed experts that compute one token, in all layers."""
+        """Parameters of the routed experts that compute one token, in all layers."""
         return self.mixture_layers * self.experts_per_token * self.expert_parameters
 
     @cached_property
     def active_parameters(self) -> int:
-        """That one token is multiplied with: the trunk, its experts and the head."""
+        """Parameters that one token is multiplied with: the trunk, its experts and the head."""
         return self.trunk_parameters + self.chosen_parameters + self.head_parameters
 
     @cached_property
     def cached_numbers(self) -> int:
-        """Keys and values of one token in all layers, or its latents."""
+        """Cached numbers of one token in all layers: keys and values, or latents."""
         return self.layers * (self.latent or self.kv_heads * (self.head_dim + self.value_width))
 
     @property
     def token_flops(self) -> float:
-        """FLOPs of the matrix products of one token, forward: 2 for each active parameter."""
+        """FLOPs of the matrix products of one token, forward: 2 per active parameter."""
         return 2.0 * self.active_parameters
 
     def attention_flops(self, context_tokens: float) -> float:
-        """FLOPs of one token that attends to so many: 2 (d + v) for each head, layer and token seen."""
+        """Return attention FLOPs of one token: 2 (d + v) per head, layer and context token."""
         return 2.0 * self.layers * self.heads * (self.head_dim + self.value_width) * context_tokens
 
     def layer_numbers(self, tp: Numbers) -> Numbers:
-        """Numbers that one token leaves in one layer for the backward pass, attention not kept as a matrix.
+        """Return the activations that one token keeps in one layer for the backward pass.
 
         6 h for norms and residuals; queries, keys, values, output and the feed-forward block over tp
-        (Korthikanti et al., arXiv 2205.05198, 4, without the squares that FlashAttention spares).
+        (Korthikanti et al., arXiv 2205.05198, 4, without the square terms that FlashAttention avoids).
         """
         kept = self.heads * (self.head_dim + self.value_width) + 2 * self.kv_heads * self.head_dim
         if self.is_mixture:
@@ -184,13 +185,13 @@ class ModelShape:
 
 
 def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape behind the content of a Hugging Face ``config.json``.
+    """Read the shape from the content of a Hugging Face ``config.json``.
 
-    Llama, Mistral, Qwen2 and Qwen3 by their common names, GPT-2 by its own, mixtures of Qwen3, Mixtral and
-    DeepSeek, and DeepSeek's latent attention.
+    Supported are Llama, Mistral, Qwen2 and Qwen3 by their common names, GPT-2 by its own names, mixtures of
+    Qwen3, Mixtral and DeepSeek, and DeepSeek's latent attention.
 
     Raises:
-        PlanError: a needed field is missing, or holds zero or an absurd value.
+        PlanError: a needed field is missing, or holds zero or an implausible value.
     """
     _TYPE(config.get("model_type", "llama"), f"the config of {name}: model_type")
     size = partial(_size, config, name)
@@ -232,7 +233,7 @@ def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:
 def _size(
     config: Mapping[str, Any], name: str, *names: str, default: int | None = None, most: int = _MOST
 ) -> int:
-    """The size under the first of these names there is; the default where they are silent or say none."""
+    """Return the size under the first name in the config; the default if all are missing, null or 0."""
     absent = (None,) if default is None else (None, 0)
     known = next((one for one in names if config.get(one) not in absent), None)
     if known is None and default is not None:
@@ -248,7 +249,7 @@ def _size(
 
 
 def _part(name: str, size: int, parts: int, what: str) -> int:
-    """One of the equal parts of a size."""
+    """Return one of the equal parts of a size."""
     if size % parts:
         why = f"{size} / {parts} leaves {size % parts}"
         raise PlanError(f"the config of {name} has {what} = {parts}", why=why)

@@ -1,6 +1,6 @@
-"""Plan: pools, sizes, grids for every unit; the planner's result and the launcher's input.
+"""Plan: pools, sizes, and grids for every unit; the planner's result and the launcher's input.
 
-Plan ─ plan_text ─> plan.toml, for a person to read and change ─ open_plan ─> Plan, or what contradicts in it
+Plan ─ plan_text ─> plan.toml, for a person to read and edit ─ open_plan ─> Plan, or an error
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rillflow.planner.quantities import TABLE, TEXT, Count, Reader, named, numbe
 
 COMMENT = "Where models lie and what a step should take; rillflow run RECIPE --plan FILE launches it."
 SAMPLER = "sampler"
-"""The unit that generates where that is done apart from the policy's training."""
+"""Name of the unit that generates on devices other than the policy's training devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,25 +25,25 @@ class PlannedPool:
     """Devices that their units share in turn."""
 
     name: str
-    """Unique within the plan."""
+    """Name, unique within the plan."""
     fleet: str
-    """The machines it lies on."""
+    """Fleet of the pool."""
     devices: Count
-    """Its size."""
+    """Number of devices."""
     device: str = ""
-    """What its devices are; empty where nobody says."""
+    """Type of the devices; empty if not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedUnit:
-    """Where a unit lies, and how."""
+    """Placement of a unit."""
 
     pool: str
-    """The pool's name."""
+    """Name of the pool."""
     grid: Grid
-    """How the pool's devices share it in training and scoring."""
+    """How the pool's devices share the unit in training and scoring."""
     generate_tp: int = 0
-    """Devices that share a copy while they generate; 0 where it does not."""
+    """Devices that share a copy during generation; 0 if the unit does not generate."""
 
 
 def _pools(data: object, where: str) -> tuple[PlannedPool, ...]:
@@ -81,43 +81,45 @@ _PREDICTED: Mapping[str, Reader] = {"step_s": number(0.0), "stages_s": _stages}
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A placement of every unit, and how steps follow one another.
+    """Placement of every unit, and how steps overlap.
 
     Example:
         Plan(name="ppo", pools=(PlannedPool(name="main", fleet="h100", devices=8),), units=units)
     """
 
     name: str
-    """The algorithm's."""
+    """Name of the algorithm."""
     pools: Annotated[tuple[PlannedPool, ...], _pools]
-    """Largest first."""
+    """Pools, largest first."""
     units: Annotated[Mapping[str, PlannedUnit], _units]
-    """By name: the roles that are models, and ``sampler`` where that is apart."""
+    """Units by name: every role with a model, and ``sampler`` if it is separate."""
     freshness: int = 0
-    """How many policy versions old a trained token may be; 0 is in step."""
+    """Largest age of a trained token in policy versions; 0 is on-policy."""
     late: Literal["wait", "drop"] = "wait"
-    """What becomes of rows beyond it: admission waits so that there are none, or their groups are dropped."""
+    """Handling of older rows: ``wait`` admits rows so that none is too old, ``drop`` discards their groups.
+    """
     streams: bool = False
-    """Whether training takes each minibatch as soon as its rows are there; else a step's rows at once."""
+    """Whether training starts each minibatch when its rows are ready; otherwise it waits for the whole step.
+    """
     publish_every: int = 0
-    """Minibatches after which weights are published; 0: those of a step. A version is what was published."""
+    """Minibatches between two publishes; 0 publishes once per step. Every publish is a policy version."""
     weights: Literal["exposed", "hidden", "staggered"] = "exposed"
-    """While weights travel, both sides stand still; both go on; or only replicas do, one after another."""
+    """During a weight transfer, exposed pauses both sides, hidden none, staggered the replicas one by one."""
     oversample_prompts: Annotated[float, number(1.0)] = 1.0
-    """Prompts begun for each that is trained on; the longest are left for later rounds."""
+    """Prompts begun per trained prompt; the longest ones move to later rounds."""
     oversample_samples: Annotated[float, number(1.0)] = 1.0
-    """Rows begun for each that is trained on."""
+    """Rows begun per trained row."""
     predicted_step_s: float = 0.0
-    """What the planner expects of a step."""
+    """Predicted seconds of a step."""
     predicted_stages_s: Mapping[str, float] = field(default_factory=dict)
-    """What it expects of the stages of a step by name; empty where nobody said."""
+    """Predicted seconds of the stages of a step by name; empty without a prediction."""
 
     @property
     def placement(self) -> Mapping[str, Mapping[str, Any]]:
-        """The section of a recipe that places it so.
+        """Recipe section with the same placement.
 
-        A pool whose models share it in one grid has it under its own name; else every model has its own. A
-        pool called as a unit would hide that unit's own grid, so it is called otherwise.
+        If all models of a pool share one grid, the pool's name holds the grid; otherwise every model has its
+        own. A pool with the name of a unit gets a prefix, because it would hide the unit's own grid.
         """
         names = {one.name: f"pool_{one.name}" if one.name in self.units else one.name for one in self.pools}
         train: dict[str, dict[str, int]] = {}
@@ -138,34 +140,34 @@ class Plan:
         }
 
     def pool(self, name: str) -> PlannedPool:
-        """The pool of a name."""
+        """Return the pool with this name."""
         return next(pool for pool in self.pools if pool.name == name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """A stage, or a step, beside what it took."""
+    """Predicted and measured seconds of a stage or a step."""
 
     stage: str
-    """Its name."""
+    """Name of the stage."""
     predicted_s: float
-    """What the planner says of one step; 0 where it says nothing."""
+    """Predicted seconds per step; 0 without a prediction."""
     measured_s: float
-    """What a usual step took; 0 where that was not measured."""
+    """Measured seconds of a usual step; 0 if not measured."""
     phase: str = ""
-    """The phase of the run, where several are compared."""
+    """Phase of the run, when several are compared."""
 
     @property
     def error(self) -> float:
-        """predicted / measured - 1; 0 of what was not measured."""
+        """Relative error, predicted / measured - 1; 0 if not measured."""
         return self.predicted_s / self.measured_s - 1 if self.measured_s else 0.0
 
 
 def plan_text(plan: Plan) -> str:
-    """The plan as TOML; a grid's data axis is called ``fsdp`` where parameters are cut over it.
+    """Return the plan as TOML; a grid's data axis is called ``fsdp`` if parameters are sharded over it.
 
     Raises:
-        PlanError: it contradicts itself, so that it could not be read back.
+        PlanError: the plan contradicts itself, so it could not be read back.
     """
     require_possible(plan)
     tables = {
@@ -189,26 +191,26 @@ def plan_text(plan: Plan) -> str:
 
 
 def open_plan(file: Path) -> Plan:
-    """The plan of a file.
+    """Read a plan from a file.
 
     Raises:
-        ConfigError: it is not there, or no TOML.
-        PlanError: it is no plan.
+        ConfigError: the file is missing or is not TOML.
+        PlanError: the content is not a plan.
     """
-    from rillflow.config.load import read_toml  # with pydantic, which a plan that is only made does without
+    from rillflow.config.load import read_toml  # imports pydantic, which creating a plan does not need
 
     return read_plan(read_toml(file), str(file))
 
 
 def read_plan(data: Mapping[str, Any], name: str) -> Plan:
-    """The plan that tables hold.
+    """Read a plan from its tables.
 
     Args:
-        data: the tables of a plan's file.
-        name: what the file is called in an error.
+        data: the tables of a plan file.
+        name: name of the file in errors.
 
     Raises:
-        PlanError: a key is missing, unknown or of another type, or two contradict.
+        PlanError: a key is missing, unknown or of another type, or two keys contradict each other.
     """
     told = values(data.get("predicted", {}), _PREDICTED, f"{name}: predicted")
     expected = {"predicted_step_s": told.get("step_s", 0.0), "predicted_stages_s": told.get("stages_s", {})}
@@ -219,7 +221,7 @@ def read_plan(data: Mapping[str, Any], name: str) -> Plan:
 
 
 def require_possible(plan: Plan, where: str = "") -> None:
-    """Refuse a plan that contradicts itself, whatever it is a plan of; ``where`` is what its file is called.
+    """Raise an error for a plan that contradicts itself, for any problem; ``where`` names its file.
 
     Raises:
         PlanError: the first contradiction.
@@ -229,7 +231,7 @@ def require_possible(plan: Plan, where: str = "") -> None:
 
 
 def _contradictions(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What of a plan contradicts itself, and why it cannot be; each holds only if those before do not."""
+    """Yield contradictions within a plan, with reasons; each assumes that the previous ones do not occur."""
     names = [pool.name for pool in plan.pools]
     for name in names:
         if names.count(name) > 1:
@@ -251,14 +253,14 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _recipe_axes(grid: Grid) -> dict[str, int]:
-    """A grid's sizes as a recipe has them: dp times ep are the ranks that have other rows."""
+    """Return a grid's sizes as a recipe states them: dp times ep ranks have different rows."""
     axes = replace(grid, ep=1).axes
     apart = {} if grid.ep == 1 else {"dp": int(grid.dp // grid.ep), "ep": int(grid.ep)}
     return axes | apart
 
 
 def _unfilled(where: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[tuple[str, str]]:
-    """How a grid does not fill its pool, or cannot be cut so."""
+    """Yield how a grid does not fill its pool or cannot be split evenly."""
     grid, no_number = unit.grid, "is no whole number"
     if grid.devices != pool.devices:
         sizes = " x ".join(str(size) for axis, size in grid.axes.items() if axis != "ep")

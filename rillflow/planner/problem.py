@@ -1,4 +1,4 @@
-"""Problem: what is to be planned, as data: the graph's stages, the models behind them, rows and devices.
+"""Problem: the input of planning as data: the graph's stages, the models of the roles, rows and devices.
 
 recipe or benchmark ─> Problem ─> cost_model ─> search, simulator
 stage's endpoint ─> kind of work ─> the cost model's term
@@ -23,20 +23,20 @@ UNTOLD = "the cluster's file sets factors and does not say what they were fitted
 
 
 class Work(StrEnum):
-    """What a stage costs by."""
+    """Kind of work, which determines the cost formula of a stage."""
 
     GENERATE = "generate"
-    """Tokens one by one, a read of all weights and of the cache for each."""
+    """Decode token by token; each token reads all weights and the KV cache."""
     SCORE = "score"
     """One forward pass over whole rows."""
     TRAIN = "train"
-    """Forward and backward passes, and the optimiser's."""
+    """Forward and backward passes, and the optimiser."""
     PUBLISH = "publish"
-    """Weights from training to generation."""
+    """Weight transfer from training to generation."""
     FUNCTION = "function"
-    """A function of the rows, beside the devices: a programmed reward."""
+    """A function of the rows that uses no device, such as a programmed reward."""
     FORMULA = "formula"
-    """Numbers only, in the controller."""
+    """A formula over numbers in the controller."""
 
 
 ENDPOINTS: Mapping[str, Work] = {
@@ -51,47 +51,47 @@ ENDPOINTS: Mapping[str, Work] = {
     "update": Work.TRAIN,
     "publish": Work.PUBLISH,
 }
-"""What a model's endpoint asks for; a role without a model computes a function."""
+"""Kind of work by endpoint of a model; a role without a model computes a function."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A model, or the part of a role's work, that is placed as a whole.
+    """A model, or a part of a role's work, that is placed as a whole.
 
     Example:
         Unit(name="critic", shape=shape, stages=(7, 11))
     """
 
     name: str
-    """The role's name, or ``sampler``."""
+    """Name of the role, or ``sampler``."""
     shape: ModelShape
-    """The model."""
+    """Shape of the model."""
     stages: tuple[int, ...]
-    """The stages of the graph it computes."""
+    """Stages of the graph that the unit computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One step to be planned.
+    """One step to plan.
 
     Example:
         Problem(graph=graph, shapes={"policy": shape}, workload=workload, hardware=hardware)
     """
 
     graph: Graph
-    """The step's stages and what flows between them."""
+    """Stages of the step and the fields between them."""
     shapes: Mapping[str, ModelShape]
-    """The model behind each role; a role without one is a function."""
+    """Shape of each role's model; a role without one is a function."""
     workload: Workload
     """Rows, lengths and passes of a step."""
     hardware: Hardware
-    """The devices there are, and how well they are used."""
+    """Devices and their efficiency."""
     samples_apart: bool = False
-    """Whether generation is a unit of its own, ``sampler``, with a second copy of the policy's weights."""
+    """Whether generation is its own unit, ``sampler``, with a second copy of the policy's weights."""
     recomputes: bool = True
-    """Whether activations are recomputed in the backward pass."""
+    """Whether the backward pass recomputes activations."""
     freshness: int = 0
-    """How many policy versions old a trained token may be."""
+    """Largest age of a trained token in policy versions."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.shapes) - set(self.graph.roles))
@@ -102,10 +102,10 @@ class Problem:
             )
 
     def work(self, stage: Stage) -> Work:
-        """The kind of work of a stage.
+        """Return the kind of work of a stage.
 
         Raises:
-            PlanError: an endpoint the planner does not know.
+            PlanError: the planner does not know the endpoint.
         """
         if stage.role == CONTROLLER:
             return Work.FORMULA
@@ -121,7 +121,7 @@ class Problem:
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """What is placed, in the order of the graph's roles; the sampler last."""
+        """Units to place, in the order of the graph's roles; the sampler last."""
         shapes = {role: self.shapes[role] for role in self.graph.roles if role in self.shapes}
         stages: dict[str, list[int]] = {role: [] for role in shapes}
         for stage in self.graph.stages:
@@ -134,17 +134,17 @@ class Problem:
 
     @cached_property
     def generating(self) -> frozenset[int]:
-        """The stages that generate, by index."""
+        """Indices of the stages that generate."""
         return self._of_kind(Work.GENERATE)
 
     @cached_property
     def publishing(self) -> frozenset[int]:
-        """The stages that bring weights to generation."""
+        """Indices of the stages that bring weights to generation."""
         return self._of_kind(Work.PUBLISH)
 
     @cached_property
     def training(self) -> frozenset[int]:
-        """The stages that change weights."""
+        """Indices of the stages that change weights."""
         return self._of_kind(Work.TRAIN)
 
     def _of_kind(self, kind: Work) -> frozenset[int]:
@@ -152,31 +152,31 @@ class Problem:
 
     @property
     def overhead_s(self) -> float:
-        """Seconds of a step that belong to no stage."""
+        """Seconds of a step outside stages."""
         factors = self.hardware.factors
         return factors.step_s + factors.step_row_s * self.workload.rows
 
     @property
     def offloads(self) -> bool:
-        """Whether a model that is not computing keeps its state in the host's memory."""
+        """Whether an idle model keeps its state in host memory."""
         return self.hardware.engine.offloads and not self.samples_apart
 
     def apart(self, freshness: int = 0) -> Problem:
-        """The same step with generation on devices of its own."""
+        """Return the same step with a separate sampler."""
         return replace(self, samples_apart=True, freshness=freshness)
 
     def of_plan(self, plan: Plan) -> Problem:
-        """The same step as a plan has it: with a sampler where it has one, and its freshness bound."""
+        """Return the same step with the plan's sampler and freshness bound."""
         return replace(self, samples_apart=SAMPLER in plan.units, freshness=plan.freshness)
 
 
 def assumed(problem: Problem, *, lengths: str, seconds: str) -> Iterator[str]:
-    """What nobody said of a problem, a sentence each.
+    """Yield a sentence for every assumption about a problem.
 
     Args:
         problem: the step.
-        lengths: what would replace assumed lengths of answers; empty where they were said.
-        seconds: what would say how long a reward's function takes.
+        lengths: how to replace assumed lengths of answers; empty if they were given.
+        seconds: how to give the duration of a reward function.
     """
     response = problem.workload.response
     if lengths and response.kind == "lognormal":
@@ -191,18 +191,18 @@ def assumed(problem: Problem, *, lengths: str, seconds: str) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """A problem, and what nobody said of it."""
+    """A problem and its assumptions."""
 
     problem: Problem
     """The step, its models and the devices."""
     assumptions: tuple[str, ...]
-    """A sentence for each number that was assumed, with what would replace it."""
+    """A sentence for each assumed number, with the option that replaces it."""
     steps: int = 0
-    """Of the whole run; 0 where nobody said."""
+    """Number of steps of the whole run; 0 if not given."""
 
     @property
     def accuracy(self) -> str:
-        """What the factors were held against, and what came of it."""
+        """Data behind the factors, and their measured error."""
         hardware = self.problem.hardware
         if not hardware.calibrated:
             return UNFITTED if hardware.factors == Factors() else UNTOLD
@@ -215,6 +215,6 @@ class Statement:
         )
 
     def range_s(self, seconds: float) -> tuple[float, float] | None:
-        """Between which eight of ten steps predicted so were; none where nobody measured it."""
+        """Return the range that holds 80% of the steps with this prediction; None if it was not measured."""
         error = self.problem.hardware.accuracy
         return None if error is None else (error.low * seconds, error.high * seconds)

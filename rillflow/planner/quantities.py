@@ -1,10 +1,10 @@
-"""Quantities: what stands in a file's table, key by key; a number of a device is never without its unit.
+"""Quantities: parse a file's table key by key; a number that describes a device must have a unit.
 
-"450 GB/s" ─> 4.5e11        0.45 ─> refused: of what?
-table, a record's class ─> the record, or what is unknown, missing or wrong, by its place
+"450 GB/s" ─> 4.5e11        0.45 ─> an error: no unit
+table, a record's class ─> the record, or an error that locates the unknown, missing or invalid key
 
-A field's type says what may stand under its key: ``Annotated[float, RATE]`` is a text with a rate's unit,
-``Annotated[float, MEMORY, "memory"]`` stands under another key than its name.
+A field's type determines its parser: ``Annotated[float, RATE]`` is a text with a rate's unit;
+``Annotated[float, MEMORY, "memory"]`` has another key than its name.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get
 from rillflow.errors import PlanError, nearest
 
 Reader = Callable[[object, str], Any]
-"""What makes a value of a file one of ours, or refuses it by its place."""
+"""Function that converts a value of a file, or raises an error with its place."""
 _TEXT = re.compile(r"\s*([0-9][0-9_,]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z$/€ ]+?)\s*")
 _DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
 
 def read(kind: Any, data: object, where: str, over: Any = None, **known: object) -> Any:
-    """The record of a table.
+    """Read a record from a table.
 
     Args:
-        kind: the record's class.
+        kind: class of the record.
         data: the table.
-        where: what it is called in an error.
-        over: a record of which the table changes some fields; None: it has all without a default.
-        known: the values of fields that it does not have.
+        where: name of the table in errors.
+        over: record whose fields the table overrides; None: the table needs all fields without default.
+        known: values of fields that are not in the table.
 
     Raises:
-        PlanError: as of ``values``.
+        PlanError: see ``values``.
     """
     names, readers = _columns(kind)
     own = {key: reader for key, reader in readers.items() if names[key] not in known}
@@ -47,17 +47,17 @@ def read(kind: Any, data: object, where: str, over: Any = None, **known: object)
 
 
 def named(kind: Any, data: object, where: str) -> dict[str, Any]:
-    """The records of a table of tables; the key of each is its name."""
+    """Read records from a table of tables; the key of each is its name."""
     return {key: read(kind, one, f"{where}.{key}", name=key) for key, one in TABLE(data, where).items()}
 
 
 def values(
     data: object, readers: Mapping[str, Reader], where: str, needed: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """The values of a table, each as its key's reader has it.
+    """Return the values of a table, each converted by its key's reader.
 
     Raises:
-        PlanError: it is no table; a key that is unknown, missing, or has a value that its reader refuses.
+        PlanError: it is not a table, or a key is unknown, missing, or has an invalid value.
     """
     table = TABLE(data, where)
     odd = next((key for key in table if key not in readers), None)
@@ -73,7 +73,8 @@ def values(
 
 
 def checked(made: Callable[[Any], Any], why: str, fix: str = "", known: Iterable[str] = ()) -> Reader:
-    """A reader of what ``made`` makes something of; None is refused, the nearest known one named."""
+    """Return a reader that applies ``made``; on None it raises an error that names the nearest known value.
+    """
 
     def reader(value: object, where: str) -> Any:
         found = made(value)
@@ -87,14 +88,14 @@ def checked(made: Callable[[Any], Any], why: str, fix: str = "", known: Iterable
 
 
 def quantity(what: str, units: Mapping[str, float], least: float, most: float, examples: str) -> Reader:
-    """A reader of texts with a unit, which is a number of the first one; what nobody has is refused.
+    """Return a reader of texts with a number and a unit, in the first unit; implausible values fail.
 
     Args:
-        what: is measured, in words.
-        units: the factor of each to the first, such as bytes.
-        least: below it is a mistake.
-        most: above it is a mistake.
-        examples: units to show.
+        what: measured quantity, in words.
+        units: factor of each unit relative to the first, such as bytes.
+        least: smallest plausible value.
+        most: largest plausible value.
+        examples: units for the error message.
     """
 
     def made(value: object) -> float | None:
@@ -110,7 +111,7 @@ def quantity(what: str, units: Mapping[str, float], least: float, most: float, e
 
 
 def number(least: float, most: float = math.inf, why: str = "") -> Reader:
-    """A reader of plain numbers between two others."""
+    """Return a reader of plain numbers within bounds."""
 
     def made(value: Any) -> float | None:
         is_finite = type(value) in (int, float) and math.isfinite(value)
@@ -120,25 +121,25 @@ def number(least: float, most: float = math.inf, why: str = "") -> Reader:
 
 
 def whole(least: int, most: int = 1_000_000) -> Reader:
-    """A reader of whole numbers."""
+    """Return a reader of integers within bounds."""
     why = f"it must be a whole number, {least} or more and at most {most:,}"
     return checked(lambda value: value if type(value) is int and least <= value <= most else None, why)
 
 
 def one_of(known: Iterable[str]) -> Reader:
-    """A reader of one of some texts."""
+    """Return a reader that accepts only the known texts."""
     why = f"it must be {' or '.join(known)}"
     return checked(lambda value: value if value in tuple(known) else None, why, known=known)
 
 
 def kind_of(wanted: type, why: str) -> Reader:
-    """A reader of what is of one kind."""
+    """Return a reader of values of one type."""
     return checked(lambda value: value if isinstance(value, wanted) else None, why)
 
 
 @lru_cache
 def _columns(kind: Any) -> tuple[dict[str, str], dict[str, Reader]]:
-    """By key of a record's table the field, and what reads it; a type may say both."""
+    """Return the field name and the reader for each key of a record's table; annotations can set both."""
     names, readers = {}, {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         reader, *keys = hint.__metadata__ if get_origin(hint) is Annotated else (_plain(hint),)
@@ -148,7 +149,7 @@ def _columns(kind: Any) -> tuple[dict[str, str], dict[str, Reader]]:
 
 
 def _plain(hint: Any) -> Reader:
-    """What reads values of a type that says nothing of it."""
+    """Return the default reader of a type without annotation."""
     if get_origin(hint) is Literal:
         return one_of(get_args(hint))
     return {str: TEXT, bool: YES, int: whole(0)}.get(hint, TABLE)
@@ -172,12 +173,12 @@ DURATION = quantity("duration", _TIMES, 0.0, 1e6, "1.5 s, 30 us, 20 ms")
 TEXT, TABLE = kind_of(str, "it must be a text in quotes"), kind_of(Mapping, "it must be a table")
 YES = kind_of(bool, "it must be true or false")
 Count: TypeAlias = Annotated[int, whole(1)]
-"""A whole number from 1 on."""
+"""A positive integer."""
 Share: TypeAlias = Annotated[float, number(math.ulp(0.0), 1.0, "it is a share, above 0 up to 1")]
-"""Of a device's number, above 0 up to 1."""
+"""A share of a device's number, above 0 and at most 1."""
 Part: TypeAlias = Annotated[float, number(0.0, 1.0, "it is a share, from 0 to 1")]
-"""From nothing to all."""
+"""A share from 0 to 1."""
 Seconds: TypeAlias = Annotated[float, DURATION]
-"""A text such as ``30 us``."""
+"""A duration as text, such as ``30 us``."""
 Rate: TypeAlias = Annotated[float, RATE]
-"""A text such as ``450 GB/s``."""
+"""A bandwidth as text, such as ``450 GB/s``."""

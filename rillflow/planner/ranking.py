@@ -1,14 +1,13 @@
-"""Ranking: what makes one plan better than another, and what a search found: the best, and what others lack.
+"""Ranking: the order of plans, and the result of a search: the best plans and the weakness of the others.
 
-step seconds, devices, price ─> value, the less the better ─> cut, so that equal plans are equal ─> Ranking
-
-a ranked plan ─┬─ as good ────────────────────────────────────────────────> tie
+step seconds, devices, price ─> value, lower is better ─> rounded, so that equal plans are equal ─> Ranking
+a ranked plan ─┬─ equally good ───────────────────────────────────────────> tie
                ├─ as fast, on more devices ───────────────────────────────> devices
-               ├─ half of what is lost is on the way between pools ───────> transfer
-               ├─ its devices wait for 5 points more of the step ─────────> idle
-               ├─ its stages take longer, by half of it ──────────────────> slower stages
-               ├─ they do not, but wait for each other ───────────────────> turns
-               └─ it is faster by formulas, and not when simulated ───────> simulated
+               ├─ transfers between pools take at least half of the loss ─> transfer
+               ├─ its devices are idle for 5 points more of the step ─────> idle
+               ├─ its stages take longer, by at least half of the loss ───> slower stages
+               ├─ its stages only wait for each other ────────────────────> turns
+               └─ it is faster by formulas, but not in the simulation ────> simulated
 """
 
 from __future__ import annotations
@@ -25,38 +24,38 @@ from rillflow.planner.evaluate import StepEvaluation
 from rillflow.planner.plan import Plan
 
 Floats = np.ndarray
-"""Numbers of float64, one for each of the plans compared."""
+"""Float64 array with one number per compared plan."""
 _KEPT_BITS = np.int64(~((1 << 20) - 1))
 HOUR_S = 3600.0
 LITTLE = 0.10
-"""A gain that is not worth doubling a cluster."""
+"""Smallest relative gain that makes a larger cluster worthwhile."""
 
 
 class Goal(StrEnum):
-    """What is to be least."""
+    """Minimised quantity."""
 
     STEP = "step"
     """Seconds of a step."""
     DEVICE_HOURS = "device-hours"
-    """Device-hours of a step: most samples per device-hour."""
+    """Device-hours of a step, for most samples per device-hour."""
     DEVICES = "devices"
-    """Devices, where a step keeps the deadline."""
+    """Number of devices, among plans that meet the deadline."""
     COST = "cost"
-    """What a step costs at the fleets' prices."""
+    """Price of a step on the fleets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """A goal, and what it needs.
+    """A goal and its parameters.
 
     Example:
         Objective(goal=Goal.DEVICES, deadline_s=300)
     """
 
     goal: Goal = Goal.STEP
-    """What is to be least."""
+    """Quantity to minimise."""
     deadline_s: float = math.inf
-    """Seconds a step may take at most; no plan that takes longer counts."""
+    """Largest allowed seconds of a step; slower plans are excluded."""
 
     def __post_init__(self) -> None:
         is_open = math.isinf(self.deadline_s)
@@ -69,10 +68,10 @@ class Objective:
             )
 
     def values(self, step_s: Floats, devices: Floats, price_per_hour: Floats) -> Floats:
-        """The value of plans, the less the better; infinite beyond the deadline.
+        """Return the value of plans, lower is better; infinite beyond the deadline.
 
-        Never falls with any of the three, so the value of lower bounds is a lower bound. Cut to 32 binary
-        digits: sums that differ by rounding only are the same.
+        The value never falls when an argument grows, so lower bounds of the arguments give a lower bound of
+        the value. It is truncated to 32 binary digits, so sums that differ only by rounding are equal.
         """
         step = np.asarray(step_s, dtype=np.float64)
         within = np.isfinite(step) & (rounded(step) <= self.deadline_s)
@@ -87,81 +86,81 @@ class Objective:
 
 
 def rounded(numbers: Floats) -> Floats:
-    """Numbers of 0 and more cut to 32 binary digits; the order of what differs by more is kept."""
+    """Truncate non-negative numbers to 32 binary digits; larger differences keep their order."""
     whole = np.ascontiguousarray(numbers, dtype=np.float64)
     return (whole.view(np.int64) & _KEPT_BITS).view(np.float64)
 
 
 class Cause(StrEnum):
-    """What a placement is behind by."""
+    """Main weakness of a placement relative to the best plan."""
 
     TRANSFER = "transfer"
-    """Rows or weights on their way between its pools."""
+    """Transfers of rows or weights between its pools."""
     IDLE = "idle"
-    """Devices that wait for other pools."""
+    """Devices idle because they wait for other pools."""
     SLOWER = "slower stages"
-    """Stages that take longer on what they are given."""
+    """Stages that take longer on their devices."""
     TURNS = "turns"
-    """Stages one after another that the best plan runs side by side."""
+    """Stages in sequence that the best plan runs in parallel."""
     DEVICES = "devices"
-    """More devices, or dearer ones, than what they gain is worth."""
+    """More devices, or more expensive ones, than their gain is worth."""
     SIMULATED = "simulated"
-    """Steps that take longer when they are simulated, though formulas say less."""
+    """Slower steps in the simulation, although formulas predict less."""
     TIE = "tie"
-    """Nothing: it is as good, and only the order of equal plans puts it behind."""
+    """No weakness: it is equally good, and only the tie-break order puts it behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranked:
-    """One placement at its best."""
+    """Best plan of one placement."""
 
     plan: Plan
-    """What to launch."""
+    """Plan to launch."""
     evaluation: StepEvaluation
-    """What it costs."""
+    """Cost of the plan."""
     value: float
-    """The objective's; the less the better."""
+    """Value of the objective; lower is better."""
     cause: Cause | None = None
-    """What it is behind the best by; none of the best itself."""
+    """Main weakness relative to the best plan; None for the best plan."""
     why: str = ""
-    """The same in words and numbers."""
+    """The weakness in words and numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The result of a search."""
+    """Result of a search."""
 
     best: tuple[Ranked, ...]
-    """The best plan found of each of the best placements, best first."""
+    """Best plan found for each of the best placements, best first."""
     placements: int
-    """Set partitions times freshness bounds that were looked at."""
+    """Number of placements considered: set partitions times freshness bounds."""
     nowhere: int
-    """Of those looked at one by one, the ones that fit on no allocation."""
+    """Number of individually searched placements that fit on no allocation."""
     sizes: tuple[ClusterSize, ...] = ()
-    """The best plan on other sizes of the cluster, ascending."""
+    """Best plan for other cluster sizes, ascending."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSize:
-    """The best plan on one size of a cluster."""
+    """Best plan for one cluster size."""
 
     devices: int
-    """That there are."""
+    """Number of devices in the cluster."""
     best: Ranked | None
-    """Its best plan; none where none fits."""
+    """Best plan; None if no plan fits."""
     rows_per_s: float
-    """What it trains on in a second; 0 where nothing fits."""
+    """Trained rows per second; 0 if no plan fits."""
     gain: float | None
-    """Rows a second over those of the size before, less 1; none of the first that fits anything."""
+    """Relative gain in rows per second over the previous size; None without a fitting previous size."""
 
     @property
     def gains_little(self) -> bool:
-        """Whether it brings less than ``LITTLE`` over the size before."""
+        """Whether the gain over the previous size is less than ``LITTLE``."""
         return self.gain is not None and self.gain < LITTLE
 
 
 def explained(found: Ranked, winner: Ranked) -> Ranked:
-    """The best plan of a placement, with why it is no better than the best of all."""
+    """Return the best plan of a placement with the reason why it is not the best of all."""
     mine, best = found.evaluation, winner.evaluation
     late, moved = mine.step_s - best.step_s, sum(mine.transfers_s) + mine.crossing_s
     more = {index: spent - best.seconds[index] for index, spent in mine.seconds.items()}
@@ -190,14 +189,14 @@ def explained(found: Ranked, winner: Ranked) -> Ranked:
 
 
 def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking, list[int]]:
-    """The ranking with its first plans in the order of what a step of each is shown to take.
+    """Return the ranking with its first plans ordered by their displayed seconds.
 
     Args:
-        ranking: by formulas.
-        shown_s: seconds of a step of the first plans: in step as computed, ahead as simulated.
+        ranking: order by formulas.
+        shown_s: displayed seconds of a step of the first plans: computed, or simulated with freshness.
 
     Returns:
-        The ranking, and where in the old one its first plans were.
+        The ranking, and the old positions of its first plans.
     """
     order = sorted(range(len(shown_s)), key=lambda place: (shown_s[place], place))
     best = [*(ranking.best[place] for place in order), *ranking.best[len(order) :]]

@@ -1,6 +1,8 @@
-"""Request: the short form of a problem, some words instead of a recipe and a cluster's file; without torch.
+"""Request: build a planning problem from command-line options instead of a recipe and a cluster file.
 
 --model config.json --gpus 64xH100 --algorithm grpo --response mean=2000,max=8192 ─> Statement
+
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from rillflow.planner.problem import Problem, Statement, assumed
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 SIGMA = 0.9
-"""The spread of lengths of which only the mean or the median is said: answers that reason have about that."""
+"""Default sigma of log-normal lengths, typical for answers with reasoning."""
 LINK = "50 GB/s"
-"""One device's share of the network where nobody says: a card of 400 Gb/s each."""
+"""Default share of the network per device: one 400 Gb/s card each."""
 MACHINE = 8
-"""Devices of a machine."""
+"""Number of devices of a machine."""
 _GRAPHS = Path(__file__).parent / "graphs.json"
 _SAID = re.compile(r"\s*(mean|median|max|sigma|p[1-9][0-9]?)\s*=\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*")
 _TRAINED = ("critic", "cost_critic")
@@ -47,10 +49,10 @@ def state_request(
     reward_seconds: float,
     steps: int,
 ) -> Statement:
-    """The problem of the words of ``rillflow plan --help``, and what was assumed.
+    """Return the problem for the options of ``rillflow plan --help``, with its assumptions.
 
     Raises:
-        PlanError: what they say cannot be.
+        PlanError: the options contradict each other or are invalid.
     """
     graph, shape = graph_of(algorithm), open_shape(model)
     models = [role for role in graph.roles if role not in ("reward", "cost", "controller")]
@@ -83,11 +85,11 @@ def state_request(
 
 
 def open_shape(file: Path, name: str = "") -> ModelShape:
-    """The sizes of the model of a config.json, or of the folder that has it.
+    """Read the sizes of a model from its config.json, or from the folder with that file.
 
     Raises:
-        ModelError: it cannot be read.
-        PlanError: it lacks a size.
+        ModelError: the file cannot be read.
+        PlanError: a size is missing.
     """
     file = file / "config.json" if file.is_dir() else file
     try:
@@ -100,10 +102,10 @@ def open_shape(file: Path, name: str = "") -> ModelShape:
 
 
 def graph_of(algorithm: str) -> Graph:
-    """The step of a shipped algorithm, as its recipe is traced.
+    """Return the step of a shipped algorithm, traced from its recipe.
 
     Raises:
-        PlanError: none is called so.
+        PlanError: no shipped algorithm has this name.
     """
     known = json.loads(_GRAPHS.read_text("utf-8"))
     if algorithm not in known:
@@ -121,10 +123,10 @@ def graph_of(algorithm: str) -> Graph:
 
 
 def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:
-    """So many devices of a shipped kind on machines of eight.
+    """Return a cluster of shipped devices on machines of eight.
 
     Raises:
-        PlanError: no number, or no such kind.
+        PlanError: ``gpus`` has no count, or names an unknown device.
     """
     found = re.fullmatch(r"\s*([1-9][0-9]*)\s*[x*]\s*(\S+)\s*", gpus)
     if found is None:
@@ -137,12 +139,12 @@ def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:
 
 
 def lengths(text: str, where: str) -> Lengths:
-    """Lengths from ``mean=2000,max=8192`` (``median``, ``sigma``, ``p90`` too), one number, or a file.
+    """Parse lengths: ``mean=2000,max=8192`` (``median``, ``sigma``, ``p90`` too), one number, or a file.
 
-    A file has a length a line, as a number or as ``{"length": ...}``.
+    A file has one length per line, as a number or as ``{"length": ...}``.
 
     Raises:
-        PlanError: what is said contradicts itself.
+        PlanError: the values contradict each other or are invalid.
     """
     if text.strip().isdecimal():
         return Lengths(kind="fixed", limit=int(text))
@@ -160,7 +162,7 @@ def lengths(text: str, where: str) -> Lengths:
 
 
 def _lognormal(said: Mapping[str, float], where: str) -> Lengths:
-    """The clipped log-normal of a limit, a middle, and a spread or a percentile."""
+    """Return the clipped log-normal with a limit, a mean or median, and a sigma or percentile."""
     middle = next((key for key in ("mean", "median") if key in said), "")
     more = [key for key in said if key not in ("max", middle)]
     if "max" not in said or not middle or len(more) > 1 or "median" in more:

@@ -1,11 +1,11 @@
-"""Schedule: when every stage of a step runs, if pools take their stages in turn and run beside one another.
+"""Schedule: when every stage of a step runs. A pool runs its stages in turn; pools run in parallel.
 
 graph, seconds of stages and edges, pools ─> tasks ─ in_turn ─> when every stage runs ─┬─> seconds of a step
                                                              latency, loads of pools ─┴─> period with a bound
 
-A stage begins when what it reads has arrived and its pool is free, in the order of the program. So every end
-is a maximum of sums of the durations: no duration that grows makes anything earlier. The simulator takes the
-same rule from one batch to the next: a pool is free where the batch before has left it.
+A stage begins when its inputs have arrived and its pool is free, in program order. Every end time is thus a
+maximum over sums of durations, so a longer duration never makes anything earlier. The simulator uses the same
+rule from one batch to the next: a pool is free when the previous batch has left it.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from rillflow.graph.graph import Graph
 from rillflow.planner.grid import Numbers
 
 BESIDE = ""
-"""The pool of what runs beside the devices: formulas, functions; it is always free."""
+"""Pool name of formulas and functions, which use no devices and never wait for a pool."""
 _SETTLED, _COUNTED = 64, 256
-"""Steps of a period's mean: those before it, and those it is made of."""
+"""Steps before the averaged period, and steps in its average."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageTask:
-    """A stage as pools take it; its numbers may be those of many plans at once."""
+    """A stage for scheduling; numbers may be arrays over many plans."""
 
     stage: int
-    """Its index in the graph."""
+    """Index of the stage in the graph."""
     name: str
-    """Its name in the graph."""
+    """Name of the stage in the graph."""
     pool: str
-    """Whose devices it holds; empty for what runs beside them."""
+    """Pool that the stage occupies; empty for stages without devices."""
     seconds: Any
-    """What it takes."""
+    """Seconds of the stage."""
     inputs: Mapping[int, float]
-    """Seconds on its way of what it reads, by the stage it comes from; what none makes is there already."""
+    """Transfer seconds of its inputs by producing stage; inputs of the step are already available."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing(StageTask):
-    """A stage, and when it runs, from the beginning of its step."""
+    """A stage with its times, relative to the start of its step."""
 
     start_s: Any
-    """When what it reads has arrived and its pool is free."""
+    """Time when its inputs have arrived and its pool is free."""
     end_s: Any
-    """When its result is there."""
+    """Time when its result is available."""
 
 
 def tasks_of(
     graph: Graph, *, seconds: Sequence[Numbers], pools: Sequence[str], transfers: Sequence[float]
 ) -> tuple[StageTask, ...]:
-    """A step's stages, in the order of the program.
+    """Return a step's stages as tasks, in program order.
 
     Args:
         graph: the step.
-        seconds: of every stage, in the order of ``graph.stages``.
-        pools: whose devices every stage holds; ``BESIDE`` for none.
+        seconds: duration of every stage, in the order of ``graph.stages``.
+        pools: pool that every stage occupies; ``BESIDE`` for none.
         transfers: seconds of every edge, in the order of ``graph.edges``.
     """
     inputs: list[dict[int, float]] = [{} for _ in graph.stages]
@@ -79,13 +79,13 @@ def in_turn(
     free_s: dict[str, Any] | None = None,
     latest: Callable[[Any, Any], Any] = max,
 ) -> tuple[Timing, ...]:
-    """When tasks run that all may begin at one time.
+    """Return the times of tasks that may all begin at the same time.
 
     Args:
-        tasks: in the order of the program.
-        begin_s: when they may begin.
-        free_s: by pool, when it is free; brought up to date.
-        latest: ``np.maximum`` for many plans at once whose stages lie on the same pools.
+        tasks: tasks in program order.
+        begin_s: earliest start.
+        free_s: time when each pool is free; updated in place.
+        latest: ``np.maximum`` for arrays over many plans whose stages use the same pools.
     """
     free_s = {} if free_s is None else free_s
     ends: dict[int, Any] = {}
@@ -102,25 +102,24 @@ def in_turn(
 
 
 def last_s(timings: Iterable[Timing]) -> float:
-    """When the last of them has ended."""
+    """Return the end of the last timing."""
     return max((timing.end_s for timing in timings), default=0.0)
 
 
 def period_s(loads: Iterable[float], *, latencies_s: Sequence[float], freshness: int) -> float:
-    """Seconds from one update to the next where generation runs ahead, on average over many steps.
+    """Return the average seconds between two updates when generation runs ahead of training.
 
     Step b begins when step b - (k + 1) has ended, and steps end in order:
 
         end(b) = max(end(b - 1) + busiest pool, end(b - k - 1) + latency(b))
 
-    With one latency that is ``max(loads, latency / (k + 1))``. With several it is more: a step that takes
-    long holds up the next ones, which then begin together.
+    With one latency, the result is ``max(loads, latency / (k + 1))``. With several latencies it is larger: a
+    slow step delays the next ones, which then begin together.
 
     Args:
         loads: seconds of a step in which each pool computes.
-        latencies_s: from the beginning of a step's generation to the weights made of it being published, by
-            equal chances.
-        freshness: k, how many policy versions old a trained token may be.
+        latencies_s: equally likely seconds from a step's first generation to the publish of its weights.
+        freshness: k, the largest age of a trained token in policy versions.
     """
     load, ahead = max(loads, default=0.0), freshness + 1
     if max(latencies_s) <= ahead * load:

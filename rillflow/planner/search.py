@@ -1,12 +1,12 @@
-"""Search: the best plan of every way to share a cluster, and why each is behind the best.
+"""Search: find the best plan for every way to share a cluster, and explain why the others are slower.
 
-units ─> placements: set partitions, in step or with a freshness bound ─ least bound first ──────────────────┐
+units ─> placements: set partitions, with each freshness bound ─ lowest bound first ─────────────────────────┐
   ┌──────────────────────────────────────────────────────────────────────────────────────────────────────────┘
-  ├─> ways: the units of a pool at a fleet and size, grid by grid until no change of one is faster
-  └─> allocations of sizes to pools, those with the least bounds kept ─ evaluate the best few ─> Ranked
+  ├─> ways: grids for the units of a pool on a fleet and size, changed one by one until none is faster
+  └─> allocations of sizes to pools, those with the lowest bounds kept ─ evaluate the best few ─> Ranked
 
-A heuristic: grids are chosen pool by pool, by the seconds that the pool is busy, and few allocations are
-evaluated. What that loses against an exact search: docs/log.md.
+The search is a heuristic: it chooses grids pool by pool by the pool's busy seconds, and evaluates few
+allocations. docs/log.md compares it with an exact search.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rillflow.planner.variant import Variant, preference
 from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
 
 KEPT = 8
-"""Placements that are ranked."""
+"""Number of ranked placements."""
 
 
 def search(
@@ -43,20 +43,19 @@ def search(
     kept: int = KEPT,
     times: Sequence[Fraction | int] = (),
 ) -> Ranking:
-    """The best plans of a problem, one of each placement, and the best on other sizes of the cluster.
+    """Return the best plans of a problem, one per placement, and the best plan for other cluster sizes.
 
     Args:
-        problem: the step; whether it samples apart is decided here.
-        costs: makes the cost model of a problem.
-        objective: what is to be least; the step's seconds if nothing is said.
-        freshness: bounds to try; 0 is in step, with generation where the policy is trained, more is a sampler
-            apart.
-        apart_in_step: whether bound 0 is tried with a sampler apart too, which waits while the policy trains.
-        kept: placements that are ranked.
-        times: how many times the machines other sizes have; those that would cut a machine are left out.
+        problem: the step; the search sets its sampler and freshness.
+        costs: creates the cost model of a problem.
+        objective: quantity to minimise; by default the seconds of a step.
+        freshness: bounds to try; 0 generates on the policy's training devices, others on a separate sampler.
+        apart_in_step: whether to also try bound 0 with a separate sampler, which waits during training.
+        kept: number of ranked placements.
+        times: factors for the machines of other cluster sizes; those that split a machine are ignored.
 
     Raises:
-        PlanError: no plan fits, or none keeps the deadline.
+        PlanError: no plan fits, or none meets the deadline.
     """
     objective = objective or Objective()
     _require_prices(problem, objective)
@@ -96,7 +95,7 @@ def _room(hardware: Hardware) -> NDArray[np.int64]:
 
 
 def _search(variants: Sequence[Variant], room: NDArray[np.int64], kept: int) -> Ranking:
-    """The best plans on so many devices of each fleet."""
+    """Return the best plans within the given devices of each fleet."""
     every = [(variant, partition) for variant in variants for partition in variant.partitions]
     bounds = [variant.bound(partition, room) for variant, partition in every]
     found: list[Ranked] = []
@@ -113,7 +112,8 @@ def _search(variants: Sequence[Variant], room: NDArray[np.int64], kept: int) -> 
 
 
 def scaled(hardware: Hardware, factor: Fraction) -> Hardware | None:
-    """So many times the machines; none where that is no whole number of each kind."""
+    """Return the cluster with ``factor`` times the machines; None if a fleet would not have whole machines.
+    """
     fleets = []
     for fleet in hardware.fleets:
         machines = Fraction(fleet.devices, fleet.per_machine) * factor
@@ -134,29 +134,29 @@ def _require_prices(problem: Problem, objective: Objective) -> None:
 
 
 HEAVIER = 1.5
-"""How much larger sigma is in a heavier tail of the same mean."""
+"""Factor on sigma for a heavier tail with the same mean."""
 BATCHES = (2, 4, 8)
-"""How many times the prompts are tried."""
+"""Factors on the number of prompts that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variation:
-    """A step with other lengths."""
+    """Prediction for a step with other lengths."""
 
     what: str
-    """What differs."""
+    """Description of the change."""
     step_s: float
-    """Seconds of the plan that is best as said; infinite where it no longer fits."""
+    """Seconds of a step of the originally best plan; infinite if it no longer fits."""
     best: int
-    """The place of the ranked plan that is best then, from 0."""
+    """Index of the ranked plan that is then the best, from 0."""
     gain: float | None
-    """What the next size brings then, as a share; none where it was not looked at."""
+    """Relative gain of the next cluster size; None if it was not computed."""
 
 
 def variations(
     problem: Problem, costs: CostsOf, plans: Sequence[Plan], sizes: Sequence[ClusterSize]
 ) -> list[Variation]:
-    """Plans and the next size with answers half and twice as long, and with a heavier tail."""
+    """Evaluate plans and the next size for answers half and twice as long, and for a heavier tail."""
     found = []
     for what, response in _changed(problem.workload.response):
         workload = replace(problem.workload, response=response)
@@ -168,7 +168,7 @@ def variations(
 
 
 def prompts_that_pay(problem: Problem, costs: CostsOf, sizes: Sequence[ClusterSize]) -> int | None:
-    """The least prompts of a step, of those tried, with which the next size gains ``LITTLE`` or more."""
+    """Return the smallest tried number of prompts for which the next size gains at least ``LITTLE``."""
     for times in BATCHES:
         workload = replace(problem.workload, prompts=times * problem.workload.prompts)
         gain = gain_of(problem, costs, sizes, workload)
@@ -180,7 +180,7 @@ def prompts_that_pay(problem: Problem, costs: CostsOf, sizes: Sequence[ClusterSi
 def gain_of(
     problem: Problem, costs: CostsOf, sizes: Sequence[ClusterSize], workload: Workload
 ) -> float | None:
-    """What the size after the cluster's own brings with such rows, each on its best plan for those said."""
+    """Return the gain of the next larger cluster for a workload, keeping the best plan of each size."""
     devices = problem.hardware.devices
     own = next((size.best for size in sizes if size.devices == devices), None)
     more = next((size for size in sizes if size.devices > devices), None)
@@ -194,7 +194,7 @@ def gain_of(
 
 
 def step_s(problem: Problem, costs: CostsOf, plan: Plan, workload: Workload) -> float:
-    """Seconds of a plan's step with such rows; infinite where they do not fit."""
+    """Return the seconds of a plan's step for a workload; infinite if it does not fit."""
     step = replace(problem.of_plan(plan), workload=workload)
     try:
         return evaluate(step, costs(step), plan).step_s
@@ -211,7 +211,7 @@ def _changed(response: Lengths) -> Iterator[tuple[str, Lengths]]:
 
 
 def _scaled(response: Lengths, times: float) -> Lengths:
-    """Lengths so many times as long, the limit as it is where there is one beyond the lengths."""
+    """Scale lengths by a factor; a limit above all lengths stays unchanged."""
     if response.kind == "lognormal":
         return replace(response, median=times * response.median)
     values = tuple(max(1, round(times * value)) for value in response.known)

@@ -1,10 +1,10 @@
-"""Variant: the placements of a problem with one freshness bound, each with the best plan found of it.
+"""Variant: the placements of a problem with one freshness bound, and the best plan found for each.
 
-units alone at every place ─> least seconds of allocations ─ least first ─> evaluated, until none can win
+single units at every place ─> lower bounds of allocations ─ lowest first ─> evaluated, until none can win
 a pool's units at a place ─ one option changed at a time until none is faster ──┘
 
-A place is a fleet and a size that a pool may have. Units that share a pool take at least what each takes
-there alone, so an allocation's bound is made of units alone.
+A place is a fleet and a possible pool size. Units that share a pool take at least as long as each unit alone
+there, so single units give the bound of an allocation.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from rillflow.planner.schedule import BESIDE, in_turn, tasks_of
 
 Whole = NDArray[np.int64]
 Pool = tuple[int, ...]
-"""Units that share devices, by their place among the problem's, ascending."""
+"""Units that share devices, as ascending indices into the problem's units."""
 Partition = tuple[Pool, ...]
 """Pools, ordered by their first unit."""
 BEAM = 4096
-"""Allocations of the first pools that are carried on to the next."""
+"""Largest number of partial allocations kept from pool to pool."""
 EVALUATED = 16
-"""Allocations of a placement that are evaluated with everything that is sent between pools, at most."""
+"""Largest number of allocations of a placement that are evaluated with transfers between pools."""
 
 
 def partitions(names: Sequence[str]) -> Iterator[Partition]:
-    """Every set partition of units, each once; a sampler shares its pool with none.
+    """Yield every set partition of units once; a sampler does not share its pool.
 
-    1, 2, 5, 15, 52, 203, 877 of 1 to 7 units.
+    There are 1, 2, 5, 15, 52, 203, 877 partitions of 1 to 7 units.
     """
     if not names:
         yield ()
@@ -51,24 +51,24 @@ def partitions(names: Sequence[str]) -> Iterator[Partition]:
 
 
 def preference(one: Ranked) -> tuple[float, int, int, int, tuple[str, ...]]:
-    """Of equal plans that with fewer devices, fewer pools, fresher tokens, the first names."""
+    """Return the sort key: value, then fewer devices, fewer pools, lower freshness, and names."""
     pools = tuple(pool.name for pool in one.plan.pools)
     return (one.value, one.evaluation.devices, len(pools), one.plan.freshness, pools)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Way:
-    """How the units of a pool lie at one place."""
+    """Options of the units of a pool at one place, with their cost."""
 
     options: tuple[Option, ...]
     seconds: Mapping[int, float]
     load_s: float
     score: float
-    """What is least of the way that is kept: the load, and with a bound the latency that limits steps too."""
+    """Minimised score: the load; with freshness above 0, also the latency that limits steps."""
 
 
 class Variant:
-    """A problem with a freshness bound: its placements, and the ways of all pools, found once."""
+    """A problem with one freshness bound: its placements, and cached ways of all pools."""
 
     def __init__(self, problem: Problem, costs: CostModel, objective: Objective) -> None:
         self.problem = problem
@@ -76,16 +76,17 @@ class Variant:
         self._units, self._stages = problem.units, problem.graph.stages
         self._fleets = problem.hardware.fleets
         self.partitions = [*partitions([unit.name for unit in self._units])]
-        """Every way to put the units into pools."""
+        """All ways to distribute the units to pools."""
         self._found: dict[tuple[Pool, int], _Way | None] = {}
         self._places = [(fleet, size) for fleet in self._fleets for size in fleet.sizes]
-        """Where a pool may lie; the arrays say of each its fleet's number, devices, price an hour."""
+        """Possible places of a pool; the arrays hold each place's fleet index, devices, and price per hour.
+        """
         self._fleet = np.array([self._fleets.index(fleet) for fleet, _ in self._places])
         self._devices = np.array([size for _, size in self._places])
         self._prices = np.array([fleet.price_per_hour * size for fleet, size in self._places])
         self._taken = self._devices[:, None] * (self._fleet[:, None] == np.arange(len(self._fleets)))
         self._seconds = np.zeros((len(self._units), len(self._places), len(self._stages)))
-        """Of every stage of a unit alone at a place, and in sum; infinite where it does not fit."""
+        """Seconds of every stage, for each unit alone at each place; infinite if the unit does not fit."""
         self._loads = np.full(self._seconds.shape[:2], np.inf)
         for unit, place in np.ndindex(*self._loads.shape):
             way = self._way((unit,), place)
@@ -94,11 +95,12 @@ class Variant:
                 self._seconds[unit, place, list(way.seconds)] = list(way.seconds.values())
 
     def bound(self, partition: Partition, room: Whole) -> float:
-        """The value if each stage had the place where it is fastest; infinite where a unit fits nowhere."""
+        """Return a lower bound: each stage at its fastest place; infinite if a unit fits nowhere."""
         return float(self._values(partition, np.zeros((1, 0), dtype=np.int64), room)[0])
 
     def best(self, partition: Partition, room: Whole) -> Ranked | None:
-        """The best plan found of a placement on so many devices of each fleet; none where none fits."""
+        """Return the best plan found for a placement within these devices of each fleet; None if none fits.
+        """
         rows = self._allocations(partition, room)
         values = self._values(partition, rows, room)
         best: Ranked | None = None
@@ -116,7 +118,7 @@ class Variant:
         return best
 
     def _ranked(self, partition: Partition, row: Whole) -> Ranked:
-        """The plan of an allocation, evaluated."""
+        """Return the evaluated plan of an allocation."""
         pools, units = [], {}
         for pool, place in zip(partition, row.tolist(), strict=True):
             (fleet, size), way = self._places[place], self._way(pool, place)
@@ -138,7 +140,7 @@ class Variant:
         return Ranked(plan=plan, evaluation=found, value=value)
 
     def _allocations(self, partition: Partition, room: Whole) -> Whole:
-        """Places of pools, [allocations, pools], pool after pool, the least bounds carried on."""
+        """Return places of pools, [allocations, pools], extended pool by pool from the lowest bounds."""
         rows = np.zeros((1, 0), dtype=np.int64)
         for pool in partition:
             if len(rows) > BEAM:
@@ -149,7 +151,8 @@ class Variant:
         return rows
 
     def _values(self, partition: Partition, rows: Whole, room: Whole) -> Floats:
-        """The objective of allocations, nothing sent; pools without a place yet at their fastest."""
+        """Return the objective of allocations without transfers; pools without a place use their fastest one.
+        """
         problem, bound = self.problem, self.problem.freshness
         within, most = self._devices <= room[self._fleet], problem.hardware.devices
         homes = [BESIDE] * len(self._stages)
@@ -179,12 +182,12 @@ class Variant:
         return self._valued(step + problem.overhead_s, rows)
 
     def _valued(self, step_s: Floats, rows: Whole) -> Floats:
-        """The objective of steps on what allocations take, which is a device at least."""
+        """Return the objective of steps on the devices of allocations, at least one device."""
         devices = np.maximum(self._devices[rows].sum(axis=1), 1)
         return self._objective.values(step_s, devices, self._prices[rows].sum(axis=1))
 
     def _packs(self, row: Whole, room: Whole) -> bool:
-        """Whether the pools find room on the machines of their fleets."""
+        """Return whether the pools fit on the machines of their fleets."""
         return all(
             fleet.machines_needed(self._devices[row][self._fleet[row] == number].tolist())
             <= max(1, room[number] // fleet.per_machine)
@@ -192,7 +195,8 @@ class Variant:
         )
 
     def _way(self, pool: Pool, place: int) -> _Way | None:
-        """The way that no change of one option makes faster, from the smallest on; none without room."""
+        """Return the way that no change of one option improves; start from the smallest; None without room.
+        """
         if (pool, place) not in self._found:
             fleet, devices = self._places[place]
             choices = [self._costs.options(self._units[unit], fleet.name, devices) for unit in pool]
@@ -209,7 +213,8 @@ class Variant:
         return self._found[pool, place]
 
     def _laid(self, pool: Pool, place: int, options: Sequence[Option], most: float = math.inf) -> _Way | None:
-        """What the units cost on these options; none where they do not fit, or score ``most`` or more."""
+        """Return the cost of the units on these options; None without room, or if the score reaches ``most``.
+        """
         fleet, devices = self._places[place]
         units = [self._units[unit] for unit in pool]
         seconds = {index: spent for option in options for index, spent in option.seconds.items()}

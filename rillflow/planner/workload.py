@@ -1,6 +1,6 @@
-"""Workload: how many rows a step has, how long they are, and how often it trains on them.
+"""Workload: the rows of a step, their lengths, and the training passes over them.
 
-mean and limit, or lengths of a run ──> Lengths ─┬─ mean, mean_square ─> what training computes
+mean and limit, or lengths of a run ──> Lengths ─┬─ mean, mean_square ─> cost of training
                                                  └─ spread ────────────> how a batch drains
 """
 
@@ -18,31 +18,32 @@ from numpy.typing import NDArray
 from rillflow.errors import PlanError
 
 MOST_TOKENS = 100_000_000
-"""No row is longer."""
+"""Largest accepted length."""
 _MOST_ROWS = 1_000_000_000
 _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """How many tokens a prompt or a response has.
+    """Distribution of the number of tokens of a prompt or a response.
 
     Example:
         Lengths(kind="lognormal", median=800, sigma=0.6, limit=8192)
     """
 
     kind: Literal["fixed", "lognormal", "measured"]
-    """One length; log-normal, clipped at the limit: what would be longer has just that; or those of a run."""
+    """``fixed`` is one length; ``lognormal`` is clipped at the limit; ``measured`` uses the lengths of a run.
+    """
     limit: int
-    """The longest there is; of ``fixed`` the length itself."""
+    """Largest length; for ``fixed``, the length itself."""
     median: float = 0.0
-    """Of ``lognormal``, before clipping."""
+    """Median of ``lognormal`` before clipping."""
     sigma: float = 0.0
-    """Of ``lognormal``: the standard deviation of the logarithm."""
+    """Standard deviation of the logarithm of ``lognormal``."""
     values: tuple[int, ...] = ()
-    """Of ``measured``: lengths that were seen, ascending."""
+    """Observed lengths of ``measured``, ascending."""
     in_order: tuple[int, ...] = ()
-    """Of ``measured``: those of rows one after another, again and again; they are drawn where it is empty."""
+    """Observed lengths of ``measured`` in row order, repeated cyclically; if empty, lengths are drawn."""
 
     def __post_init__(self) -> None:
         require_within("the longest length", self.limit, 1, MOST_TOKENS)
@@ -63,29 +64,29 @@ class Lengths:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The lengths that there are, ascending, where they are not log-normal."""
+        """Ascending known lengths of ``fixed`` and ``measured``."""
         return (self.limit,) if self.kind == "fixed" else self.values
 
     def quantile(self, share: float) -> float:
-        """The length that this share of rows does not exceed, in tokens, 0 < share < 1."""
+        """Return the length that this share of rows does not exceed, in tokens, 0 < share < 1."""
         if self.kind != "lognormal":
             return float(self.known[min(int(share * len(self.known)), len(self.known) - 1)])
         return min(max(self.median * math.exp(self.sigma * _NORMAL.inv_cdf(share)), 1.0), float(self.limit))
 
     @cached_property
     def mean(self) -> float:
-        """Tokens of a row on average, clipped mass counted at the limit."""
+        """Mean tokens of a row; clipped rows count with the limit."""
         return self._moment(1)
 
     @cached_property
     def mean_square(self) -> float:
-        """The mean of a length's square, tokens^2: what attention and the live context are made of."""
+        """Mean square of a length, in tokens^2, for attention cost and live context."""
         return self._moment(2)
 
     def _moment(self, power: int) -> float:
-        """The mean of a length to a power p.
+        """Return the mean of a length to a power p.
 
-        Of a clipped log-normal: m^p exp((p s)^2 / 2) N(z - p s) + limit^p (1 - N(z)), z = ln(limit / m) / s.
+        For a clipped log-normal: m^p exp((p s)^2 / 2) N(z - p s) + limit^p (1 - N(z)), z = ln(limit / m) / s.
         """
         if self.kind != "lognormal":
             return math.fsum(math.pow(value, power) for value in self.known) / len(self.known)
@@ -96,19 +97,19 @@ class Lengths:
         return below + math.pow(self.limit, power) * (1.0 - _NORMAL.cdf(z))
 
     def spread(self, rows: int) -> NDArray[np.float64]:
-        """So many lengths, ascending, that stand for the distribution: the middles of as many equal parts."""
+        """Return ``rows`` ascending lengths that represent the distribution: the midpoints of equal parts."""
         return _quantiles(self, rows, 1)
 
     def longest(self, rows: int, parts: int = 64) -> NDArray[np.float64]:
-        """[parts] Lengths of the longest of so many rows, ascending: their mean is its expectation."""
+        """Return [parts] ascending lengths of the longest of ``rows`` rows; their mean is its expectation."""
         return _quantiles(self, parts, rows)
 
 
 def lengths_of_mean(mean: float, limit: int, sigma: float = 0.6) -> Lengths:
-    """The log-normal of this spread whose mean, clipped at the limit, is ``mean`` tokens.
+    """Return the log-normal with this sigma whose mean, clipped at the limit, is ``mean`` tokens.
 
     Raises:
-        PlanError: a mean that is not between 1 and the limit.
+        PlanError: the mean is not between 1 and the limit.
     """
     if not 1.0 <= mean <= limit:
         raise PlanError(f"a mean length of {mean:g}", why=f"it lies between 1 and the limit, {limit}")
@@ -121,25 +122,25 @@ def lengths_of_mean(mean: float, limit: int, sigma: float = 0.6) -> Lengths:
 
 
 def require_within(what: str, value: float, least: float, most: float, told: str = "") -> None:
-    """Refuse a number that does not lie between two others, or is none."""
+    """Raise an error for a number outside of bounds, or NaN."""
     if not least <= value <= most:
         raise PlanError(f"{what} is {value:.12g}", why=f"it lies between {least} and {most:,}{told}")
 
 
 @lru_cache(maxsize=1024)
 def _quantiles(lengths: Lengths, parts: int, rows: int) -> NDArray[np.float64]:
-    """[parts] lengths of the longest of so many rows, by equal chances, ascending."""
+    """Return [parts] equally likely lengths of the longest of ``rows`` rows, ascending."""
     return np.array([lengths.quantile(((place + 0.5) / parts) ** (1.0 / rows)) for place in range(parts)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """What is computed of a step's tokens, each a share of all of them."""
+    """Computed tokens of a step, as a share of all its tokens."""
 
     trained: float = 1.0
-    """In training: rows of an optimiser step that begin alike may share their beginning."""
+    """Share in training, where rows of an optimiser step can share a common prefix."""
     scored: float = 1.0
-    """In scoring, all rows of a step at once."""
+    """Share in scoring, where all rows of a step can share prefixes."""
 
     def __post_init__(self) -> None:
         require_within("packing.trained", self.trained, 0, 1)
@@ -148,38 +149,38 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One step's rows.
+    """Rows of one step.
 
     Example:
         Workload(prompts=64, samples=16, prompt=Lengths(kind="fixed", limit=256), response=response)
     """
 
     prompts: int
-    """Prompts of a step."""
+    """Number of prompts per step."""
     samples: int
-    """Rows sampled for each prompt."""
+    """Number of rows sampled per prompt."""
     prompt: Lengths
     """Tokens of a prompt."""
     response: Lengths
     """Tokens of a response."""
     epochs: int = 1
-    """Passes over a step's rows."""
+    """Number of passes over a step's rows."""
     minibatches: int = 1
-    """Optimiser steps of a pass."""
+    """Number of optimiser steps per pass."""
     tokens_per_micro_batch: int = 16384
-    """Most tokens of one forward and backward pass on a device."""
+    """Largest number of tokens of one forward and backward pass on a device."""
     function_s: float = 0.0
-    """Seconds a programmed reward takes for one row on one device's host."""
+    """Seconds of a programmed reward per row on one device's host."""
     dtype: Literal["float8", "bfloat16", "float32"] = "bfloat16"
-    """Of weights while they compute; the optimiser keeps float32."""
+    """Dtype of weights during computation; the optimiser keeps float32."""
     rows_at_once: int = 1024
-    """Rows a replica that generates runs side by side at most."""
+    """Largest number of rows that a replica generates at the same time."""
     shares_prompts: bool = True
-    """Whether a replica reads the prompt of rows that share one only once."""
+    """Whether a replica prefills the common prompt of several rows only once."""
     packing: Packing = Packing()
-    """What training and scoring compute of rows that begin alike."""
+    """Computed shares of training and scoring with shared prefixes."""
     gradient_share: float = 1.0
-    """Of a step's rows, those with a gradient: training passes the others forward only."""
+    """Share of a step's rows with a gradient; training only runs the forward pass on the others."""
 
     def __post_init__(self) -> None:
         for name in ("prompts", "samples", "epochs", "minibatches", "tokens_per_micro_batch", "rows_at_once"):
@@ -195,12 +196,12 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Rows of a step."""
+        """Number of rows per step."""
         return self.prompts * self.samples
 
     @property
     def row_tokens(self) -> float:
-        """Tokens of a row on average, prompt and response."""
+        """Mean tokens of a row, prompt and response."""
         return self.prompt.mean + self.response.mean
 
     @property
@@ -210,11 +211,12 @@ class Workload:
 
     @property
     def row_square(self) -> float:
-        """The mean square of a row's tokens; prompt and response taken as independent."""
+        """Mean square of a row's tokens, with independent prompt and response."""
         cross = 2.0 * self.prompt.mean * self.response.mean
         return self.prompt.mean_square + cross + self.response.mean_square
 
     @property
     def running_tokens(self) -> float:
-        """Of a running row met at random: half of a length met by its tokens, ``p + E[L^2] / (2 E[L])``."""
+        """Mean context of a running row at a random time, ``p + E[L^2] / (2 E[L])``, weighted by row length.
+        """
         return self.prompt.mean + self.response.mean_square / (2 * max(self.response.mean, 1e-9))

@@ -1,9 +1,9 @@
 """Compute: seconds of training and scoring whole rows on a grid.
 
-rows ─ dp ─> tokens of the busiest replica ─> micro-batches ─> 1F1B over pp ─┬─ products and attention
+rows ─ dp ─> tokens of the busiest replica ─> micro-batches ─> 1F1B over pp ─┬─ matrix products and attention
                                                                              ├─ collectives of tp, ep
-                                                                             └─ gathers of shards
-after the last: gradients over dp, the optimiser's bytes
+                                                                             └─ all-gathers of shards
+after the last micro-batch: gradient all-reduce over dp, optimiser memory traffic
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from rillflow.planner.problem import Problem
 from rillflow.planner.workload import Workload
 
 FORWARD = 1
-"""Passes of scoring, in forwards."""
+"""Cost of scoring, in forward passes."""
 TRAINING = 3
-"""Passes of training: a backward costs two forwards."""
+"""Cost of training, in forward passes: a backward pass costs two."""
 RECOMPUTED = 4
-"""Passes of training with activations recomputed."""
+"""Cost of training with recomputed activations, in forward passes."""
 AGREEMENTS = 3
-"""Small collectives of an optimiser step: its rows by rank, the denominator, whether there is a gradient."""
+"""Small collectives of an optimiser step: rows by rank, loss denominator, presence of a gradient."""
 GRADIENT_BYTES = 4
-"""Of one parameter's gradient, float32."""
+"""Bytes of one parameter's gradient, float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a stage's seconds depend on beside the grid."""
+    """Inputs of a stage's seconds other than the grid."""
 
     problem: Problem
-    """The step: its rows, what the engine does, how well devices are used."""
+    """The step: its rows, the software stack, and the efficiency factors."""
     shape: ModelShape
-    """The model."""
+    """Shape of the model."""
     fleet: Fleet
-    """The devices."""
+    """Fleet of the devices."""
 
     @property
     def workload(self) -> Workload:
-        """The rows."""
+        """Rows of the step."""
         return self.problem.workload
 
     @property
     def factors(self) -> Factors:
-        """How well devices are used."""
+        """Efficiency factors."""
         return self.problem.hardware.factors
 
     @cached_property
     def item_bytes(self) -> int:
-        """Bytes of a number while it computes."""
+        """Bytes of a number during computation."""
         return {"float32": 4, "bfloat16": 2, "float8": 1}[self.workload.dtype]
 
     @cached_property
     def token_flops(self) -> float:
-        """FLOPs of one token, those of routed experts counted by how much longer small products take."""
+        """FLOPs of one token; FLOPs of routed experts are scaled up for the lower speed of small products."""
         longer = 1.0 / self.factors.expert_flops - 1.0
         return self.shape.token_flops + longer * 2.0 * self.shape.chosen_parameters
 
     @cached_property
     def links(self) -> Links:
-        """The fleet's links as models find them."""
+        """The fleet's links with their efficiency."""
         return Links.of(self.fleet, self.factors)
 
     @property
@@ -75,7 +75,7 @@ class Setting:
         """FLOP/s of a device in the workload's dtype.
 
         Raises:
-            PlanError: the device's description does not say.
+            PlanError: the device's description lacks this dtype.
         """
         device, dtype = self.fleet.device, self.workload.dtype
         if dtype not in device.flops:
@@ -89,24 +89,25 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What the busiest replica computes between two optimiser steps, [grids]."""
+    """Work of the busiest replica between two optimiser steps, [grids]."""
 
     tokens: Numbers
-    """Tokens of its rows, those that several share counted once where they are computed once."""
+    """Computed tokens of its rows; tokens of a shared prefix count once if they are computed once."""
     squares: Numbers
     """Sum of its rows' squared tokens."""
     seats: Numbers
-    """Tokens of its rows as attention has them: none shared."""
+    """Tokens of its rows in attention, without sharing of prefixes."""
     micro_batches: Numbers
-    """Forward and backward passes it takes them in."""
+    """Number of micro-batches."""
 
 
 def load_of(workload: Workload, dp: Numbers, parts: int, computed: float = 1.0, cp: Numbers = 1) -> Load:
-    """The busiest of dp replicas in one of ``parts`` equal parts of a step's rows.
+    """Return the work of the busiest of dp replicas in one of ``parts`` equal parts of a step's rows.
 
-    Rows are shared out by their tokens, so that it has the mean, or the longest row where that is more, and
-    attends to that; rows of one length can only be shared out whole. ``computed`` is the share of tokens that
-    everything but attention computes; each of ``cp`` devices has as many of every row's.
+    Rows are balanced by their tokens. The busiest replica thus has the mean number of tokens, or the longest
+    row if that is more. Rows of equal length can only be distributed as wholes. ``computed`` is the share of
+    tokens that everything except attention computes. Each of ``cp`` devices has an equal part of every row's
+    tokens.
     """
     rows = workload.rows / parts / np.asarray(dp, dtype=np.float64)
     mean, square = workload.row_tokens, workload.row_square
@@ -129,39 +130,39 @@ def load_of(workload: Workload, dp: Numbers, parts: int, computed: float = 1.0, 
 
 
 def pass_flops(setting: Setting, load: Load) -> Numbers:
-    """FLOPs of one forward pass: 2 a parameter and token, and 2 (d + v) a head, layer and pair of tokens.
+    """Return the FLOPs of one forward pass: 2 per parameter and token, 2 (d + v) per head, layer, token pair.
 
-    Causal attention looks at half of a row's squared tokens (Kaplan et al., arXiv 2001.08361, 2.1).
+    Causal attention covers half of a row's squared tokens (Kaplan et al., arXiv 2001.08361, 2.1).
     """
     return setting.token_flops * load.tokens + setting.shape.attention_flops(1.0) * load.squares / 2
 
 
 def products_s(setting: Setting, load: Load, grids: Grid, passes: float, share: float) -> Numbers:
-    """Seconds of a device's share of the passes' FLOPs, at a share of its peak."""
+    """Return the seconds of a device's part of the FLOPs, at a share of its peak."""
     return passes * pass_flops(setting, load) / (grids.pp * grids.tp * setting.peak * share)
 
 
 def touched_s(setting: Setting, tp: Numbers) -> Numbers:
-    """Seconds of memory that one token's activations take in one layer's forward pass, beside products.
+    """Return the memory seconds of one token's activations in one layer's forward pass, outside products.
 
-    ``touches x numbers kept of a token and layer x bytes / bandwidth``: norms, rotations, gates and sums that
-    are kernels of their own read and write what products leave. It grows with a model's width, products with
-    its square.
+    ``touches x numbers kept of a token and layer x bytes / bandwidth``: separate kernels for norms,
+    rotations, gates and sums read and write the outputs of products. The cost grows with a model's width,
+    while products grow with its square.
     """
     moved = setting.factors.touches * setting.shape.layer_numbers(tp) * setting.item_bytes
     return moved / (setting.fleet.device.memory_bandwidth * setting.factors.decode_bandwidth)
 
 
 def activations_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Seconds of memory that activations take in the layers of a device."""
+    """Return the memory seconds of activations in the layers of a device."""
     return passes * load.tokens * setting.shape.layers / grids.pp * touched_s(setting, grids.tp)
 
 
 def attention_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Seconds of attention in the layers of a device beside its products: ``head_token_s`` a head and token.
+    """Return the additional seconds of attention in a device's layers: ``head_token_s`` per head and token.
 
-    Rows are attended to each by itself, head by head: on processors blocks so small cost by their number
-    of tokens, whatever the width of a head.
+    Attention runs row by row and head by head. On CPUs such small blocks cost time in proportion to their
+    tokens, for any head size.
     """
     heads = setting.shape.heads / grids.tp
     once = load.seats * setting.shape.layers / grids.pp * heads * setting.factors.head_token_s
@@ -169,9 +170,9 @@ def attention_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Num
 
 
 def launches_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Seconds that a pass and its layers cost to start, for every micro-batch; layers of experts more.
+    """Return the launch seconds of a pass and its layers for every micro-batch; expert layers take longer.
 
-    A backward pass starts once: it has two forwards' products in kernels nobody has to call one by one.
+    A backward pass counts as one launch, although it computes as much as two forward passes.
     """
     shape, factors = setting.shape, setting.factors
     layers, mixed = np.ceil(shape.layers / grids.pp), np.ceil(shape.mixture_layers / grids.pp)
@@ -180,10 +181,10 @@ def launches_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numb
 
 
 def tensor_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Seconds of tensor parallelism: 2 all-reduces of every layer's activations in each pass.
+    """Return the seconds of tensor parallelism: 2 all-reduces of every layer's activations in each pass.
 
-    Shoeybi et al., arXiv 1909.08053, 3: one after attention, one after the feed-forward block; the backward
-    pass has as many as the forward, so that 3 passes' FLOPs have 2 passes' collectives.
+    Shoeybi et al., arXiv 1909.08053, 3: one after attention, one after the feed-forward block. The backward
+    pass has as many as the forward pass, so FLOPs of 3 passes come with collectives of 2.
     """
     layers = setting.shape.layers / grids.pp
     rounds = 2 * layers * (passes - 1 if passes > FORWARD else 1)
@@ -192,7 +193,8 @@ def tensor_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Number
 
 
 def context_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Seconds of context parallelism: in each pass a layer gathers a row's other keys and values."""
+    """Return the seconds of context parallelism: each layer gathers the row's other keys and values per pass.
+    """
     shape = setting.shape
     numbers = shape.cached_numbers / shape.layers / (1 if shape.latent else grids.tp)
     gathered = load.tokens / load.micro_batches * grids.cp * numbers * setting.item_bytes
@@ -201,10 +203,10 @@ def context_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbe
 
 
 def experts_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Seconds of expert parallelism: tokens go to their experts and back, 2 all-to-alls a layer and pass.
+    """Return the seconds of expert parallelism: 2 all-to-alls per layer and pass, to the experts and back.
 
-    Every device sends k copies of its tokens (Lepikhin et al., arXiv 2006.16668); as many rounds as
-    ``tensor_s``.
+    Every device sends k copies of its tokens (Lepikhin et al., arXiv 2006.16668). The number of passes with
+    collectives is that of ``tensor_s``.
     """
     shape = setting.shape
     if not shape.is_mixture:
@@ -216,14 +218,14 @@ def experts_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbe
 
 
 def pipeline_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Seconds of activations and their gradients on their way between stages, once a micro-batch."""
+    """Return the seconds to send activations and gradients between stages, once per micro-batch."""
     sent = load.tokens / load.micro_batches / grids.tp * setting.shape.hidden * setting.item_bytes
     ways = 2 if passes > FORWARD else 1
     return ways * load.micro_batches * send_s(setting.links, sent, grids.pp, grids.tp)
 
 
 def bubble(load: Load, grids: Grid) -> Numbers:
-    """What filling and draining a pipeline adds: (N - 1) / M of the work, N stages and M micro-batches.
+    """Return the pipeline bubble as a share of the work: (N - 1) / M for N stages and M micro-batches.
 
     1F1B (Narayanan et al., arXiv 2104.04473, 2.2): (M + N - 1)(f + b) instead of M (f + b).
     """
@@ -231,16 +233,16 @@ def bubble(load: Load, grids: Grid) -> Numbers:
 
 
 def stage_parameters(shape: ModelShape, grids: Grid) -> Numbers:
-    """Parameters of one pipeline stage that one device computes with, shards gathered."""
+    """Return the parameters of one pipeline stage that one device computes with, after gathering shards."""
     dense = shape.shared_parameters / (grids.pp * grids.tp)
     return dense + shape.routed_parameters / (grids.pp * grids.expert_ways)
 
 
 def gathers_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Seconds of links that shards of parameters take: gathered for every micro-batch, forward and backward.
+    """Return the link seconds of sharded parameters: all-gathers per micro-batch, forward and backward.
 
-    Zhao et al., arXiv 2304.11277: and gradients are reduce-scattered after each, which is a gather backwards.
-    Every layer is a collective of its own, and so is what lies around the layers.
+    Zhao et al., arXiv 2304.11277: gradients are also reduce-scattered after each micro-batch, at the cost of
+    an all-gather. Every layer is one collective, and so are the parameters outside layers.
     """
     each = np.ceil(setting.shape.layers / grids.pp) + 1
     weights = stage_parameters(setting.shape, grids) * setting.item_bytes / each
@@ -252,9 +254,10 @@ def gathers_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbe
 
 
 def gradients_s(setting: Setting, grids: Grid) -> Numbers:
-    """Seconds to agree over dp on an optimiser step and to add up its float32 gradients.
+    """Return the seconds over dp to agree on an optimiser step and all-reduce its float32 gradients.
 
-    Experts are added up over fewer devices; shards have been after every pass.
+    Gradients of experts are reduced over fewer devices. Sharded gradients were already reduced after every
+    pass.
     """
     shape, links = setting.shape, setting.links
     dense = GRADIENT_BYTES * shape.shared_parameters / (grids.pp * grids.tp)
@@ -268,7 +271,7 @@ def gradients_s(setting: Setting, grids: Grid) -> Numbers:
 
 
 def optimized_parameters(setting: Setting, grids: Grid) -> Numbers:
-    """Parameters whose optimiser state a device keeps: all it holds, or its share of them (ZeRO-1)."""
+    """Return the parameters whose optimiser state a device keeps: all it holds, or its ZeRO-1 shard."""
     shape = setting.shape
     zero1 = setting.problem.hardware.engine.zero1
     cut = np.where(np.logical_and(zero1, np.logical_not(grids.is_sharded)), grids.copies, 1.0)
@@ -278,9 +281,9 @@ def optimized_parameters(setting: Setting, grids: Grid) -> Numbers:
 
 
 def optimizer_s(setting: Setting, grids: Grid) -> Numbers:
-    """Seconds of Adam: it reads gradient, weight and two moments and writes the last three, float32.
+    """Return the seconds of Adam, which reads gradient, weight and two moments and writes the last three.
 
-    28 bytes a parameter, and the copy for computing where that has another dtype.
+    The float32 traffic is 28 bytes per parameter, plus the copy for computing if that has another dtype.
     """
     factors = setting.factors
     held = optimized_parameters(setting, grids)
@@ -289,9 +292,10 @@ def optimizer_s(setting: Setting, grids: Grid) -> Numbers:
 
 
 def passes_s(setting: Setting, load: Load, grids: Grid, passes: float, share: float) -> Numbers:
-    """Seconds of all micro-batches of one load: the work, drained through the pipeline, or the gathers.
+    """Return the seconds of all micro-batches of one load, including the pipeline bubble and gathers.
 
-    Of gathers, ``hidden`` run beside the work: they count where they take longer than it.
+    A share ``hidden`` of the gathers overlaps with the work; that share only counts if it takes longer than
+    the work.
     """
     work = products_s(setting, load, grids, passes, share)
     for term in (activations_s, attention_s, launches_s, tensor_s, experts_s, context_s, pipeline_s):
@@ -302,13 +306,13 @@ def passes_s(setting: Setting, load: Load, grids: Grid, passes: float, share: fl
 
 
 def score_s(setting: Setting, grids: Grid) -> Numbers:
-    """Seconds of one forward pass over a step's rows, [grids]."""
+    """Return the seconds of one forward pass over a step's rows, [grids]."""
     load = load_of(setting.workload, grids.dp, 1, setting.workload.packing.scored, grids.cp)
     return passes_s(setting, load, grids, FORWARD, setting.factors.score_flops)
 
 
 def train_s(setting: Setting, grids: Grid) -> Numbers:
-    """Seconds of all epochs and optimiser steps over a step's rows, [grids]."""
+    """Return the seconds of all epochs and optimiser steps over a step's rows, [grids]."""
     workload = setting.workload
     load = load_of(workload, grids.dp, workload.minibatches, workload.packing.trained, grids.cp)
     passes, learnt = RECOMPUTED if setting.problem.recomputes else TRAINING, workload.gradient_share

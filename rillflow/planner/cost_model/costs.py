@@ -1,6 +1,6 @@
-"""Costs: what mapping and simulator ask, answered from the formulas and remembered.
+"""Costs: answer the questions of search and simulator from the formulas, with a cache.
 
-unit, fleet, devices ─> options        (compute, memory, transfers in place)
+unit, fleet, devices ─> options        (compute, memory, colocated transfers)
 option, room ─────────> decoder ─> seconds of generation
 edge, seats ──────────> seconds of a transfer
 """
@@ -26,16 +26,16 @@ from rillflow.planner.plan import SAMPLER
 from rillflow.planner.problem import Problem, Unit, Work
 
 CostsOf: TypeAlias = "Callable[[Problem], CostModel]"
-"""The class of cost models, or what makes one of a problem."""
+"""Class of cost models, or a function that creates one for a problem."""
 
 
 class CostModel:
-    """The seconds and bytes of a problem's units; the same question is computed once.
+    """Seconds and bytes of a problem's units; every result is computed once.
 
-    What the search relies on: ``room_bytes`` reads of the options the sum of resident, the sum of sampling
-    and the largest working bytes, and whether one generates; none of them makes room. A decoder reads of its
-    option ``generate_tp`` alone, and its seconds never rise with its room. ``function_s`` never rises with
-    devices.
+    The search relies on these properties. ``room_bytes`` depends on the options only through the sum of
+    resident bytes, the sum of sampling bytes, the largest working bytes, and on whether an option generates;
+    more bytes never give more room. A decoder depends on its option only through ``generate_tp``, and its
+    seconds never rise with its room. ``function_s`` never rises with devices.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -45,19 +45,20 @@ class CostModel:
         self._batches_s: dict[tuple[int, int, Decoder, int], float] = {}
 
     def options(self, unit: Unit, fleet: str, devices: int) -> tuple[Option, ...]:
-        """Every way the unit may lie on just so many devices that no other beats in seconds and in bytes.
+        """Return the options of a unit on exactly these devices that are Pareto-optimal in seconds and bytes.
 
-        Seconds are those of its stages in sum; a way of other copies for generation beats none. Empty where
-        none fits, even alone.
+        Seconds are the sum over its stages. Options with different ``generate_tp`` do not compete. Empty if
+        no option fits, even alone.
         """
         return self._lay_out(unit, fleet, devices)[0]
 
     def shortfall_bytes(self, unit: Unit, fleet: str, devices: int) -> float:
-        """By how much the unit's smallest option is too large for its fullest device; 0 where one fits."""
+        """Return the missing bytes of the unit's smallest option on its fullest device; 0 if an option fits.
+        """
         return self._lay_out(unit, fleet, devices)[1]
 
     def option(self, unit: Unit, fleet: str, devices: int, grid: Grid, generate_tp: int) -> Option:
-        """The unit on just this grid, be it better than another or not."""
+        """Return the unit on this grid, even if another grid is better."""
         for known in self._options.get((unit.name, fleet, devices), ((), 0.0))[0]:
             if (known.grid, known.generate_tp) == (grid, generate_tp):
                 return known
@@ -65,7 +66,8 @@ class CostModel:
         return _picked(self._laid(unit, fleet, found), found, 0)
 
     def room_bytes(self, fleet: str, options: Mapping[str, Option]) -> float:
-        """What a device has left for a cache with these units on it; negative by what is missing."""
+        """Return a device's remaining bytes for a KV cache beyond these units; negative if memory is missing.
+        """
         factors, device = self._problem.hardware.factors, self._problem.hardware.fleet(fleet).device
         free = device.memory_bytes * factors.memory - sum(one.resident_bytes for one in options.values())
         working = max((one.working_bytes for one in options.values()), default=0.0)
@@ -79,7 +81,7 @@ class CostModel:
     def decoder(
         self, unit: Unit, option: Option, fleet: str, devices: int, room_bytes: float
     ) -> Decoder | None:
-        """A replica of the unit with that room for its cache; none where not one row fits."""
+        """Return a replica of the unit with this room for its KV cache; None if no row fits."""
         key = (unit.name, option.generate_tp, fleet, devices, room_bytes)
         if key not in self._decoders:
             setting = self._setting(unit, fleet)
@@ -87,16 +89,16 @@ class CostModel:
         return self._decoders[key]
 
     def generate_s(self, stage: Stage, decoder: Decoder) -> float:
-        """Seconds until the last of the stage's rows has ended."""
+        """Return the seconds until the last of the stage's rows has ended."""
         return self._batch_s(self._rows(stage), decoder)
 
     def worked_s(self, stage: Stage, decoder: Decoder) -> float:
-        """Seconds until the last of a replica's part of the rows has ended, on average over replicas."""
+        """Return the seconds until the last row of a replica has ended, averaged over replicas."""
         rows = self._rows(stage)
         return self._batch_s(rows, decoder, longest_of=math.ceil(rows / decoder.replicas))
 
     def _batch_s(self, rows: int, decoder: Decoder, longest_of: int = 0) -> float:
-        """Seconds until the last of so many rows has ended, or of a replica with the longest of fewer."""
+        """Return the seconds until a replica's rows end; the last is the longest of ``longest_of`` rows."""
         workload, count = self._problem.workload, math.ceil(rows / decoder.replicas)
         lengths = generation.replica_lengths(workload.response, count, longest_of or rows)
         slots = generation.at_once(workload, decoder, lengths)
@@ -107,12 +109,13 @@ class CostModel:
         return self._batches_s[batch]
 
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
-        """Seconds of replicas that never run dry for as many rows: streamed generation.
+        """Return the seconds of streamed generation for a step's rows, with replicas that never run out of
+        rows.
 
-        ``rows x mean tokens / (replicas x n / tau(n))``: n running rows of all ages, at most those that the
-        freshness bound k admits, (k + 1) steps' rows. Where new weights do not interrupt rows, a replica ends
-        what it has before it takes them: its part of k + 1 steps' rows runs dry, then the next. Where all
-        replicas drain together, k steps' rows run dry until the last of all has ended.
+        ``rows x mean tokens / (replicas x n / tau(n))`` with n running rows of all ages. Freshness bound k
+        admits at most the rows of k + 1 steps. If new weights do not interrupt rows, a replica ends its
+        part of k + 1 steps' rows, drains, and then takes the weights. If all replicas drain together, k
+        steps' rows drain until the last of all has ended.
         """
         workload, rows, engine = self._problem.workload, self._rows(stage), self._problem.hardware.engine
         if not engine.interrupts:
@@ -130,11 +133,12 @@ class CostModel:
         return max(decoded_s, held_s) + self._begun_s(rows, decoder)
 
     def longest_s(self, stage: Stage, decoder: Decoder) -> NDArray[np.float64]:
-        """Seconds from the beginning of a step's rows until the longest has ended, ahead, by equal chances.
+        """Return equally likely seconds from the start of a step's rows to the end of its longest row.
 
-        (k + 1) steps' rows hold their places until the longest of their step has ended: on average mean over
-        longest of them run, and each token takes ``tau`` of so many. Where weights do not interrupt rows,
-        these drain side by side, or where all replicas drain together the step's own alone.
+        The rows of k + 1 steps hold their slots until the longest row of their step has ended. On average, a
+        share mean / longest of them runs, and each token takes ``tau`` of this number. If weights do not
+        interrupt rows, these rows drain together; if all replicas drain together, only the step's own rows
+        do.
         """
         rows, engine = self._rows(stage), self._problem.hardware.engine
         longest = self._problem.workload.response.longest(rows)
@@ -146,34 +150,34 @@ class CostModel:
         return longest * token_s + self._begun_s(rows, decoder)
 
     def _held_token_s(self, rows: int, longest: float, decoder: Decoder) -> float:
-        """Seconds of a token while so many rows hold places, each until the longest beside it has ended."""
+        """Return the seconds of a token while ``rows`` rows hold slots until the longest row has ended."""
         running = self._running(rows * self._problem.workload.response.mean / longest, decoder)
         return self._token_s(running, decoder)
 
     def _running(self, rows: float, decoder: Decoder) -> int:
-        """Of so many rows, those that run at once on a replica."""
+        """Return the number of these rows that run at the same time on a replica."""
         most = generation.running_rows(self._problem.workload, decoder)
         return max(int(min(rows / decoder.replicas, most)), 1)
 
     def _token_s(self, running: int, decoder: Decoder) -> float:
-        """Seconds of a token of running rows of all ages."""
+        """Return the seconds of a token with running rows of all ages."""
         context = running * self._problem.workload.running_tokens
         return decoder.advance_s(running, context - running / 2, 1.0)
 
     def _begun_s(self, rows: int, decoder: Decoder, entered: float = 0.0) -> float:
-        """Seconds in which a replica lets its part of so many rows begin, and reads their prompts."""
+        """Return the seconds in which a replica admits its part of these rows and prefills their prompts."""
         read = generation.prompt_tokens(self._problem.workload, rows, decoder.replicas)
         entry_s = decoder.begin_s + (entered or rows / decoder.replicas) * decoder.row_begin_s
         return entry_s + decoder.prefill_s(read)
 
     def function_s(self, stage: Stage, devices: int) -> float:
-        """Seconds of a function, spread over the hosts of so many devices; a formula's are not counted."""
+        """Return the seconds of a function, spread over the hosts of these devices; formulas take none."""
         workload = self._problem.workload
         is_function = self._problem.work(stage) is Work.FUNCTION
         return is_function * workload.function_s * workload.rows / max(devices, 1)
 
     def transfer_s(self, edge: Edge, source: transfers.Seat, destination: transfers.Seat) -> float:
-        """Seconds of an edge's fields between two pools."""
+        """Return the seconds to send an edge's fields between two pools."""
         if not edge.fields:
             return 0.0
         links = self._slower_links(source, destination)
@@ -181,18 +185,18 @@ class CostModel:
         return links.inside_s + spent_s
 
     def crossing_s(self, source: transfers.Seat, sampler: transfers.Seat) -> float:
-        """Seconds of the policy's weights from its training to a sampler apart."""
+        """Return the seconds to send the policy's weights from training to a separate sampler."""
         links, setting = self._slower_links(source, sampler), self._setting(sampler.unit, source.pool.fleet)
         return transfers.apart_s(setting, links, source, sampler)
 
     def _slower_links(self, *seats: transfers.Seat) -> Links:
-        """Those of the fleet whose machines are joined by the slower links."""
+        """Return the links of the fleet with the slower network."""
         hardware = self._problem.hardware
         fleets = [hardware.fleet(seat.pool.fleet) for seat in seats]
         return min((Links.of(fleet, hardware.factors) for fleet in fleets), key=lambda found: found.between)
 
     def _rows(self, stage: Stage) -> int:
-        """Rows a stage generates: one a prompt where it takes the likeliest token."""
+        """Return the rows a stage generates: one per prompt for greedy decoding."""
         workload = self._problem.workload
         return workload.prompts if stage.endpoint == "greedy" else workload.rows
 
@@ -200,7 +204,7 @@ class CostModel:
         return Setting(problem=self._problem, shape=unit.shape, fleet=self._problem.hardware.fleet(fleet))
 
     def _lay_out(self, unit: Unit, fleet: str, devices: int) -> tuple[tuple[Option, ...], float]:
-        """The options at a place, and by how many bytes the smallest of all grids is too large."""
+        """Return the options at a place, and the missing bytes of the smallest grid."""
         place = unit.name, fleet, devices
         if place in self._options:
             return self._options[place]
@@ -212,7 +216,7 @@ class CostModel:
         beside = np.maximum(laid.working_bytes, sampling)
         room = setting.fleet.device.memory_bytes * setting.factors.memory - laid.resident_bytes - beside
         bytes_ = (laid.resident_bytes, laid.working_bytes, laid.sampling_bytes)
-        judged = np.stack(np.broadcast_arrays(seconds, *bytes_, tp, -tp), axis=1)  # copies as large compete
+        judged = np.stack(np.broadcast_arrays(seconds, *bytes_, tp, -tp), axis=1)  # compete if tp is equal
         fitting = np.flatnonzero(room >= 0)
         kept = [_picked(laid, found, index) for index in fitting[undominated(judged[fitting])]]
         options = tuple(sorted(kept, key=lambda option: option.generate_tp))
@@ -220,7 +224,7 @@ class CostModel:
         return self._options[place]
 
     def _ways(self, unit: Unit, fleet: str, devices: int) -> list[tuple[Grid, int]]:
-        """Every grid of so many devices, with every size of the copies that generate."""
+        """Return every grid of these devices with every size of a generation copy."""
         if unit.name == SAMPLER:
             return [(Grid(dp=devices // tp, tp=tp), tp) for tp in sampling_sizes(unit.shape, devices)]
         generates = bool(self._problem.generating.intersection(unit.stages))
@@ -232,7 +236,7 @@ class CostModel:
         ]
 
     def _laid(self, unit: Unit, fleet: str, found: Sequence[tuple[Grid, int]]) -> Option:
-        """A unit on many grids at once: seconds and bytes are arrays, [grids]."""
+        """Return a unit on many grids at once: seconds and bytes are arrays, [grids]."""
         problem, setting = self._problem, self._setting(unit, fleet)
         laid = grids_of(*(grid for grid, _ in found))
         tp: Numbers = np.array([tp for _, tp in found])
@@ -271,7 +275,7 @@ class CostModel:
 
 
 def _picked(laid: Any, found: Sequence[tuple[Grid, int]], place: int) -> Option:
-    """One of many options."""
+    """Return one option from an array of options."""
     numbers = {name: float(vars(laid)[name][place]) for name in vars(laid) if name.endswith("_bytes")}
     seconds = {index: float(spent[place]) for index, spent in laid.seconds.items()}
     return Option(grid=found[place][0], generate_tp=found[place][1], seconds=seconds, **numbers)

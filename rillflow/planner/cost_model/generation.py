@@ -1,7 +1,7 @@
 """Generation: replicas that decode token by token, and how their rows drain.
 
-rows ─ replicas ─> rows of one, its longest the longest of all
-                      │  as many at once as the cache holds: a row that ends makes room for the next
+rows ─ replicas ─> rows of one replica, including the longest of all rows
+                      │  as many running rows as the cache holds; a row that ends makes room for the next
                       v
   running rows j: tau(j) = max(bytes read / bandwidth, FLOPs / peak) + launches + collectives
                       │
@@ -27,62 +27,62 @@ from rillflow.planner.grid import Numbers
 from rillflow.planner.workload import Lengths, Workload
 
 SEGMENTS = 96
-"""Ends of rows that a drain tells apart: half of them the last ones, before them groups of neighbours."""
+"""Number of row ends that a drain resolves: half for the last rows, half for groups of earlier rows."""
 _RUNGS = tuple(sorted({int(2 ** (step / 4)) for step in range(80)}))
 PREFILL_TOKENS = 8192
-"""Tokens that one pass of prefill reads."""
+"""Number of tokens of one prefill pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """One replica's constants, from which the seconds of any number of rows follow.
+    """Constants of one replica; they give the seconds for any number of rows.
 
-    Batching is continuous: a row that ends makes room for one that waits.
+    Batching is continuous: a row that ends makes room for a waiting row.
     """
 
     replicas: int
-    """Replicas alike on the pool's devices."""
+    """Number of equal replicas on the pool's devices."""
     capacity_tokens: int
-    """Tokens of context that fit into its cache."""
+    """Number of context tokens that fit into the KV cache."""
     most_rows: int
-    """Rows it runs at once at most."""
+    """Largest number of running rows."""
     trunk_s: float
-    """Seconds to read what every token needs: trunk and head."""
+    """Seconds to read the weights that every token needs: trunk and head."""
     experts_s: float
     """Seconds to read all routed experts."""
     missed_share: float
-    """The share of experts that one row leaves alone; 1 of a dense model."""
+    """Share of experts that one row does not use; 1 for a dense model."""
     cache_s: float
     """Seconds to read one token's keys and values."""
     row_s: float
-    """Seconds of one row's products, computing."""
+    """Compute seconds of one row's matrix products."""
     pair_s: float
-    """Seconds of one row's attention to one token, computing."""
+    """Compute seconds of one row's attention to one token."""
     launch_s: float
-    """Seconds of one token's launches and the latency of its collectives."""
+    """Seconds of one token's kernel launches and collective latencies."""
     link_s: float
-    """Seconds of one row beside its products: bytes in collectives, activations, scheduling, sampling."""
+    """Additional seconds per row: bytes in collectives, activations, scheduling, sampling."""
     prefill_token_s: float
-    """Seconds of one prompt token's products, and of its attention in a prompt of the mean length."""
+    """Seconds of one prompt token's products, and of its attention in a prompt of mean length."""
     hidden: float
-    """Of what is read, the share that runs beside products."""
+    """Share of memory reads that overlaps with products."""
     row_begin_s: float
-    """Seconds of a row beside its tokens."""
+    """Seconds per row independent of its tokens."""
     begin_s: float
-    """Seconds of a stage beside its tokens: its call to several devices, and a pass's launches."""
+    """Seconds per stage independent of its tokens: the call to several devices, and a pass's launches."""
 
     def advance_s(self, rows: float, context_tokens: float, tokens: float) -> float:
-        """Seconds in which ``rows`` running rows, ``context_tokens`` in sum, get ``tokens`` more each."""
+        """Return the seconds in which ``rows`` rows with ``context_tokens`` in total gain ``tokens`` each."""
         if rows <= 0 or tokens <= 0:
             return 0.0
         context = context_tokens + rows * tokens / 2
         return tokens * self.token_s(rows, context)
 
     def token_s(self, rows: float, context_tokens: float) -> float:
-        """Seconds of one token of every running row: what is read, or what is computed, takes longer.
+        """Return the seconds of one token of every running row: the larger of reads and computation.
 
-        ``max(weights + cache, products + attention) + launches + collectives``, reads that are not hidden
-        beside; a mixture reads the experts that at least one of the rows chose.
+        ``max(weights + cache, products + attention) + launches + collectives``, plus reads that do not
+        overlap. A mixture reads the experts that at least one of the rows chose.
         """
         chosen = 1.0 - math.pow(self.missed_share, rows)
         read_s = self.trunk_s + chosen * self.experts_s + context_tokens * self.cache_s
@@ -91,18 +91,18 @@ class Decoder:
         return max(self.hidden * read_s, compute_s) + waited_s + self.launch_s + rows * self.link_s
 
     def prefill_s(self, tokens: float) -> float:
-        """Seconds to read prompts of so many tokens in sum."""
+        """Return the seconds to prefill prompts of ``tokens`` in total."""
         return tokens * self.prefill_token_s
 
 
 def cached_bytes(setting: Setting, generate_tp: Numbers) -> Any:
-    """Bytes of one token's keys and values on a device, cut over a copy's devices; latents are whole."""
+    """Return the bytes of one token's keys and values per device of a copy; latents are not sharded."""
     ways = 1 if setting.shape.latent else np.minimum(generate_tp, setting.shape.kv_heads)
     return setting.shape.cached_numbers * setting.item_bytes / ways
 
 
 def decoder_of(setting: Setting, generate_tp: int, devices: int, room_bytes: float) -> Decoder | None:
-    """A replica with that room for its cache on each device; none where its longest row does not fit."""
+    """Return a replica with this room for its cache on each device; None if its longest row does not fit."""
     shape, factors, workload = setting.shape, setting.factors, setting.workload
     device, tp, item = setting.fleet.device, generate_tp, setting.item_bytes
     cached = float(cached_bytes(setting, tp))
@@ -140,10 +140,10 @@ def decoder_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
 
 
 def running_rows(workload: Workload, decoder: Decoder) -> int:
-    """Rows that run at once while others wait: what the cache holds of rows at all ages.
+    """Return the rows that run at once while others wait: the capacity of the cache for rows of all ages.
 
-    A row met at random has the prompt and, on average, half of a length that is met by its tokens:
-    ``p + E[L^2] / (2 E[L])``. Rows of one length grow together, and all need room for their last token.
+    A running row at a random time has the prompt and, on average, half of a response weighted by length:
+    ``p + E[L^2] / (2 E[L])``. Rows of equal length grow together, and all need room for their last token.
     """
     response = workload.response
     held = workload.prompt.mean + response.limit if response.kind == "fixed" else workload.running_tokens
@@ -152,23 +152,24 @@ def running_rows(workload: Workload, decoder: Decoder) -> int:
 
 @lru_cache(maxsize=1024)
 def replica_lengths(response: Lengths, count: int, longest_of: int) -> NDArray[np.float64]:
-    """Response lengths of a replica's rows, ascending: a fair share, with the longest of so many rows."""
+    """Return ascending response lengths of a replica's rows; the last is the longest of ``longest_of`` rows.
+    """
     *others, last = response.spread(count)
     longest = float(response.longest(longest_of).mean())
     return np.array([*others, max(longest, last) if longest_of > count else longest])
 
 
 def prompt_tokens(workload: Workload, rows: int, replicas: int) -> float:
-    """Tokens of prompts that one replica reads: once for rows that share one, where that is done."""
+    """Return the prompt tokens that one replica prefills; a shared prompt can count once."""
     count = max(rows / replicas, 1.0)
     alike = workload.samples if workload.shares_prompts else 1
     return max(count / alike, 1.0) * workload.prompt.mean
 
 
 def at_once(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64]) -> int:
-    """Rows of a drain that run side by side: all where their contexts fit, else a rung of a fixed ladder.
+    """Return the concurrent rows of a drain: all if their contexts fit, else the next lower rung of a ladder.
 
-    Rungs lie a fourth root of 2 apart, so that drains with nearly as much room are computed once.
+    Rungs are a fourth root of 2 apart, so that drains with nearly the same room are computed once.
     """
     count = len(lengths)
     growing = np.arange(count, 0, -1) * (workload.prompt.mean + lengths)
@@ -183,11 +184,11 @@ def at_once(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64]) 
 def drain_s(
     workload: Workload, decoder: Decoder, lengths: NDArray[np.float64], slots: int | None = None
 ) -> float:
-    """Seconds until the last row has its length; as many run at once as fit, or as ``slots`` says.
+    """Return the seconds until the last row has its length, with as many running rows as fit or ``slots``.
 
-    All at once: rows sorted by length, ``T = sum_j tau(j) (L_j - L_{j+1})``. In waves: a row that ends
-    hands its place to the next, and what runs then drains; never less than with more places. Rows of one
-    length begin and end together, in equal waves.
+    If all rows run at once, rows sorted by length give ``T = sum_j tau(j) (L_j - L_{j+1})``. Otherwise a row
+    that ends passes its slot to the next, and the last running rows drain; fewer slots never take less time.
+    Rows of equal length begin and end together, in equal waves.
     """
     places = slots or at_once(workload, decoder, lengths)
     count = len(lengths)
@@ -203,7 +204,7 @@ def drain_s(
 
 
 def _waves_s(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64], slots: int) -> float:
-    """Seconds of rows that take turns in so many places."""
+    """Return the seconds of rows that take turns in ``slots`` slots."""
     full, *ends = _ends_in_turn(lengths.tobytes(), slots)
     mean = workload.running_tokens
     filled_s = decoder.advance_s(slots, slots * (mean - full / 2), full)
@@ -212,10 +213,10 @@ def _waves_s(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64],
 
 @lru_cache(maxsize=1024)
 def _ends_in_turn(lengths: bytes, slots: int) -> tuple[float, ...]:
-    """When the last rows end, ascending, in tokens decoded, if each begins as soon as a slot is free.
+    """Return the ends of the last rows, ascending, in decoded tokens; each row begins in the first free slot.
 
-    Those that run when no row waits any more, and before them the one whose place the last of them took. Rows
-    begin in an order that mixes long and short ones: strides of the golden section.
+    The result has the end of the row that freed a slot for the last waiting row, then the ends of all rows
+    that run after that. Rows begin in an order that mixes long and short ones: strides of the golden section.
     """
     known = np.frombuffer(lengths)
     order = np.argsort((np.arange(len(known)) * 0.6180339887498949) % 1.0, kind="stable")
@@ -228,7 +229,7 @@ def _ends_in_turn(lengths: bytes, slots: int) -> tuple[float, ...]:
 
 
 def _drain_all_s(workload: Workload, decoder: Decoder, ends: NDArray[Any], begun: float) -> float:
-    """Seconds until rows that all run have ended, after so many tokens each, ascending; no more come."""
+    """Return the seconds until running rows have ended after ``ends`` tokens, ascending, without new rows."""
     count = len(ends)
     apart = range(max(count - SEGMENTS // 2, 0), count)
     grouped = np.linspace(0, count - 1, SEGMENTS // 2).round().astype(int).tolist()

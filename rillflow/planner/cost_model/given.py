@@ -1,7 +1,7 @@
-"""Given: a cost model whose stages take the seconds that they are given: measured, or known.
+"""Given: a cost model with given stage seconds, for example measured ones.
 
-seconds by stage's name ─┬─ scoring, training, functions, publishing ─> as they are
-                         └─ generation ─> the pace of tokens, so that a step's rows take so long
+seconds by stage name ─┬─ scoring, training, functions, publishing ─> used unchanged
+                       └─ generation ─> pace of tokens, so that a step's rows take this long
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rillflow.planner.problem import Problem, Unit
 
 
 class GivenCosts(CostModel):
-    """Seconds that are given, and formulas for what is not.
+    """Given seconds, and formulas for everything else.
 
     Args:
         problem: the step.
-        stages_s: seconds of a step's stages by name; those of one name in sum. Results are there at once.
+        stages_s: seconds of a step's stages by name, summed over equal names. Transfers take no time.
     """
 
     def __init__(self, problem: Problem, stages_s: Mapping[str, float]) -> None:
@@ -32,7 +32,7 @@ class GivenCosts(CostModel):
         self._given = {index: shares[name] for index, name in enumerate(names) if name in shares}
 
     def option(self, unit: Unit, fleet: str, devices: int, grid: Grid, generate_tp: int) -> Option:
-        """The unit on just this grid, its stages as they are given."""
+        """Return the unit on this grid, with the given seconds of its stages."""
         found = super().option(unit, fleet, devices, grid, generate_tp)
         seconds = {index: self._given.get(index, spent) for index, spent in found.seconds.items()}
         return replace(found, seconds=seconds)
@@ -40,7 +40,7 @@ class GivenCosts(CostModel):
     def decoder(
         self, unit: Unit, option: Option, fleet: str, devices: int, room_bytes: float
     ) -> Decoder | None:
-        """A replica at whose pace the unit's stages take what they are given."""
+        """Return a replica whose pace gives the unit's stages their given seconds."""
         found = super().decoder(unit, option, fleet, devices, room_bytes)
         stages = [self._problem.graph.stages[index] for index in unit.stages if index in self._given]
         stages = [stage for stage in stages if stage.index in self._problem.generating]
@@ -53,14 +53,15 @@ class GivenCosts(CostModel):
         return replace(found, **{name: pace * vars(found)[name] for name in seconds})
 
     def function_s(self, stage: Stage, devices: int) -> float:
-        """Seconds of a function, or of a formula, as it is given."""
+        """Return the given seconds of a function or formula."""
         return self._given.get(stage.index, super().function_s(stage, devices))
 
     def transfer_s(self, edge: Edge, source: Seat, destination: Seat) -> float:  # noqa: ARG002
-        """Nothing: a stage's seconds were taken with what it reads on its way."""
+        """Return 0: the given seconds of a stage include the transfer of its inputs."""
         return 0.0
 
     def crossing_s(self, source: Seat, sampler: Seat) -> float:
-        """Seconds of the policy's weights to a sampler apart, as publishing is given."""
+        """Return the seconds to send the weights to a separate sampler: those given for publishing, if any.
+        """
         given = [self._given[index] for index in sorted(self._problem.publishing) if index in self._given]
         return sum(given) if given else super().crossing_s(source, sampler)

@@ -1,9 +1,9 @@
-"""Links: seconds of the collectives, within a machine and across machines.
+"""Links: seconds of collectives, within a machine and across machines.
 
     group of g devices, stride s ─> members of one machine, machines ─> the slower of both kinds of link
 
-Between machines every device has its own share of the network, so that a ring over m machines with c
-members each moves c pieces at once.
+Between machines every device has its own share of the network. A ring over m machines with c members each
+thus moves c pieces at once.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from rillflow.planner.hardware import Factors, Fleet
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What a fleet's links carry, efficiency counted in."""
+    """Bandwidth and latency of a fleet's links, including efficiency."""
 
     inside: float
-    """Bytes a second one way between devices of a machine."""
+    """Bytes per second in one direction between devices of a machine."""
     between: float
-    """Bytes a second one way from a device to another machine."""
+    """Bytes per second in one direction from a device to another machine."""
     host: float
-    """Bytes a second between a device and its host."""
+    """Bytes per second between a device and its host."""
     per_machine: int
     """Devices of a machine."""
     inside_s: float
-    """Seconds a collective within a machine takes at the least."""
+    """Latency of a collective within a machine."""
     between_s: float
-    """Seconds a collective across machines takes at the least."""
+    """Latency of a collective across machines."""
 
     @classmethod
     def of(cls, fleet: Fleet, factors: Factors) -> Links:
-        """The links of a fleet as models find them."""
+        """Return the links of a fleet with efficiency factors."""
         return cls(
             inside=fleet.device.inside_bandwidth * factors.inside_links,
             between=fleet.between_bandwidth * factors.between_links,
@@ -47,18 +47,18 @@ class Links:
 
 
 def members(links: Links, group: Numbers, stride: Numbers) -> Numbers:
-    """How many of a group's devices stand in one machine when its ranks are ``stride`` apart."""
+    """Return the number of a group's devices in one machine when its ranks are ``stride`` apart."""
     near = np.maximum(np.floor_divide(links.per_machine, np.maximum(stride, 1)), 1)
     return np.minimum(group, near)
 
 
 def latency_s(links: Links, machines: Numbers) -> Numbers:
-    """Seconds a collective takes at the least on so many machines."""
+    """Return the latency of a collective over this many machines."""
     return np.where(np.greater(machines, 1), links.between_s, links.inside_s)
 
 
 def all_gather_s(links: Links, total_bytes: Numbers, group: Numbers, stride: Numbers = 1) -> Numbers:
-    """Seconds until every device of a group has ``total_bytes``, of which each brings an equal part.
+    """Return the seconds until every device of a group has ``total_bytes``; each starts with an equal part.
 
     Ring, the slower of ``(g - 1)/g T / inside`` and ``(m - 1)/m T / (c between)``: g devices on m machines,
     c on each (Thakur et al. 2005, and NCCL's rings over all network cards).
@@ -71,12 +71,12 @@ def all_gather_s(links: Links, total_bytes: Numbers, group: Numbers, stride: Num
 
 
 def all_reduce_s(links: Links, total_bytes: Numbers, group: Numbers, stride: Numbers = 1) -> Numbers:
-    """Seconds to add up ``total_bytes`` of every device on every device: reduce-scatter, then all-gather."""
+    """Return the seconds of an all-reduce of ``total_bytes``: a reduce-scatter, then an all-gather."""
     return 2 * all_gather_s(links, total_bytes, group, stride)
 
 
 def all_to_all_s(links: Links, sent_bytes: Numbers, group: Numbers, stride: Numbers = 1) -> Numbers:
-    """Seconds in which every device sends ``sent_bytes``, spread evenly over its group, itself included.
+    """Return the seconds for every device to send ``sent_bytes``, spread evenly over its group with itself.
 
     The slower of ``(c - 1)/g B / inside`` and ``(g - c)/g B / between``.
     """
@@ -88,7 +88,7 @@ def all_to_all_s(links: Links, sent_bytes: Numbers, group: Numbers, stride: Numb
 
 
 def send_s(links: Links, sent_bytes: Numbers, group: Numbers, stride: Numbers) -> Numbers:
-    """Seconds of a message from each device of a pipeline's stage to the next."""
+    """Return the seconds of a message from each device of a pipeline stage to the next stage."""
     is_far = np.greater(np.multiply(group, stride), links.per_machine)
     rate = np.where(is_far, links.between, links.inside)
     least_s = np.where(is_far, links.between_s, links.inside_s)

@@ -2,7 +2,7 @@
 
 resident   weights, gradients, optimiser            kept from step to step
 working    activations of one micro-batch, logits   while a stage runs
-sampling   the copy for generation, beside          while it generates
+sampling   additional copy for generation           during generation
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from rillflow.planner.model_shape import ModelShape
 
 
 def weight_bytes(setting: Setting, grids: Grid) -> Numbers:
-    """Of the weights in the dtype they compute in, [grids]."""
+    """Return the bytes of the weights in their compute dtype, [grids]."""
     return held_parameters(setting.shape, grids) * setting.item_bytes
 
 
 def held_parameters(shape: ModelShape, grids: Grid) -> Numbers:
-    """Parameters a device keeps: what tp, pp, ep and shards leave of them, even over stages."""
+    """Return the parameters a device keeps after sharding by tp, pp, ep and fsdp, averaged over stages."""
     return shape.shared_parameters / grids.dense_cuts + shape.routed_parameters / grids.expert_cuts
 
 
 def optimizer_bytes(setting: Setting, grids: Grid) -> Numbers:
-    """Of gradients and Adam: 4 + 8 bytes a parameter, and 4 of a float32 copy where weights are shorter.
+    """Return bytes of gradients and Adam: 4 + 8 per parameter, and 4 for a float32 copy of shorter weights.
 
     Rajbhandari et al., arXiv 1910.02054, 3.1, with gradients in float32.
     """
@@ -35,7 +35,7 @@ def optimizer_bytes(setting: Setting, grids: Grid) -> Numbers:
 
 
 def micro_batch_tokens(setting: Setting, load: Load, grids: Grid) -> Numbers:
-    """Tokens of one micro-batch: never less than the longest row, which cannot be cut."""
+    """Return the tokens of one micro-batch, at least the longest row, which cannot be split."""
     workload = setting.workload
     longest = (workload.prompt.limit + workload.response.limit) / grids.cp
     packed = np.maximum(workload.tokens_per_micro_batch, longest)
@@ -43,9 +43,10 @@ def micro_batch_tokens(setting: Setting, load: Load, grids: Grid) -> Numbers:
 
 
 def activation_bytes(setting: Setting, load: Load, grids: Grid) -> Numbers:
-    """Of training: the first stage of a pipeline holds as many micro-batches as there are stages.
+    """Return activation bytes in training: the first pipeline stage holds as many micro-batches as stages.
 
-    Recomputed: one hidden state a token and layer, and all of one layer; else all of every layer.
+    With recomputation: one hidden state per token and layer, plus one complete layer; otherwise every
+    complete layer.
     """
     shape, tokens = setting.shape, micro_batch_tokens(setting, load, grids)
     layers = np.ceil(shape.layers / grids.pp)
@@ -57,21 +58,21 @@ def activation_bytes(setting: Setting, load: Load, grids: Grid) -> Numbers:
 
 
 def logit_bytes(setting: Setting, load: Load, grids: Grid, copies: int) -> Numbers:
-    """Of a micro-batch's logits in float32: one copy to score, and one of gradients to train."""
+    """Return the bytes of a micro-batch's float32 logits: one copy to score, two with gradients to train."""
     shape = setting.shape
     width = 1 if shape.is_scalar else shape.vocabulary
     return copies * GRADIENT_BYTES * micro_batch_tokens(setting, load, grids) * width / grids.tp
 
 
 def training_bytes(setting: Setting, grids: Grid) -> Numbers:
-    """The most an optimiser step needs beside what is resident, [grids]."""
+    """Return the largest additional bytes of an optimiser step, [grids]."""
     load = load_of(setting.workload, grids.dp, setting.workload.minibatches, cp=grids.cp)
     found = activation_bytes(setting, load, grids) + logit_bytes(setting, load, grids, 2)
     return found + _gathered(setting, grids)
 
 
 def scoring_bytes(setting: Setting, grids: Grid) -> Numbers:
-    """The most a forward pass needs beside the weights, [grids]."""
+    """Return the largest additional bytes of a forward pass, [grids]."""
     load = load_of(setting.workload, grids.dp, 1, cp=grids.cp)
     one = (
         micro_batch_tokens(setting, load, grids) * setting.shape.layer_numbers(grids.tp) * setting.item_bytes
@@ -80,7 +81,7 @@ def scoring_bytes(setting: Setting, grids: Grid) -> Numbers:
 
 
 def _gathered(setting: Setting, grids: Grid) -> Numbers:
-    """Two layers' weights out of their shards: the one at work and the one on its way."""
+    """Return the bytes of two gathered layers: the current one and the prefetched one."""
     shape = setting.shape
     layer = (shape.trunk_parameters / grids.tp + shape.routed_parameters / grids.expert_ways) / shape.layers
     return np.where(grids.is_sharded, 2 * layer * setting.item_bytes, 0.0)

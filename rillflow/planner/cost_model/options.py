@@ -1,6 +1,6 @@
-"""Options: every grid that cuts a model evenly over a number of devices, and which of them are worth keeping.
+"""Options: list every grid that divides a model evenly over devices, and select the ones worth keeping.
 
-devices ─ divisors ─> grids ─ seconds, bytes ─> those that fit alone ─ dominated ones cut ─> options
+devices ─ divisors ─> grids ─ seconds, bytes ─> those that fit alone ─ drop dominated ones ─> options
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from rillflow.planner.model_shape import ModelShape
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """The whole numbers that divide it, ascending."""
+    """Return the divisors of a number, ascending."""
     return tuple(part for part in range(1, number + 1) if number % part == 0)
 
 
 def cuts_heads(shape: ModelShape, tp: int) -> bool:
-    """Whether each of tp devices gets as many heads; latents are not cut, so only queries count."""
+    """Return whether tp devices get equal numbers of heads; with latent attention, only query heads count."""
     return shape.heads % tp == 0 and (bool(shape.latent) or shape.kv_heads % tp == 0)
 
 
 def grids(shape: ModelShape, devices: int, per_machine: int) -> Iterator[Grid]:
-    """Grids to train or score on just so many devices: tp in one machine, pp at most a stage a layer."""
+    """Yield grids to train or score on exactly these devices: tp within a machine, pp at most one per layer.
+    """
     for tp in divisors(devices):
         if tp > per_machine or per_machine % tp or not cuts_heads(shape, tp):
             continue
@@ -41,19 +42,19 @@ def grids(shape: ModelShape, devices: int, per_machine: int) -> Iterator[Grid]:
 
 
 def expert_sizes(shape: ModelShape, devices: int, tp: int) -> list[int]:
-    """Sizes of ep: 1, and what divides the experts and a stage's devices and is no smaller than tp."""
+    """Return sizes of ep: 1, and divisors of the experts and of a stage's devices that are at least tp."""
     if not shape.is_mixture:
         return [1]
     return [1, *(ep for ep in divisors(devices) if ep > 1 and ep >= tp and shape.experts % ep == 0)]
 
 
 def sampling_sizes(shape: ModelShape, devices: int) -> list[int]:
-    """Devices a copy of a sampler may have: any number that divides the pool and the heads."""
+    """Return possible sizes of a sampler's copy: divisors of the pool that divide the heads."""
     return [tp for tp in divisors(devices) if cuts_heads(shape, tp)]
 
 
 def undominated(costs: NDArray[np.float64]) -> NDArray[np.intp]:
-    """The rows of [points, costs] that no other equals in all and beats in one; of equals, the first."""
+    """Return the indices of Pareto-optimal rows of [points, costs]; of equal rows, the first."""
     rows, first = np.unique(costs, axis=0, return_index=True)
     no_worse = (rows[:, None] >= rows).all(axis=2).sum(axis=1)
-    return np.sort(first[no_worse == 1])  # those than which none but themselves is no worse
+    return np.sort(first[no_worse == 1])  # rows for which only the row itself is no worse

@@ -1,7 +1,7 @@
-"""Transfers: fields of rows between pools, weights from training to generation.
+"""Transfers: send fields of rows between pools, and weights from training to generation.
 
-in place   tp x pp ─ all-gather in each micro-dp group ─> generate_tp     only what is missing
-apart      training pool ─ broadcast ─> every replica of the sampler
+colocated  tp x pp ─ all-gather in each micro-dp group ─> generate_tp     only missing shards
+separate   training pool ─ broadcast ─> every replica of the sampler
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from rillflow.planner.problem import Unit
 from rillflow.planner.workload import Workload
 
 TOKEN_BYTES = 8
-"""Of a token's id."""
+"""Bytes of a token id."""
 NUMBER_BYTES = 4
-"""Of a number per token or row."""
+"""Bytes of a number per token or row."""
 ROW_FIELDS = frozenset({"rewards", "costs", "valid", "outcome", "finish", "limits", "versions", "varied"})
-"""Fields with one number a row."""
+"""Fields with one number per row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """A unit on its pool."""
+    """A unit placed on its pool."""
 
     unit: Unit
     """The model and its stages."""
     pool: PlannedPool
-    """Where it lies."""
+    """Pool of the unit."""
     option: Option
-    """How, and what it costs there."""
+    """Grid of the unit and its cost."""
     decoder: Decoder | None = None
-    """A replica of it; none of a unit that does not generate."""
+    """A replica of the unit; None for a unit that does not generate."""
 
 
 def field_bytes(workload: Workload, field: str) -> float:
-    """Bytes of one field of one row, ragged: nothing is padded on the way."""
+    """Return the bytes of one field of one row; rows are ragged, without padding."""
     if field in ROW_FIELDS:
         return NUMBER_BYTES
     return (TOKEN_BYTES if field == "tokens" else NUMBER_BYTES) * workload.row_tokens
@@ -50,10 +50,10 @@ def field_bytes(workload: Workload, field: str) -> float:
 def rows_s(
     workload: Workload, fields: tuple[str, ...], source: Seat, destination: Seat, rate: float
 ) -> float:
-    """Seconds of rows from each dp rank of one pool to those of another.
+    """Return the seconds to send rows from the dp ranks of one pool to those of another.
 
-    ``T / (min(dp, dp') rate)``: as many pairs as the smaller side has ranks send at once; the copies within
-    a replica follow inside the pool and are not counted.
+    ``T / (min(dp, dp') rate)``: the smaller side's number of ranks sends in parallel. Copies within a replica
+    are made inside the pool and are not counted.
     """
     total = workload.rows * sum(field_bytes(workload, field) for field in fields)
     ranks: int = min(source.option.grid.dp, destination.option.grid.dp)
@@ -61,18 +61,18 @@ def rows_s(
 
 
 def received_in_place(total_bytes: Numbers, grids: Grid, generate_tp: Numbers) -> Numbers:
-    """Bytes each rank receives to generate on the devices it trains on, (t p - t_g p_g) / (t_g p_g t p) M.
+    """Return the bytes each rank receives for colocated generation, (t p - t_g p_g) / (t_g p_g t p) M.
 
-    HybridFlow, arXiv 2409.19256, table 2, with p_g = 1: what it trains lies in what it generates with, so
-    that only the rest comes. Parameters cut over dp as well: ``M / t_g - M / (t p d)``.
+    HybridFlow, arXiv 2409.19256, table 2, with p_g = 1: a rank's training shard lies within its generation
+    shard, so only the rest is sent. With parameters also sharded over dp: ``M / t_g - M / (t p d)``.
     """
     return np.maximum(np.divide(total_bytes, generate_tp) - total_bytes / grids.dense_cuts, 0.0)
 
 
 def in_place_s(setting: Setting, grids: Grid, generate_tp: Numbers) -> Numbers:
-    """Seconds from the training grid to the generation grid on the same devices, [grids].
+    """Return the seconds from the training grid to the generation grid on the same devices, [grids].
 
-    One all-gather among the t p / t_g ranks of a micro-dp group, and over dp where parameters are cut there.
+    One all-gather among the t p / t_g ranks of a micro-dp group, and over dp if parameters are sharded there.
     """
     total = setting.shape.parameters * setting.item_bytes
     if setting.factors.refit:
@@ -84,10 +84,11 @@ def in_place_s(setting: Setting, grids: Grid, generate_tp: Numbers) -> Numbers:
 
 
 def apart_s(setting: Setting, links: Links, source: Seat, destination: Seat) -> float:
-    """Seconds of the weights from a training pool to a sampler's devices.
+    """Return the seconds to send the weights from a training pool to a sampler's devices.
 
-    Every sampling device takes ``M / t_g``; every part leaves the training pool once and replicas hand it on
-    (a pipelined broadcast), from as many devices as hold different parts: the slower side counts.
+    Every sampling device receives ``M / t_g``. Every shard leaves the training pool once, and replicas
+    forward it (a pipelined broadcast). As many devices send as hold different shards. The slower side
+    determines the time.
     """
     total = setting.shape.parameters * setting.item_bytes
     if setting.factors.refit_apart:

@@ -1,4 +1,4 @@
-"""Asking: in which order ranks are asked for a step whose rows go on part by part, as the controller asks.
+"""Asking: the order in which the controller submits a step's stages when rows move on part by part.
 
 generate 1 ─ score 1 ─ formula 1 ─ generate 2 ─ score 2 ─ formula 2 ─ ... update 1 ─ update 2 ... ─ publish
 """
@@ -14,16 +14,15 @@ from rillflow.planner.simulator.layout import Layout
 
 
 def asked(layout: Layout, handed_s: Mapping[int, Sequence[float]]) -> list[StageTask]:
-    """The stages of a step in the order of asking: every stage of the first part, then of the second, ...
+    """Return the stages of a step in submission order: every stage of the first part, then of the second, ...
 
-    Part p of stage s has the number s + p times the stages there are; of a stage that takes all rows p is 0.
-
-    Part by part go the policy's answers and what reads nothing but such parts: scores, formulas, and where
-    the plan streams an update, asked for after all that its role is asked for before.
+    Part p of stage s has the index s + p x number of stages; p is 0 for a stage that takes all rows. These
+    stages run part by part: the policy's generation, and stages that only read such parts (scores, formulas).
+    If the plan streams, updates do too, submitted after all previous stages of their role.
 
     Args:
-        layout: what is simulated.
-        handed_s: of each stage that generates, when each part is handed on.
+        layout: the simulated plan.
+        handed_s: for each stage that generates, the times when its parts are complete.
     """
     stages, work = layout.problem.graph.stages, layout.problem.work
     kinds = {Work.SCORE, Work.FUNCTION, Work.FORMULA} | ({Work.TRAIN} if layout.plan.streams else set())

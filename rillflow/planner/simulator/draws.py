@@ -1,10 +1,11 @@
-"""Draws: lengths of rows, each computed from (seed, prompt, sample), never drawn in turn.
+"""Draws: compute the length of each row from (seed, prompt, sample), independent of drawing order.
 
 (seed, stream), block of prompts ─ Philox ─> orders ─> shares between 0 and 1 ─ quantiles ─> lengths
 
-So a row is as long in whatever order rows begin, and however many begin beside it. The rows of a block lie
-at the middles of as many equal parts of the distribution (stratified sampling): the longest decide what a
-step takes, and of few rows drawn one by one they would be too many or too few.
+A row thus has the same length in any order of rows and for any number of rows. The rows of a block lie at the
+midpoints of equal parts of the distribution (stratified sampling). The longest rows determine the time of a
+step; with independent draws of a few rows, their number would vary too much.
+
 Source of the generator: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
 
@@ -19,25 +20,25 @@ from rillflow.planner.workload import Lengths, Workload
 
 _ROWS, _PROMPT_TOKENS, _DEVICES = range(1, 4)
 BLOCK = 16
-"""Steps whose rows are drawn together."""
+"""Number of steps whose rows are drawn together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One row that is to be sampled."""
+    """One row to sample."""
 
     prompt: int
-    """The number of its prompt, counted from the first of the run."""
+    """Number of its prompt, counted from the first of the run."""
     sample: int
-    """Its place among the rows of its prompt."""
+    """Index among the rows of its prompt."""
     prompt_tokens: int
-    """Tokens of its prompt."""
+    """Number of prompt tokens."""
     response_tokens: int
-    """Tokens it will have sampled when it ends."""
+    """Number of response tokens at its end."""
 
 
 def rows_of(workload: Workload, prompt: int, *, seed: int, samples: int) -> list[Row]:
-    """The rows of a prompt, of which so many begin at most."""
+    """Return the rows of a prompt, for the given number of samples."""
     size = BLOCK * workload.prompts
     (prompt_tokens,) = _tokens(workload.prompt, seed, _PROMPT_TOKENS, prompt, size, 1, 1)
     responses = _tokens(workload.response, seed, _ROWS, prompt, size, samples, workload.samples)
@@ -50,7 +51,7 @@ def rows_of(workload: Workload, prompt: int, *, seed: int, samples: int) -> list
 def _tokens(
     lengths: Lengths, seed: int, stream: int, prompt: int, size: int, count: int, kept: int
 ) -> list[int]:
-    """So many lengths of a prompt, at least 1 each; ``kept`` of every prompt make up the distribution."""
+    """Return ``count`` lengths of a prompt, at least 1 each; ``kept`` per prompt cover the distribution."""
     if known := lengths.in_order:
         first = prompt * count
         return [max(known[place % len(known)], 1) for place in range(first, first + count)]
@@ -61,13 +62,13 @@ def _tokens(
 
 
 def slow_devices(seed: int, devices: int, share: float) -> list[bool]:
-    """Which of a cluster's devices are slow, each with this probability."""
+    """Return which devices of a cluster are slow, each with probability ``share``."""
     return [drawn < share for drawn in _generator(seed, _DEVICES, 0).random(devices).tolist()]
 
 
 @lru_cache(maxsize=64)
 def _orders(seed: int, stream: int, block: int, size: int, count: int) -> list[list[int]]:
-    """Orders of the prompts of a block, one for each of so many samples, the same however many there are."""
+    """Return an order of a block's prompts for each sample; the orders do not depend on ``count``."""
     generator = _generator(seed, stream, block)
     return [generator.permutation(size).tolist() for _ in range(count)]
 

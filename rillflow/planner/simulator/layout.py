@@ -1,10 +1,10 @@
-"""Layout: a plan as the simulator takes it: tasks with their pools and seconds, replicas, slow devices.
+"""Layout: a plan in the form that the simulator runs: tasks with pools and seconds, replicas, slow devices.
 
 problem, costs, plan ─ evaluate ─> seconds, transfers, seats, decoders ─┬─> tasks of a step, a batch, a group
 seed, settings ─ draws ─> slow devices ─────────────────────────────────┴─> replicas, each with its pace
 
-Where rows flow, training takes **batches**: a step's rows; those of m minibatches where weights are published
-every m; those of one minibatch where a step is streamed.
+When rows flow, training works in **batches**. A batch is a step's rows, or the rows of m minibatches if
+weights are published every m, or the rows of one minibatch if the plan streams.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from rillflow.planner.simulator.replica import Replica
 from rillflow.planner.workload import require_within
 
 _GREEDY = "greedy"
-"""The endpoint that answers every prompt once."""
+"""Endpoint that answers every prompt once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a simulation assumes beside the plan.
+    """Assumptions of a simulation in addition to the plan.
 
     Example:
         Settings(straggler_share=0.05, straggler_factor=1.5)
     """
 
     parts: int = 0
-    """In how many parts a step's rows are handed on, in order, every step sampled by one version, as runs do;
-    0: by groups as they end, where the plan lets rows flow."""
+    """Number of parts of a step's rows that move on in order, as in real runs; one version samples each step.
+    With 0, complete groups move on if the plan lets rows flow.
+    """
     functions: Mapping[str, str] = field(default_factory=dict)
-    """By role that is a function, the pool whose ranks compute it; others run beside all devices."""
+    """Pool whose ranks compute a function, by role; other functions run outside all devices."""
     straggler_share: float = 0.0
-    """The share of devices that are slow; which ones follows from the seed."""
+    """Share of slow devices; the seed selects them."""
     straggler_factor: float = 1.0
-    """How many times as long a slow device takes."""
+    """Slowdown factor of a slow device."""
 
     def __post_init__(self) -> None:
         require_within("parts", self.parts, 0, 1_000_000)
@@ -57,27 +58,27 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What is simulated."""
+    """A plan to simulate."""
 
     problem: Problem
     """The step."""
     costs: CostModel
-    """Its cost model."""
+    """Cost model of the step."""
     plan: Plan
-    """Where its units lie."""
+    """Placement of the units."""
     settings: Settings
-    """What is assumed beside."""
+    """Additional assumptions."""
     seed: int
-    """Of all that is drawn."""
+    """Seed of all draws."""
 
     @cached_property
     def evaluation(self) -> StepEvaluation:
-        """What the plan costs on paper."""
+        """Cost of the plan by formulas."""
         return evaluate(self.problem, self.costs, self.plan)
 
     @cached_property
     def tasks(self) -> tuple[StageTask, ...]:
-        """The stages, in the order of the program; those of slow pools take longer."""
+        """Stages in program order; stages on slow pools take longer."""
         stages, seconds = self.problem.graph.stages, self.evaluation.seconds
         return tasks_of(
             self.problem.graph,
@@ -88,10 +89,10 @@ class Layout:
 
     @cached_property
     def by_group(self) -> tuple[StageTask, ...]:
-        """The stages that take groups one by one where rows flow, with the seconds of one group.
+        """Stages that process groups one by one when rows flow, with the seconds of one group.
 
-        They score, read nothing but what groups bring, and share their pool only with stages of that kind. A
-        function takes groups in turn.
+        These stages score, read only groups' data, and share their pool only with such stages. A function
+        processes groups in turn.
         """
         graph, rest = self.problem.graph, [task for task in self.tasks if task.stage not in self.generating]
         kinds = (Work.SCORE, Work.FUNCTION)
@@ -105,7 +106,7 @@ class Layout:
 
     @cached_property
     def by_batch(self) -> tuple[StageTask, ...]:
-        """The stages of a batch where rows flow; those of all groups but the last have travelled by then."""
+        """Stages of a batch when rows flow; only the last group's transfer is still to be done."""
         apart = {task.stage for task in self.by_group} | set(self.generating)
         found = []
         for task in self.tasks:
@@ -118,79 +119,80 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """In how many parts a step's rows are handed on in order."""
+        """Number of parts of a step's rows that move on in order."""
         return max(1, self.settings.parts)
 
     @property
     def flows(self) -> bool:
-        """Whether rows flow from stage to stage as they end; else in order, step by step."""
+        """Whether rows flow from stage to stage as groups end; otherwise steps run in order."""
         plan = self.plan
         return not self.settings.parts and (plan.freshness > 0 or plan.streams or plan.publish_every > 0)
 
     @property
     def batches(self) -> int:
-        """Batches of a step."""
+        """Number of batches per step."""
         minibatches, every = self.problem.workload.minibatches, self.plan.publish_every
         return minibatches if self.plan.streams else minibatches // (every or minibatches)
 
     @property
     def published(self) -> int:
-        """Batches after which weights are published."""
+        """Number of batches between two publishes."""
         return (self.plan.publish_every or self.problem.workload.minibatches) if self.plan.streams else 1
 
     @cached_property
     def generating(self) -> Mapping[int, Seat]:
-        """The unit behind each stage that generates, in the order of the program."""
+        """Unit of each stage that generates, in program order."""
         units = self.evaluation.units.values()
         owners = {index: seat for seat in units for index in seat.unit.stages}
         return {index: owners[index] for index in sorted(self.problem.generating)}
 
     @cached_property
     def lanes(self) -> Mapping[str, int]:
-        """Replicas by pool; 0 of a pool that does not generate."""
+        """Number of replicas by pool; 0 for a pool that does not generate."""
         found = {pool.name: 0 for pool in self.plan.pools}
         for stage, unit in self.generating.items():
             found[unit.pool.name] = max(found[unit.pool.name], self.decoder(stage).replicas)
         return found
 
     def begun(self, what: str) -> int:
-        """The ``prompts`` that begin in a round, or the ``samples`` of each, greedy ones not counted."""
+        """Return how many ``prompts`` begin in a round, or how many ``samples`` of each, without greedy ones.
+        """
         wanted, share = vars(self.problem.workload)[what], vars(self.plan)[f"oversample_{what}"]
         return math.ceil(float(wanted * share) - 1e-9)
 
     def pool_of(self, stage: int) -> str:
-        """Whose devices a stage holds; of one beside them a name of its own, which no pool has."""
+        """Return the pool of a stage; a stage outside devices gets its own name, which no pool has."""
         role = self.problem.graph.stages[stage].role
         return self.evaluation.timings[stage].pool or self.settings.functions.get(role, f"beside: {stage}")
 
     def decoder(self, stage: int) -> Decoder:
-        """The replicas of a stage that generates."""
+        """Return the decoder of a stage that generates."""
         found = self.generating[stage].decoder
         assert found is not None, "a unit that generates is seated with a decoder"
         return found
 
     def rows(self, prompt: int) -> list[Row]:
-        """The rows of a prompt; the last sample is the greedy one, if there is any."""
+        """Return the rows of a prompt; the last sample is the greedy one, if there is one."""
         samples = self.begun("samples") + any(self.is_greedy(stage) for stage in self.generating)
         return rows_of(self.problem.workload, prompt, seed=self.seed, samples=samples)
 
     def is_greedy(self, stage: int) -> bool:
-        """Whether a stage answers every prompt once."""
+        """Return whether a stage answers every prompt once."""
         return self.problem.graph.stages[stage].endpoint == _GREEDY
 
     def replicas(self, stage: int) -> list[Replica]:
-        """Fresh replicas of a stage that generates; one with a slow device is slow."""
+        """Return new replicas of a stage that generates; a replica with a slow device is slow."""
         decoder, paces = self.decoder(stage), self._paces[self.pool_of(stage)]
         each, shares = max(len(paces) // decoder.replicas, 1), self.problem.workload.shares_prompts
         slow = [max(paces[place * each :][:each], default=1.0) for place in range(decoder.replicas)]
         return [Replica(decoder, slow=one, shares_prompts=shares) for one in slow]
 
     def peak_bytes(self, pool: str, cached: Mapping[int, float]) -> float:
-        """The most the pool's fullest device holds.
+        """Return the largest memory use of the pool's fullest device.
 
         Args:
-            pool: its name.
-            cached: of each stage that generates, the most tokens the cache of a replica held.
+            pool: name of the pool.
+            cached: for each stage that generates, the most tokens in the cache of a replica.
         """
         use = next(one for one in self.evaluation.pools if one.name == pool)
         most = use.working_bytes
@@ -203,22 +205,22 @@ class Layout:
 
     @cached_property
     def _paces(self) -> Mapping[str, list[float]]:
-        """How many times as long each device of a pool takes."""
+        """Slowdown factor of each device, by pool."""
         slow = slow_devices(self.seed, self.evaluation.devices, self.settings.straggler_share)
         paces = iter([self.settings.straggler_factor if one else 1.0 for one in slow])
         return {pool.name: [*islice(paces, pool.devices)] for pool in self.plan.pools}
 
     def _pace(self, stage: int) -> float:
-        """A stage of many devices is as slow as the slowest; weights on their way are not slowed."""
+        """Return the slowdown of a stage, that of its slowest device; publishing is not slowed."""
         is_slowed = stage not in self.problem.publishing
         return max(self._paces.get(self.pool_of(stage), [1.0])) if is_slowed else 1.0
 
 
 def require_flow(layout: Layout) -> None:
-    """Refuse to let rows flow where that is not simulated.
+    """Raise an error if rows cannot flow under this plan in the simulation.
 
     Raises:
-        PlanError: the plan asks for it.
+        PlanError: the plan requests something that is not simulated.
     """
     plan, workload = layout.plan, layout.problem.workload
     pools = {layout.pool_of(stage) for stage in layout.generating}
@@ -241,6 +243,6 @@ def require_flow(layout: Layout) -> None:
 
 
 def _shared(task: StageTask, share: float, last: float, apart: Set[int] = frozenset()) -> StageTask:
-    """A share of a task; of what comes from stages apart only the last part travels."""
+    """Return a share of a task; for inputs from ``apart``, only the last part's transfer counts."""
     inputs = {source: spent * (last if source in apart else share) for source, spent in task.inputs.items()}
     return replace(task, seconds=task.seconds * share, inputs=inputs)

@@ -1,17 +1,18 @@
-"""Replica: one copy that decodes with continuous batching, as a state that time moves on.
+"""Replica: one model copy that decodes with continuous batching, as a state that advances in time.
 
-    begin(row) ─> waiting ─ slot and cache free ─> running ─ as many tokens as it has ─> ended
-                     └──────── cache full: the newest row's cache is given up ────┘
+    begin(row) ─> waiting ─ slot and cache free ─> running ─ all tokens sampled ─> ended
+                     └──────── cache full: the newest row is preempted ─┘
 
-All running rows gain tokens at the same pace, so a row's end is a mark on one common scale, and between two
-ends, a *segment*, nothing happens: the next event is the least mark, or the token at which the cache is full.
+All running rows gain tokens at the same pace, so the end of a row is a mark on one common scale. Nothing
+happens in a *segment* between two events. The next event is the lowest mark, or the token that fills the
+cache.
 
 consumes        rows that begin
 waits for       a slot (``most_rows``) and room in the cache (``capacity_tokens``)
 unblocked by    a row that ends
 produces        rows that ended, at ``next_s``
 
-Within a segment tokens come evenly; that matters only when something from outside falls into one.
+Within a segment tokens arrive evenly; this only matters if an external event interrupts a segment.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from rillflow.planner.cost_model.generation import Decoder
 from rillflow.planner.simulator.draws import Row
 
 _WATERMARK = 0.01
-"""The share of the cache that stays free when a row is let in, as engines keep it."""
+"""Share of the cache that must stay free when a row is admitted, as in inference engines."""
 
 
 class Replica:
     """A copy that decodes.
 
     Args:
-        decoder: what tokens cost.
-        slow: how many times as long it takes as the decoder says.
-        shares_prompts: whether rows of a prompt read it once.
+        decoder: cost of tokens.
+        slow: slowdown factor relative to the decoder.
+        shares_prompts: whether rows of a prompt share its prefill.
     """
 
     def __init__(self, decoder: Decoder, *, slow: float = 1.0, shares_prompts: bool = False) -> None:
         self.next_s = math.inf
-        """When its next event is."""
+        """Time of its next event."""
         self.peak_tokens = 0.0
-        """The most its cache held."""
+        """Largest number of tokens in its cache so far."""
         self._decoder = decoder
         self._slow = slow
         self._shares = shares_prompts
         self._running: list[tuple[float, int, Row]] = []
-        """A heap: where on the common scale a row ends, how many entered before it, the row."""
+        """Heap of running rows: end mark on the common scale, order of entry, row."""
         self._waiting: deque[tuple[Row, float]] = deque()
-        """Rows without a slot, and the tokens that each has still to sample."""
+        """Rows without a slot, with the tokens that each has left to sample."""
         self._read = Counter[int]()
         self._entered = 0
         self._gained = self._context = self._now_s = self._stall_s = 0.0
@@ -56,15 +57,15 @@ class Replica:
 
     @property
     def rows(self) -> int:
-        """Rows that run or wait in it."""
+        """Number of running and waiting rows."""
         return len(self._running) + len(self._waiting)
 
     def has_room(self, row: Row) -> bool:
-        """Whether a row that begins now would run at once."""
+        """Return whether a row that begins now would run immediately."""
         return self.rows < self._decoder.most_rows and not self._waiting and self._fits(row.prompt_tokens)
 
     def begin(self, rows: list[Row], now_s: float) -> None:
-        """Let rows begin as soon as there is room; ``advance`` comes first where time has passed."""
+        """Begin rows as soon as there is room; call ``advance`` first if time has passed."""
         for row in rows:
             tokens, most = row.prompt_tokens + row.response_tokens, self._decoder.capacity_tokens
             if tokens > most:
@@ -79,7 +80,7 @@ class Replica:
         self._plan()
 
     def advance(self, now_s: float) -> list[Row]:
-        """Let time pass until ``now_s``, at most ``next_s``; the rows that ended."""
+        """Advance time to ``now_s``, at most ``next_s``, and return the rows that ended."""
         passed, self._now_s = now_s - self._now_s, now_s
         if not self._running:
             self._stall_s = max(self._stall_s - passed, 0.0)
@@ -106,7 +107,7 @@ class Replica:
         return ended
 
     def stop(self, row: Row) -> None:
-        """Drop a row that runs or waits; ``advance`` comes first where time has passed."""
+        """Drop a running or waiting row; call ``advance`` first if time has passed."""
         for one in [one for one in self._running if one[2] is row]:
             self._drop(one)
         self._waiting = deque(item for item in self._waiting if item[0] is not row)
@@ -114,7 +115,7 @@ class Replica:
         self._plan()
 
     def stall(self, seconds: float) -> None:
-        """Stand still while weights arrive; rows keep their cache."""
+        """Pause while weights arrive; rows keep their cache."""
         self._stall_s += seconds
         self._plan()
 
@@ -124,29 +125,29 @@ class Replica:
         self.peak_tokens = max(self.peak_tokens, self._context)
 
     def _leave(self, row: Row, mark: float) -> None:
-        """Take the tokens of a row out of the cache."""
+        """Remove the tokens of a row from the cache."""
         self._read[row.prompt] -= 1
         held = row.prompt_tokens + row.response_tokens - (mark - self._gained)
         self._context = self._context - held if self._running else 0.0
 
     def _give_up_newest(self) -> None:
-        """Make room in a full cache: the newest row waits again, first in line."""
+        """Make room in a full cache: preempt the newest row, which then waits first in line."""
         newest = max(self._running, key=lambda one: one[1])
         self._drop(newest)
         self._waiting.appendleft((newest[2], max(round(newest[0] - self._gained), 1)))
 
     def _drop(self, running: tuple[float, int, Row]) -> None:
-        """Take a row out of its slot before it has ended."""
+        """Remove a row from its slot before it has ended."""
         self._running.remove(running)
         heapq.heapify(self._running)
         self._leave(running[2], running[0])
 
     def _fits(self, tokens: float) -> bool:
-        """Whether so many tokens fit into the cache; alone a row always does."""
+        """Return whether these tokens fit into the cache; a single row always does."""
         return not self._running or self._context + tokens <= self._decoder.capacity_tokens * (1 - _WATERMARK)
 
     def _admit(self) -> None:
-        """Let waiting rows in, in order, and read their prompts, each once where rows share it."""
+        """Admit waiting rows in order and prefill their prompts, shared ones once."""
         fresh = 0.0
         while self._waiting and len(self._running) < self._decoder.most_rows:
             row, left = self._waiting[0]
@@ -164,7 +165,7 @@ class Replica:
             self._stall_s += self._slow * self._decoder.prefill_s(fresh)
 
     def _plan(self) -> None:
-        """Find the next event: the least mark, or the token at which the cache is full."""
+        """Find the next event: the lowest mark, or the token that fills the cache."""
         count = len(self._running)
         if not count:
             self.next_s = math.inf

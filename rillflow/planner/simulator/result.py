@@ -1,7 +1,7 @@
-"""Result: what a simulation found out, as records, and the book in which its timeline is written.
+"""Result: records of a simulation, and the book that writes its timeline.
 
-work, idleness ─ Book ─> spans of a pool's lanes ─┬─> seconds by cause: with the work, all of the time
-ages of rows ─────────────────────────────────────┴─> Simulation ─> tables, JSON, the timeline of a report
+work, idle time ─ Book ─> spans of a pool's lanes ─┬─> seconds by cause; with the work, the whole time
+ages of rows ──────────────────────────────────────┴─> Simulation ─> tables, JSON, the timeline of a report
 """
 
 from __future__ import annotations
@@ -16,92 +16,92 @@ from statistics import fmean, linear_regression, median
 from rillflow.planner.schedule import BESIDE
 
 WHOLE = 0
-"""The lane of work that all devices of a pool do together; replicas have the lanes from 1."""
+"""Lane of work that all devices of a pool do together; replicas have lanes from 1."""
 
 
 class IdleCause(StrEnum):
-    """Why a pool, or one of its replicas, does nothing."""
+    """Reason why a pool, or one of its replicas, is idle."""
 
     DATA = "waits for data"
     """The next stage's rows have not arrived."""
     TAIL = "tail of generation"
-    """Other replicas of the pool still generate, this one has no rows left."""
+    """Other replicas of the pool still generate; this one has no rows left."""
     WEIGHTS = "waits for weights"
-    """The weights to generate with are not there, or just arrive."""
+    """The weights to generate with are missing, or are being received."""
     FRESHNESS = "freshness bound"
-    """A row begun now might be too old when it is trained."""
+    """A row that begins now might be too old when it is trained."""
     NOTHING = "nothing to do"
-    """The pool has done its part of the step, others have not."""
+    """The pool has finished its part of the step; others have not."""
     OVERHEAD = "between steps"
-    """Seconds of a step that belong to no stage."""
+    """Seconds of a step outside stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedSpan:
-    """One bar of the timeline: work, or idleness with its cause."""
+    """One bar of the timeline: work, or idle time with its cause."""
 
     pool: str
-    """The devices it holds; empty for what runs beside them."""
+    """Pool of the work; empty for stages without devices."""
     lane: int
-    """The replica, where the pool generates; 0 else."""
+    """Replica, if the pool generates; otherwise 0."""
     stage: str
-    """The stage's name; of idleness empty."""
+    """Name of the stage; empty for idle time."""
     step: int
-    """The step it belongs to, from 1."""
+    """Step, from 1."""
     start_s: float
-    """When it began, from the beginning of the simulation."""
+    """Start, in seconds of the simulation."""
     end_s: float
-    """When it ended."""
+    """End, in seconds of the simulation."""
     cause: IdleCause | None = None
-    """Why nothing was done; none where something was."""
+    """Cause of idle time; None for work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolTime:
-    """What a pool did with its time; of a pool with replicas, the mean over them."""
+    """Time of a pool; for a pool with replicas, the mean over them."""
 
     pool: str
-    """Its name."""
+    """Name of the pool."""
     busy_s: float
-    """Seconds it worked."""
+    """Seconds of work."""
     idle_s: Mapping[IdleCause, float]
-    """Seconds it did not, by cause; with ``busy_s`` they make up the whole time."""
+    """Idle seconds by cause; together with ``busy_s`` they cover the whole time."""
     peak_bytes: float
-    """The most its fullest device held."""
+    """Largest memory use of its fullest device."""
 
     @property
     def idle_share(self) -> float:
-        """The share of its time in which it did nothing."""
+        """Share of its time in which the pool was idle."""
         idle = sum(self.idle_s.values())
         return idle / (self.busy_s + idle) if self.busy_s + idle else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """Some steps of a plan, event by event."""
+    """Simulated steps of a plan."""
 
     step_s: tuple[float, ...]
-    """Seconds of each step, from the end of the one before to its own."""
+    """Seconds of each step, from the end of the previous step to its own."""
     rows_per_step: int
-    """Rows that a step trains on."""
+    """Number of rows that a step trains on."""
     tokens: tuple[int, ...]
-    """Of each step, tokens of the rows it trained on, prompts and responses."""
+    """Tokens of each step's trained rows, prompts and responses."""
     generation_s: tuple[float, ...]
-    """Of each step in step, seconds of its generation; empty where rows flow."""
+    """Generation seconds of each step; empty when rows flow."""
     pools: tuple[PoolTime, ...]
-    """In the order of the plan's."""
+    """Time of the pools, in the plan's order."""
     ages: Mapping[int, int]
-    """Trained rows by age: the policy's version that trained on a row less that of its oldest token."""
+    """Trained rows by age: the policy version that trained the row minus that of its oldest token."""
     begun: int
-    """Rows that were begun, greedy ones among them."""
+    """Number of rows begun, including greedy ones."""
     trained: int
-    """Of those, the ones that a step consumed."""
+    """Number of begun rows that a step consumed."""
     dropped: Mapping[str, int]
-    """Of those, the ones that no step will consume, by reason."""
+    """Number of begun rows that no step will consume, by reason."""
     unfinished: int
-    """Of those, the ones on their way when the last step ended."""
+    """Number of begun rows still in progress when the last step ended."""
     spans: tuple[SimulatedSpan, ...]
-    """The timeline, by pool, lane and time."""
+    """Timeline, by pool, lane and time."""
 
     @property
     def wall_s(self) -> float:
@@ -110,44 +110,45 @@ class Simulation:
 
     @property
     def median_step_s(self) -> float:
-        """The median step."""
+        """Median seconds of a step."""
         return median(self.step_s)
 
     @property
     def mean_step_s(self) -> float:
-        """The mean step."""
+        """Mean seconds of a step."""
         return fmean(self.step_s)
 
     @property
     def settled_step_s(self) -> float:
-        """What a long run comes to once rows flow: the slope of steps' ends, the first quarter left out.
+        """Seconds of a step in a long run: the slope of the steps' end times without the first quarter.
 
-        Ahead steps end in bursts: the mean of few depends on where in a burst the first and last of them lie.
+        With freshness above 0, steps end in bursts. A mean over few steps would depend on the position of the
+        first and the last step within a burst.
         """
         ends = [*accumulate(self.step_s, initial=0.0)][len(self.step_s) // 4 :]
         return linear_regression(range(len(ends)), ends).slope
 
     @property
     def rows_per_s(self) -> float:
-        """Trained rows a second, once settled."""
+        """Trained rows per second, once settled."""
         return self.rows_per_step / self.settled_step_s if self.settled_step_s else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of trained rows a second, once settled."""
+        """Tokens of trained rows per second, once settled."""
         late = fmean(self.tokens[len(self.tokens) // 4 :])
         return late / self.settled_step_s if self.settled_step_s else 0.0
 
 
 class Book:
-    """Writes the timeline down: a lane works or has one cause not to, from moment to moment."""
+    """Writes the timeline: at every moment a lane works or has one cause for being idle."""
 
     def __init__(self) -> None:
         self._spans: list[SimulatedSpan] = []
         self._until: dict[tuple[str, int], float] = defaultdict(float)
 
     def write(self, pool: str, lane: int, what: str, step: int, end_s: float) -> None:
-        """Since the lane was written of last a stage was computed, or nothing for a cause."""
+        """Record a stage or an idle cause from the lane's last entry to ``end_s``."""
         start_s = self._until[pool, lane]
         if end_s > start_s:
             cause = what if isinstance(what, IdleCause) else None
@@ -164,11 +165,11 @@ class Book:
             self._until[pool, lane] = end_s
 
     def pass_over(self, pool: str, lane: int, until_s: float) -> None:
-        """The lane has nothing of its own to be written of until then."""
+        """Skip the lane's time until ``until_s`` without an entry."""
         self._until[pool, lane] = until_s
 
     def close(self, end_s: float) -> tuple[SimulatedSpan, ...]:
-        """The spans in order, those beyond the end cut there."""
+        """Return the spans in order, cut at ``end_s``."""
         begun = [span for span in self._spans if span.start_s < end_s]
         cut = [span if span.end_s <= end_s else replace(span, end_s=end_s) for span in begun]
         return tuple(sorted(cut, key=lambda span: (span.pool, span.lane, span.start_s, span.end_s)))
@@ -177,7 +178,7 @@ class Book:
 def pool_times(
     spans: Sequence[SimulatedSpan], lanes: Mapping[str, int], peaks: Mapping[str, float]
 ) -> tuple[PoolTime, ...]:
-    """What each pool did; of its replicas, of which it has as many as ``lanes`` says, the mean."""
+    """Return the time of each pool, averaged over its replicas, whose number is in ``lanes``."""
     busy: dict[str, float] = defaultdict(float)
     idle: dict[str, dict[IdleCause, float]] = {pool: defaultdict(float) for pool in peaks}
     for span in spans:

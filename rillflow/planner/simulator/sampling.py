@@ -1,17 +1,17 @@
-"""Sampling: replicas and the groups of rows on them, in a round of a step or without end.
+"""Sampling: replicas and their groups of rows, in the round of a step or as an endless stream.
 
 prompts ─ rows ─> replicas ─ ended ─> Round: wanted prompts have their wanted samples; the rest is put aside
-new weights ─┬─ interrupts ──> Stream: every replica takes them at once, and its rows go on under them
-             └─ else ────────> a replica takes them when it has no rows, or when none has any (``drains``): it
-                               gets none that it may not begin
+new weights ─┬─ interrupts ──> Stream: every replica takes them at once and continues its rows with them
+             └─ otherwise ───> a replica takes them when it has no rows, or when no replica has any
+                               (``drains``); until then it gets no rows that need newer weights
 
-consumes        prompts: of a round, or without end; versions of the weights
+consumes        prompts, of a round or endless; versions of the weights
 waits for       a slot and room in a cache; the admission
 unblocked by    a row that ends, a batch that is formed, weights that arrive
-produces        complete groups, spans of the replicas with the cause of their idleness
+produces        complete groups, spans of the replicas with the cause of idle time
 
-Rounds in which more is begun than wanted: tail batching of RollPacker (arXiv 2509.21009). A row put aside has
-the same length when it begins anew.
+Rounds that begin more than is wanted: tail batching of RollPacker (arXiv 2509.21009). A row put aside has
+the same length when it begins again.
 """
 
 from __future__ import annotations
@@ -32,45 +32,46 @@ from rillflow.planner.simulator.result import Book, IdleCause
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class SampleGroup:
-    """The rows of a prompt on their way."""
+    """Rows of one prompt in progress."""
 
     rows: Sequence[Row]
-    """All that begin."""
+    """All its rows."""
     version: int = 0
-    """The version of the policy under which its first row begins: that of its oldest token."""
+    """Policy version of its first row, and thus of its oldest token."""
     versions: dict[int, int] = field(default_factory=dict)
-    """By sample that has begun: under which version."""
+    """Policy version at the start of each row, by sample."""
     left: int = 0
-    """Rows that have not ended."""
+    """Number of rows that have not ended."""
 
     @property
     def prompt(self) -> int:
-        """Its prompt's number."""
+        """Number of its prompt."""
         return self.rows[0].prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """The rows of a step in step, dealt to replicas as cards are; it ends with the wanted prompts."""
+    """Rows of one step in contiguous blocks by replica; it ends when the wanted prompts are complete."""
 
     complete_s: Mapping[int, float]
-    """By prompt that is kept, in their order: until its wanted rows had ended."""
+    """Seconds until the wanted rows of each kept prompt had ended, in order of completion."""
     kept: Sequence[Row]
-    """Their wanted rows, the first to end."""
+    """Wanted rows of the kept prompts: for each prompt, the first to end."""
     aside: Sequence[int]
-    """Prompts begun that are left for later."""
+    """Begun prompts that are left for later."""
     lanes_s: Sequence[float]
-    """Of each replica, the seconds until its last row had ended, or the round."""
+    """Seconds until each replica's last row, or the round, had ended."""
     peak_tokens: float
-    """The most tokens a replica's cache held."""
+    """Largest number of tokens in a replica's cache."""
 
     @property
     def seconds(self) -> float:
-        """Until it ended."""
+        """Seconds until the round ended."""
         return max(self.complete_s.values())
 
     def handed_s(self, parts: int) -> list[float]:
-        """Of so many parts of the prompts, when each is handed on: when all up to its last are complete."""
+        """Return when each of ``parts`` parts of the prompts moves on: when all prompts so far are complete.
+        """
         ends = list(accumulate((self.complete_s[prompt] for prompt in sorted(self.complete_s)), max))
         return [ends[max(len(ends) * part // parts, 1) - 1] for part in range(1, parts)] + [self.seconds]
 
@@ -78,13 +79,13 @@ class Round:
 def played(
     replicas: Sequence[Replica], prompts: Sequence[Sequence[Row]], *, wanted: int, samples: int
 ) -> Round:
-    """A round in which more may begin than is wanted; rows that nobody waits for are stopped.
+    """Run a round that may begin more than is wanted; rows that are no longer needed are stopped.
 
     Args:
-        replicas: fresh ones.
-        prompts: the rows of each prompt that begins.
-        wanted: prompts that end the round once they are complete.
-        samples: rows that make a prompt complete.
+        replicas: unused replicas.
+        prompts: rows of each prompt that begins.
+        wanted: number of complete prompts that ends the round.
+        samples: number of rows that completes a prompt.
     """
     rows, lanes = [row for group in prompts for row in group], len(replicas)
     homes = {(row.prompt, row.sample): number * lanes // len(rows) for number, row in enumerate(rows)}
@@ -128,7 +129,7 @@ def played(
 
 @dataclass(kw_only=True, slots=True)
 class _Lane:
-    """A replica, and why it does nothing; without a cause it works."""
+    """A replica with its idle cause; None while it works."""
 
     replica: Replica
     version: int = 0
@@ -137,13 +138,13 @@ class _Lane:
 
 
 class Stream:
-    """Replicas that sample without end.
+    """Replicas that sample endlessly.
 
     Args:
-        layout: what is simulated.
-        admission: which groups may begin.
-        book: where spans are written.
-        load_s: seconds for which a replica stands still when it takes new weights.
+        layout: the simulated plan.
+        admission: rule for the groups that may begin.
+        book: recorder of spans.
+        load_s: seconds for which a replica pauses when it takes new weights.
     """
 
     def __init__(
@@ -174,22 +175,23 @@ class Stream:
 
     @property
     def peak_tokens(self) -> float:
-        """The most tokens a replica's cache held."""
+        """Largest number of tokens in a replica's cache."""
         return max(lane.replica.peak_tokens for lane in self.lanes)
 
     def changes(self) -> Iterator[tuple[float, int]]:
-        """The next event, and its place, of each replica that changed since this was asked last."""
+        """Yield time and place of the next event of each replica that changed since the last call."""
         for place in sorted(self._changed):
             if self.lanes[place].replica.next_s < math.inf:
                 yield self.lanes[place].replica.next_s, place
         self._changed.clear()
 
     def advance(self, now_s: float, place: int) -> list[SampleGroup]:
-        """Let a replica come to its next event, unless it changed since; the groups complete by that."""
+        """Advance a replica to its next event, unless it changed since, and return the groups completed."""
         return self._pass(place, now_s) if self.lanes[place].replica.next_s == now_s else []
 
     def publish(self, now_s: float, version: int, place: int) -> list[SampleGroup]:
-        """Take note of new weights, at one replica or (-1) at all; the groups complete at this moment."""
+        """Record new weights, at one replica or (-1) at all, and return the groups completed at this moment.
+        """
         self.newest = max(self.newest, version)
         complete = []
         if self._engine.interrupts:
@@ -200,7 +202,7 @@ class Stream:
         return complete
 
     def begin(self, now_s: float) -> None:
-        """Begin all that may and can begin, and let replicas without rows take the newest weights."""
+        """Begin all rows that are allowed and fit, and update idle replicas to the newest weights."""
         while self._begin_one(now_s) or self._refresh(now_s):
             pass
         late = self.newest + self._layout.plan.freshness < self._admission.version
@@ -208,12 +210,12 @@ class Stream:
             self._mark(place, now_s, IdleCause.WEIGHTS if late else IdleCause.FRESHNESS)
 
     def close(self, end_s: float) -> None:
-        """Write down what replicas do at the end."""
+        """Record the activity of the replicas at the end."""
         for place in range(len(self.lanes)):
             self._write(place, end_s)
 
     def _begin_one(self, now_s: float) -> bool:
-        """Begin a row, of a group begun before or of a new one; whether one could."""
+        """Begin a row of a started or a new group, and return whether that was possible."""
         if self._waiting:
             row = self._waiting[0]
             least = self.live[row.prompt].version
@@ -239,9 +241,9 @@ class Stream:
         return True
 
     def _place(self, row: Row, least: int) -> int | None:
-        """The replica with the fewest rows among those with weights, room, and less than their share of rows.
+        """Return the least loaded replica with recent enough weights, room, and less than its share of rows.
 
-        Another is asked again once it has changed.
+        A rejected replica is considered again once it has changed.
         """
         while self._open:
             rows, place = self._open[0]
@@ -263,7 +265,7 @@ class Stream:
         self._next = self._layout.rows(group.prompt + 1)
 
     def _refresh(self, now_s: float) -> bool:
-        """Let replicas without rows take the newest weights; whether any did."""
+        """Update replicas without rows to the newest weights, and return whether any was updated."""
         if self._engine.drains and len(self._empty) < len(self.lanes):
             return False
         stale = [place for place in self._empty if self.lanes[place].version < self.newest]
@@ -273,7 +275,7 @@ class Stream:
         return bool(stale)
 
     def _load(self, place: int, now_s: float) -> None:
-        """Let the newest weights into a replica, which stands still meanwhile."""
+        """Load the newest weights into a replica, which pauses meanwhile."""
         lane = self.lanes[place]
         lane.version = self.newest
         self._mark(place, now_s, IdleCause.WEIGHTS)
@@ -284,7 +286,7 @@ class Stream:
         self._touch(place)
 
     def _pass(self, place: int, now_s: float) -> list[SampleGroup]:
-        """Let time pass on a replica; the groups complete by that."""
+        """Advance a replica, and return the groups completed."""
         complete = []
         for row in self.lanes[place].replica.advance(now_s):
             group = self.live[row.prompt]
@@ -295,7 +297,7 @@ class Stream:
         return complete
 
     def _touch(self, place: int) -> None:
-        """A replica has changed: it may have room, or no rows left."""
+        """Record that a replica has changed: it may have room, or no rows left."""
         replica = self.lanes[place].replica
         self._changed.add(place)
         heapq.heappush(self._open, (replica.rows, place))
@@ -303,8 +305,7 @@ class Stream:
             self._empty.add(place)
 
     def _mark(self, place: int, now_s: float, cause: IdleCause | None) -> None:
-        """Write down what a replica did until now, if it does something else from now on, or from when it has
-        its weights."""
+        """Record a replica's activity until now, or until it has its weights, if the activity changes."""
         lane = self.lanes[place]
         if lane.cause is not cause:
             self._write(place, max(now_s, lane.held_s))

@@ -1,4 +1,4 @@
-"""Simulate: a plan event by event; step by step, or with rows that flow from stage to stage by groups.
+"""Simulate: run a plan event by event, either step by step or with groups of rows that flow between stages.
 
 in order   prompts ─> rounds ─ parts ─> stages in turn ─> step t + k + 1, when all of step t has ended
 
@@ -13,11 +13,11 @@ scoring    consumes complete groups; waits for its devices; unblocked by time; p
 training   consumes batches; waits for enough groups and the pools of its stages; unblocked by groups that are
            scored and stages that end; produces versions
 
-When the stages of a step, a batch or a group run is known as it begins: ``schedule.in_turn`` says it, with
-the pools as those before have left them. Where rows flow, one heap holds what will happen. The loop takes
-the events of one moment, lets the stream move, forms a batch if the pool of its first stage is free, and
-begins rows. It ends with the last step; what is then on its way is unfinished. Nothing can crash but a row
-that fits nowhere, which is an error before time passes.
+The times of all stages of a step, a batch or a group are known when it begins: ``schedule.in_turn`` computes
+them from the times when the pools become free. When rows flow, one heap holds the future events. The loop
+processes all events of one moment, advances the stream, forms a batch if the pool of its first stage is free,
+and begins rows. It ends with the last step; rows in progress are then unfinished. The only possible failure
+is a row that fits nowhere, which raises an error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rillflow.planner.simulator.sampling import Round, SampleGroup, Stream, play
 
 MOST_STEPS = 100_000
 ENOUGH_ROWS = 4096
-"""Rows that are simulated to know a step."""
+"""Number of simulated rows that is enough to estimate a step."""
 STOPPED = "more samples than wanted"
 ASIDE = "put aside, begun anew later"
 TOO_OLD = "older than the freshness bound"
@@ -61,15 +61,15 @@ def simulate(
     """Run steps of a plan, event by event.
 
     Args:
-        problem: the step that is planned, with the plan's freshness.
-        costs: its cost model.
-        plan: where its units lie.
-        steps: how many, from the first one on.
-        seed: of lengths and of which devices are slow; the same seed gives the same simulation.
-        settings: what is assumed beside the plan.
+        problem: the planned step, with the plan's freshness.
+        costs: cost model of the problem.
+        plan: placement of the units.
+        steps: number of steps from the first one on.
+        seed: seed of lengths and slow devices; the same seed gives the same simulation.
+        settings: additional assumptions.
 
     Raises:
-        PlanError: the plan does not fit, or asks for what is not simulated; a row that fits into no cache.
+        PlanError: the plan does not fit, requests something not simulated, or has a row too long for a cache.
     """
     if not 1 <= steps <= MOST_STEPS:
         raise PlanError(f"{steps} steps", why=f"a simulation has between 1 and {MOST_STEPS:,}")
@@ -81,9 +81,10 @@ def simulate(
 
 
 def enough_steps(problem: Problem, plan: Plan) -> int:
-    """Steps whose mean says what a step comes to: ``ENOUGH_ROWS`` rows; ahead twice as many.
+    """Return the number of steps for a good estimate: ``ENOUGH_ROWS`` rows, with freshness twice as many.
 
-    Steps ahead come in bursts, every k + 1 of them, so they are whole cycles; the first quarter is left out.
+    Without freshness, 4 steps are the maximum. With freshness k, steps end in bursts of k + 1, so the number
+    covers whole bursts; the estimate leaves out the first quarter.
     """
     if not plan.freshness:
         return max(1, min(4, ENOUGH_ROWS // problem.workload.rows))
@@ -92,7 +93,7 @@ def enough_steps(problem: Problem, plan: Plan) -> int:
 
 
 class _Run:
-    """What is counted and written down, however steps follow one another."""
+    """Counters and timeline of a simulation, for both orders of steps."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -109,7 +110,7 @@ class _Run:
         self.cached: dict[int, float] = defaultdict(float)
 
     def work(self, timings: Iterable[Timing], step: int) -> None:
-        """Write stages down, and that their pools waited for data before."""
+        """Record stages, and that their pools waited for data before them."""
         for timing in timings:
             pool = timing.pool if timing.pool in self.pools else BESIDE
             if pool != BESIDE:
@@ -118,7 +119,7 @@ class _Run:
             self.book.write(pool, WHOLE, timing.name, step, timing.end_s)
 
     def found(self, unfinished: int) -> Simulation:
-        """What came of it; so many rows are on their way."""
+        """Return the simulation with this number of rows in progress."""
         spans = self.book.close(self.ends[-1])
         peaks = {pool: self.layout.peak_bytes(pool, self.cached) for pool in self.pools}
         return Simulation(
@@ -137,9 +138,9 @@ class _Run:
 
 
 class _InOrder(_Run):
-    """Steps one after another, k + 1 of them open; a version samples whole steps, whose parts go on in order.
+    """Steps in order, with k + 1 in flight; one version samples a whole step, whose parts move on in order.
 
-    In step (k = 0) each generates, scores and trains before the next one begins.
+    On-policy (k = 0), each step generates, scores and trains before the next one begins.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -151,7 +152,7 @@ class _InOrder(_Run):
         self._load_s = crossing if layout.plan.freshness and layout.plan.weights == "exposed" else 0.0
 
     def run(self, steps: int) -> Simulation:
-        """Until so many steps have ended."""
+        """Simulate this many steps."""
         for step in range(1, steps + 1):
             self._step(step)
         for pool in self.pools:
@@ -178,7 +179,7 @@ class _InOrder(_Run):
         end_s = max(self.ends[-1] if self.ends else 0.0, last_s(timings))
         self.ends.append(end_s + layout.problem.overhead_s)
         for timing in timings:
-            if timing.stage % stages in layout.problem.training:  # asked for what is recorded of a step
+            if timing.stage % stages in layout.problem.training:  # busy until the step is recorded
                 self._free_s[timing.pool] = self.ends[-1]
         for pool in () if ahead else self.pools:
             cause = IdleCause.WEIGHTS if pool in samplers - trainers else IdleCause.NOTHING
@@ -186,7 +187,7 @@ class _InOrder(_Run):
             self.book.write(pool, WHOLE, IdleCause.OVERHEAD, step, self.ends[-1])
 
     def _sample(self, timing: Timing, one: Round, step: int, since_s: float) -> None:
-        """Write down what each replica did since the part before, and that it waited for the last one."""
+        """Record each replica's work since the previous part, and its wait for the slowest replica."""
         cause = IdleCause.WEIGHTS if self.layout.plan.freshness and not since_s else IdleCause.DATA
         self.book.write(timing.pool, WHOLE, cause, step, timing.start_s)
         self.book.pass_over(timing.pool, WHOLE, timing.end_s)
@@ -198,7 +199,7 @@ class _InOrder(_Run):
             self.book.write(timing.pool, lane, IdleCause.TAIL, step, timing.end_s)
 
     def _generated(self) -> dict[int, Round]:
-        """Run the generation of a step, stage by stage; a greedy one answers the prompts that are kept."""
+        """Simulate the generation of a step stage by stage; greedy stages answer only the kept prompts."""
         layout, workload, found = self.layout, self.workload, dict[int, Round]()
         prompts, samples = self._hand()
         tokens = 0
@@ -226,7 +227,8 @@ class _InOrder(_Run):
         return found
 
     def _hand(self) -> tuple[Sequence[int], int]:
-        """Prompts put aside once they fill a step, with no more rows than wanted; fresh ones else."""
+        """Return prompts and samples to begin: prompts put aside once they fill a step, otherwise new ones.
+        """
         count = self.workload.prompts
         if len(self._aside) >= count:
             prompts, self._aside = self._aside[:count], self._aside[count:]
@@ -237,12 +239,13 @@ class _InOrder(_Run):
 
 
 _REPLICA, _SCORED, _FREE, _TRAINED, _WEIGHTS = range(5)
-"""What happens; of events of one moment, in this order: a replica comes to its next event, a group has its
-scores, the pool of a batch's first stage is free, all stages of a batch have ended, weights are there."""
+"""Kinds of events, in their order within one moment: a replica reaches its next event, a group has its
+scores, the pool of a batch's first stage is free, all stages of a batch have ended, weights arrive.
+"""
 
 
 class _Flowing(_Run):
-    """Generation, scoring and training run side by side."""
+    """Generation, scoring and training in parallel."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
@@ -266,7 +269,7 @@ class _Flowing(_Run):
         self._step_tokens = 0
 
     def run(self, steps: int) -> Simulation:
-        """Until so many steps have ended."""
+        """Simulate this many steps."""
         self._settle(0.0)
         while len(self.ends) < steps:
             assert self._events, f"rows that cannot begin are waited for after {self.ends}"
@@ -278,7 +281,7 @@ class _Flowing(_Run):
         return self.found(self._close(self.ends[-1]))
 
     def _settle(self, now: float) -> None:
-        """Form batches as long as the pool of their first stage is free, and begin rows."""
+        """Form batches while the pool of their first stage is free, and begin rows."""
         while self._free_s.get(self._first, 0.0) <= now:
             batch, groups = self._admission.batch, self._admission.take()
             for group in self._admission.dropped:
@@ -295,7 +298,8 @@ class _Flowing(_Run):
         self._push_replicas()
 
     def _close(self, now: float) -> int:
-        """Write down what everything did until the end; rows begun that no batch has consumed."""
+        """Record all activity until the end, and return the number of begun rows that no batch has consumed.
+        """
         self._stream.close(now)
         for pool in self.pools:
             if not self.layout.lanes[pool]:
@@ -306,7 +310,7 @@ class _Flowing(_Run):
         return sum(len(group.rows) for group in live)
 
     def _sample(self, happen: Callable[..., list[SampleGroup]], now: float, *place: int) -> None:
-        """Let the stream come to an event; complete groups go to the stages that take them one by one."""
+        """Advance the stream to an event, and pass complete groups to the stages that take single groups."""
         tasks, step = self.layout.by_group, self._admission.batch // self.layout.batches + 1
         for group in happen(now, *place):
             timings = in_turn(tasks, begin_s=now, free_s=self._free_s)
@@ -317,7 +321,7 @@ class _Flowing(_Run):
                 self._admission.complete(group)
 
     def _begin(self, batch: int, now: float) -> None:
-        """Let the training side begin a batch; its rows have travelled but for the last group's."""
+        """Begin a batch on the training side; only its last group's rows still have to be transferred."""
         layout, step = self.layout, batch // self.layout.batches + 1
         begun_s = now + layout.problem.overhead_s / layout.batches
         self.book.write(self._first, WHOLE, IdleCause.DATA, step, now)
@@ -335,7 +339,7 @@ class _Flowing(_Run):
         self._push(last_s(timings), _TRAINED, self._count, batch, last_s(timings))
 
     def _count(self, batch: int, now: float) -> None:
-        """Count a batch whose stages have all ended, and the step that ends with it."""
+        """Count a completed batch, and the step that ends with it."""
         for group in self._batches.pop(batch):
             self.trained += len(group.rows)
             self._step_tokens += _tokens(group.rows)
@@ -347,7 +351,7 @@ class _Flowing(_Run):
             self._step_tokens = 0
 
     def _push(self, at_s: float, kind: int, happen: Callable[..., None], *told: Any) -> None:
-        """Something will happen."""
+        """Schedule an event."""
         event: Callable[[], None] = partial(happen, *told)
         heapq.heappush(self._events, (at_s, kind, next(self._pushed), event))
 
