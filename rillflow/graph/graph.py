@@ -1,7 +1,6 @@
 """Graph: the stages of one step, and the fields that flow between them.
 
-stage ── fields ──> stage        one edge per pair: the fields that the later stage reads from the earlier
-result
+stage ── fields ──> stage        one edge per pair: the fields that the later stage reads
 """
 
 from __future__ import annotations

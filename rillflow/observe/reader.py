@@ -257,9 +257,9 @@ def rollout_columns(run: Path, step: int) -> dict[str, list[Any]]:
 
 
 def first_prompt(run: Path, *, newest: bool = False) -> JSON:
-    """Return the first row's prompt, a text or chat messages, from the first (or newest) step with rollouts.
+    """Return the first row's prompt, a text or chat messages, from the first or newest step with rollouts.
 
-    Return None without rollouts.
+    Return None if no step has rollouts.
     """
     steps = list(layout.rollout_files(run))
     found = (rollout_columns(run, step)["prompt"] for step in (reversed(steps) if newest else steps))

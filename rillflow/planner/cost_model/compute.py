@@ -205,8 +205,8 @@ def context_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbe
 def experts_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
     """Return the seconds of expert parallelism: 2 all-to-alls per layer and pass, to the experts and back.
 
-    Every device sends k copies of its tokens (Lepikhin et al., arXiv 2006.16668). The number of passes with
-    collectives is that of ``tensor_s``.
+    Every device sends k copies of its tokens (Lepikhin et al., arXiv 2006.16668). ``tensor_s`` counts passes
+    in the same way.
     """
     shape = setting.shape
     if not shape.is_mixture:

@@ -109,8 +109,7 @@ class CostModel:
         return self._batches_s[batch]
 
     def steady_s(self, stage: Stage, decoder: Decoder) -> float:
-        """Return the seconds of streamed generation for a step's rows, with replicas that never run out of
-        rows.
+        """Return the seconds of streamed generation for a step's rows; replicas never run out of rows.
 
         ``rows x mean tokens / (replicas x n / tau(n))`` with n running rows of all ages. Freshness bound k
         admits at most the rows of k + 1 steps. If new weights do not interrupt rows, a replica ends its
@@ -136,9 +135,9 @@ class CostModel:
         """Return equally likely seconds from the start of a step's rows to the end of its longest row.
 
         The rows of k + 1 steps hold their slots until the longest row of their step has ended. On average, a
-        share mean / longest of them runs, and each token takes ``tau`` of this number. If weights do not
-        interrupt rows, these rows drain together; if all replicas drain together, only the step's own rows
-        do.
+        share mean / longest of these rows runs, and each token takes ``tau`` of this number. Without
+        interrupts, the rows of k + 1 steps drain together. If all replicas drain together, only the step's
+        own rows do.
         """
         rows, engine = self._rows(stage), self._problem.hardware.engine
         longest = self._problem.workload.response.longest(rows)

@@ -1,7 +1,7 @@
 """Replica: one model copy that decodes with continuous batching, as a state that advances in time.
 
     begin(row) ─> waiting ─ slot and cache free ─> running ─ all tokens sampled ─> ended
-                     └──────── cache full: the newest row is preempted ─┘
+                     └─── cache full: the newest row is preempted ─────┘
 
 All running rows gain tokens at the same pace, so the end of a row is a mark on one common scale. Nothing
 happens in a *segment* between two events. The next event is the lowest mark, or the token that fills the

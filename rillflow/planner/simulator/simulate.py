@@ -83,7 +83,7 @@ def simulate(
 def enough_steps(problem: Problem, plan: Plan) -> int:
     """Return the number of steps for a good estimate: ``ENOUGH_ROWS`` rows, with freshness twice as many.
 
-    Without freshness, 4 steps are the maximum. With freshness k, steps end in bursts of k + 1, so the number
+    With freshness 0, 4 steps are the maximum. With freshness k, steps end in bursts of k + 1, so the number
     covers whole bursts; the estimate leaves out the first quarter.
     """
     if not plan.freshness:
