@@ -31,7 +31,8 @@ class PolicyLossConfig(LossSection):
     )
     surrogate: Surrogate = Field(
         "clip",
-        description="clip: PPO's clipped ratio; weighted: log pi times the clipped, detached ratio.",
+        description="clip: no gradient beyond the bounds of the ratio; "
+        "weight: log pi times the clipped, detached ratio.",
     )
     clip_low: float = Field(0.2, ge=0, le=1, description="The ratio is clipped below at 1 - clip_low.")
     clip_high: float = Field(0.2, ge=0, description="The ratio is clipped above at 1 + clip_high.")

@@ -30,7 +30,10 @@ class JudgeConfig(Section):
         "the next answer.",
     )
     abstain: float = Field(
-        0.0, ge=0, lt=0.5, description="A comparison whose probability is within this of 1/2 gives no verdict."
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="A comparison whose probability is within this of 1/2 gives no verdict.",
     )
     frame: FrameConfig | None = Field(
         None,
