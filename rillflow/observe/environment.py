@@ -56,7 +56,9 @@ def own_version() -> str:
 
 
 def usable_cores() -> float:
-    """Return the number of cores this process may use: its affinity, or a container's quota if that is less."""
+    """Return the number of cores this process may use: its affinity, or a container's quota if that is
+    less.
+    """
     cores = float(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1)
     quota = words_of(CONTROL_GROUP / "cpu.max")
     if len(quota) == 2 and quota[0].isdigit():

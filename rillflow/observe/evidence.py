@@ -268,7 +268,10 @@ def _changed_lines(run: Path, name: str, found: Sequence[Entry]) -> list[Damage]
 
 
 def _unknown_rollouts(run: Path, found: Sequence[Entry]) -> list[Damage]:
-    """Return rollout files without an entry; ignore steps after the last entry, which may still be written."""
+    """Return rollout files without an entry.
+
+    Ignore steps after the last entry, which may still be written.
+    """
     known = {each.file for each in found}
     recorded = max((each.step or 0 for each in found if each.file.startswith(layout.ROLLOUTS)), default=0)
     there = layout.written_rollouts(run).items()
@@ -278,7 +281,10 @@ def _unknown_rollouts(run: Path, found: Sequence[Entry]) -> list[Damage]:
 
 
 def _is_written(run: Path, found: Sequence[Entry]) -> bool:
-    """Return whether the write of the last entry happened; otherwise the file still matches the entry before."""
+    """Return whether the write of the last entry happened.
+
+    Otherwise the file still matches the entry before.
+    """
     last, same = found[-1], [each for each in found if each.file == found[-1].file]
     if last.is_line:
         whole = [digest(line) for line in _lines(run / last.file) if line.endswith(b"\n")]

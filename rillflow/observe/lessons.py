@@ -35,7 +35,10 @@ class Streak:
 
 
 def without_lesson(metrics: Metrics) -> str | None:
-    """Return why a step's rewards give no training signal; None if two rewards differ or nothing was scored."""
+    """Return why a step's rewards give no training signal.
+
+    None if two rewards differ or nothing was scored.
+    """
     share = metrics.get("reward/score/share")
     if share is None:
         return None

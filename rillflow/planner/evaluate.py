@@ -250,7 +250,10 @@ def no_plan_fits(problem: Problem, costs: CostModel) -> PlanError:
 
 
 def missing_bytes(costs: CostModel, units: Sequence[Unit], fleet: Fleet, devices: int) -> float:
-    """Return the memory that every device lacks for the units' smallest options; infinite if no grid is even."""
+    """Return the memory that every device lacks for the units' smallest options.
+
+    Infinite if no grid is even.
+    """
     smallest = {}
     for unit in units:
         options = costs.options(unit, fleet.name, devices)

@@ -59,7 +59,9 @@ class Grid:
 
     @property
     def expert_ways(self) -> Numbers:
-        """Number of devices of one pipeline stage with different slices of the experts: ep, or tp without ep."""
+        """Number of devices of one pipeline stage with different slices of the experts: ep, or tp without
+        ep.
+        """
         return np.where(np.greater(self.ep, 1), self.ep, self.tp)
 
     @property
@@ -69,7 +71,10 @@ class Grid:
 
     @property
     def dp_stride(self) -> Numbers:
-        """Distance between ranks that differ only in dp; for mixtures of experts, pp is the outermost axis."""
+        """Distance between ranks that differ only in dp.
+
+        For mixtures of experts, pp is the outermost axis.
+        """
         return np.where(np.greater(self.ep, 1), self.tp, self.tp * self.pp)
 
     def __str__(self) -> str:

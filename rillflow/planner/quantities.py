@@ -73,7 +73,10 @@ def values(
 
 
 def checked(made: Callable[[Any], Any], why: str, fix: str = "", known: Iterable[str] = ()) -> Reader:
-    """Return a reader that applies ``made``; on None it raises an error that names the nearest known value."""
+    """Return a reader that applies ``made``.
+
+    On None it raises an error that names the nearest known value.
+    """
 
     def reader(value: object, where: str) -> Any:
         found = made(value)

@@ -112,7 +112,10 @@ def _search(variants: Sequence[Variant], room: NDArray[np.int64], kept: int) -> 
 
 
 def scaled(hardware: Hardware, factor: Fraction) -> Hardware | None:
-    """Return the cluster with ``factor`` times the machines; None if a fleet would not have whole machines."""
+    """Return the cluster with ``factor`` times the machines.
+
+    None if a fleet would not have whole machines.
+    """
     fleets = []
     for fleet in hardware.fleets:
         machines = Fraction(fleet.devices, fleet.per_machine) * factor

@@ -99,7 +99,10 @@ class Variant:
         return float(self._values(partition, np.zeros((1, 0), dtype=np.int64), room)[0])
 
     def best(self, partition: Partition, room: Whole) -> Ranked | None:
-        """Return the best plan found for a placement within these devices of each fleet; None if none fits."""
+        """Return the best plan found for a placement within these devices of each fleet.
+
+        None if none fits.
+        """
         rows = self._allocations(partition, room)
         values = self._values(partition, rows, room)
         best: Ranked | None = None
@@ -150,7 +153,10 @@ class Variant:
         return rows
 
     def _values(self, partition: Partition, rows: Whole, room: Whole) -> Floats:
-        """Return the objective of allocations without transfers; pools without a place use their fastest one."""
+        """Return the objective of allocations without transfers.
+
+        Pools without a place use their fastest one.
+        """
         problem, bound = self.problem, self.problem.freshness
         within, most = self._devices <= room[self._fleet], problem.hardware.devices
         homes = [BESIDE] * len(self._stages)
@@ -193,7 +199,10 @@ class Variant:
         )
 
     def _way(self, pool: Pool, place: int) -> _Way | None:
-        """Return the way that no change of one option improves; start from the smallest; None without room."""
+        """Return the way that no change of one option improves.
+
+        Start from the smallest; None without room.
+        """
         if (pool, place) not in self._found:
             fleet, devices = self._places[place]
             choices = [self._costs.options(self._units[unit], fleet.name, devices) for unit in pool]
@@ -210,7 +219,10 @@ class Variant:
         return self._found[pool, place]
 
     def _laid(self, pool: Pool, place: int, options: Sequence[Option], most: float = math.inf) -> _Way | None:
-        """Return the cost of the units on these options; None without room, or if the score reaches ``most``."""
+        """Return the cost of the units on these options.
+
+        None without room, or if the score reaches ``most``.
+        """
         fleet, devices = self._places[place]
         units = [self._units[unit] for unit in pool]
         seconds = {index: spent for option in options for index, spent in option.seconds.items()}

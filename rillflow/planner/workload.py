@@ -217,5 +217,7 @@ class Workload:
 
     @property
     def running_tokens(self) -> float:
-        """Mean context of a running row at a random time, ``p + E[L^2] / (2 E[L])``, weighted by row length."""
+        """Mean context of a running row at a random time, ``p + E[L^2] / (2 E[L])``, weighted by row
+        length.
+        """
         return self.prompt.mean + self.response.mean_square / (2 * max(self.response.mean, 1e-9))

@@ -184,7 +184,10 @@ def cards(data: RunData) -> list[Html]:
 
 
 def _compares(data: RunData) -> bool:
-    """Return whether a step compared log probabilities of trainer and sampler; the gap is then not exactly 0."""
+    """Return whether a step compared log probabilities of trainer and sampler.
+
+    The gap is then not exactly 0.
+    """
     gaps = [record.metrics.get("mismatch/logprob_gap/max") for record in data.steps]
     return any(gap is not None and gap.value != 0 for gap in gaps)
 
@@ -209,7 +212,9 @@ def _series(data: RunData, name: str, label: str, phases: Sequence[PhaseSpan]) -
 
 
 def over_optimisation(data: RunData) -> list[Html]:
-    """Draw gold (the held-out score) and proxy (the trained reward) over the divergence from the reference."""
+    """Draw gold (the held-out score) and proxy (the trained reward) over the divergence from the
+    reference.
+    """
     looks = [each for each in data.evaluations if isinstance(each.more.get("proxy_mean"), int | float)]
     if len(looks) < 2:
         return []

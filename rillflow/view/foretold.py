@@ -57,7 +57,9 @@ def foretold_lines(data: RunData, found: Foretold | str) -> list[str]:
 
 
 def bars_beside(shown: Measured, found: Foretold | str) -> list[Bar]:
-    """Return the measured bars, and the predicted bars on an extra lane per pool, aligned at the same start."""
+    """Return the measured bars, and the predicted bars on an extra lane per pool, aligned at the same
+    start.
+    """
     bars = measured_bars(shown)
     if isinstance(found, str):
         return bars

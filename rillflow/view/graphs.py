@@ -36,7 +36,10 @@ def as_text(graph: Graph) -> str:
 
 
 def as_mermaid(*graphs: Graph) -> str:
-    """Return a Mermaid flowchart: boxes are stages, rounded boxes formulas, arrows fields; a frame per graph."""
+    """Return a Mermaid flowchart: boxes are stages, rounded boxes formulas, arrows fields.
+
+    A frame per graph.
+    """
     if len(graphs) == 1:
         return "\n".join(["flowchart LR", *_flow(graphs[0], "")])
     lines = ["flowchart LR"]

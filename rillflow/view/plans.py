@@ -344,7 +344,9 @@ def _unit_rows(plan: Plan) -> Rows:
 
 
 def _stage_rows(statement: Statement, one: Ranked) -> Rows:
-    """Return the seconds of each stage, to the end of streamed generation, and its share of its pool's work."""
+    """Return the seconds of each stage, to the end of streamed generation, and its share of its pool's
+    work.
+    """
     rows: Rows = [("stage", "pool", "takes", "share of its pool's work")]
     timings, taken = one.evaluation.timings, one.evaluation.seconds
     for timing in timings:
@@ -377,7 +379,9 @@ def _size_rows(found: Decision) -> Rows:
 
 
 def _warnings(found: Decision) -> Iterator[str]:
-    """Yield a warning where twice the devices gain little, with the batch size for which they would pay off."""
+    """Yield a warning where twice the devices gain little, with the batch size for which they would pay
+    off.
+    """
     hardware = found.statement.problem.hardware
     for before, one in pairwise(found.ranking.sizes):
         if one.gains_little and one.gain is not None:
@@ -405,7 +409,10 @@ def _placement(plan: Plan) -> list[str]:
 
 
 def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -> dict[str, Any]:
-    """Return a ranked plan as JSON data; idle shares of its pools come from the simulation if there is one."""
+    """Return a ranked plan as JSON data.
+
+    Idle shares of its pools come from the simulation if there is one.
+    """
     spent, idle = one.evaluation, {time.pool: {"idle_share": time.idle_share} for time in times}
     return {
         **asdict(one.plan),

@@ -62,7 +62,10 @@ def read_samples(run: Path) -> list[list[Sample]]:
 
 
 def best(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
-    """Return the highest rewards; ties go to the rows of which the policy was least sure, which teach most."""
+    """Return the highest rewards.
+
+    Ties go to the rows of which the policy was least sure, which teach most.
+    """
     above = _unequal(_scored(samples), min)
     return _distinct(sorted(above, key=lambda one: (-_reward(one), one.confidence)), count)
 
@@ -74,7 +77,10 @@ def worst(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
 
 
 def longest(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
-    """Return the rows with the most sampled tokens, one per prompt first; repeated prompts fill up the count."""
+    """Return the rows with the most sampled tokens, one per prompt first.
+
+    Repeated prompts fill up the count.
+    """
     ordered = _distinct(sorted(samples, key=lambda one: -len(one.rollout.sampled)), None)
     first = {one.rollout.prompt: one for one in reversed(ordered)}
     return sorted(ordered, key=lambda one: one is not first[one.rollout.prompt])[:count]
@@ -101,7 +107,9 @@ def draw_comparison(read: Sequence[Sequence[Sample]]) -> list[Html]:
 
 
 def draw_pairs(read: Sequence[Sequence[Sample]]) -> list[Html]:
-    """Draw the best and the worst answer to a few prompts of the last step, side by side with their scores."""
+    """Draw the best and the worst answer to a few prompts of the last step, side by side with their
+    scores.
+    """
     groups: dict[str, list[Sample]] = {}
     for one in _scored(read[-1] if read else []):
         groups.setdefault(one.rollout.prompt, []).append(one)
@@ -226,7 +234,9 @@ def _answer(sample: Sample) -> Html | list[Html]:
 
 
 def _token_texts(row: RolloutRecord) -> Sequence[str]:
-    """Return the text of each sampled token, as recorded or, for a character tokenizer, from the completion."""
+    """Return the text of each sampled token, as recorded or, for a character tokenizer, from the
+    completion.
+    """
     count = len(row.sampled)
     if len(row.token_texts) == len(row.tokens):
         return [row.token_texts[place] for place in row.sampled]

@@ -288,7 +288,10 @@ def _next_lines(summary: Summary) -> list[str]:
 
 
 def _command(data: RunData) -> tuple[str, ...]:
-    """Return the typed command, ``rillflow ...`` or ``python FILE ...``; empty if a program started the run."""
+    """Return the typed command, ``rillflow ...`` or ``python FILE ...``.
+
+    Empty if a program started the run.
+    """
     typed = data.starts[-1].get("command") if data.starts else None
     words = [word for word in typed if isinstance(word, str)] if isinstance(typed, list) else []
     return tuple(words) if words[:1] == ["python"] else ("rillflow", *words[1:]) if words else ()
@@ -317,7 +320,9 @@ def _recipe(typed: Sequence[str]) -> str:
 
 
 def _question(run: Path) -> tuple[str, ...]:
-    """Return arguments for ``ask`` from the last step's first prompt: a text, or a system and a user message."""
+    """Return arguments for ``ask`` from the last step's first prompt: a text, or a system and a user
+    message.
+    """
     prompt = first_prompt(run, newest=True)
     match prompt:
         case [{"role": "system", "content": str() as system, **more}, *rest] if not more:

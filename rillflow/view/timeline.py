@@ -49,7 +49,10 @@ class Bar:
 
 
 def draw_timeline(bars: Sequence[Bar]) -> list[Html]:
-    """Draw the bars from the start of the first one, as an svg with its legend; return nothing without bars."""
+    """Draw the bars from the start of the first one, as an svg with its legend.
+
+    Return nothing without bars.
+    """
     if not bars:
         return []
     start, end = min(bar.start_s for bar in bars), max(bar.end_s for bar in bars)
@@ -89,7 +92,9 @@ def colours_of(bars: Iterable[Bar]) -> Mapping[str, int]:
 
 
 def merged(bars: Sequence[Bar], gap_s: float) -> list[Bar]:
-    """Merge bars of one lane that share stage and step and are less than ``gap_s`` apart, in order of time."""
+    """Merge bars of one lane that share stage and step and are less than ``gap_s`` apart, in order of
+    time.
+    """
     joined: list[Bar] = []
     for bar in sorted(bars, key=lambda one: (one.start_s, one.end_s)):
         last = joined[-1] if joined else bar

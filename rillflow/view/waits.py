@@ -197,7 +197,9 @@ class _Order:
             own.sort(key=attrgetter("start_s"))
 
     def walked_back(self, work: RankWork, since_s: float) -> Iterator[tuple[float, float, RankWork | None]]:
-        """Yield intervals from the start of a work back to ``since_s``: start, end, and the work waited for."""
+        """Yield intervals from the start of a work back to ``since_s``: start, end, and the work waited
+        for.
+        """
         until_s = work.start_s
         while until_s > since_s:
             cause = self._ended_last(work, until_s)

@@ -193,7 +193,9 @@ def tensor_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Number
 
 
 def context_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
-    """Return the seconds of context parallelism: each layer gathers the row's other keys and values per pass."""
+    """Return the seconds of context parallelism: each layer gathers the row's other keys and values per
+    pass.
+    """
     shape = setting.shape
     numbers = shape.cached_numbers / shape.layers / (1 if shape.latent else grids.tp)
     gathered = load.tokens / load.micro_batches * grids.cp * numbers * setting.item_bytes

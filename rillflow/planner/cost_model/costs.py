@@ -53,7 +53,10 @@ class CostModel:
         return self._lay_out(unit, fleet, devices)[0]
 
     def shortfall_bytes(self, unit: Unit, fleet: str, devices: int) -> float:
-        """Return the missing bytes of the unit's smallest option on its fullest device; 0 if an option fits."""
+        """Return the missing bytes of the unit's smallest option on its fullest device.
+
+        0 if an option fits.
+        """
         return self._lay_out(unit, fleet, devices)[1]
 
     def option(self, unit: Unit, fleet: str, devices: int, grid: Grid, generate_tp: int) -> Option:
@@ -65,7 +68,10 @@ class CostModel:
         return _picked(self._laid(unit, fleet, found), found, 0)
 
     def room_bytes(self, fleet: str, options: Mapping[str, Option]) -> float:
-        """Return a device's remaining bytes for a KV cache beyond these units; negative if memory is missing."""
+        """Return a device's remaining bytes for a KV cache beyond these units.
+
+        Negative if memory is missing.
+        """
         factors, device = self._problem.hardware.factors, self._problem.hardware.fleet(fleet).device
         free = device.memory_bytes * factors.memory - sum(one.resident_bytes for one in options.values())
         working = max((one.working_bytes for one in options.values()), default=0.0)

@@ -152,7 +152,10 @@ def running_rows(workload: Workload, decoder: Decoder) -> int:
 
 @lru_cache(maxsize=1024)
 def replica_lengths(response: Lengths, count: int, longest_of: int) -> NDArray[np.float64]:
-    """Return ascending response lengths of a replica's rows; the last is the longest of ``longest_of`` rows."""
+    """Return ascending response lengths of a replica's rows.
+
+    The last is the longest of ``longest_of`` rows.
+    """
     *others, last = response.spread(count)
     longest = float(response.longest(longest_of).mean())
     return np.array([*others, max(longest, last) if longest_of > count else longest])

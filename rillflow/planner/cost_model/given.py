@@ -61,6 +61,8 @@ class GivenCosts(CostModel):
         return 0.0
 
     def crossing_s(self, source: Seat, sampler: Seat) -> float:
-        """Return the seconds to send the weights to a separate sampler: those given for publishing, if any."""
+        """Return the seconds to send the weights to a separate sampler: those given for publishing, if
+        any.
+        """
         given = [self._given[index] for index in sorted(self._problem.publishing) if index in self._given]
         return sum(given) if given else super().crossing_s(source, sampler)

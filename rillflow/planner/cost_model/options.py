@@ -27,7 +27,9 @@ def cuts_heads(shape: ModelShape, tp: int) -> bool:
 
 
 def grids(shape: ModelShape, devices: int, per_machine: int) -> Iterator[Grid]:
-    """Yield grids to train or score on exactly these devices: tp within a machine, pp at most one per layer."""
+    """Yield grids to train or score on exactly these devices: tp within a machine, pp at most one per
+    layer.
+    """
     for tp in divisors(devices):
         if tp > per_machine or per_machine % tp or not cuts_heads(shape, tp):
             continue

@@ -155,7 +155,9 @@ class Layout:
         return found
 
     def begun(self, what: str) -> int:
-        """Return how many ``prompts`` begin in a round, or how many ``samples`` of each, without greedy ones."""
+        """Return how many ``prompts`` begin in a round, or how many ``samples`` of each, without greedy
+        ones.
+        """
         wanted, share = vars(self.problem.workload)[what], vars(self.plan)[f"oversample_{what}"]
         return math.ceil(float(wanted * share) - 1e-9)
 

@@ -70,7 +70,9 @@ class Round:
         return max(self.complete_s.values())
 
     def handed_s(self, parts: int) -> list[float]:
-        """Return when each of ``parts`` parts of the prompts moves on: when all prompts so far are complete."""
+        """Return when each of ``parts`` parts of the prompts moves on: when all prompts so far are
+        complete.
+        """
         ends = list(accumulate((self.complete_s[prompt] for prompt in sorted(self.complete_s)), max))
         return [ends[max(len(ends) * part // parts, 1) - 1] for part in range(1, parts)] + [self.seconds]
 
@@ -189,7 +191,9 @@ class Stream:
         return self._pass(place, now_s) if self.lanes[place].replica.next_s == now_s else []
 
     def publish(self, now_s: float, version: int, place: int) -> list[SampleGroup]:
-        """Record new weights, at one replica or (-1) at all, and return the groups completed at this moment."""
+        """Record new weights, at one replica or (-1) at all, and return the groups completed at this
+        moment.
+        """
         self.newest = max(self.newest, version)
         complete = []
         if self._engine.interrupts:

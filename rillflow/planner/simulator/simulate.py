@@ -227,7 +227,9 @@ class _InOrder(_Run):
         return found
 
     def _hand(self) -> tuple[Sequence[int], int]:
-        """Return prompts and samples to begin: prompts put aside once they fill a step, otherwise new ones."""
+        """Return prompts and samples to begin: prompts put aside once they fill a step, otherwise new
+        ones.
+        """
         count = self.workload.prompts
         if len(self._aside) >= count:
             prompts, self._aside = self._aside[:count], self._aside[count:]
@@ -297,7 +299,9 @@ class _Flowing(_Run):
         self._push_replicas()
 
     def _close(self, now: float) -> int:
-        """Record all activity until the end, and return the number of begun rows that no batch has consumed."""
+        """Record all activity until the end, and return the number of begun rows that no batch has
+        consumed.
+        """
         self._stream.close(now)
         for pool in self.pools:
             if not self.layout.lanes[pool]:
