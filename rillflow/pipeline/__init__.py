@@ -1,4 +1,4 @@
-"""Pipeline: repeats an algorithm's step, records it, judges it, keeps it resumable.
+"""Repeat an algorithm's step: record it, evaluate it and checkpoint it.
 
 phases ─ loop ─> data ─> step ─> record ─> evaluate ─> checkpoint ─> next step
 """

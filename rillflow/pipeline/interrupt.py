@@ -1,17 +1,17 @@
-"""Interruption: SIGINT and SIGTERM end a run orderly, in every stage of it.
+"""Interruption: SIGINT and SIGTERM end a run in order, in every stage of the run.
 
     stage       first signal                                        second signal
-    STARTING    ends the start at once: no step is under way        ends at once
-    TRAINING    finishes the step, then a checkpoint and the end    ends at once
+    STARTING    ends the start at once: no step has begun           ends at once
+    TRAINING    finishes the step, writes a checkpoint, then ends   ends at once
     ENDING      nothing is left to interrupt: the run ends          ends at once
 
-    signal ─ handler ─> requested, a word in the queue ─ thread ─> what the user is told
+    signal ─ handler ─> requested, signal name in the queue ─ thread ─> message to the user
 
 Loop of the thread
-    consumes      the names of signals that asked
+    consumes      the names of received signals
     waits for     the queue, which a handler may fill wherever it interrupted the main thread
-    produces      one answer: a handler itself must not write, since it may have interrupted a write
-    shuts down    with the interruption's end, which puts None into the queue
+    produces      one message: a handler must not write, because it may have interrupted a write
+    shuts down    when the interruption exits and puts None into the queue
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from typing import Any
 from rillflow.errors import Interrupted, Signalled
 
 REPEAT_S = 1.0
-"""A SIGTERM within so many seconds of the first is the same one: a launcher such as ``timeout`` or ``srun``
-forwards to its child what the whole process group received."""
+"""A second SIGTERM within this many seconds counts as the first. A launcher such as ``timeout`` or ``srun``
+forwards to its child the signal that the whole process group already received."""
 
 
 class RunStage(Enum):
-    """What a run is doing; the value is what the answer to the first signal says."""
+    """The stage of a run; its value is the text of the message after the first signal."""
 
     STARTING = "ending before a step begins"
     TRAINING = "finishing this step{pace}, then a checkpoint"
@@ -44,14 +44,14 @@ class RunStage(Enum):
 
 
 class Interruption:
-    """While entered, SIGINT and SIGTERM set ``requested``; a second one raises Signalled.
+    """Signal handlers for SIGINT and SIGTERM: the first signal sets ``requested``, a second raises Signalled.
 
-    While the run starts, the first one raises Signalled too; ``orderly`` turns it into Interrupted.
-    Outside the main thread, where Python allows no signal handler, it never sets anything.
+    While the run starts, the first signal raises Signalled too; ``orderly`` turns it into Interrupted.
+    Outside the main thread Python allows no signal handler, so ``requested`` stays False.
 
     Args:
-        say: tells the user what the first signal leads to; called in a thread of its own.
-        clock: seconds.
+        say: shows the user the message after the first signal; called in a separate thread.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Interruption:
     ) -> None:
         self.requested = False
         self.stage = RunStage.STARTING
-        """What the run is doing; whoever goes on to the next stage sets it."""
+        """Stage of the run; the caller sets it when the next stage begins."""
         self.pace = ""
-        """How long the present step may take, as the loop knows it."""
+        """Text on how long the current step may take; the loop sets it."""
         self.say = say
-        """Where the answer to the first signal goes."""
+        """Function that shows the message after the first signal."""
         self._clock, self._terminated_s = clock, -math.inf
         self._asked: SimpleQueue[str | None] = SimpleQueue()
         self._previous: dict[int, Any] = {}
@@ -83,7 +83,7 @@ class Interruption:
 
     @contextmanager
     def orderly(self) -> Iterator[None]:
-        """Turn the end of a start that a signal interrupted into Interrupted.
+        """Raise Interrupted in place of any error that a signal caused during the start.
 
         Raises:
             Interrupted: a signal came before the first step began.
@@ -91,7 +91,7 @@ class Interruption:
         try:
             yield
         except (KeyboardInterrupt, Exception):
-            if self.requested and self.stage is RunStage.STARTING:  # other errors are what the end broke
+            if self.requested and self.stage is RunStage.STARTING:  # the signal broke the start
                 raise Interrupted(
                     "stopped before a step began, as asked",
                     why="nothing was under way: the run is as it was",
@@ -122,11 +122,11 @@ class Interruption:
 
 
 def stopped(step: int, path: Path | None) -> Interrupted:
-    """Return the error that ends a run as asked.
+    """Return the error that ends a run on request.
 
     Args:
-        step: the last whole one.
-        path: its checkpoint; None before the first step.
+        step: the last finished step.
+        path: the checkpoint of that step; None before the first step.
     """
     where = f"after step {step}" if path else "before the first step"
     why = f"everything up to it is in {path}" if path else "nothing was under way"

@@ -1,25 +1,24 @@
-"""The loop: one thread, which submits steps and finishes them in order, at most freshness + 1 of them open.
+"""The training loop: run steps in order in one thread, with at most freshness + 1 in flight.
 
           ┌──────────────────────── for every step of every phase ────────────────────────┐
 stream ── take ──> open: step(flow, data, config) ──> close: record, evaluate, checkpoint ──> interrupted?
                      └─ up to k more are opened ─┘
 
 consumes      prompts, demonstrations or pairs, in the stream's order
-waits for     the oldest open step: at k = 0 the only one
+waits for     the oldest open step; at k = 0 it is the only one
 produces      metrics, spans and rollouts of the step in the run directory; then, if due, an
-              evaluation and a checkpoint. Batches stay with the ranks; it reads reports alone
+              evaluation and a checkpoint. Batches stay on the ranks; the loop reads only reports
 shutdown      healthy: after the last step, with a checkpoint. First signal: after the newest open step,
-              with a checkpoint; before a step is open, at once. An error: with a checkpoint of the newest
-              step whose updates are whole, where no trained role has made an optimiser step since; a
-              sampler that died does not prevent it. Second signal or crash: at once; the last
-              checkpoint resumes.
+              with a checkpoint; before a step is open, at once. Error: with a checkpoint of the newest
+              step with complete updates, if no trained role has updated since; a dead sampler does not
+              prevent it. Second signal or crash: at once; resume from the last checkpoint.
 
-Ahead (k > 0) the sampler has ranks of its own and is given a version when the step that published it is
-closed: step t samples with version max(0, t - k) of the phase, whatever takes how long, since ranks do what
-they are asked in order. A checkpoint is what trained roles write between their step and the next, with the
-rows that the k steps after it have sampled: resumed, they are not sampled again. Where a step is made of
-the groups that are ready (dataflow.ready_first), rows run whenever the loop has to wait, and the
-checkpoint has the prompts of those that no step was made of.
+With k > 0 the sampler runs on its own ranks and receives a version when the step that published it is closed.
+Step t samples with version max(0, t - k) of the phase, independent of timing, since ranks run calls in order.
+Trained roles write a checkpoint between their step and the next. It includes the rows that the next k steps
+have sampled, so a resumed run does not sample them again. If steps are formed from ready groups
+(dataflow.ready_first), rows run whenever the loop waits; the checkpoint holds the prompts of untrained
+groups.
 """
 
 from __future__ import annotations
@@ -60,14 +59,14 @@ from rillflow.records.metrics import Mean, Metric, Metrics
 from rillflow.workers.pending import Pending, wait_for
 
 CHECKPOINT_SHARE = 0.02
-"""The most of a run's time that checkpoints by the clock take."""
+"""Largest share of a run's time spent on checkpoints due by the clock."""
 RESCUE_S = 600.0
-"""The longest wait for each stage of a checkpoint after an error: a rank may have gone with it."""
+"""Longest wait, in seconds, for each stage of a checkpoint after an error: a rank may have died."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """How often the loop does what is not training; 0 means never between first and last."""
+    """How often to evaluate, checkpoint and record; 0 means never between the first and last step."""
 
     evaluate_every: int
     """Steps between two evaluations."""
@@ -76,30 +75,30 @@ class Cadence:
     checkpoint_s: float
     """Seconds between two checkpoints."""
     keep_checkpoints: int
-    """Checkpoints that stay on the disk."""
+    """Number of checkpoints kept on disk."""
     max_skipped: int
-    """Updates that are not finite and left out, in the whole run, before it stops."""
+    """Number of skipped non-finite updates that the whole run tolerates before it stops."""
     rollouts_every: int = 1
-    """Steps between two whose rollouts are kept."""
+    """Steps between two recorded rollouts."""
     rollouts_share: float = 1.0
-    """Share of their prompts whose rollouts are."""
+    """Share of the prompts whose rollouts are recorded."""
     last_set: str = ""
-    """The set whose line is written last in an evaluation; empty for the held-out rows."""
+    """Name of the set whose line an evaluation writes last; empty for the held-out rows."""
 
 
 class Loop:
-    """Runs one phase from where it stands to its end.
+    """Loop over the steps of one phase, from its current step to its end.
 
     Args:
-        run: where everything is recorded.
-        progress: what the user sees.
+        run: the run directory that receives all records.
+        progress: the display for the user.
         cadence: how often to evaluate and to checkpoint.
         evaluator: evaluates the trained model on the held-out rows, if there are any, and then on each
-            named set; None where there are neither.
+            named set; None if there are neither.
         deadline_s: longest wait for any stage.
-        interruption: the user's wish to stop.
+        interruption: tells whether the user wants to stop.
         total_steps: steps of all phases; after the last one there is nothing left to interrupt.
-        clock: seconds; what checkpoints by the clock are due by.
+        clock: returns seconds; used for checkpoints that are due by the clock.
     """
 
     def __init__(
@@ -132,12 +131,12 @@ class Loop:
         best = best_checkpoint(run.path)
         self._best_reward = -math.inf if best is None else best.mean_reward
         self._saves = deque[Save]()
-        self._discard()  # what a run that was killed had begun
+        self._discard()  # leftovers of a killed run
         self.version = 0
-        """The policy version published last."""
+        """Policy version of the last publish."""
 
     def run_phase(self, phase: Phase, index: int, first: int, start: int) -> None:
-        """Do the phase's steps ``start`` .. ``phase.steps``; ``first`` is the run's step before the phase.
+        """Run the steps of a phase that follow ``start``; ``first`` counts the run's steps before the phase.
 
         Raises:
             Interrupted: the user asked to stop; a checkpoint was written.
@@ -159,14 +158,14 @@ class Loop:
             self._close_until(phase, opened, 0)
 
     def _close_until(self, phase: Phase, opened: deque[OpenStep], most: int) -> None:
-        """Finish open steps, the oldest first, until at most so many are left."""
+        """Finish open steps, oldest first, until at most ``most`` are left."""
         if phase.ready is not None:
             phase.ready.until(lambda: len(opened) <= most)
         while len(opened) > most:
             self._close(phase, opened)
 
     def _close_done(self, phase: Phase, opened: deque[OpenStep]) -> Sequence[Pending]:
-        """Finish open steps that are done, the oldest first; what the next one waits for."""
+        """Finish open steps that are done, oldest first; return the results that the next one waits for."""
         late: Sequence[Pending] = ()
         while opened and not late:
             while opened[0].parcels and not (late := opened[0].parcels[0].late):
@@ -187,7 +186,7 @@ class Loop:
 
     @contextmanager
     def _rescued(self, phase: Phase, opened: deque[OpenStep]) -> Iterator[None]:
-        """Keep the last whole step, if its weights are still there, when an error ends the run."""
+        """Save the last complete step when an error ends the run, if its weights still exist."""
         try:
             yield
         except Interrupted:
@@ -197,7 +196,7 @@ class Loop:
             if cut or self._saves or self._is_unsaved(phase):
                 what = (str(first) or type(first).__name__).splitlines()[0]
                 self._progress.note(f"{what}; saving what is whole first")
-                try:  # ranks that are at work, or stuck, may take their time
+                try:  # running or stuck ranks may take a while
                     self._rescue(phase, cut)
                 except Exception as second:  # noqa: BLE001  what ended the run is the first error
                     self._progress.note(f"no checkpoint could be written after the error: {second}")
@@ -210,21 +209,21 @@ class Loop:
             self._discard()
 
     def _is_cut(self, phase: Phase, error: Exception) -> bool:
-        """Whether open steps may be whole but for ranks that no trained role has, one of which has died."""
+        """Return whether open steps may be complete although a rank died: its pool has no trained role."""
         pools = {phase.executor.groups[role].places[0].pool for role in phase.trained}
         is_in_order = phase.ready is None and phase.cut is None
         return is_in_order and isinstance(error, RankDied) and error.pool not in pools
 
     def _is_unsaved(self, phase: Phase) -> bool:
-        """Whether the last whole step may still be saved: it is not yet, and nothing later was begun."""
+        """Return whether the last complete step is not saved yet and no later step has begun."""
         return self._place.step > self._saved_step and not phase.freshness
 
     def _rescue(self, phase: Phase, cut: Collection[OpenStep]) -> None:
-        """Save the newest step whose updates are whole, where the trained roles have made no later ones.
+        """Save the newest step with complete updates, if the trained roles have made no later update.
 
         Args:
-            phase: that an error ended.
-            cut: open steps that may be whole but for ranks that have died, the oldest first.
+            phase: the phase that an error ended.
+            cut: open steps that may be complete except for results of dead ranks, oldest first.
         """
         wait_s = min(RESCUE_S, self._deadline_s)
         phase.executor.mend(phase.trained, wait_s)
@@ -238,11 +237,11 @@ class Loop:
         if is_unsaved and self._updates(phase, wait_s) == self._place.updates:
             self._keep_written(wait_s)
             save = self._begin_saving(phase, self._place.step, self._place.rows)
-            save.place = {}  # nothing that was sampled for later steps is kept
+            save.place = {}  # rows sampled for later steps are dropped
             self._checkpoint(phase, wait_s, save, wait=True)
 
     def _salvaged(self, phase: Phase, step: OpenStep, wait_s: float) -> bool:
-        """Write down a step whose updates are whole; whether it is one."""
+        """Record a step if its updates are complete; return whether they are."""
         try:
             place, metrics = step.salvage(self.version, wait_s)
         except RillflowError:
@@ -252,7 +251,7 @@ class Loop:
         return True
 
     def _keep_written(self, wait_s: float) -> None:
-        """Wait until the rows of finished steps are on the disk; those on ranks that have died are lost."""
+        """Wait until rows of finished steps are on disk; record the rows on dead ranks as lost."""
         left = [each for each in self._writing if not each.has_failed]
         if len(left) < len(self._writing):
             self._run.evidence.of_lost_rollouts(self._written_step, "the ranks that held them have died")
@@ -260,7 +259,7 @@ class Loop:
         self._written(wait_s)
 
     def _open(self, phase: Phase, index: int, number: int, done: int) -> OpenStep:
-        """Submit a step; one that is evaluated, or after which a checkpoint is due, is saved beside it."""
+        """Submit a step; at k > 0 also begin its checkpoint if one, or an evaluation, is due after it."""
         arriving, self._arriving = self._arriving, []
         share = self._cadence.rollouts_share if _due(number, self._cadence.rollouts_every) else 0.0
         step = OpenStep(phase, index, number, done, arriving, self._run, self._deadline_s, share)
@@ -273,10 +272,10 @@ class Loop:
         return step
 
     def _close(self, phase: Phase, opened: deque[OpenStep]) -> None:
-        """Finish the oldest open step, and do what is due between it and those that have not begun.
+        """Finish the oldest open step, then do the evaluation and checkpoint that are due after it.
 
         Raises:
-            Interrupted: the run was to end after it, and a checkpoint is written.
+            Interrupted: the user asked to stop after this step; a checkpoint was written.
         """
         step = opened[0]
         metrics = self._finish(phase, step)
@@ -299,7 +298,7 @@ class Loop:
                 raise stopped(step.number, path)
 
     def _hand_over(self, phase: Phase, step: OpenStep) -> None:
-        """Have the sampler given a version that a step has published ahead of those that sample with it."""
+        """Send the sampler a version that a step has published for later steps."""
         parcel = step.parcels.popleft()
         if phase.ready is not None:
             phase.ready.deliver(parcel)
@@ -307,10 +306,10 @@ class Loop:
             self._arriving += phase.delivery.install(parcel)
 
     def _stop_between(self, phase: Phase) -> None:
-        """End the run as asked while no step is open: nothing is begun only to be finished.
+        """End the run on request while no step is open.
 
         Raises:
-            Interrupted: the run was to end.
+            Interrupted: the user asked to stop.
         """
         step = self._place.step
         if not self._interruption.requested or step >= self._total_steps:
@@ -321,7 +320,7 @@ class Loop:
             raise stopped(step, self._run.checkpoints / f"step-{step:06d}" if step else None)
 
     def _stop_after(self, phase: Phase, step: OpenStep, later: Collection[OpenStep]) -> None:
-        """Let the run end after the newest step that is open; those after it are begun for their rows."""
+        """Mark the newest open step as the run's last; the steps before it still run to their end."""
         every = (step, *later)
         newest = every[-1]
         if newest.number < self._total_steps and not any(each.is_last for each in every):
@@ -330,14 +329,14 @@ class Loop:
                 newest.saving = self._begin_saving(phase, newest.number, phase.flow.rows)
 
     def _finish(self, phase: Phase, step: OpenStep) -> Metrics:
-        """Wait for a step, and write down what is known of it."""
+        """Wait for a step and record it."""
         place, metrics = step.finish(self.version)
-        self._written(self._deadline_s)  # the rows of the step before
+        self._written(self._deadline_s)  # the rows of the previous step
         self._record(phase, step, place, metrics)
         return metrics
 
     def _record(self, phase: Phase, step: OpenStep, place: Standing, metrics: dict[str, Metric]) -> None:
-        """Write down a step that is done."""
+        """Record a finished step."""
         self._writing, self._written_step, self.version = step.writing, step.number, place.state["version"]
         began, self._finished_at = max(step.began, self._finished_at), time.monotonic()
         seconds = self._finished_at - began
@@ -347,24 +346,24 @@ class Loop:
             self._run.keep_bundle(step.number)
         metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
         self._run.log_metrics(step.number, phase.name, metrics)
-        self._place = place  # a step without its line of metrics is made again
+        self._place = place  # a step without a line of metrics runs again
         self._interruption.pace = f" (the last one took {duration(seconds)})"
 
     def _evaluate(self, phase: Phase, step: int) -> float:
-        """Evaluate the trained model if that is due and not done yet.
+        """Evaluate the trained model if an evaluation is due and not done yet.
 
         Returns:
-            The mean reward of the held-out rows; minus infinity without an evaluation of them.
+            The mean reward of the held-out rows; minus infinity if they were not evaluated.
         """
         if self._evaluator is None or not phase.evaluated or step in self._evaluated:
             return -math.inf
-        self._written(self._deadline_s)  # until then its rows take their room
+        self._written(self._deadline_s)  # frees the memory of its rows
         if phase.ready is not None:
             phase.ready.settle()
         every = self._evaluator(phase.executor)
         self._graded |= {found.set for found in every if not found.is_accuracy}
-        for found in reversed(every):  # in this order the last line shows that all of them are written
-            # A mean reward keeps its name where all rewards of a later look are 0 or 1.
+        for found in reversed(every):  # the last line shows that all are written
+            # A mean reward keeps its name even if all rewards of a later evaluation are 0 or 1.
             told = replace(found, is_accuracy=found.set not in self._graded)
             self._run.log_evaluation(step, told)
             self._progress.note(f"after step {step}: {told.text}")
@@ -372,24 +371,24 @@ class Loop:
         return -math.inf if every[0].set else every[0].mean_reward
 
     def _is_due(self, done: int) -> bool:
-        """Whether a checkpoint is, by steps or by the clock."""
+        """Return whether a checkpoint is due, by steps or by the clock."""
         pause_s = max(self._cadence.checkpoint_s, self._saving_s / CHECKPOINT_SHARE)
         late = self._cadence.checkpoint_s > 0 and self._clock() - self._saved_at >= pause_s
         return late or _due(done, self._cadence.checkpoint_every)
 
     def _here(self, phase: Phase, index: int, step: int, done: int) -> Standing:
-        """Where a phase begins, or goes on from."""
+        """Return the state of the run where a phase begins or resumes."""
         state = {"phase": index, "done": done, "version": self.version, **phase.place}
         updates = self._updates(phase, self._deadline_s)
         return Standing(step=step, state=state, updates=updates, rows=dict(phase.flow.rows))
 
     def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
-        """The optimiser steps of every trained role, once what it was last given is done."""
+        """Return the number of optimiser steps of every trained role, after all its submitted calls."""
         asked = {role: phase.executor.on_first_rank(role, updates_of) for role in phase.trained}
         return {role: each.read(wait_s) for role, each in asked.items()}
 
     def _begin_saving(self, phase: Phase, step: int, rows: Mapping[str, Pending]) -> Save:
-        """Have the ranks write what they go on from, before what is submitted next; and collected rows."""
+        """Have the ranks write their training state and the collected rows before any later call."""
         folder = self._run.checkpoints.absolute() / f".step-{step:06d}.begun"
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -416,7 +415,7 @@ class Loop:
         save.asked = list(asked)
 
     def _written(self, wait_s: float) -> None:
-        """Wait until the rows of finished steps are on the disk."""
+        """Wait until the rows of finished steps are on disk."""
         wait_for(self._writing, wait_s)
         for each in self._writing:
             made = each.read(wait_s)
@@ -433,9 +432,9 @@ class Loop:
         *,
         wait: bool,
     ) -> Path:
-        """Have the last whole step saved: what the ranks have now, or had before later steps were begun.
+        """Save the last complete step: the ranks' state now, or their state before later steps began.
 
-        The one before is complete then; this one is if ``wait``.
+        The previous checkpoint is complete afterwards; this one is complete only if ``wait``.
         """
         began = self._clock()
         self._written(wait_s)
@@ -452,7 +451,7 @@ class Loop:
         return self._run.checkpoints / f"step-{save.step:06d}"
 
     def _settle(self, phase: Phase, wait_s: float, *, wait: bool) -> None:
-        """Give checkpoints of closed steps their manifest and name, once all ranks have written theirs."""
+        """Complete the checkpoints of closed steps once all ranks have written their files."""
         while self._saves and self._saves[0].state is not None:
             save = self._saves.popleft()
             try:
@@ -469,7 +468,7 @@ class Loop:
                     shutil.rmtree(save.folder, ignore_errors=True)
 
     def _discard(self) -> None:
-        """Remove what was begun and is no checkpoint."""
+        """Remove unfinished checkpoints."""
         self._saves.clear()
         for left in self._run.checkpoints.glob(".step-*"):
             shutil.rmtree(left, ignore_errors=True)

@@ -1,11 +1,11 @@
-"""An open step: all it does is submitted, and its results are not there yet.
+"""An open step: all its stages are submitted, and their results are not complete yet.
 
-step(flow, data, config) ─┬─ stages ─────────────> journal                        ┐
-                          ├─ marks, after them ──> where each trained role stands ├─ finish ─> metrics, spans
-                          └─ rows and measures ──> the run directory              ┘
+step(flow, data, config) ─┬─ stages ─────────────> journal                    ┐
+                          ├─ update counts ──────> state of each trained role ├─ finish ─> metrics, spans
+                          └─ rows and measures ──> the run directory          ┘
 
-What is asked of the ranks for the records is submitted with the step: it is done before what later steps
-ask of the same ranks, however many of them are open.
+The calls that record a step are submitted with the step. Each rank therefore executes them before the calls
+of later steps, however many steps are open.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from rillflow.workers.values import Facts
 
 @dataclass(frozen=True, kw_only=True)
 class DataStream:
-    """Where a phase's data comes from, and where it stands."""
+    """The data of a phase and its position."""
 
     take: Callable[[int], Batch]
-    """The next rows."""
+    """Returns the next rows."""
     state: Callable[[], Mapping[str, Any]]
-    """The place in the data, for a checkpoint."""
+    """Returns the position in the data, for a checkpoint."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """What every step says of the data."""
+    """Metrics about the data that every step reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,64 +53,65 @@ class Phase:
     """Some steps of one algorithm."""
 
     name: str
-    """What the records call it."""
+    """Name in the records."""
     steps: int
-    """Iterations."""
+    """Number of steps."""
     rows: int
-    """Prompts, demonstrations or pairs of one iteration."""
+    """Prompts, demonstrations or pairs of one step."""
     step: Callable[..., Any]
     """The algorithm; it returns a report, or several."""
     config: Any
-    """Its settings."""
+    """Settings of the algorithm."""
     flow: Flow
-    """What its step is written in."""
+    """The flow that the algorithm's step uses."""
     executor: GroupExecutor
-    """What runs it."""
+    """The executor of the stages."""
     trained: tuple[str, ...]
-    """The roles it trains; checkpoints hold them."""
+    """Roles that the phase trains; checkpoints hold them."""
     stream: DataStream
-    """Its data."""
+    """Data of the phase."""
     beside: DataStream | None
-    """What its step is given beside them, as many rows; None where that is nothing."""
+    """Second batch of each step, with the same number of rows; None if the algorithm needs no second batch.
+    """
     evaluated: bool
-    """Whether what is trained is evaluated before, after and during this phase."""
+    """Whether the trained model is evaluated before, during and after this phase."""
     freshness: int = 0
-    """k: a step is sampled by the version that was published k steps before the one it trains."""
+    """k: a step samples with the version published k steps before the version that it trains."""
     delivery: Delivery | None = None
-    """How versions get to a sampler on ranks of its own."""
+    """Transfer of versions to a sampler on its own ranks."""
     ready: ReadyFirst | None = None
-    """What samples where a step is made of the groups that are ready; None where prompts are in order."""
+    """Sampler of steps formed from ready groups; None if steps take prompts in order."""
     cut: TailCut | None = None
-    """What samples where a step leaves the longest for later; None where it trains all that it begins."""
+    """Sampler of steps that put the longest rows aside; None if each step trains all rows that it begins."""
     moving: tuple[str, ...] = ()
-    """The roles that it does not train and whose weights change all the same."""
+    """Untrained roles whose weights still change."""
     sampled: Callable[[int], Sequence[Path]] = lambda _: ()
-    """By step of the run, files of rows that it had sampled before the run was interrupted."""
+    """Returns, for a step of the run, the files of rows sampled before the run was interrupted."""
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The roles that checkpoints hold."""
+        """Roles that checkpoints hold."""
         return (*self.trained, *self.moving)
 
     @property
     def place(self) -> dict[str, Any]:
-        """The places in its data, and the numbers that its steps remember."""
+        """Positions in the data, and the numbers that steps remember."""
         beside = dict(self.beside.state()) if self.beside is not None else None
         return {"stream": dict(self.stream.state()), "beside": beside, "numbers": dict(self.flow.state)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """Where a run stands after a whole step."""
+    """State of a run after a finished step."""
 
     step: int
-    """The step, over all phases."""
+    """Number of the step, over all phases."""
     state: Mapping[str, Any]
-    """What the controller goes on from."""
+    """State that the controller resumes from."""
     updates: Mapping[str, int]
-    """The optimiser steps of every trained role."""
+    """Number of optimiser steps of every trained role."""
     rows: Mapping[str, Pending]
-    """What steps have collected, by name."""
+    """Rows that steps have collected, by name."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -118,31 +119,31 @@ class Save:
     """A checkpoint that ranks are writing."""
 
     step: int
-    """The step that it is of."""
+    """Step that the checkpoint belongs to."""
     folder: Path
-    """Where they write."""
+    """Folder that the ranks write to."""
     begun: list[Pending]
-    """What tells when they have copied all they write, and may train on."""
+    """Results that are ready when the ranks have copied their state and may train on."""
     place: Mapping[str, Any]
-    """The place in the data then, where later steps were open."""
+    """Position in the data when the checkpoint began, if later steps were open."""
     state: Mapping[str, Any] | None = None
-    """What the controller goes on from; None until the step is closed."""
+    """State that the controller resumes from; None until the step is closed."""
     asked: list[Pending] = field(default_factory=list)
-    """What was asked last of every trained role: whether its files are written."""
+    """Latest results of asking every kept role whether its files are written."""
 
 
 class OpenStep:
-    """One step of a phase, submitted as it is made.
+    """One step of a phase, submitted on construction.
 
     Args:
-        phase: of which it is one.
-        index: of the phase.
-        number: the step, over all phases.
-        done: the steps of the phase with it.
-        arriving: the version it samples with, on its way to the sampler; empty where it is there.
+        phase: the phase of the step.
+        index: index of the phase.
+        number: number of the step, over all phases.
+        done: steps of the phase, including this one.
+        arriving: transfers of the version that the step samples with; empty if the sampler has it.
         run: the run directory.
         deadline_s: longest wait for any stage.
-        share: of the prompts whose rollouts are written down.
+        share: share of the prompts whose rollouts are recorded.
     """
 
     def __init__(
@@ -158,11 +159,11 @@ class OpenStep:
     ) -> None:
         self.number, self.done = number, done
         self.saving: Save | None = None
-        """Its checkpoint, where that was begun with it."""
+        """Checkpoint that began with the step, if any."""
         self.is_last = False
-        """Whether the run ends after it, as asked."""
+        """Whether the run ends after this step on request."""
         self.skips: list[str] = []
-        """Updates that were left out, as they are told."""
+        """Messages about skipped updates."""
         self._is_cut = False
         self.began = time.monotonic()
         self._phase, self._arriving, self._run, self._deadline_s = phase, arriving, run, deadline_s
@@ -176,7 +177,7 @@ class OpenStep:
         data = take(phase.rows)
         beside = [] if phase.beside is None else [phase.beside.take(phase.rows)]
         self._reports: tuple[Any, ...] = reports_of(phase.step(flow, data, phase.config, *beside))
-        flow.begin()  # nothing but this object keeps its batches
+        flow.begin()  # only this object keeps the step's batches
         self._given_up: list[tuple[tuple[int, int], str]] = []
         if sampling is not None:
             self.journal.measured |= sampling.measured
@@ -186,13 +187,13 @@ class OpenStep:
         self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.trained}
         self._left_out = {role: executor.on_all_ranks(role, taken_skips) for role in phase.trained}
         self.parcels = deque[Parcel](phase.delivery.take() if phase.delivery is not None else ())
-        """The versions that it publishes and that no sampler has been given yet."""
+        """Published versions that no sampler has received yet."""
         self._state = {"phase": index, "done": done, **phase.place}
         self._rows = dict(flow.rows)
 
     @property
     def late(self) -> list[Pending]:
-        """What has not been done of it."""
+        """Results that are not ready."""
         waited = [made.result for made in self.journal.stages]
         waited += [
             *self._telemetry.measured,
@@ -204,17 +205,18 @@ class OpenStep:
 
     @property
     def writing(self) -> Sequence[Pending]:
-        """What tells when its rows are on the disk; nobody waits for them before the next step is done."""
+        """Results that are ready when the rows are on disk; nobody waits for them before the next step is
+        done."""
         return self._telemetry.written
 
     def finish(self, version: int) -> tuple[Standing, dict[str, Metric]]:
-        """Wait for all of it, and write down its stages and what was left out.
+        """Wait for the step, and record its stages and skipped updates.
 
         Args:
-            version: the policy's before it.
+            version: the policy version before the step.
 
         Returns:
-            Where the run stands after it, and what was measured.
+            The state of the run after the step, and the step's metrics.
         """
         if self._arriving:
             assert self._phase.delivery is not None
@@ -226,16 +228,16 @@ class OpenStep:
         return self._closed(version)
 
     def salvage(self, version: int, wait_s: float) -> tuple[Standing, dict[str, Metric]]:
-        """Finish a step whose updates are whole, although ranks that made its rows have died.
+        """Finish a step whose updates are complete although ranks that made its rows have died.
 
-        Its spans, and what those ranks measured, are lost.
+        The spans of the step, and the metrics of those ranks, are lost.
 
         Args:
-            version: the policy's before it.
+            version: the policy version before the step.
             wait_s: longest wait for any stage.
 
         Raises:
-            ClusterError: a trained role has not made its updates, or cannot tell.
+            ClusterError: a trained role has not finished its updates, or cannot report them.
         """
         self._deadline_s, self._is_cut = wait_s, True
         if self.journal.published is not None:
@@ -243,7 +245,7 @@ class OpenStep:
         return self._closed(version)
 
     def _closed(self, version: int) -> tuple[Standing, dict[str, Metric]]:
-        """Read what is known of it; see ``finish``."""
+        """Read the results of the step; see ``finish``."""
         wait_s, flow = self._deadline_s, self._phase.flow
         metrics: dict[str, Metric] = dict(self._phase.stream.metrics)
         for part in self._reports:
@@ -254,7 +256,7 @@ class OpenStep:
         remembered = self._state["numbers"]
         numbers = {name: self._number(number) for name, number in remembered.items()}
         for name, number in numbers.items():
-            if flow.state[name] is remembered[name]:  # no later step has remembered another
+            if flow.state[name] is remembered[name]:  # no later step has changed it
                 flow.state[name] = number
         for role, skips in self._left_out.items():
             for skip in skips.read(wait_s):
@@ -265,13 +267,13 @@ class OpenStep:
             self._run.log_given_up(self.number, group, reason)
         updates = {role: each.read(wait_s) for role, each in self._updates.items()}
         state = {**self._state, "numbers": numbers, "version": version}
-        self.journal, self._reports = Journal(), ()  # the store wants the room of its batches
+        self.journal, self._reports = Journal(), ()  # frees the step's batches in the store
         return Standing(step=self.number, state=state, updates=updates, rows=self._rows), metrics
 
     def _log_spans(self) -> None:
-        """Write down the stages, and what moved meanwhile."""
+        """Record the spans of the stages and of concurrent weight transfers."""
         wait_s, executor = self._deadline_s, self._phase.executor
-        # Whatever holds this process up between the two clocks makes it less.
+        # A pause of this process between the two clock readings makes the difference smaller.
         ahead_s = max(self._run.elapsed_s() - time.time() for _ in range(3))
         results = [(each.stage, each.result) for each in self.journal.stages]
         names = {part.stage: stage for stage, made in results for part in (made, *made.parts)}
@@ -284,7 +286,7 @@ class OpenStep:
             self._run.log_span(span_of(stage, self.number, facts, ahead_s, [], []))
 
     def _sampled(self) -> dict[str, Metric]:
-        """What ranks measured of the rows that they hold."""
+        """Return the metrics of the rows, merged over ranks."""
         known = [each for each in self._telemetry.measured if not self._is_lost(each)]
         found = [each.read(self._deadline_s) for each in known]
         return merge_metrics(
@@ -292,7 +294,7 @@ class OpenStep:
         )
 
     def _measured(self) -> dict[str, Metric]:
-        """What the controller measured, and the numbers of formulas."""
+        """Return the metrics of the controller, and the numbers of formulas."""
         numbers: dict[str, Metric] = dict(self.journal.measured)
         for entry in self.journal.stages:
             if entry.is_number and not self._is_lost(entry.result):
@@ -301,31 +303,31 @@ class OpenStep:
         return numbers
 
     def _is_lost(self, result: Any) -> bool:
-        """Whether the ranks of a result that a cut step may miss are gone with it."""
+        """Return whether a salvaged step misses this result because its ranks have died."""
         return self._is_cut and isinstance(result, Pending) and result.has_failed
 
     def _number(self, number: Any) -> float:
-        """A number of the flow, read where it is still a handle."""
+        """Return a number of the flow; read it if it is a handle."""
         return number if isinstance(number, float) else float(number.read(self._deadline_s))
 
 
 def version_of(policy: Policy) -> int:
-    """The version that a policy has published last."""
+    """Return the version that a policy has published last."""
     return policy.version
 
 
 def span_of(
     stage: str, step: int, facts: Sequence[Facts], ahead_s: float, beside: Sequence[Facts], after: list[str]
 ) -> SpanRecord:
-    """A stage as its ranks saw it.
+    """Return the span of a stage from the times of its ranks.
 
     Args:
-        stage: its name.
-        step: the step it belongs to.
-        facts: of the results that are taken.
-        ahead_s: seconds of the run less those since the epoch.
-        beside: facts of the same on ranks whose results nobody needs.
-        after: the stages whose results it was given.
+        stage: name of the stage.
+        step: number of its step.
+        facts: facts of the ranks whose results are taken.
+        ahead_s: clock of the run minus seconds since the epoch.
+        beside: facts of the other ranks that ran the stage.
+        after: names of the stages whose results are its arguments.
     """
     ranks = []
     for each in (*facts, *beside):

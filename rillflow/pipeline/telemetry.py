@@ -1,10 +1,10 @@
-"""Telemetry: what the ranks say of a step where its rows lie, metrics and the rows themselves.
+"""Telemetry: ranks compute the metrics of a step and write its rollouts where the rows are.
 
-    results that lie alike ── write_part ──> one file of columns a rank, in the run directory
-    each result ── its endpoint's measure ──> shares of metrics, merged
+    results with the same row layout ── write_part ──> one file of columns per rank, in the run directory
+    each result ── measure of its endpoint ──> per-rank metrics, merged
 
-Reads fields, not algorithms: whatever an algorithm calls, rows that were generated are recorded with
-whatever scores and advantages were computed for them. No row moves for it; the reader joins files by row.
+It reads fields and knows no algorithm: generated rows are recorded with all scores and advantages computed
+for them. No row moves for the records; the reader joins files by row id.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS
 from rillflow.workers.pending import Pending
 
 _SAMPLED = ("tokens", "sampler_logprobs", "versions", "columns")
-"""What is written of rows that were sampled, beside why they ended."""
+"""Recorded fields of sampled rows, in addition to the finish reason."""
 _PRICED = {"rewards": "penalised", "penalised": "penalised", "advantages": "advantages"}
-"""What is written of a formula's result, by the field it makes."""
+"""Recorded name of a formula's result, by the field that it writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Telemetry:
-    """What was asked of the ranks for the records of a step."""
+    """Calls that record a step."""
 
     measured: Sequence[Pending]
-    """Shares of metrics."""
+    """Per-rank metrics."""
     written: Sequence[Pending]
-    """What tells when the rows are on the disk."""
+    """Results that are ready when the rows are on disk."""
 
 
 def asked(
     executor: GroupExecutor, stages: Sequence[StageResult], run: Path, step: int, share: float
 ) -> Telemetry:
-    """Have what was sampled in a step measured, with what was computed for it, and written down.
+    """Submit the measures and the writing of the rows that a step sampled.
 
     Args:
         executor: runs the step.
-        stages: of the step.
+        stages: stages of the step.
         run: the run directory, as the ranks see it.
-        step: of the run.
-        share: of the prompts whose rows are written.
+        step: number of the step in the run.
+        share: share of the prompts whose rows are written.
     """
     endpoints = [executor.endpoint(each.stage) for each in stages]
     told = [(at, each.result) for at, each in zip(endpoints, stages, strict=True) if at and at.measures]
@@ -86,13 +86,13 @@ def _lie_alike(one: Pending, other: Pending) -> bool:
 
 
 def write_part(path: str, share: float, names: Sequence[str], *batches: Batch) -> dict[str, str]:
-    """Write the rows that lie on this rank, with what is known of them, as one file; its name and digest.
+    """Write this rank's rows and their computed fields as one file; return its name and digest.
 
     Args:
-        path: where.
-        share: of the prompts; which they are follows from their ids.
-        names: of each batch, the field that a formula made; empty for what an endpoint made.
-        batches: the same rows.
+        path: file to write.
+        share: share of the prompts to write; the choice depends only on prompt ids.
+        names: for each batch, the field that a formula made; empty for a result of an endpoint.
+        batches: results for the same rows.
 
     Raises:
         RunDirectoryError: the disk fails.
@@ -115,7 +115,8 @@ def write_part(path: str, share: float, names: Sequence[str], *batches: Batch) -
 
 
 def _known(batch: Batch) -> dict[str, Field]:
-    """What is written of a result: of sampled rows, of scores, or of costs (NaN where a row has none)."""
+    """Return the recorded fields of a result: sampled rows, scores, or costs (NaN for a row without a cost).
+    """
     there = batch.fields
     if "versions" in there:
         ends = Ragged.from_text(Finish(number).name.lower() for number in batch.dense("finish").tolist())
