@@ -1,6 +1,6 @@
-"""Dataflow: the single controller an algorithm talks to, and what makes a run resumable.
+"""Dataflow: the single controller that runs an algorithm's step, and the checkpoints of a run.
 
 step(flow, ...) ── flow.policy.generate ──> stage: one call of one role, timed and journalled
-                ── flow.compute ─────────> numbers only, no model
+                ── flow.compute ─────────> formula over fields, without a model
                 ── flow.publish ─────────> the next policy version
 """

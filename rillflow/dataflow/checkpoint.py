@@ -1,18 +1,18 @@
-"""Checkpoints: everything a resumed run needs, complete or not there at all.
+"""Checkpoints: everything a resumed run needs, written completely or not at all.
 
     checkpoints/step-000040/
-      policy/                      plain Hugging Face directory; one for every role that is trained
-      policy.optimizer/            training state by logical tensor, a file a rank (weights.sharded_file)
-      state.json                   step, phase, versions, places in the data
-      ahead/                       rows that later steps had sampled already, with older weights
+      policy/                      plain Hugging Face directory; one for every trained role
+      policy.optimizer/            training state by logical tensor, one file per rank (weights.sharded_file)
+      state.json                   step, phase, versions, positions in the data
+      ahead/                       rows sampled for later steps with older weights
       collected/                   rows that steps have collected
-      manifest.json         the run, size and SHA-256 of every other file, written last
-    checkpoints/step-000040.replaced/   the one before it of the same step, while the two change places
+      manifest.json         run id, size and SHA-256 of every other file; written last
+    checkpoints/step-000040.replaced/   the previous checkpoint of the same step, during the swap
 
-Ranks write and hash what is large (roles.saving), beside the training that goes on; the controller reads none
-of it. Written beside its final place, flushed to the disk and renamed once the manifest is there; a reader
-takes the newest one of its own run whose manifest holds, and says which ones did not. At no moment is there
-one less than before.
+Ranks write and hash the large files (roles.saving) while they train on; the controller reads none of them. A
+checkpoint is written to a draft folder, flushed to disk, and renamed once the manifest exists. A reader takes
+the newest checkpoint of its own run whose files match the manifest, and warns about each one that does not
+match. The number of complete checkpoints never drops while a new one is written.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ from rillflow.observe.durable import digest_of, flush, write_error
 
 FORMAT = 2
 AHEAD = "ahead"
-"""The folder of rows that were sampled ahead, or of prompts that were drawn."""
+"""Folder of rows sampled for later steps, or of drawn prompts."""
 PROMPTS = "prompts.safetensors"
 COLLECTED = "collected"
-"""The folder of rows that steps have collected, a file a name."""
+"""Folder of rows that steps have collected, one file per name."""
 _NAME = re.compile(r"step-(\d{6,})(\.replaced)?")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was verified."""
+    """A verified checkpoint."""
 
     path: Path
-    """Its directory."""
+    """Directory of the checkpoint."""
     step: int
-    """Steps of the whole run that are in it."""
+    """Steps of the whole run that the checkpoint includes."""
     state: Mapping[str, Any]
-    """What ``save_checkpoint`` was given as state."""
+    """State that ``save_checkpoint`` received."""
 
     def model(self, role: str) -> Path:
-        """The Hugging Face directory of a role."""
+        """Return the Hugging Face directory of a role."""
         return self.path / role
 
     def optimizer(self, role: str) -> Path:
-        """The directory of a role's training state."""
+        """Return the directory of a role's training state."""
         return self.path / f"{role}.optimizer"
 
     def sampled(self, step: int) -> list[Path]:
-        """The files of rows that were sampled ahead for a step of the run, in the order they were made in."""
+        """Return the files of rows sampled ahead for a step of the run, in the order of sampling."""
         return sorted(self.path.glob(f"{AHEAD}/step-{step:06d}-*.safetensors"))
 
     @property
     def collected(self) -> dict[str, Path]:
-        """The files of rows that steps have collected, by name."""
+        """Files of rows that steps have collected, by name."""
         return {path.stem: path for path in sorted(self.path.glob(f"{COLLECTED}/*.safetensors"))}
 
     @property
     def prompts(self) -> Path:
-        """The file of the prompts that were drawn and that no step was made of, if there were any."""
+        """File of the prompts that were drawn and not trained by any step, if there were any."""
         return self.path / AHEAD / PROMPTS
 
 
@@ -86,14 +86,14 @@ def save_checkpoint(
     """Write a checkpoint, then remove all but the newest ``keep`` and the one of step ``spare``.
 
     Args:
-        folder: of all checkpoints.
-        step: steps of the whole run that are in it.
-        write: puts what every trained role goes on from into a folder; of files whose bytes and SHA-256 are
-            known already it returns these, by name.
-        state: what the controller goes on from, as JSON.
-        keep: checkpoints that stay.
-        run: the id of the run it belongs to; no other run reads it. Empty: any does.
-        spare: a step whose checkpoint stays however old it is.
+        folder: folder of all checkpoints.
+        step: steps of the whole run that the checkpoint includes.
+        write: writes the state of every trained role into a folder; returns bytes and SHA-256, by name, of
+            the files that it has already hashed.
+        state: state that the controller resumes from, as JSON.
+        keep: number of checkpoints to keep.
+        run: id of the run; no other run reads the checkpoint. Empty: any run may read it.
+        spare: a step whose checkpoint is kept regardless of its age.
 
     Raises:
         RunDirectoryError: the disk is full or cannot be written; earlier checkpoints are untouched.
@@ -126,7 +126,7 @@ def save_checkpoint(
 
 
 def kept_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, in order; whether they hold is not looked at."""
+    """Return the steps of the checkpoints in a folder, in order, without verifying them."""
     return sorted({_step(path) for path in _found(folder)})
 
 
@@ -134,14 +134,14 @@ class Kept(Protocol):
     """A role that checkpoints hold."""
 
     def begin_saving(self, folder: Path) -> None:
-        """Copy what it goes on from, and write it into a folder meanwhile."""
+        """Copy the state to save, and write it into a folder in the background."""
 
     def written(self, folder: Path, *, wait: bool) -> Mapping[str, Any] | None:
-        """Bytes and SHA-256 of the files of all its ranks, by name; None while some are missing."""
+        """Return bytes and SHA-256 of the files of all ranks, by name; None while some are missing."""
 
 
 class Saved(Kept, Protocol):
-    """A role that is trained."""
+    """A trained role."""
 
     updates: int
     """Optimiser steps made in this phase."""
@@ -153,28 +153,28 @@ def begin_saving(role: Kept, folder: Path) -> None:
 
 
 def written(role: Kept, folder: Path, wait: bool) -> Mapping[str, Any] | None:
-    """What ``begin_saving`` had written there, on all ranks; None while, without ``wait``, one still writes.
+    """Return bytes and SHA-256 of a role's files; None if a rank is still writing and ``wait`` is False.
 
     Raises:
-        RunDirectoryError: it does not fit, or the disk fails; it says what is needed and what is free.
+        RunDirectoryError: the disk is too small, with needed and free space in the message, or it fails.
     """
     return role.written(folder, wait=wait)
 
 
 def updates_of(role: Saved) -> int:
-    """The optimiser steps that a role has made in this phase; its weights change with them alone."""
+    """Return the optimiser steps of a role in this phase; its weights change only in these steps."""
     return role.updates
 
 
 def latest_checkpoint(folder: Path, run: str = "") -> Checkpoint | None:
-    """The newest checkpoint whose every file is as its manifest says, or None when there is none.
+    """Return the newest checkpoint whose files all match its manifest, or None when there is none.
 
     Args:
-        folder: of all checkpoints.
-        run: the id of the run that asks; checkpoints that another one wrote are left out. Empty: none are.
+        folder: folder of all checkpoints.
+        run: id of the reading run; checkpoints of other runs are skipped. Empty: none are skipped.
 
     Raises:
-        RunDirectoryError: there are checkpoints, and none of them holds.
+        RunDirectoryError: there are checkpoints, and none matches its manifest.
     """
     found = _found(folder)
     problems = []
@@ -195,17 +195,17 @@ def latest_checkpoint(folder: Path, run: str = "") -> Checkpoint | None:
 
 
 def examined(folder: Path, run: str = "") -> dict[str, str]:
-    """The checkpoints of a folder by name, newest first, each with what is wrong with it; empty: nothing.
+    """Return the problem of each checkpoint in a folder by name, newest first; empty for a valid one.
 
     Args:
-        folder: of all checkpoints.
-        run: the id of the run that they are to be of. Empty: any.
+        folder: folder of all checkpoints.
+        run: id of the run that must have written them. Empty: any run.
     """
     return {path.name: _problem(path, run) or "" for path in _found(folder)}
 
 
 def _found(folder: Path) -> list[Path]:
-    """Checkpoint directories, newest first."""
+    """Return checkpoint directories, newest first."""
     named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
     return sorted(named, key=lambda path: (_step(path), not path.suffix), reverse=True)
 
@@ -215,7 +215,7 @@ def _step(path: Path) -> int:
 
 
 def _problem(path: Path, run: str) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """Return a description of the problem of a checkpoint, or None."""
     try:
         manifest = json.loads(_inside(path, "manifest.json").read_text())
         if manifest["format"] != FORMAT:
@@ -238,7 +238,7 @@ def _problem(path: Path, run: str) -> str | None:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """A regular file below the folder; anything else in a manifest is refused."""
+    """Return a regular file below the folder; refuse any other path in a manifest."""
     path = folder / name
     if ".." in Path(name).parts or Path(name).is_absolute() or path.is_symlink() or not path.is_file():
         raise ValueError(f"{name!r} is not a plain file of the checkpoint")
@@ -246,7 +246,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _digests(folder: Path, known: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Of files that nobody has hashed: the small ones."""
+    """Return size and SHA-256 of the files that the ranks have not hashed: the small ones."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix(): path for path in files}
     return {name: digest_of(path) for name, path in names.items() if name not in known}

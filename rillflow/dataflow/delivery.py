@@ -1,17 +1,17 @@
-"""Delivery: a publish to samplers on ranks of their own, bucket by bucket, as references.
+"""Delivery: transfer a publish to samplers on their own ranks, bucket by bucket, as references.
 
-    policy.publish ─> digests ────────────────────────────────────────────────────────────────────┐
-    each bucket: SentWeights.send ─> a packed tensor a receiver ─> ReceivedWeights.receive ─> serve ─> version
+    policy.publish ─> digests ─────────────────────────────────────────────────────────────────┐
+    bucket: SentWeights.send ─> a packed tensor per receiver ─> ReceivedWeights.receive ─> serve ─> version
 
-In step a bucket is received as soon as it is sent, and few are on their way at once. Ahead of it the sampler
-has steps to sample first: all buckets of a version are packed beside the weights, which train on, and wait
-as a ``Parcel`` until the step that samples with them begins.
+In lockstep mode, a bucket is received as soon as it is sent, and few buckets are in flight at once. In ahead
+mode, the sampler first has earlier steps to sample. All buckets of a version are then packed into copies
+while training continues, and wait as a ``Parcel`` until the step that samples with them begins.
 
 consumes      the result of ``policy.publish``
-waits for     in step, the receivers of a bucket once BUCKETS are on their way; ahead, nobody
+waits for     in lockstep, the receivers of a bucket once BUCKETS are in flight; ahead, nothing
 unblocked by  those ranks; every wait ends at the deadline
-produces      the version, once all samplers hold it and have compared its digests. No byte of a weight
-              comes to the controller
+produces      the version, once all samplers hold it and have verified its digests. No weight byte passes
+              through the controller
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from rillflow.roles.sampler import Sampler
 from rillflow.workers.pending import Pending, wait_for
 
 BUCKETS = 2
-"""How many buckets may be on their way at once."""
+"""Largest number of buckets in flight at once."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parcel:
-    """A version that is packed and has not been received."""
+    """A version that is packed and not received yet."""
 
     digests: Pending
-    """Its digests."""
+    """Digests of the version."""
     buckets: Sequence[Mapping[int, Sequence[Pending]]]
-    """Of every bucket, what each receiver gets."""
+    """Packed tensors of every bucket, by receiver."""
 
     @property
     def late(self) -> list[Pending]:
-        """What has not been packed of it."""
+        """Results that are not packed yet."""
         packed = (each for bucket in self.buckets for parts in bucket.values() for each in parts)
         return [each for each in (self.digests, *packed) if not each.is_ready]
 
 
 class Delivery:
-    """The weights of one policy, on their way to one sampler.
+    """Transfer of one policy's weights to one sampler.
 
     Args:
         executor: has the groups of both.
@@ -69,17 +69,17 @@ class Delivery:
         self._parcels: list[Parcel] = []
 
     def begin(self, *, is_ahead: bool) -> None:
-        """Publish what the policy has, under the version it has; what follows is in step, or ahead of it."""
+        """Publish the policy's current weights and version; later publishes are in lockstep or ahead."""
         self._is_ahead = False
         self(self._executor.on_all_ranks("policy", announce)).wait(self._deadline_s)
         self._is_ahead = is_ahead
         self._executor.moved.clear()  # no step has begun
 
     def __call__(self, published: Pending) -> Pending:
-        """Bring what was just published to the sampler's ranks, or pack it for them; its version.
+        """Bring the last publish to the sampler's ranks, or pack it for them; return its version.
 
-        Where a receiver has died, its failed result stands for the version: the step goes on to its end, so
-        that the trained roles can be saved, and fails when its results are read.
+        If a receiver has died, return its failed result instead of the version. The step then runs to its
+        end, so that the trained roles can be saved, and fails when its results are read.
         """
         executor, on_their_way = self._executor, deque[list[Pending]]()
         digests = executor.on_first_rank("policy", weights_of, SentWeights.what_was_published)
@@ -104,15 +104,15 @@ class Delivery:
         return executor.on_all_ranks("sampler", serve, digests)
 
     def take(self) -> list[Parcel]:
-        """What was published ahead of the steps that sample with it, and not taken yet."""
+        """Return the parcels published ahead that were not taken yet."""
         parcels, self._parcels = self._parcels, []
         return parcels
 
     def install(self, parcel: Parcel, ranks: Sequence[int] | None = None) -> list[Pending]:
-        """Have the sampler, or one of its replicas, receive a parcel after what it was given before.
+        """Have the sampler, or one of its replicas, receive a parcel after its earlier calls.
 
         Returns:
-            What is to be waited for.
+            The results to wait for.
         """
         ranks = range(len(self._executor.groups["sampler"].places)) if ranks is None else ranks
         moved = list[Pending]()
@@ -122,13 +122,13 @@ class Delivery:
         return [self._executor.on_ranks("sampler", ranks, serve, parcel.digests), *moved]
 
     def arrived(self, moved: Sequence[Pending], beside: Sequence[Pending] = ()) -> None:
-        """Wait for what crosses, and for more; keep what is known of the former alone: its bytes may go."""
+        """Wait for transfers and other results; keep only the facts of the transfers to free their bytes."""
         wait_for([*beside, *moved], self._deadline_s)
         for each in moved:
             self._executor.moved.setdefault(each.stage, []).extend(each.facts(self._deadline_s))
 
     def _sent(self, bucket: int) -> dict[int, list[Pending]]:
-        """Have a bucket packed; what each receiver gets, in the order of the links."""
+        """Have a bucket packed; return the packed tensors of each receiver, in the order of the links."""
         packed: dict[int, list[Pending]] = {}
         for sender, receivers in self._links[bucket].items():
             parts = self._executor.deal("policy", sender, len(receivers), send, bucket)
@@ -137,7 +137,7 @@ class Delivery:
         return packed
 
     def _received(self, bucket: int, packed: Mapping[int, Sequence[Pending]]) -> list[Pending]:
-        """Have a bucket received; what was packed, and its receivers."""
+        """Have a bucket received; return the packed tensors and the results of the receivers."""
         arriving = [
             self._executor.on_rank("sampler", rank - self._first, receive, bucket, *parts)
             for rank, parts in packed.items()
@@ -146,25 +146,25 @@ class Delivery:
 
 
 def weights_of(role: Policy | Sampler, method: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a method of a role's end of the way; as the role was made, it is of that method's class."""
+    """Call a method of a role's weights, which must be an instance of that method's class."""
     return method(role.weights, *arguments)
 
 
 def announce(policy: Policy) -> None:
-    """Take the digests of what the policy has now."""
+    """Compute the digests of the policy's current weights."""
     policy.announce()
 
 
 def send(policy: Policy, bucket: int) -> Any:
-    """One packed tensor for each rank this one has something for."""
+    """Return one packed tensor for each rank that this rank sends to."""
     return weights_of(policy, SentWeights.send, bucket)
 
 
 def receive(sampler: Sampler, bucket: int, *packed: Any) -> None:
-    """Put packed tensors where they belong."""
+    """Copy packed tensors into the sampler's weights."""
     weights_of(sampler, ReceivedWeights.receive, bucket, *packed)
 
 
 def serve(sampler: Sampler, digests: Any) -> Any:
-    """Let what was received be sampled with, once its digests match; the version."""
+    """Let the sampler use the received weights once their digests match; return the version."""
     return weights_of(sampler, ReceivedWeights.serve, digests)

@@ -1,9 +1,9 @@
-"""GroupExecutor: a step's stages on groups of ranks.
+"""GroupExecutor: run a step's stages on groups of ranks.
 
-role stage ──> Group.call ──> Pending       the group that serves it: the sampler's for policy.generate
-formula    ──> a rank that holds the first batch computes; no batch comes to the controller
+role stage ──> Group.call ──> Pending       on the group that serves it: the sampler's for policy.generate
+formula    ──> computed on a rank that holds the first batch; no batch comes to the controller
 
-Rows that come part by part: ``dataflow.parted``; rows that are there before a step: ``dataflow.ready_first``.
+Rows in chunks: see ``dataflow.parted``. Rows that exist before a step: see ``dataflow.ready_first``.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from rillflow.workers.values import GROUPS, Facts, Lie, Own, RemoteValue, Rows, 
 
 
 class GroupExecutor:
-    """Runs stages on groups.
+    """Executor that runs stages on groups.
 
     Args:
-        groups: by name; several may serve one role.
-        backend: where they are.
+        groups: groups by name; several may serve one role.
+        backend: the backend that runs the groups.
     """
 
     def __init__(self, groups: Mapping[str, Group], backend: Backend) -> None:
         self.groups = groups
         self.follows: dict[str, Callable[[Pending], Pending]] = {}
-        """By stage, what is to be done with its result before anyone else has it."""
+        """Functions by stage that replace the stage's result before anyone else receives it."""
         self._backend = backend
         self.moved: dict[str, list[Facts]] = {}
-        """Stages of the step that its text does not name, and what is known of them: a delivery's."""
+        """Facts of stages outside the algorithm's text, by stage: those of a delivery."""
         self.sampled = deque[Path]()
-        """Files of rows that the sampler made for the present step before the run was interrupted."""
+        """Files of rows that the sampler made for the current step before the run was interrupted."""
         self.ready: tuple[Batch, Pending] | None = None
-        """Prompts whose rows have been sampled before a step asks for them, and the rows."""
+        """Prompts whose rows were sampled before a step requests them, and the rows."""
 
     @property
     def endpoints(self) -> Mapping[str, Collection[str]]:
@@ -82,28 +82,30 @@ class GroupExecutor:
         return made if follow is None else follow(made)
 
     def _asked(self, group: Group, endpoint: str, args: Sequence[Any], options: Options) -> Pending:
-        """A stage of a role, asked of its group."""
+        """Submit a stage of a role to its group."""
         return group.call(endpoint, *args, **options)
 
     def endpoint(self, stage: str) -> Endpoint | None:
-        """The endpoint of a stage; None of a formula's."""
+        """Return the endpoint of a stage; None for a formula."""
         role, _, name = stage.partition(".")
         return None if role == CONTROLLER else self._serving(role, name).endpoints[name]
 
     def measured(self, measure: Measure, rows: Pending) -> Pending:
-        """The metrics of rows, a share from every rank that holds some."""
+        """Return the metrics of rows, computed on every rank that holds some of them."""
         return self._where_rows_are(measure.__name__, "group", measure, [], [rows], ())
 
     def on_holders(
         self, function: Callable[..., Any], given: Sequence[Sequence[Any]], batches: Sequence[Pending]
     ) -> Pending:
-        """Call a function on every rank that holds a part of batches that lie alike: what is given for the
-        part, then its part of each."""
+        """Call a function on every rank that holds a part of batches with the same layout.
+
+        Each call gets the arguments given for its part, then its part of each batch.
+        """
         cut = [[*each, *(batch.own(index) for batch in batches)] for index, each in enumerate(given)]
         return self._at(batches[0].holders, function.__name__, "", function, [], sources=batches, cut=cut)
 
     def keep_sampled(self, stages: Sequence[StageResult], name: str) -> list[Pending]:
-        """Have what the sampler made of some stages written, in order, to files that begin with a name."""
+        """Write the sampler's results of some stages, in order, to files whose names begin with ``name``."""
         made = [each.result for each in stages if self._is_sampled(each.stage)]
         return [
             self.apply(write_rows, f"{name}-{index:03d}.safetensors", rows, place=rows.places[0])
@@ -115,7 +117,7 @@ class GroupExecutor:
         return role != CONTROLLER and self._serving(role, endpoint).role == SAMPLER
 
     def _serving(self, role: str, endpoint: str) -> Group:
-        """The group that has this endpoint of a role."""
+        """Return the group that has this endpoint of a role."""
         found = [each for each in self.groups.values() if each.of == role and endpoint in each.endpoints]
         return (found or [self.groups[role]])[0]
 
@@ -137,13 +139,13 @@ class GroupExecutor:
         return made
 
     def collect(self, name: str, batches: Sequence[Any]) -> Pending:
-        """See Executor; on one rank, where the first of them is."""
+        """See Executor; the result is on one rank, where the first batch is."""
         made = self._at([self._home(batches)], f"collect {name}", "", laid_together, batches)
-        made.after = made.after[-1:]  # the others are of earlier steps
+        made.after = made.after[-1:]  # the others belong to earlier steps
         return made
 
     def loaded(self, file: Path) -> Pending:
-        """Rows that ``write_rows`` wrote, where collected ones lie."""
+        """Return rows that ``write_rows`` wrote, loaded where collected rows are kept."""
         return self.apply(load_batch, file, place=self._home([]))
 
     def _where_rows_are(
@@ -156,16 +158,16 @@ class GroupExecutor:
         reads: tuple[str, ...],
         options: Options = MappingProxyType({}),
     ) -> Pending:
-        """Call a function of batches; what sees rows or groups alone, on every rank that holds the first.
+        """Call a function of batches, on every rank that holds the first if it needs only rows or groups.
 
         Args:
-            name: of what is done.
-            seen: what it has to see.
-            function: called with what is given and the batches.
-            given: the same everywhere.
-            batches: whose rows are the same where not all are seen; else the first's place gets all.
-            reads: fields; of the first batch all are there.
-            options: the same everywhere.
+            name: name of the operation.
+            seen: what one call must see: a row, a sample group or the whole batch.
+            function: called with ``given`` and the batches.
+            given: arguments that are the same on every rank.
+            batches: batches with the same rows; if their rows differ, one rank computes over all of them.
+            reads: fields to send; the first batch is sent with all its fields.
+            options: options that are the same on every rank.
         """
         lies = [each.lie if isinstance(each, Pending) else None for each in batches]
         first = lies[0] if lies else None
@@ -195,11 +197,11 @@ class GroupExecutor:
         return self._at(places, name, "", function, given, options, lie, batches, cut)
 
     def gather(self, batches: Sequence[Any], rows: int) -> Pending:
-        """The first ``rows`` rows of the batches laid end to end; see Supply."""
+        """Return the first ``rows`` rows of the concatenated batches; see Supply."""
         return self.apply(first_rows, rows, *batches, place=self._home(batches))
 
     def apply(self, function: Callable[..., Any], *arguments: Any, place: Place, **options: Any) -> Pending:
-        """Call a function of a module at one rank; batches among its arguments arrive whole."""
+        """Call a module's function at one rank; batches among its arguments arrive whole."""
         return self._at([place], function.__name__, "", function, arguments, options)
 
     def _at(
@@ -214,7 +216,7 @@ class GroupExecutor:
         sources: Sequence[Any] = (),
         cut: Sequence[Sequence[Any]] = (),
     ) -> Pending:
-        """Call a function at places; where something is cut each has a piece, and all results are one."""
+        """Call a function at places; with ``cut``, give each its own arguments and use all results."""
         given = [self._sent(each, name) for each in arguments]
         named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
         packed = self._backend.pack(named, f"option of {name}:")
@@ -249,7 +251,7 @@ class GroupExecutor:
         )
 
     def _sent(self, argument: Any, name: str) -> Any:
-        """An argument as it travels: what is no batch is packed."""
+        """Return an argument in the form for sending; pack it unless it is a batch."""
         if isinstance(argument, Pending):
             return argument.whole()
         is_ready = isinstance(argument, Batch | Own | Rows | Whole)
@@ -258,7 +260,7 @@ class GroupExecutor:
     def deal(
         self, role: str, rank: int, parts: int, function: Callable[..., Any], *arguments: Any
     ) -> list[Pending]:
-        """As ``on_rank``, each of the ``parts`` of the returned tuple a result of its own."""
+        """Call like ``on_rank``; each of the ``parts`` elements of the returned tuple is one result."""
         place, name = self.groups[role].places[rank], f"{role}.{function.__name__}"
         given = [self._sent(each, name) for each in arguments]
         made = self._backend.submit(place, program.deal, name, role, function, given, {}, results=parts + 1)
@@ -266,30 +268,30 @@ class GroupExecutor:
         return [self._pending(name, [place], [RemoteValue(value=value, facts=facts)], []) for value in values]
 
     def on_rank(self, role: str, rank: int, function: Callable[..., Any], *arguments: Any) -> Pending:
-        """The same remote call at one rank of the role."""
+        """Call a function at one rank of the role."""
         return self.on_ranks(role, [rank], function, *arguments)
 
     def on_ranks(
         self, role: str, ranks: Sequence[int], function: Callable[..., Any], *arguments: Any
     ) -> Pending:
-        """The same remote call at some ranks of the role; the result is the first one's."""
+        """Call a function at some ranks of the role; return the first rank's result."""
         places = [self.groups[role].places[rank] for rank in ranks]
         return self._at(places, f"{role}.{function.__name__}", role, function, arguments)
 
     def on_first_rank(self, role: str, function: Callable[..., Any], *arguments: Any) -> Pending:
-        """A remote call of a module's function with a role's object, at the role's first rank."""
+        """Call a module's function with a role's object, at the role's first rank."""
         return self.on_rank(role, 0, function, *arguments)
 
     def on_all_ranks(self, role: str, function: Callable[..., Any], *arguments: Any) -> Pending:
-        """The same remote call at all ranks of the role; the result is the first rank's."""
+        """Call a function at all ranks of the role; return the first rank's result."""
         return self.on_ranks(role, range(len(self.groups[role].places)), function, *arguments)
 
     def mend(self, roles: Sequence[str], deadline_s: float) -> None:
-        """Let the ranks of these roles meet again after a call that failed; see Backend."""
+        """Let the ranks of these roles communicate again after a failed call; see Backend."""
         self._backend.mend({self.groups[role].places[0].pool for role in roles}, deadline_s)
 
     def _home(self, batches: Sequence[Any]) -> Place:
-        """Where the first batch is, at least a part of it."""
+        """Return a rank that holds the first batch, or a part of it."""
         for batch in batches:
             if isinstance(batch, Pending):
                 return batch.places[0]
@@ -297,10 +299,10 @@ class GroupExecutor:
 
 
 def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch, **options: Any) -> Any:
-    """A formula on the fields its parameters name.
+    """Apply a formula to the fields that its parameters name.
 
     Raises:
-        RecordError: no batch has one of them.
+        RecordError: no batch has one of the fields.
     """
     names = field_parameters(formula, options)
     fields = _fields(names, batches) if batches else {}
@@ -317,31 +319,31 @@ def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch
 
 
 def load_rows(file: Path, index: int, count: int) -> Batch:
-    """One of so many parts of rows that were written, as the sampler's ranks had them."""
+    """Return one of ``count`` parts of written rows, split as on the sampler's ranks."""
     rows = load_batch(file)
     ends = [0, *accumulate(group_shares(groups_of(rows), count))]
     return rows.slice(ends[index], ends[index + 1])
 
 
 def rows_where(field: str, batch: Batch, by: Batch | None = None) -> Batch:
-    """The rows of a batch whose field, of ``by`` if there is one, is true."""
+    """Return the rows of a batch whose field, of ``by`` if given, is true."""
     flags = batch if by is None else batch.only().join(by.only(field))
     return batch.select(flags.dense(field).nonzero().squeeze(1))
 
 
 def first_rows(rows: int, *batches: Batch) -> Batch:
-    """The first rows, or all there are, of the batches laid end to end."""
+    """Return the first ``rows`` rows, or all there are, of the concatenated batches."""
     everything = concatenate(batches)
     return everything.slice(0, min(rows, len(everything)))
 
 
 def laid_together(*batches: Batch) -> Batch:
-    """All rows of the batches, laid end to end."""
+    """Return all rows of the batches, concatenated."""
     return concatenate(batches)
 
 
 def _fields(names: Sequence[str], batches: Sequence[Batch]) -> dict[str, Field]:
-    """The fields the batches have; what is read comes from the first that has it, as when traced."""
+    """Return the fields of the batches; the first batch that has a field supplies it, as in a trace."""
     rows = batches[0]
     for other in batches[1:]:
         taken = [name for name in names if name in other.fields and name not in rows.fields]
@@ -351,7 +353,7 @@ def _fields(names: Sequence[str], batches: Sequence[Batch]) -> dict[str, Field]:
 
 
 def write_rows(path: str, rows: Batch) -> None:
-    """Have rows that were sampled ahead written.
+    """Write rows to a file.
 
     Raises:
         RunDirectoryError: the disk fails.

@@ -1,19 +1,18 @@
-"""Flow: the controller's side of an algorithm. What its lines do is the executor's business.
+"""Flow: the controller's side of an algorithm. The executor decides how each line runs.
 
-    algorithm line                       what it is
+    algorithm line                       meaning
     flow.policy.generate(prompts)        a stage of the role "policy"
-    flow.compute(formula, batch, ...)    a formula over fields: its parameters name what it reads
-    flow.number(formula, batch, ...)     the same, giving one number
+    flow.compute(formula, batch, ...)    a formula over fields: its parameter names are the fields
+    flow.number(formula, batch, ...)     a formula that returns one number
     flow.filter(batch, field, by=other)  the rows whose field (of another batch) is true
-    flow.recall(name, initial)           a number that lives from step to step ...
-    flow.remember(name, number)          ... and what it is from now on
+    flow.recall(name, initial)           a number that persists from step to step
+    flow.remember(name, number)          set the number for the next steps
     flow.collect(name, rows)             the rows of all steps so far, and these
     flow.refill(draw, data, groups=n)    a round over the data, and over more of it until n groups are kept
-    flow.publish(flow.policy)            the trained weights become those that are sampled
+    flow.publish(flow.policy)            the sampler uses the trained weights from now on
 
-Results are handles: traced (graph.trace) they are symbols, on groups (dataflow.executor) they are
-pending. A step's journal holds every stage's result, so that recording rollouts and measuring them is
-nobody's line in an algorithm.
+Results are handles: symbols in a trace (graph.trace), pending results on groups (dataflow.executor). A step's
+journal holds every stage's result, so an algorithm needs no lines to record or measure rollouts.
 """
 
 from __future__ import annotations
@@ -31,71 +30,71 @@ from rillflow.graph.loss import laid_flat
 from rillflow.records.metrics import Mean, Metric, Sum
 
 REFILLED = f"{CONTROLLER}.refill"
-"""The stage that lays the rows of several rounds end to end."""
+"""Stage that concatenates the rows of several rounds."""
 
 
 class Executor(Protocol):
-    """Makes handles of stages."""
+    """Executor of stages: it returns handles of their results."""
 
     @property
     def endpoints(self) -> Mapping[str, Collection[str]]:
-        """The endpoints of every role, by name."""
+        """Endpoints of every role, by name."""
 
     def call(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Any:
-        """One stage of a role."""
+        """Run one stage of a role."""
 
     def compute(self, formula: Formula, batches: Sequence[Any], into: str | None, options: Options) -> Any:
-        """A formula; the first batch with its result as the field ``into``, or a number for None."""
+        """Apply a formula; return the first batch with the field ``into``, or a number if it is None."""
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Any:
-        """The rows of a batch whose field is true; ``by`` has the field where the batch has not."""
+        """Return the rows of a batch whose field is true; ``by`` has the field if the batch does not."""
 
     def collect(self, name: str, batches: Sequence[Any]) -> Any:
-        """The rows of batches of one kind, laid end to end."""
+        """Return the concatenated rows of batches of one kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """What one stage of a step returned."""
+    """The result of one stage of a step."""
 
     stage: str
     """``role.endpoint`` or ``controller.formula``."""
     result: Any
-    """Its handle."""
+    """Handle of the result."""
     is_number: bool = False
-    """Whether a formula made one number, not a field of rows."""
+    """Whether the result is one number of a formula, not a field of rows."""
     into: str = ""
-    """The field of rows that a formula made."""
+    """Field of rows that a formula wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supply:
-    """What a step asks for more data; a traced step has none."""
+    """Source of more data for a step; a traced step has none."""
 
     take: Callable[[int], Any]
-    """The next rows of the step's data."""
+    """Returns the next rows of the step's data."""
     gather: Callable[[Sequence[Any], int], Any]
-    """The first so many rows of several batches laid end to end."""
+    """Returns the first rows, up to a number, of several concatenated batches."""
     deadline_s: float
-    """Longest wait for a round's rows to be counted."""
+    """Longest wait, in seconds, until a round's rows are counted."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Journal:
-    """What a step has done so far."""
+    """The record of the current step."""
 
     supply: Supply | None = None
-    """Where ``refill`` finds more."""
+    """Source of more data for ``refill``."""
     stages: list[StageResult] = field(default_factory=list)
-    """Its stages, in order."""
+    """Stages of the step, in order."""
     measured: dict[str, Metric] = field(default_factory=dict)
-    """What the controller itself measured of it."""
+    """Metrics of the controller."""
     published: Any = None
-    """The handle of the version that it published; None before it does."""
+    """Handle of the published version; None before the step publishes."""
 
 
 class RoleHandle:
-    """A role as the controller sees it: its endpoints, each call one stage."""
+    """A role as the controller sees it; each call of an endpoint is one stage."""
 
     def __init__(self, name: str, flow: Flow) -> None:
         self._name = name
@@ -106,13 +105,13 @@ class RoleHandle:
 
 
 class Flow:
-    """Roles by name, and a step's stages one after the other.
+    """Roles by name, and the stages of the current step.
 
     Args:
-        executor: makes handles of stages.
+        executor: returns handles of stages.
         state: numbers that earlier steps remembered.
-        rows: what earlier steps collected.
-        seed: the run's, for formulas that draw.
+        rows: rows that earlier steps collected.
+        seed: seed of the run, for formulas that draw random numbers.
     """
 
     policy: handles.PolicyHandle
@@ -133,13 +132,13 @@ class Flow:
     ) -> None:
         self._executor = executor
         self.journal = Journal()
-        """Of the present step."""
+        """Journal of the current step."""
         self.state: dict[str, Any] = dict(state or {})
-        """What was remembered, by name: numbers, or handles of numbers."""
+        """Remembered values by name: numbers, or handles of numbers."""
         self.rows: dict[str, Any] = dict(rows or {})
-        """What was collected, by name: handles of rows."""
+        """Collected rows by name: handles."""
         self.seed = seed
-        """The run's, for formulas that draw."""
+        """Seed of the run, for formulas that draw random numbers."""
 
     def __getattr__(self, role: str) -> RoleHandle:
         roles = self.__dict__["_executor"].endpoints
@@ -152,11 +151,11 @@ class Flow:
         return RoleHandle(role, self)
 
     def begin(self, supply: Supply | None = None) -> None:
-        """Start a step, with a new journal; ``supply`` is where ``refill`` finds more."""
+        """Start a step with a new journal; ``refill`` takes more data from ``supply``."""
         self.journal = Journal(supply=supply)
 
     def stage(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Any:
-        """One stage of a role."""
+        """Run one stage of a role."""
         known = self._executor.endpoints[role]
         if endpoint not in known:
             raise GraphError(
@@ -177,17 +176,17 @@ class Flow:
         return self._noted(f"{CONTROLLER}.{formula.__name__}", result, into=into)
 
     def number(self, formula: Callable[..., Any], *batches: Any, **options: Any) -> Handle:
-        """Apply a formula to fields and numbers; its result is a number, a handle as all results are."""
+        """Apply a formula to fields and numbers; return a handle of its number."""
         result = self._executor.compute(formula, batches, None, options)
         return self._noted(f"{CONTROLLER}.{formula.__name__}", result, is_number=True)
 
     def filter(self, batch: Any, field: str, by: Any = None) -> Handle:
-        """The rows whose boolean field is true.
+        """Return the rows whose boolean field is true.
 
         Args:
-            batch: some rows.
-            field: its name.
-            by: the batch that has it, matched by row id; None for ``batch`` itself.
+            batch: the rows.
+            field: name of the field.
+            by: the batch that has the field, matched by row id; None for ``batch`` itself.
         """
         return self._noted(f"{CONTROLLER}.where {field}", self._executor.filter(batch, field, by))
 
@@ -196,17 +195,17 @@ class Flow:
     ) -> Sequence[Any]:
         """Repeat a round over further data until enough groups of rows are kept.
 
-        The one loop that depends on values: after each round the controller counts the rows kept. A further
-        round draws as many prompts as the share kept so far lets expect to be enough, at most ``groups``.
-        Of the rows kept in all rounds the first ``groups`` x ``samples`` are returned, the surplus is not.
-        Where there is no supply, as in a trace, there is one round.
+        This is the only loop that depends on values: after each round the controller counts the kept rows.
+        The next round draws as many prompts as the share kept so far predicts to be enough, at most
+        ``groups``. The first ``groups`` x ``samples`` rows of all rounds are returned; the surplus is
+        dropped. Without a supply, as in a trace, there is one round.
 
         Args:
-            draw: one round; given data, returns batches of the rows to keep, whole groups, alike in rows.
-            data: of the first round.
-            groups: how many are wanted.
-            samples: rows of a group.
-            rounds: the most that are made.
+            draw: runs one round on data; returns batches of the rows to keep, with the same whole groups.
+            data: data of the first round.
+            groups: number of groups to keep.
+            samples: rows per group.
+            rounds: largest number of rounds.
         """
         found, supply = [draw(data)], self.journal.supply
         if supply is None:
@@ -229,7 +228,7 @@ class Flow:
         return [self._noted(REFILLED, supply.gather(parts, groups * samples)) for parts in columns]
 
     def _groups(self, kept: Sequence[Any], samples: int) -> int:
-        """The groups that a round kept."""
+        """Return the number of groups that a round kept."""
         from rillflow.workers.pending import wait_for
 
         supply = self.journal.supply
@@ -238,24 +237,24 @@ class Flow:
         return int(sum(each.rows for each in kept[0].facts(supply.deadline_s))) // samples
 
     def recall(self, name: str, initial: float) -> Any:
-        """A number as an earlier step left it; ``initial`` where none did."""
+        """Return a number that an earlier step remembered; ``initial`` if no step did."""
         return self.state.get(name, initial)
 
     def remember(self, name: str, number: Any) -> None:
-        """What the next step recalls; checkpoints keep it."""
+        """Store a number for the next step to recall; checkpoints keep it."""
         self.state[name] = number
 
     def collect(self, name: str, rows: Any) -> Handle:
-        """The rows that earlier steps collected under this name, then these.
+        """Return the rows that earlier steps collected under this name, then these.
 
-        They lie on one rank; checkpoints keep them, and they go with the phase.
+        They stay on one rank. Checkpoints keep them, and they are dropped when the phase ends.
         """
         earlier = [self.rows[name]] if name in self.rows else []
         self.rows[name] = self._executor.collect(name, [*earlier, rows])
         return self._noted(f"{CONTROLLER}.collect {name}", self.rows[name])
 
     def publish(self, role: handles.PolicyHandle) -> Handle:
-        """Make the role's trained weights those that are sampled next."""
+        """Publish the role's trained weights; the sampler uses them next."""
         self.journal.published = version = role.publish()
         return version
 

@@ -1,11 +1,12 @@
-"""Parted: stages asked part by part, so that the rows of one go on while later ones are made.
+"""Parted: run stages in chunks, so that rows of one chunk move on while later chunks are generated.
 
-    stage      part 1   part 2   part 3        asked in the order of columns: the second stage of the first
-    generate     1        4        7           part does not queue behind the first stage of the last one
+    stage      part 1   part 2   part 3        submitted column by column: the second stage of part 1
+    generate     1        4        7           does not queue behind the first stage of part 3
     score        2        5        8
     update       3        6        9
 
-What needs all rows at once (whitening, an update that mixes them, a number) is asked after all parts.
+A stage that needs all rows at once (whitening, an update that mixes them, a number) is submitted after all
+parts.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from rillflow.workers.values import shares
 
 
 class Parted(Pending):
-    """One stage's result that comes in parts, laid end to end.
+    """One stage's result in chunks, concatenated when it is used as a whole.
 
     Args:
-        stage: what makes it.
-        count: how many.
-        submit: has the parts asked for, and ``complete`` called; once somebody needs to know of them.
-        is_partial: whether parts are shares to be added.
+        stage: name of the stage.
+        count: number of parts.
+        submit: submits the parts and calls ``complete``; called when a caller first needs them.
+        is_partial: whether the parts are partial sums to be added.
     """
 
     def __init__(self, stage: str, count: int, submit: Callable[[], None], *, is_partial: bool) -> None:
@@ -45,31 +46,31 @@ class Parted(Pending):
 
     @classmethod
     def of(cls, whole: Pending) -> Parted:
-        """What has been joined of parts, as one that comes in those."""
+        """Wrap a joined result so that its parts can be read one by one."""
         made = cls(whole.stage, len(whole.parts), lambda: None, is_partial=False)
         made.__dict__ |= whole.__dict__
         return made
 
     def complete(self) -> None:
-        """All parts are there."""
+        """Join the parts, all of which exist now."""
         self.__dict__ |= joined(self.stage, self.parts, is_partial=self._are_shares).__dict__
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            if name not in ("places", "lie", "_facts", "_references", "_held"):  # what others begin with
+            if name not in ("places", "lie", "_facts", "_references", "_held"):  # attributes of the whole
                 return super().__getattr__(name)
             self._submit()
             return self.__dict__[name]
 
 
 class PartedExecutor(GroupExecutor):
-    """Runs stages on groups, part by part where rows come so.
+    """Executor that runs stages part by part if their rows come in parts.
 
     Args:
-        groups: by name; several may serve one role.
-        backend: where they are.
-        parts: of the policy's answers to a batch of prompts.
+        groups: groups by name; several may serve one role.
+        backend: the backend that runs the groups.
+        parts: number of parts of the policy's answers to a batch of prompts.
         publishes: whether the policy publishes after each part of an update.
     """
 
@@ -106,7 +107,7 @@ class PartedExecutor(GroupExecutor):
 
     def _asked(self, group: Group, endpoint: str, args: Sequence[Any], options: Options) -> Pending:
         if any(isinstance(each, Parted) for each in options.values()):
-            self._submit()  # an option is the same for every part
+            self._submit()  # all parts share the option
         if (
             group.role == SAMPLER
             and endpoint == "generate"
@@ -123,7 +124,7 @@ class PartedExecutor(GroupExecutor):
             self._submit()
             return super()._asked(group, endpoint, args, options)
         if any(each.stage.startswith(f"{group.of}.") for each, _ in self._chain):
-            self._submit()  # what it is asked before the first of its weights changes
+            self._submit()  # these calls need the weights before the update
 
         def train(index: int) -> Pending:
             made = group.call(endpoint, *_part(args, index), **options, part=(index, parts))
@@ -134,7 +135,7 @@ class PartedExecutor(GroupExecutor):
         return self._later(stage, parts, train, is_partial=True)
 
     def _answers(self, group: Group, prompts: Batch, args: Sequence[Any], options: Options) -> Pending:
-        """The answers to a batch of prompts, whose parts are there one after the other."""
+        """Return the answers to a batch of prompts, whose parts become ready one after the other."""
         sizes = [size for size in shares(len(prompts), self._parts) if size]
         ends = list(accumulate(sizes))
         cut = [prompts.slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
@@ -145,7 +146,7 @@ class PartedExecutor(GroupExecutor):
     def _later(
         self, stage: str, parts: int, make: Callable[[int], Pending], *, is_partial: bool = False
     ) -> Pending:
-        """A stage that is asked part by part, each after what the step asks of that part before."""
+        """Return a stage that is submitted part by part, after the earlier stages of each part."""
         if self._chain and self._chain_parts != parts:
             self._submit()
         made = Parted(stage, parts, self._submit, is_partial=is_partial)
@@ -154,7 +155,7 @@ class PartedExecutor(GroupExecutor):
         return made
 
     def _submit(self) -> None:
-        """Ask for all that is asked part by part: every stage of the first part, then of the second, ..."""
+        """Submit all deferred stages part by part: every stage of the first part, then of the second, ..."""
         chain, self._chain = self._chain, []
         for index in range(self._chain_parts):
             for made, make in chain:
@@ -173,11 +174,11 @@ class PartedExecutor(GroupExecutor):
 
 
 def _parts(values: Sequence[Any]) -> int:
-    """In how many parts some results come; 0 where not all come in as many."""
+    """Return the number of parts of some results; 0 if they differ in it."""
     counts = {each.count if isinstance(each, Parted) else 0 for each in values}
     return counts.pop() if len(counts) == 1 else 0
 
 
 def _part(values: Sequence[Any], index: int) -> list[Any]:
-    """The same part of each."""
+    """Return the same part of each value."""
     return [each.parts[index] for each in values]

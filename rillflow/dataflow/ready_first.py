@@ -1,22 +1,22 @@
-"""Ready first: groups are sampled without a pause, and a step is made of those that are ready.
+"""Ready first: sample groups without a pause, and form each step from the groups that are ready.
 
 stream ─> prompts ─ begin ─> replicas: advance, advance, ... ─ complete ─> rule ─ take ─> the step's data
              ^                   ^ between two of them: receive, serve      │
              └───── again ───────┼────────────── given up ──────────────────┘
                                  └─ new weights, one replica after the other
 
-A replica is asked to let its rows run in short calls, two of which are on their way. What it begins and the
-weights it takes come between them, so the controller knows which version it samples with, and begins a group
-where the rule of the bound (freshness.admission) lets it. Rows that run when new weights come go on with
-those.
+A replica runs its rows in short calls, two of which are in flight. New groups and new weights are submitted
+between these calls. The controller therefore knows the version that a replica samples with, and begins a
+group only if the admission rule (freshness.admission) allows it. Rows that run when new weights arrive
+continue with the new weights.
 
-loop          ``until``, in the thread of the pipeline's loop: whenever that has to wait
-consumes      what replicas say of a call; parcels of steps that are finished; prompts of the stream
-waits for     the first answer of a replica, or of the oldest open step
+loop          ``until``, in the thread of the pipeline's loop, whenever that has to wait
+consumes      results of replica calls; parcels of finished steps; prompts of the stream
+waits for     the first result of a replica, or of the oldest open step
 unblocked by  those ranks; each wait ends at the deadline
-produces      calls to replicas, complete groups for the rule
-shutdown      healthy: the phase's last step was made of the last groups. Saved, stopped or after an error:
-              prompts of groups that no whole step was made of are sampled again
+produces      calls to replicas; complete groups for the rule
+shutdown      healthy: the phase's last step trains the last groups. Checkpoint, stop or error: prompts of
+              groups that no complete step has trained are sampled again
 """
 
 from __future__ import annotations
@@ -40,41 +40,41 @@ from rillflow.workers.pending import Pending, joined, wait_for_any
 from rillflow.workers.values import Facts
 
 ADVANCE_S = 0.1
-"""How long a call lets rows run: new weights, and whoever wants rows, wait for about two of them."""
+"""Seconds that a call runs rows; new weights and collected rows wait for about two calls."""
 ASKED = 2
-"""Calls of a replica that are on their way, so that it never waits for the next."""
+"""Calls of a replica in flight, so that the replica never idles between calls."""
 MOST_PASSES = 256
-"""Tokens that a row goes on by in a call at most."""
+"""Largest number of tokens that a call adds to a row."""
 PAUSE_S = 0.02
-"""Two calls with less between them are one span."""
+"""Two calls with a shorter pause, in seconds, count as one span."""
 
 
 @dataclass(kw_only=True, eq=False)
 class SamplerReplica:
-    """The ranks that hold one copy of the sampled weights."""
+    """Ranks that hold one copy of the sampled weights."""
 
     ranks: Sequence[int]
-    """Of the sampler."""
+    """Ranks of the sampler."""
     version: int = 0
-    """Publishes of the phase that it has, once it comes to what it is asked next."""
+    """Number of publishes of the phase that the replica has after its submitted calls."""
     rows: int = 0
-    """Rows that have begun there and have not been heard to have ended."""
+    """Rows that have begun on the replica and are not reported as ended."""
     passes: int = 8
-    """Tokens by which rows go on in about ``ADVANCE_S``."""
+    """Tokens that a call adds to each row in about ``ADVANCE_S``."""
     turnover: int = 0
-    """Rows that ended in the last call that was answered."""
+    """Rows that ended in the last finished call."""
     heard: int = 0
-    """Its calls that have been answered."""
+    """Number of finished calls."""
     asked: deque[Pending] = field(default_factory=deque)
-    """Its calls that are on their way."""
+    """Calls in flight."""
     arriving: Sequence[Pending] = ()
-    """Weights that are."""
+    """Weight transfers in flight."""
     begun: list[GroupInFlight] = field(default_factory=list)
     """Groups that begin with the next call."""
     given_up: list[GroupId] = field(default_factory=list)
-    """Groups that it is to forget then."""
+    """Groups that the next call drops."""
     worked: list[Facts] = field(default_factory=list)
-    """When it let rows run, since a step was made last."""
+    """Times when the replica ran rows since the last step was formed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,33 +82,33 @@ class GroupInFlight:
     """A prompt whose rows have begun."""
 
     id: GroupId
-    """The epoch and the prompt."""
+    """Epoch and prompt id."""
     prompt: Batch
-    """The prompt [1]."""
+    """The prompt, a batch of one row."""
     version: int
-    """Publishes of the phase before its first token."""
+    """Publishes of the phase before the group's first token."""
     replica: SamplerReplica
-    """Where it runs."""
+    """Replica that runs the group."""
     call: int
-    """The replica's call that it begins with: what an earlier one says of the prompt is of rows given up."""
+    """Number of the replica's call that begins the group; earlier calls report on rows that were given up."""
 
 
 class ReadyFirst:
-    """The sampler's rows in flight, through one phase.
+    """The sampler's rows in flight during one phase.
 
     Args:
         executor: has the groups of ranks.
-        delivery: brings versions to the sampler.
-        take: the next prompts of the stream.
-        rule: of the bound; nothing has begun.
-        groups: that the phase is still to train.
-        step_groups: of a step.
-        parts: of a step, each of which is trained before the next version is published.
+        delivery: transfers versions to the sampler.
+        take: returns the next prompts of the stream.
+        rule: admission rule of the freshness bound, with no group begun.
+        groups: groups that the phase still has to train.
+        step_groups: groups of a step.
+        parts: parts of a step; each part is trained before the next version is published.
         samples: rows of a group.
-        sampling: how their tokens are drawn; None as the recipe says.
+        sampling: sampling settings; None for those of the recipe.
         replicas: the sampler's ranks, replica by replica.
-        most_rows: of a replica at once.
-        again: prompts that had begun when the run was interrupted, or not even that; they are first.
+        most_rows: largest number of rows of a replica at once.
+        again: drawn prompts that no step had trained when the run was interrupted; they are sampled first.
         deadline_s: longest wait for any rank.
     """
 
@@ -142,16 +142,16 @@ class ReadyFirst:
         self._taken: list[GroupInFlight] = []
         self._dropped: list[tuple[GroupId, str]] = []
         self.idle: Callable[[], Sequence[Pending]] = tuple
-        """Called between two events: does what else can be done, and says what that waits for next."""
+        """Called between two events: does other work and returns the results that it waits for next."""
 
     def take(self, groups: int) -> Batch:
-        """The prompts of a step: those of the groups that are ready. The executor then has their rows."""
+        """Return the prompts of a step, which are those of ready groups; the executor then has their rows."""
         data = self._ready(self._rule.take)
         self._wanted -= groups
         return data
 
     def more(self, groups: int) -> Batch:
-        """The prompts of further groups for the same step."""
+        """Return the prompts of further groups for the same step."""
         self._wanted += groups
         data = self._ready(lambda: self._rule.more(groups))
         self._wanted -= groups
@@ -159,7 +159,7 @@ class ReadyFirst:
 
     @property
     def measured(self) -> dict[str, Metric]:
-        """What is known of rows in flight as a step has been made of some."""
+        """Metrics of the rows in flight when a step was formed."""
         steps = (len(self._running) + len(self._complete)) / self._step_groups
         return {
             "flight/steps/mean": Mean(total=steps, count=1),
@@ -169,7 +169,7 @@ class ReadyFirst:
         }
 
     def deliver(self, parcel: Parcel) -> None:
-        """Have the replicas go on with a version, one after the other."""
+        """Install a version on the replicas, one after the other."""
         self._newest, self._parcel = self._newest + 1, parcel
 
     def settle(self) -> None:
@@ -177,22 +177,22 @@ class ReadyFirst:
         self.until(lambda: all(self._is_settled(each) for each in self._replicas), tuple)
 
     def outstanding(self) -> Batch | None:
-        """The prompts that were drawn and that no step was made of; None where there is none."""
+        """Return the prompts that were drawn and that no step has trained; None if there are none."""
         begun = [*self._taken, *self._complete.values(), *self._running.values()]
         left = [*(each.prompt for each in begun), *self._prompts]
         return concatenate(left) if left else None
 
     def opened(self) -> list[tuple[GroupId, str]]:
-        """Note that the step that took groups last has been submitted whole; what was given up, and why."""
+        """Note that the last step is fully submitted; return the groups given up, with reasons."""
         self._taken.clear()
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def until(self, done: Callable[[], bool], idle: Callable[[], Sequence[Pending]] | None = None) -> None:
-        """Let rows run until something is so.
+        """Run rows until ``done`` returns True.
 
         Raises:
-            RolloutError: nothing runs, nothing may begin, and nobody is about to change that.
+            RolloutError: nothing runs, nothing may begin, and no pending call can change that.
             ClusterError, RillflowError: see ``Pending.read``.
         """
         while True:
@@ -209,7 +209,7 @@ class ReadyFirst:
                 wait_for_any([part for each in events for part in each], self._deadline_s)
 
     def _ready(self, form: Callable[[], list[GroupInFlight]]) -> Batch:
-        """The prompts of the groups that ``form`` makes a batch of, once it does."""
+        """Return the prompts of the groups that ``form`` returns, once it returns some."""
         began, taken = time.monotonic(), list[GroupInFlight]()
 
         def is_formed() -> bool:
@@ -235,7 +235,7 @@ class ReadyFirst:
         return prompts
 
     def _collected(self, groups: Sequence[GroupInFlight]) -> tuple[list[Batch], Pending]:
-        """The prompts of complete groups, replica by replica, and their rows."""
+        """Return the prompts of complete groups, replica by replica, and their rows."""
         prompts, parts = [], []
         for replica in self._replicas:
             here = [each for each in groups if each.replica is replica]
@@ -246,7 +246,7 @@ class ReadyFirst:
         return prompts, joined("policy.generate", parts)
 
     def _hear(self) -> None:
-        """Take note of what replicas have answered."""
+        """Process the finished calls of the replicas."""
         for replica in self._replicas:
             while replica.asked and replica.asked[0].is_ready:
                 call = replica.asked.popleft()
@@ -268,7 +268,7 @@ class ReadyFirst:
                 replica.arriving = ()
 
     def _ask(self) -> None:
-        """Ask replicas for whatever they may do."""
+        """Submit all calls that the replicas may run now."""
         for group in self._rule.overdue(self._running.values()):
             self._rule.give_up(group)
             self._again(group)
@@ -287,7 +287,7 @@ class ReadyFirst:
                 replica.begun, replica.given_up = [], []
 
     def _begin(self) -> bool:
-        """Begin a group on the replica with most room; whether one could."""
+        """Begin a group on the replica with the most room; return whether one could begin."""
         if len(self._running) + len(self._complete) >= self._wanted:
             return False
         least = self._rule.least_version(self._newest)
@@ -315,12 +315,12 @@ class ReadyFirst:
         return True
 
     def _has_room(self, replica: SamplerReplica) -> bool:
-        """Whether rows would run there soon: some that do will have ended when it hears of new ones."""
+        """Return whether new rows would run soon, counting running rows that are expected to end first."""
         room = self._most_rows + min(ASKED * replica.turnover, self._most_rows)
         return not replica.rows or replica.rows + self._samples <= room
 
     def _again(self, group: GroupInFlight) -> None:
-        """Have the rows of a group forgotten, and its prompt sampled again."""
+        """Drop the rows of a group, and sample its prompt again."""
         group.replica.given_up.append(group.id)
         self._running.pop(group.id, None)
         self._complete.pop(group.id, None)
@@ -342,12 +342,12 @@ class ReadyFirst:
 
 
 def one_by_one(prompts: Batch) -> Iterable[Batch]:
-    """Every prompt as a batch of its own."""
+    """Return every prompt as a batch of its own."""
     return (prompts.slice(place, place + 1) for place in range(len(prompts)))
 
 
 def add_work(worked: list[Facts], more: Sequence[Facts]) -> None:
-    """Add the times of a call to those of the calls before it."""
+    """Merge the times of a call into those of earlier calls."""
     for each in more:
         for place, before in enumerate(worked):
             if before.place == each.place and 0 <= each.began - before.ended < PAUSE_S:

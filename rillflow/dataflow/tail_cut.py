@@ -1,21 +1,21 @@
-"""Tail cut: a step begins more than it trains and leaves the longest for later (RollPacker: 2509.21009).
+"""Tail cut: a step begins more rows than it trains and puts the longest aside (RollPacker: 2509.21009).
 
-stream ─ fresh prompts ──────────> short round: all go on by as many passes ─┬─ those complete first ─> step
-                                        │ else                               └─ the rest ─> put aside
-put aside ─ as many as a step trains? ──┴─> long round: no more begins than is trained; nothing is left
+stream ─ fresh prompts ──────────> short round: all rows advance by equal passes ─┬─ first complete ─> step
+                                        │ else                                    └─ the rest ─> put aside
+put aside ─ as many as a step trains? ──┴─> long round: begins only what it trains; nothing is left
 
-A prompt that was put aside forgets its rows and is sampled from the start, by the weights that its step
-trains: every token is on-policy. Its rows have their ids, and with them their random numbers, again: what was
-to be long is drawn as long, so the lengths that are trained are those of the policy. In the last steps no
-more begins than they train, so that a phase trains every prompt that it drew, once.
+A prompt that is put aside drops its rows. It is sampled again from the start with the weights that its step
+trains, so every token is on-policy. Its rows keep their ids and therefore their random numbers. Long rows are
+drawn long again, so the trained lengths follow the policy's distribution. The last steps begin no more
+prompts than they train, so a phase trains every drawn prompt once.
 
-loop          ``take``, in the thread of the pipeline's loop, before the text of a step runs
+loop          ``take``, in the thread of the pipeline's loop, before the step's own code runs
 consumes      prompts put aside, prompts of the stream
-waits for     every replica to go on by ``PASSES``; what is complete is counted by passes, never by a clock
+waits for     every replica to advance by ``PASSES``; completion is counted in passes, never by a clock
 unblocked by  those ranks; each wait ends at the deadline
 produces      the step's prompts, and their rows on the replicas
-shutdown      what is put aside belongs to the place in the data that a checkpoint holds; a round that was
-              interrupted is made again from there
+shutdown      prompts put aside belong to the data position that a checkpoint holds; an interrupted round is
+              run again from there
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from rillflow.workers.pending import joined, wait_for
 from rillflow.workers.values import Facts, shares
 
 PASSES = 32
-"""Tokens that rows go on by before the controller counts what is complete."""
+"""Tokens that each row advances before the controller counts complete groups."""
 
 
 class TailCut:
-    """The rounds of one phase whose steps leave the longest for later.
+    """The sampling rounds of one phase whose steps put the longest rows aside.
 
     Args:
         executor: has the sampler's ranks.
-        take: the next prompts of the stream.
-        groups: that the phase is still to train.
-        prompts: begun for each that is trained, of a short round; at least 1.
-        samples: rows of a group that are trained.
-        begun_samples: rows of a group that begin in a short round; the first that end are trained.
-        sampling: how their tokens are drawn; None as the recipe says.
+        take: returns the next prompts of the stream.
+        groups: groups that the phase still has to train.
+        prompts: prompts that a short round begins for each trained one; at least 1.
+        samples: trained rows per group.
+        begun_samples: rows per group that a short round begins; the first to end are trained.
+        sampling: sampling settings; None for those of the recipe.
         replicas: the sampler's ranks, replica by replica.
         aside: prompts that were put aside before the run was interrupted.
         deadline_s: longest wait for any rank.
@@ -76,13 +76,13 @@ class TailCut:
         self._begun = self._passes = self._wasted = 0
 
     def take(self, groups: int) -> Batch:
-        """The prompts of a step, of which the executor then has the rows."""
+        """Return the prompts of a step; the executor then has their rows."""
         self._left = max(self._left - groups, 0)
         self._begun = self._passes = self._wasted = 0
         return self.more(groups)
 
     def more(self, groups: int) -> Batch:
-        """The same of further groups for the same step."""
+        """Return the prompts of further groups for the same step."""
         fresh = 0
         if len(self._aside) < groups:
             fresh = min(ceil(groups * self._prompts - 1e-9), groups + self._left - len(self._aside))
@@ -93,12 +93,12 @@ class TailCut:
 
     @property
     def aside(self) -> list[GroupId]:
-        """The epoch and the number of every prompt that is put aside, for a checkpoint."""
+        """Epoch and prompt id of every prompt that is put aside, for a checkpoint."""
         return [each.row_ids()[0].group for each in self._aside]
 
     @property
     def measured(self) -> dict[str, Metric]:
-        """What is known of the rounds of a step as they have been made."""
+        """Metrics of the rounds of the current step."""
         return {
             "tail/begun/sum": Sum(value=self._begun),
             "tail/aside/mean": Mean(total=len(self._aside), count=1),
@@ -107,10 +107,10 @@ class TailCut:
         }
 
     def _round(self, begun: Batch, groups: int, samples: int) -> Batch:
-        """Sample prompts until ``groups`` are complete; what is kept, in the order in which it was begun."""
+        """Sample prompts until ``groups`` are complete; return the kept prompts, in the order they began."""
         cut = [begun.slice(share.start, share.stop) if share else None for share in self._shares(len(begun))]
         places = {row.group: place for place, row in enumerate(begun.row_ids())}
-        ended: list[tuple[int, int]] = []  # by the pass, then by the place among what was begun
+        ended: list[tuple[int, int]] = []  # sorted by pass, then by position in ``begun``
         self._worked, passes = [], 0
         while len(ended) < groups:
             made = self._advance(cut, passes=PASSES, samples=samples, enough=groups)
@@ -121,7 +121,7 @@ class TailCut:
         return self._kept(begun, sorted(place for _, place in ended))
 
     def _kept(self, begun: Batch, taken: Sequence[int]) -> Batch:
-        """The prompts that are trained: the executor has their rows; those of the others are forgotten."""
+        """Return the trained prompts, give the executor their rows, and drop the rows of the others."""
         groups, left = [row.group for row in begun.row_ids()], {*range(len(begun))} - {*taken}
         self._aside += [begun.slice(place, place + 1) for place in sorted(left)]
         homes = self._shares(len(begun))
@@ -140,7 +140,7 @@ class TailCut:
         return prompts
 
     def _shares(self, count: int) -> list[range]:
-        """Which of so many prompts every replica has."""
+        """Return the range of prompts that each replica samples."""
         sizes = shares(count, len(self._replicas))
         return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
@@ -153,7 +153,7 @@ class TailCut:
         samples: int = 1,
         enough: int = 0,
     ) -> list[Advanced]:
-        """Have every replica do its own, all of them at once; see ``Sampler.advance``."""
+        """Call ``Sampler.advance`` on every replica at once, with its own prompts."""
         how = (passes, samples, self._sampling, self._samples, enough)
         calls = [
             self._executor.on_ranks(SAMPLER, ranks, Sampler.advance, own, forgotten, *how)

@@ -1,1 +1,1 @@
-"""How old a trained token may be: a rule without clock, device or row that simulator and run both obey."""
+"""Freshness: the rule for how old a trained token may be, free of clock and device, for simulator and run."""

@@ -1,35 +1,36 @@
-"""Admission: which groups may begin and which are trained, so that no trained token is older than k versions.
+"""Admission: decide which groups begin and which are trained, so that tokens are at most k versions old.
 
-least_version(newest)   asked before a group begins: the least version that it may begin under
-begin(group)            told as it begins; its version stays from then on
-complete(group)         told when all its rows have ended and are scored, in any order of groups
-take()                  asked for the next batch: its groups, or none yet
-more(count)             asked for further groups beside the batch taken last, or none yet
-give_up(group)          told that a group on its way will not be completed
+least_version(newest)   before a group begins: the lowest version that it may begin under
+begin(group)            when a group begins; its version is fixed from then on
+complete(group)         when all rows of a group have ended and are scored, in any order of groups
+take()                  the groups of the next batch, or none yet
+more(count)             further groups in addition to the last batch, or none yet
+give_up(group)          when a group in flight will not be completed
 
 may a group begin under version v? ── yes ─> it is *due*: with batch (v + k + 1) c - 1 at the latest
 complete groups ─ the earliest due first ─> batch b, trained by version b // c of the policy
 
-A group is all rows of a prompt; its version is that of its oldest token; weights are published after every c
-batches; the group's age in batch b is b // c - v.
+A group is all rows of a prompt. Its version is the version of its oldest token. Weights are published after
+every c batches. The age of the group in batch b is b // c - v.
 
-``HardBound`` lets nothing begin that could become too old. Write u(d) for the groups
-begun, not trained and due at d or earlier, b for the next batch, P for the groups of one. The invariant is
+``HardBound`` begins no group that could become too old. Let u(d) be the number of groups that have begun, are
+not trained and are due at d or earlier. Let b be the next batch and P the groups per batch. The invariant is
 
     u(d) <= (d + 1 - b) P      for every d >= b - 1
 
-- Beginning keeps it: a group may begin only if, counted in, it holds for every d from its own due on.
-- Forming batch b keeps it: it is formed only if what stays behind fits into the batches after it,
-  u(d) <= (d - b) P for every d >= b. Of the complete groups the earliest due are taken, which leaves the
-  least behind for every d at once: if this choice does not do, none does, and the batch waits.
-- Giving up a group and taking more beside a batch make u(d) smaller.
-- d = b after forming says u(b) = 0: nothing due at b is left, so whatever is trained later is due later.
+- Beginning keeps it: a group may begin only if the invariant, with the group counted, holds for every d from
+  its due on.
+- Forming batch b keeps it: batch b is formed only if the remaining groups fit into the later batches, u(d) <=
+  (d - b) P for every d >= b. The earliest due of the complete groups are taken. This choice leaves the fewest
+  groups for every d at once. If it does not fit, no choice does, and the batch waits.
+- Giving up a group and taking more groups for a batch make u(d) smaller.
+- d = b after forming gives u(b) = 0: no group due at b is left, so every later trained group is due later.
   Hence no group is trained in a batch after its due, of version v + k: its age is at most k.  (The bound.)
-- It never stalls: if nothing may begin under the newest weights, u(d) >= (d + 1 - b) P >= P for some d >= b,
-  so P groups are on their way; once all are complete the earliest due leave u(d) - P <= (d - b) P behind.
+- It never stalls: if no group may begin under the newest weights, u(d) >= (d + 1 - b) P >= P for some d >= b,
+  so P groups are in flight. Once all are complete, the earliest due leave u(d) - P <= (d - b) P behind.
 
-``MeanBound`` limits the mean alone, as AReaL's capacity does: it begins groups as long as fewer than
-(k + v + 1) c P are begun and not dropped, takes them as they complete, and drops those that became too old.
+``MeanBound`` limits only the mean, like AReaL's capacity. It begins groups while fewer than (k + v + 1) c P
+are begun and not dropped, takes them as they complete, and drops those that became too old.
 """
 
 from __future__ import annotations
@@ -45,26 +46,26 @@ class Versioned(Protocol):
 
     @property
     def version(self) -> int:
-        """The version of the policy that its oldest token is of; it stays from ``begin`` on."""
+        """Policy version of the group's oldest token; constant after ``begin``."""
 
 
 GroupT = TypeVar("GroupT", bound=Versioned)
 
 
 class HardBound(Generic[GroupT]):
-    """Nothing begins that could become too old.
+    """Admission rule that begins no group that could become too old.
 
     Args:
         freshness: k, the bound.
-        prompts: P, groups of a batch.
-        published: c, batches after which weights are published; 1 / n for n publishes within each.
+        prompts: P, groups per batch.
+        published: c, batches after which weights are published; 1 / n for n publishes within each batch.
     """
 
     def __init__(self, *, freshness: int, prompts: int, published: int | Fraction = 1) -> None:
         self.batch = 0
-        """The number of the next batch, from 0."""
+        """Number of the next batch, from 0."""
         self.dropped: list[GroupT] = []
-        """Groups that no batch will take, in the order in which that was found; the caller may empty it."""
+        """Groups that no batch will take, in the order of detection; the caller may empty the list."""
         self._freshness = freshness
         self._prompts = prompts
         self._published = published
@@ -73,13 +74,13 @@ class HardBound(Generic[GroupT]):
 
     @property
     def version(self) -> int:
-        """Of the policy that trains the next batch, or the last rows of it."""
+        """Version of the policy that trains the next batch, or its last rows."""
         return -(-(self.batch + 1) // self._published) - 1
 
     def least_version(self, newest: int) -> int:  # noqa: ARG002
-        """The least version under which a group may begin now, where ``newest`` is the newest there is.
+        """Return the lowest version under which a group may begin, given the newest published version.
 
-        The invariant, solved for the version: one after the last due that is full.
+        This solves the invariant for the version: the due must come after the last full one.
         """
         full, counted = self.batch - 1, 0
         for room, due in enumerate(self._dues(), 1):
@@ -89,23 +90,23 @@ class HardBound(Generic[GroupT]):
         return -(-(full + 2) // self._published) - self._freshness - 1
 
     def begin(self, group: GroupT) -> None:
-        """Note a group that begins."""
+        """Record that a group begins."""
         self._begun[self._due(group)] += 1
 
     def complete(self, group: GroupT) -> None:
-        """Note a group that is complete and scored."""
+        """Record that a group is complete and scored."""
         self._ready[self._due(group)].append(group)
 
     def give_up(self, group: GroupT) -> None:
-        """Note that a group which has begun will never be complete."""
+        """Record that a begun group will never be complete."""
         self._begun[self._due(group)] -= 1
 
     def overdue(self, groups: Iterable[GroupT]) -> list[GroupT]:  # noqa: ARG002
-        """Those on their way that no batch will take; none ever."""
+        """Return the groups in flight that no batch will take; this rule never has any."""
         return []
 
     def more(self, count: int) -> list[GroupT]:
-        """Further groups beside the batch taken last, the earliest due first; none until all are there."""
+        """Return further groups for the last batch, earliest due first; none until all are complete."""
         if sum(map(len, self._ready.values())) < count:
             return []
         taken: list[GroupT] = []
@@ -116,7 +117,7 @@ class HardBound(Generic[GroupT]):
         return taken
 
     def take(self) -> list[GroupT]:
-        """The next batch: the earliest due, if what stays behind fits into later ones; else none."""
+        """Return the next batch, earliest due first, if the rest fits into later batches; else none."""
         taken, behind, left = Counter[int](), 0, self._prompts
         for room, due in enumerate(self._dues()):
             taken[due] = min(left, len(self._ready[due]))
@@ -131,7 +132,7 @@ class HardBound(Generic[GroupT]):
         return [self._ready[due].popleft() for due, count in taken.items() for _ in range(count)]
 
     def _dues(self) -> range:
-        """The batches that groups on their way may be due with."""
+        """Return the batches at which groups in flight may be due."""
         return range(self.batch, max(self._begun, default=0) + 1)
 
     def _due(self, group: GroupT) -> int:
@@ -139,7 +140,7 @@ class HardBound(Generic[GroupT]):
 
 
 class MeanBound(HardBound[GroupT]):
-    """Groups begin by their number alone; those that have become too old are dropped whole."""
+    """Admission rule that limits the number of begun groups and drops groups that become too old."""
 
     def __init__(self, *, freshness: int, prompts: int, published: int | Fraction = 1) -> None:
         super().__init__(freshness=freshness, prompts=prompts, published=published)
@@ -147,30 +148,33 @@ class MeanBound(HardBound[GroupT]):
         self._queue: deque[GroupT] = deque()
 
     def least_version(self, newest: int) -> int:
-        """Anything that is not too old already, while fewer than (k + v + 1) c P live or were trained."""
+        """Return the lowest version not yet too old while fewer than (k + v + 1) c P live or were trained.
+
+        Otherwise return ``newest`` + 1, under which no group can begin.
+        """
         most = int((self._freshness + newest + 1) * self._published) * self._prompts
         if self._alive + self.batch * self._prompts >= most:
             return newest + 1
         return self.version - self._freshness
 
     def begin(self, group: GroupT) -> None:  # noqa: ARG002
-        """Note a group that begins."""
+        """Record that a group begins."""
         self._alive += 1
 
     def complete(self, group: GroupT) -> None:
-        """Note a group that is complete and scored."""
+        """Record that a group is complete and scored."""
         self._queue.append(group)
 
     def give_up(self, group: GroupT) -> None:  # noqa: ARG002
-        """Note that a group which has begun will never be complete."""
+        """Record that a begun group will never be complete."""
         self._alive -= 1
 
     def overdue(self, groups: Iterable[GroupT]) -> list[GroupT]:
-        """Those on their way that no batch will take: they are too old already."""
+        """Return the groups in flight that are already too old for any batch."""
         return [group for group in groups if group.version < self.version - self._freshness]
 
     def take(self) -> list[GroupT]:
-        """Those that were complete first, of an age within the bound."""
+        """Return the next batch: the groups that completed first, with ages within the bound."""
         for group in self.overdue(self._queue):
             self._queue.remove(group)
             self.dropped.append(group)
@@ -180,7 +184,7 @@ class MeanBound(HardBound[GroupT]):
         return taken
 
     def more(self, count: int) -> list[GroupT]:
-        """Further groups beside the batch that was taken last; none until all are there."""
+        """Return further groups for the last batch; none until all are complete."""
         if len(self._queue) < count:
             return []
         self._alive -= count

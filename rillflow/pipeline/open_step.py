@@ -71,8 +71,7 @@ class Phase:
     stream: DataStream
     """Data of the phase."""
     beside: DataStream | None
-    """Second batch of each step, with the same number of rows; None if the algorithm needs no second batch.
-    """
+    """Second batch of each step, with as many rows; None if the algorithm needs only one batch."""
     evaluated: bool
     """Whether the trained model is evaluated before, during and after this phase."""
     freshness: int = 0
@@ -205,8 +204,7 @@ class OpenStep:
 
     @property
     def writing(self) -> Sequence[Pending]:
-        """Results that are ready when the rows are on disk; nobody waits for them before the next step is
-        done."""
+        """Results that are ready when the rows are on disk; the loop waits for them one step later."""
         return self._telemetry.written
 
     def finish(self, version: int) -> tuple[Standing, dict[str, Metric]]:

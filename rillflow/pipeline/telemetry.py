@@ -115,8 +115,7 @@ def write_part(path: str, share: float, names: Sequence[str], *batches: Batch) -
 
 
 def _known(batch: Batch) -> dict[str, Field]:
-    """Return the recorded fields of a result: sampled rows, scores, or costs (NaN for a row without a cost).
-    """
+    """Return the recorded fields of a result: of sampled rows, of scores, or of costs (NaN if none)."""
     there = batch.fields
     if "versions" in there:
         ends = Ragged.from_text(Finish(number).name.lower() for number in batch.dense("finish").tolist())
