@@ -1,7 +1,7 @@
-"""Awaited: answers that are waited for together; of several that fail, the cause is told and not its echoes.
+"""Awaited: wait for several results together; if several fail, report the cause and not its consequences.
 
-rank 1 raises, or dies ──> rank 0's collective breaks: Stranded ┐ told before the cause, as often as not
-                      └──> whoever needs its result:   Stranded ┘
+rank 1 raises, or dies ──> rank 0's collective fails:       Stranded ┐ often arrives before the cause
+                      └──> a rank that needs its result:    Stranded ┘
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from rillflow.cluster.ranks import Stranded
 from rillflow.errors import ClusterError
 
 _ECHO_S = 2.0
-"""How long after an echo its cause may still come: a death is known later than what it breaks."""
+"""Seconds to wait for the cause after a consequence: a death is detected later than the calls it breaks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Awaited:
-    """One rank's answer."""
+    """One awaited result of a rank."""
 
     doing: str
-    """What the rank does for it, as errors say."""
+    """What the rank computes, as errors name it."""
     place: Place
     """The rank."""
     reference: Any
-    """The backend's reference to the answer."""
+    """The backend's reference to the result."""
 
 
 def answers(awaited: Sequence[Awaited], backend: Backend, deadline_s: float) -> list[Any]:
-    """Every rank's answer, in order; the first error of any of them ends the wait at once.
+    """Return every rank's result, in order; the first error ends the wait at once.
 
     Args:
-        awaited: those that others wait for before these.
-        backend: where they are made.
-        deadline_s: how long to wait.
+        awaited: the results; those that others depend on come first.
+        backend: the backend that runs the calls.
+        deadline_s: longest wait.
 
     Raises:
-        TimeoutError: one is not there in time.
-        RankDied: it says which, doing what.
-        Exception: what a rank raised.
+        TimeoutError: a result is not ready in time.
+        RankDied: a rank died; the error names the rank and its call.
+        Exception: an error that a rank raised.
     """
     try:
         return backend.read_all([each.reference for each in awaited], deadline_s)
@@ -51,7 +51,7 @@ def answers(awaited: Sequence[Awaited], backend: Backend, deadline_s: float) -> 
 
 
 def _cause(error: ClusterError, awaited: Sequence[Awaited], backend: Backend) -> Exception:
-    """What the error follows from; itself where nothing else is found."""
+    """Return the error that caused this one; the error itself if no other is found."""
     end = time.monotonic() + _ECHO_S
     while True:
         for each in awaited:
@@ -66,7 +66,7 @@ def _cause(error: ClusterError, awaited: Sequence[Awaited], backend: Backend) ->
                 found = RankDied(what, why=lost.why, fix=lost.fix, pool=pool)
                 found.add_note(f"in {each.doing} on {each.place}")
                 return found
-            except Exception as cause:  # noqa: BLE001  whatever a rank raised
+            except Exception as cause:  # noqa: BLE001  any error of a rank
                 return cause
         if time.monotonic() > end:
             return error

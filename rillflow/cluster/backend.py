@@ -1,4 +1,4 @@
-"""Backend: pools of ranks, and what runs calls on them; what inline and Ray have in common."""
+"""Backend: pools of ranks, and the interface that the inline and the Ray backend share."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from rillflow.errors import ClusterError
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Some devices. Roles of one pool share them in turn; other pools run side by side.
+    """A set of devices. Roles of one pool take turns; different pools run in parallel.
 
     Example:
         Pool(name="main", size=4)
     """
 
     name: str
-    """How a recipe calls it."""
+    """Name in the recipe."""
     size: int
-    """Its ranks, one to a device."""
+    """Number of ranks, one per device."""
     takes_device: bool = False
-    """Whether its ranks compute on accelerators, where there are any."""
+    """Whether its ranks compute on accelerators, if there are any."""
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """One rank."""
+    """One rank of one pool."""
 
     pool: str
-    """The pool's name."""
+    """Name of the pool."""
     rank: int
-    """Within the pool, from 0."""
+    """Rank within the pool, from 0."""
 
     def __str__(self) -> str:
         return f"rank {self.rank} of pool {self.pool!r}"
@@ -44,136 +44,142 @@ class Place:
 
 @dataclass(kw_only=True)
 class Site:
-    """One rank from inside: what a call finds where it runs."""
+    """The environment of one rank, passed to every call that runs on it."""
 
     place: Place
-    """Which rank this is."""
+    """Place of this rank."""
     ranks: Ranks
-    """The other ranks of the pool, for collectives."""
+    """All ranks of the pool, for collectives."""
     fetch: Callable[..., list[Any]]
-    """The values of references; of batches, given names beside them, these fields at least."""
+    """Returns the values of references; given field names, batches have at least these fields."""
     objects: dict[str, Any] = field(default_factory=dict)
-    """What calls left here for later ones: the role programs."""
+    """Objects that calls keep for later ones: the role programs."""
     stack: ExitStack = field(default_factory=ExitStack)
-    """What is closed when the rank ends: children, files."""
+    """Resources to close when the rank ends: child processes, files."""
     fetched_bytes: int = 0
-    """Of the messages that were fetched; inline there are none."""
+    """Bytes of fetched messages; always 0 inline."""
     ahead_s: float = 0.0
-    """Seconds by which the clock here is ahead of the driver's."""
+    """Seconds by which this machine's clock is ahead of the driver's."""
 
     def clock(self) -> float:
-        """Seconds since the epoch, as the driver counts them."""
+        """Return seconds since the epoch on the driver's clock."""
         return time.time() - self.ahead_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """The machine that a rank is on."""
+    """The machine of a rank."""
 
     address: str
-    """As the cluster knows it."""
+    """Address in the cluster."""
     ahead_s: float
-    """Seconds by which its clock is ahead of the driver's; what ranks say of time is told without them."""
+    """Seconds by which its clock is ahead of the driver's; times of its ranks are reported without them."""
 
 
 RankCall = Callable[..., Any]
-"""A function of a module, called as ``work(site, *arguments)``."""
+"""A module's function, called as ``work(site, *arguments)``."""
 
 
 @dataclass(kw_only=True)
 class Traffic:
-    """What went through the controller's process, serialised; inline nothing is, so nothing does."""
+    """Serialised bytes through the controller's process; inline serialises nothing, so they stay 0."""
 
     sent_bytes: int = 0
-    """Calls and their arguments."""
+    """Bytes of calls and their arguments."""
     read_bytes: int = 0
-    """Values it read, and small results that came back with them whether it wanted them or not."""
+    """Bytes of the values it read, and of small results that came back with them."""
     calls: int = 0
-    """Calls submitted."""
+    """Number of submitted calls."""
 
 
 class RankLost(ClusterError):
-    """A rank is gone, or what it had made; ``what`` goes on from its name: "has died"."""
+    """A rank, or a result on it, is gone; ``what`` continues a sentence after its name: "has died"."""
 
 
 class RankDied(ClusterError):
-    """A rank died, or what it had made went with it, while somebody waits for its answer."""
+    """A rank, or a result on it, is lost while a caller waits for its result."""
 
     def __init__(self, what: str, why: str = "", fix: str = "", *, pool: str = "") -> None:
         super().__init__(what, why, fix)
         self.pool = pool
-        """The rank's pool."""
+        """Pool of the rank."""
 
 
 class Backend(Protocol):
     """Runs calls on the ranks of pools."""
 
     traffic: Traffic
-    """Counted since the start."""
+    """Traffic since the start."""
     pools: dict[str, int]
-    """Ranks of every open pool, by its name."""
+    """Number of ranks of every open pool, by pool name."""
     devices: dict[str, str]
-    """What the ranks of every open pool compute on, by its name: ``cpu``, ``cuda``."""
+    """Device type of every open pool, by pool name: ``cpu``, ``cuda``."""
     nodes: Mapping[Place, Node]
-    """Where every rank is; empty where all are on the driver's own machine."""
+    """Machine of every rank; empty if all ranks are on the driver's machine."""
 
     def open(self, pools: Sequence[Pool], device: str = "cpu") -> None:
         """Start every rank.
 
         Args:
-            pools: the ranks.
-            device: what they compute on where their pool takes one: ``cpu``, ``cuda``; on Ray ``auto`` is
-                ``cuda`` where the cluster has accelerators.
+            pools: the pools.
+            device: device type of pools that take a device: ``cpu``, ``cuda``; on Ray ``auto`` is ``cuda`` if
+                the cluster has accelerators.
 
         Raises:
-            ClusterError: a pool does not fit; it says what is there and what is missing.
+            ClusterError: a pool does not fit; the message lists available and missing devices.
         """
 
     def pack(self, value: Any, what: str) -> Any:
-        """Make an argument ready to travel to several ranks; it arrives as it was. Errors call it ``what``.
+        """Serialise an argument once for several ranks, which receive the original value.
+
+        Args:
+            value: the argument.
+            what: name of the argument in errors.
 
         Raises:
-            ClusterError: it cannot travel, or is too large for an argument.
+            ClusterError: it cannot be serialised, or is too large for an argument.
         """
 
     def table(self, references: tuple[Any, ...]) -> Any:
-        """Make some that hold references ready for any number of calls: they arrive as they are, or, of
-        many, as a reference that a rank can fetch them by."""
+        """Prepare references for any number of calls.
+
+        Ranks receive them directly, or, if there are many, as one reference that they fetch.
+        """
 
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
-        """Run ``work(site, *arguments)`` at a place, after what was submitted there before.
+        """Run ``work(site, *arguments)`` at a place, after the calls submitted there before.
 
         Returns:
-            ``results`` references, of the parts of the tuple it returns (of the value itself for one).
+            ``results`` references to the elements of the returned tuple (to the value itself for one).
         """
 
     def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
-        """The values of several references; the first error there is, whoever it comes from, at once.
+        """Return the values of several references, or raise the first error of any of them at once.
 
         Raises:
-            TimeoutError: one is not there in time.
+            TimeoutError: a value is not ready in time.
             RankLost: a rank has died, or a value is gone.
-            Exception: what a call raised.
+            Exception: an error that a call raised.
         """
 
     def is_ready(self, reference: Any) -> bool:
-        """Whether reading would not wait."""
+        """Return whether a read would return without waiting."""
 
     def wait_for_any(self, references: Sequence[Any], deadline_s: float) -> bool:
-        """Wait until reading one of several references would not wait; whether that was in time."""
+        """Wait until one of several references can be read without waiting; return False on timeout."""
 
     def mend(self, pools: Collection[str], deadline_s: float) -> None:
-        """After a call that failed: let the ranks of these pools meet again, once none of them is at work."""
+        """After a failed call, let the ranks of these pools use collectives again once all are idle."""
 
     def close(self) -> None:
-        """End every rank; nothing is left behind. Calling it again changes nothing."""
+        """End every rank and release all resources. A second call has no effect."""
 
 
 def places(pools: Sequence[Pool]) -> list[Place]:
-    """Every rank of every pool.
+    """Return every rank of every pool.
 
     Raises:
-        ClusterError: there is no pool, two have one name, or one has no rank.
+        ClusterError: there is no pool, two pools share a name, or a pool has no rank.
     """
     if not pools:
         raise ClusterError("there is no pool", why="a role runs on the ranks of one")

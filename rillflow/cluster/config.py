@@ -1,4 +1,4 @@
-"""Settings of placement: which roles are on which devices, and what runs them."""
+"""Settings of placement: pools of devices, the roles on them, and the backend that runs them."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from rillflow.config.section import Section
 from rillflow.placement.mesh import Mesh
 
 TRAIN_AXES = ("dp", "fsdp", "ep", "pp", "tp")
-"""How ranks may share a model in training; ``fsdp``, ``ep``: over these parameters, or experts, are cut."""
+"""Parallel axes of a model in training; ``fsdp`` and ``ep`` shard parameters and experts over dp ranks."""
 GENERATE_AXES = ("tp",)
-"""How they may share it while they generate."""
+"""Parallel axes of a model in generation."""
 SAMPLER = "sampler"
-"""The half of the policy that answers prompts."""
+"""The part of the policy that answers prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSizes:
-    """The grid in which the ranks of a pool run a model.
+    """The mesh sizes with which the ranks of a pool run a model.
 
     Example:
         MeshSizes(dp=2, pp=1, tp=2).ranks == 4
     """
 
     dp: int = 1
-    """Ranks that have other rows."""
+    """Data-parallel ranks."""
     pp: int = 1
-    """Ranks that have other layers."""
+    """Pipeline-parallel ranks."""
     tp: int = 1
-    """Ranks that have other parts of every layer."""
+    """Tensor-parallel ranks."""
     fsdp: int = 1
-    """How many ranks of dp that follow one another share one copy of the parameters, cut over them."""
+    """Consecutive dp ranks that shard one copy of the parameters."""
     ep: int = 1
-    """How many ranks of dp that follow one another share one copy of a mixture's experts."""
+    """Consecutive dp ranks that shard one copy of a mixture's experts."""
     sequence: bool = False
-    """Whether ranks of tp keep a share of the tokens each where a layer is whole (``parallel.sequence``)."""
+    """Whether tp ranks also shard the tokens in layers that are not sharded (``parallel.sequence``)."""
 
     @property
     def mesh(self) -> Mesh:
-        """Its ranks by dp, pp and tp."""
+        """Mesh of the ranks by dp, pp and tp."""
         return Mesh.of(dp=self.dp, pp=self.pp, tp=self.tp)
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes."""
+        """Number of ranks."""
         return self.dp * self.pp * self.tp
 
     @property
@@ -56,7 +56,7 @@ class MeshSizes:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks of dp hold other slices of some parameters."""
+        """Whether dp ranks hold different shards of some parameters."""
         return self.fsdp * self.ep > 1
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class MeshSizes:
 
 
 class PlacementConfig(Section):
-    """Pools of ranks, and the roles on them. Roles of one pool take turns; pools run side by side."""
+    """Pools of ranks, and the roles on them. Roles of one pool take turns; pools run in parallel."""
 
     backend: Literal["auto", "inline", "ray"] = Field(
         "auto",
@@ -112,21 +112,24 @@ class PlacementConfig(Section):
         return self.backend == "inline" or (self.backend == "auto" and alone)
 
     def pool_of(self, role: str) -> str:
-        """The pool a role is on; the sampler's, where nothing is said, is the policy's."""
+        """Return the pool of a role; the sampler defaults to the policy's pool."""
         first = next(iter(self.pools))
         return self.roles.get(role, self.roles.get("policy", first) if role == SAMPLER else first)
 
     @property
     def samples_apart(self) -> bool:
-        """Whether the policy answers on ranks of their own, and not on those that train it."""
+        """Whether the policy samples on other ranks than it trains on."""
         return self.pool_of(SAMPLER) != self.pool_of("policy")
 
     def grid_key(self, role: str) -> str:
-        """Where ``train`` says a role's grid: under its name or its pool's; a pool's name comes first."""
+        """Return the key of ``train`` with a role's mesh: the role's name, or the name of its pool.
+
+        A key that is both a role and a pool means the pool.
+        """
         return role if role in self.train and role not in self.pools else self.pool_of(role)
 
     def mesh_of(self, role: str) -> MeshSizes:
-        """The grid of a role's ranks while they train or score; it fills the pool if the recipe is sound."""
+        """Return the mesh of a role in training and scoring; it fills the pool if the recipe is valid."""
         key = self.grid_key(role)
         axes = dict(self.train[key]) if key in self.train else {}
         fsdp, ep, pp, tp = (axes.pop(axis, 1) for axis in TRAIN_AXES[1:])
@@ -136,5 +139,5 @@ class PlacementConfig(Section):
 
     @property
     def generate_tp(self) -> int:
-        """Ranks that share one copy of the policy while they generate."""
+        """Number of ranks that share one copy of the policy in generation."""
         return ({"tp": 1} | self.generate)["tp"]

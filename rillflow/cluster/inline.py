@@ -1,15 +1,15 @@
-"""Inline: everything in this process.
+"""Inline: run all ranks in this process.
 
     one rank in all      submit runs the call at once, in the caller's thread: breakpoint() works
-    several ranks        a thread for each
+    several ranks        one thread per rank
 
 Loop of a rank's thread
-    consumes      calls submitted to its place, in that order
-    waits for     references its arguments hold, made by calls submitted earlier
+    consumes      calls submitted to its place, in submission order
+    waits for     references in its arguments, made by calls submitted earlier
     unblocked by  those calls; every wait ends at the deadline
     produces      the values of its references
-    shuts down    healthy: ``close`` after its last call. A call that fails gives its error to whoever
-                  reads, and breaks the collective its group is in; the thread goes on
+    shuts down    healthy: ``close`` after its last call. A failed call raises its error in the reader
+                  and aborts the collective of its group; the thread continues
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rillflow.errors import ClusterError
 
 
 class InlineBackend:
-    """Runs calls in this process.
+    """Backend that runs calls in this process.
 
     Args:
-        deadline_s: how long a rank waits for another one.
+        deadline_s: longest wait of a rank for another one.
     """
 
     def __init__(self, deadline_s: float = 3600.0) -> None:
@@ -57,7 +57,7 @@ class InlineBackend:
                 self._threads[place] = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def pack(self, value: Any, what: str) -> Any:
-        """See Backend; nothing travels here."""
+        """See Backend; inline needs no serialisation."""
         del what
         return value
 
@@ -105,7 +105,7 @@ class InlineBackend:
                 self._groups[pool].mend()
 
     def close(self) -> None:
-        """See Backend; a call that still runs is waited for."""
+        """See Backend; waits for running calls."""
         for group in self._groups.values():
             group.abort()
         for thread in self._threads.values():
@@ -120,7 +120,7 @@ class InlineBackend:
         self._sites.clear()
 
     def _fetch(self, references: Sequence[Any], fields: Any = None) -> list[Any]:
-        del fields  # all are here
+        del fields  # all fields are present
         try:
             return self.read_all(references, self._deadline_s)
         except TimeoutError:
@@ -134,22 +134,22 @@ class InlineBackend:
             return work(self._sites[place], *arguments)
         except BaseException:
             group = self._groups.get(place.pool)
-            if group is not None:  # the others would wait for this rank; after a failure nobody goes on
+            if group is not None:  # else the others would wait for this rank
                 group.abort()
             raise
 
 
 class _Part:
-    """One part of the tuple that a call returns."""
+    """One element of the tuple that a call returns."""
 
     def __init__(self, whole: Future[Any], index: int) -> None:
         self.whole = whole
         self._index = index
 
     def result(self, timeout: float | None = None) -> Any:
-        """The part, when it is there."""
+        """Return the element once the call has finished."""
         return self.whole.result(timeout)[self._index]
 
     def done(self) -> bool:
-        """Whether it is there, or never will be."""
+        """Return whether the call has finished or failed."""
         return self.whole.done()

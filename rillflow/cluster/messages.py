@@ -1,14 +1,14 @@
-"""Messages: values as Ray carries them, and what they weigh.
+"""Messages: serialised values for Ray, and their sizes.
 
-    value ── packed ──> small   bytes, which Ray hands on inside the call or its reply
-                        large   [bytes, arrays]: arrays lie in the object store, and a reader on the
+    value ── packed ──> small   bytes, which Ray sends inside the call or its reply
+                        large   [bytes, arrays]: arrays are in the object store, and a reader on the
                                 same machine maps them without a copy
 
-References inside a value stay behind as names and travel beside it, so that Ray knows who holds them: of a
-call, of a table of references, and of a batch whose large fields lie in the store one by one, so that a rank
-fetches those it reads. Bytes are cloudpickle: a call carries functions. They pass between the ranks of one
-run, never through a file.
-Imported by ``cluster.ray``, which asks Ray for its protection first.
+References inside a value are replaced by names and travel next to the value, so that Ray can track who holds
+them. This applies to a call, to a table of references, and to a batch whose large fields are separate
+objects, so that a rank fetches only the fields that it reads. Bytes are cloudpickle, because a call carries
+functions. They pass only between the ranks of one run, never through a file.
+Imported by ``cluster.ray``, which first configures Ray's authentication.
 """
 
 from __future__ import annotations
@@ -29,73 +29,73 @@ from rillflow.records.batch import Batch, Field
 from rillflow.records.ragged import Ragged
 
 MAX_INLINE_BYTES = 32 * 2**10
-"""A tensor of this size or more goes to the object store; smaller ones are copied into the message."""
+"""Tensors of this size or more go to the object store; smaller ones are copied into the message."""
 MIN_APART_BYTES = 2**20
-"""A field of this size or more is an object of its own, where a batch has several."""
+"""Fields of this size or more are separate objects, if a batch has several."""
 MAX_REPLY_BYTES = 100 * 2**10
-"""Ray's own limit: a result below it comes back to the caller inside the reply."""
+"""Ray's own limit: a smaller result returns to the caller inside the reply."""
 
 Body = bytes | list[Any] | tuple[Any, list[Any]]
-"""What is given to Ray: a message, with the references that its Slots stand for where it has some."""
+"""Payload for Ray: a message, with the references of its Slots if it has any."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A reference inside a message."""
+    """Placeholder of a reference inside a message."""
 
     name: str | int
-    """Of the object it refers to; of a call's own, its place among them."""
+    """Name of the referenced object; for a call's own reference, its position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedValue:
-    """A value ready to travel."""
+    """A serialised value."""
 
     body: Body
-    """Its bytes, with the arrays that are large."""
+    """Bytes and large arrays."""
     references: tuple[Any, ...]
-    """What its Slots stand for."""
+    """References that the Slots stand for."""
     own: tuple[Any, ...] = ()
-    """References that stand in a call's arguments as they are: what they refer to comes with the call."""
+    """References passed directly as arguments of the call; their values arrive with the call."""
 
     @property
     def nbytes(self) -> int:
-        """What the body weighs, Ray's own frame aside."""
+        """Size of the body in bytes, without Ray's own frame."""
         return body_bytes(self.body)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """The last result of a call that has several, and the bytes of the others that came beside it."""
+    """The last of several results of a call, with the size of the others that passed through the caller."""
 
     value: Any
     """The result."""
     beside_bytes: int
-    """Those of the other results, and of what was taken, that were small enough to go through the caller."""
+    """Bytes of other results and of arguments small enough to pass through the caller."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchApart:
-    """A batch whose large fields are objects of their own."""
+    """A batch whose large fields are separate objects."""
 
     batch: Batch
-    """The other fields."""
+    """Batch of the small fields."""
     order: tuple[str, ...]
-    """All fields."""
+    """Names of all fields."""
     apart: Mapping[str, Any]
-    """References to the large ones."""
+    """References to the large fields."""
 
     def whole(self, fetched: Mapping[str, Any]) -> Batch:
-        """The batch with what was fetched of these."""
+        """Return the batch with the large fields that were fetched."""
         there = {**self.batch.fields, **fetched}
         return self.batch.with_fields(**{name: there[name] for name in self.order if name in there})
 
 
 def packed(value: Any, *, is_call: bool = False) -> PackedValue:
-    """A value as a message; in a call's, references that were not packed before are its own.
+    """Serialise a value; with ``is_call``, new references become direct arguments of the call.
 
     Raises:
-        Exception: whatever the value's own pickling raises.
+        Exception: an error of the value's own pickling.
     """
     file = io.BytesIO()
     arrays: list[Any] = []
@@ -115,7 +115,7 @@ def packed(value: Any, *, is_call: bool = False) -> PackedValue:
 
 
 def unpacked(body: Body) -> Any:
-    """The value of a message's body; its references are Slots."""
+    """Deserialise a message's body; its references are Slots."""
     if isinstance(body, bytes):
         return ray.cloudpickle.loads(body)
     assert isinstance(body, list)
@@ -128,13 +128,13 @@ def opened(
     held: dict[str | int, Any] | None = None,
     fields: Collection[str] | None = None,
 ) -> tuple[list[Any], int]:
-    """The values of messages that were fetched, and their bytes.
+    """Deserialise fetched messages; return their values and their size in bytes.
 
     Args:
         bodies: the messages.
-        get: fetches further ones.
-        held: takes what the Slots of tables of references stand for.
-        fields: what is wanted of batches; None: all.
+        get: fetches further messages.
+        held: receives the references that Slots in tables stand for.
+        fields: batch fields to fetch; None: all.
     """
     known, values, wanted = {} if held is None else held, list[Any](), list[Any]()
     total = sum(map(body_bytes, bodies))
@@ -164,12 +164,12 @@ def opened(
 
 
 def replies(results: tuple[Any, ...], given: Sequence[Body], put: Callable[[Any], Any]) -> tuple[Body, ...]:
-    """The results of one call as bodies, the last with what came through the caller beside its message.
+    """Serialise the results of one call; the last one also counts the bytes that passed through the caller.
 
     Args:
-        results: of the call.
-        given: its own references' values.
-        put: makes an object.
+        results: results of the call.
+        given: values of the call's own references.
+        put: stores an object.
     """
     first = [_body(result, put) for result in results[:-1]]
     beside = sum(size for size in map(body_bytes, [*given, *first]) if size < MAX_REPLY_BYTES)
@@ -177,7 +177,7 @@ def replies(results: tuple[Any, ...], given: Sequence[Body], put: Callable[[Any]
 
 
 def _body(result: Any, put: Callable[[Any], Any]) -> Body:
-    """A result's message; a batch with several large fields has them apart."""
+    """Serialise a result; several large fields of a batch become separate objects."""
     large = {}
     if isinstance(result, Batch):
         large = {name: field for name, field in result.fields.items() if _nbytes(field) >= MIN_APART_BYTES}
@@ -194,14 +194,14 @@ def _nbytes(field: Field) -> int:
 
 
 def body_bytes(body: Body) -> int:
-    """What a body weighs, references aside."""
+    """Return the size of a body in bytes, without references."""
     if isinstance(body, tuple):
         return body_bytes(body[0])
     return len(body) if isinstance(body, bytes) else len(body[0]) + sum(array.nbytes for array in body[1:])
 
 
 class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
-    """Takes tensors as the memory they are, and references out."""
+    """Pickler that takes tensors as raw memory and replaces references by Slots."""
 
     def __init__(self, file: io.BytesIO, buffer_callback: Any, own: list[Any] | None) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
@@ -227,12 +227,12 @@ class _Pickler(ray.cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 def by_name(references: list[Any]) -> dict[str | int, Any]:
-    """References as Slots name them."""
+    """Return references by the names that Slots use."""
     return {reference.hex(): reference for reference in references}
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether a class or function is found by its name on every rank; it saves asking what kind it is.
+    """Return whether every rank finds a class or function by name, which skips cloudpickle's own check.
 
     A function of a class may be another object than what its name finds: pydantic wraps validators.
     """
@@ -254,5 +254,5 @@ def _tensor(content: Any, dtype: str, shape: tuple[int, ...]) -> Tensor:
     if isinstance(content, bytearray):
         return torch.frombuffer(content, dtype=kind).view(shape)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the store's memory is read-only; who writes to a batch is refused
+        warnings.simplefilter("ignore")  # the store's memory is read-only; writes to a batch are refused
         return torch.frombuffer(content, dtype=kind).view(shape)

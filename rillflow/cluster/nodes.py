@@ -1,11 +1,11 @@
-"""Nodes: the machines that ranks have been put on, and how ranks find each other there.
+"""Nodes: the machines of the ranks, and how ranks find each other there.
 
-    rank's process ── ProcessSeat: node, device, room ──> driver ── by node, then device ──> its rank
-           │                                         └── rank 0 of a pool hosts a store on a free port
-           └── refused in the process itself: versions that are not the driver's
+    rank's process ── ProcessSeat: node, device, /dev/shm size ──> driver ── by node, then device ──> its rank
+           │                                                  └── rank 0 of a pool hosts a store on a free port
+           └── refused in the process itself: package versions other than the driver's
 
-What a process hears before its versions are compared (how it is made, and ``seat``) stays as it is from
-version to version.
+The interface used before versions are compared (the constructor and ``seat``) must not change between
+versions.
 """
 
 from __future__ import annotations
@@ -30,73 +30,73 @@ from rillflow.observe.environment import installed_versions, own_version
 from rillflow.observe.wording import size as bytes_text
 
 ALIKE = "install the same on every node: one image, or one environment on a shared disk"
-"""What to do about a node that runs other code."""
+"""Advice about a node that runs other code."""
 _BETWEEN = "the ranks of a pool speak to each other without Ray"
 _OPEN = (
     "let every TCP port through between the nodes; with several networks, ray start --node-ip-address takes "
     "the one that they share"
 )
 REACH_S = 30.0
-"""How long a rank tries to reach another node."""
+"""Seconds that a rank tries to reach another node."""
 _LOOKS = 5
-"""How often a node is asked for its time; the quickest answer counts."""
+"""Number of clock readings of a node; the quickest reply counts."""
 _ADDRESS_OF_INTERFACE = 0x8915
 """SIOCGIFADDR of Linux."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSeat:
-    """Where a rank's process has been put.
+    """The location of a rank's process.
 
     Example:
         ProcessSeat(node="10.0.0.2", device=3, shared_bytes=64 * 2**30)
     """
 
     node: str
-    """The node's address."""
+    """Address of the node."""
     device: int
-    """The first accelerator it was given there, -1 for none."""
+    """First accelerator that the process was given, -1 for none."""
     shared_bytes: int
-    """The size of the node's /dev/shm."""
+    """Size of the node's /dev/shm in bytes."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """By node, then by device."""
+        """Sort key: node, then device."""
         return int(ipaddress.ip_address(self.node)), self.device
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seating:
-    """What a process is told when it becomes a rank."""
+    """The driver's message to a process that becomes a rank."""
 
     place: Place
     """The rank."""
     size: int
-    """Ranks of its pool."""
+    """Number of ranks of its pool."""
     host: str
-    """The address of rank 0's node."""
+    """Address of rank 0's node."""
     port: int
-    """Where rank 0 hosts the store that the pool meets at; 0 where there is no other rank."""
+    """Port of the store that rank 0 hosts for the pool; 0 if there is no other rank."""
     backend: str
-    """What torch.distributed goes by: ``gloo``, with tensors on accelerators ``cpu:gloo,cuda:nccl``."""
+    """Backend of torch.distributed: ``gloo``, or ``cpu:gloo,cuda:nccl`` for tensors on accelerators."""
     neighbours: int
-    """Ranks of all pools on this node, itself among them: they share its cores."""
+    """Ranks of all pools on this node, including this one; they share its cores."""
     ahead_s: float
     """Seconds by which this node's clock is ahead of the driver's."""
     deadline_s: float
-    """How long a rank waits for another one."""
+    """Longest wait, in seconds, of a rank for another one."""
 
 
 def seat_of(node: str, devices: list[str], driver: Mapping[str, str]) -> ProcessSeat:
-    """This process's seat.
+    """Return this process's seat.
 
     Args:
-        node: the node's address.
-        devices: the accelerators it was given, as Ray numbers them.
-        driver: the versions of the driver's packages.
+        node: address of the node.
+        devices: accelerators of this process, as Ray numbers them.
+        driver: versions of the driver's packages.
 
     Raises:
-        ClusterError: a package of both has another version here.
+        ClusterError: a package has another version here than on the driver.
     """
     here = versions()
     both = [name for name in driver if name in here]
@@ -113,16 +113,16 @@ def seat_of(node: str, devices: list[str], driver: Mapping[str, str]) -> Process
 
 
 def versions() -> dict[str, str]:
-    """What has to be the same on every node; builds for other devices count as one version."""
+    """Return the versions that must be equal on every node, without build tags of devices."""
     found = {name: str(version).split("+")[0] for name, version in installed_versions().items()}
     return {**found, "python": platform.python_version(), "rillflow": own_version()}
 
 
 def require_room(seat: ProcessSeat, store_bytes: float) -> None:
-    """Refuse a node whose object store does not fit in its shared memory.
+    """Raise ClusterError if a node's object store does not fit into its shared memory.
 
     Raises:
-        ClusterError: the store is in files of /tmp.
+        ClusterError: the store would be in files of /tmp.
     """
     if seat.shared_bytes < store_bytes:
         has, wanted = bytes_text(seat.shared_bytes), bytes_text(int(store_bytes))
@@ -135,10 +135,10 @@ def require_room(seat: ProcessSeat, store_bytes: float) -> None:
 
 
 def clock_ahead_s(ask: Callable[[], float]) -> float:
-    """Seconds by which a node's clock is ahead of this process's; 0 where the way there and back hides them.
+    """Return seconds by which a node's clock is ahead of this one; 0 if the round trip hides the difference.
 
     Args:
-        ask: brings the node's seconds since the epoch.
+        ask: returns the node's seconds since the epoch.
     """
     looks = []
     for _ in range(_LOOKS):
@@ -149,7 +149,7 @@ def clock_ahead_s(ask: Callable[[], float]) -> float:
 
 
 def settle_interface(node: str) -> None:
-    """Let collectives go by the interface that has the node's address; whoever set another one is heeded."""
+    """Make collectives use the interface with the node's address, unless the user set another one."""
     there = "lo" if ipaddress.ip_address(node).is_loopback else _interface_of(node)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if there == "lo":
@@ -171,16 +171,16 @@ def _interface_of(node: str) -> str:
 
 
 def listening(node: str) -> socket.socket:
-    """A port of this machine that was free, on the node's address.
+    """Return a socket that listens on the node's address and a free port.
 
     Raises:
-        OSError: this machine has not that address.
+        OSError: this machine does not have the address.
     """
     return socket.create_server((node, 0), family=socket.AF_INET6 if ":" in node else socket.AF_INET)
 
 
 def hosted_store(node: str, size: int, deadline_s: float) -> TCPStore:
-    """A store that so many ranks meet at, on this node's address alone and on a port that was free."""
+    """Host the store of a pool on this node's address and a free port."""
     with listening(node) as found:
         port, held = found.getsockname()[1], found.detach()
     wait = timedelta(seconds=deadline_s)
@@ -188,7 +188,7 @@ def hosted_store(node: str, size: int, deadline_s: float) -> TCPStore:
 
 
 def joined_store(here: str, seating: Seating) -> TCPStore:
-    """The store that rank 0 hosts.
+    """Connect to the store that rank 0 hosts.
 
     Raises:
         ClusterError: its node cannot be reached from here.
@@ -203,15 +203,15 @@ def joined_store(here: str, seating: Seating) -> TCPStore:
 
 
 def meet(here: str, seating: Seating, store: TCPStore | None) -> Ranks:
-    """This rank among those of its pool.
+    """Join the ranks of the pool and return this rank.
 
     Args:
-        here: this node's address.
-        seating: what the driver has told.
-        store: what this rank hosts, if it is rank 0.
+        here: address of this node.
+        seating: the driver's message.
+        store: the store that this rank hosts, if it is rank 0.
 
     Raises:
-        ClusterError: the nodes of the pool do not all reach each other.
+        ClusterError: the nodes of the pool cannot all reach each other.
     """
     if seating.size == 1:
         return SingleRank()

@@ -1,4 +1,4 @@
-"""Private: what keeps other users of this machine, and of the network, away from a cluster's processes.
+"""Private: keep other users of this machine and of the network away from a cluster's processes.
 
 folder 0700 ─ r ─> Ray's own folder, which Ray opens to everybody
 ~/.ray/auth_token  0600, made before Ray would make it 0644
@@ -17,18 +17,18 @@ logger = logging.getLogger(__name__)
 
 
 def private_folder() -> Path:
-    """Return a new folder of mode 0700, below RAY_TMPDIR where that is set, with a folder ``r`` for Ray."""
+    """Create and return a folder of mode 0700, below RAY_TMPDIR if set, with a folder ``r`` for Ray."""
     made = Path(tempfile.mkdtemp(prefix="rf-", dir=os.environ.get("RAY_TMPDIR")))
     (made / "r").mkdir()
     return made
 
 
 def private_token() -> None:
-    """Make Ray's token file, or take it away from other users; nothing where the environment has a token."""
+    """Create Ray's token file, or restrict it to this user; do nothing if the environment has a token."""
     if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return
     file = Path.home() / ".ray" / "auth_token"
-    with suppress(OSError):  # another driver made it just now, or Ray will say what is wrong with the folder
+    with suppress(OSError):  # another driver has just made it, or Ray reports the folder's problem
         if file.exists():
             file.chmod(0o600)
             return
@@ -43,7 +43,7 @@ def private_token() -> None:
 
 
 def warn_without_token(address: str) -> None:
-    """Say that a cluster was joined that asks nobody for a token."""
+    """Log a warning that the joined cluster requires no token."""
     if os.environ.get("RAY_AUTH_MODE") != "token":
         logger.warning(
             "the cluster at %s asks for no token: whoever reaches its ports runs code there; start it "

@@ -1,20 +1,20 @@
 """Ranks: collectives among the ranks of one pool.
 
-    part(groups)     the same among some of them: the ranks along one axis of a mesh
-    sum_(tensors)    every rank has the sum of all, added in the order of ranks: the same bits on every
-                     rank, in every backend and every time, which a ring's order would not promise
-    gather(tensor)   every rank has everyone's
-    stack(tensor)    the same where all have one shape: one collective instead of two
+    part(groups)     the collectives of a subgroup: the ranks along one axis of a mesh
+    sum_(tensors)    all-reduce; adds in the order of ranks, so that every rank, backend and run gets the
+                     same bits, which a ring's order would not guarantee
+    gather(tensor)   all-gather; first sizes may differ
+    stack(tensor)    all-gather of tensors with one shape, in one collective instead of two
 
-A sum goes bucket by bucket, whatever lies in it; a bucket is cut into as many parts as there are ranks:
+A sum runs bucket by bucket over all tensors; each bucket is cut into as many parts as there are ranks:
 
-    tensors ── a bucket's worth ──> given ─ all_to_all ─> received ─ own part of everyone's, added ─┐
-       ^──────────────────────────── given <──────────── all_gather <───────────────────────────────┘
+    tensors ── one bucket ──> given ─ all_to_all ─> received ─ add own part of all ranks ─┐
+       ^──────────────────────── given <───────── all_gather <────────────────────────────┘
 
-So 2 (p - 1) / p of the bytes cross, as a ring needs, and two buckets are all the memory it takes. Of a small
-sum, where the collectives take longer than their bytes, every rank gets everything and adds it up: one
-collective, the same additions. Between processes a sum may be made a collective at a time (``summing``), with
-other work while each is under way.
+Each rank sends 2 (p - 1) / p of the bytes, like a ring, and needs memory for two buckets. For a small sum,
+latency exceeds transfer time, so every rank gathers everything and adds it: one collective, the same
+additions. Between processes, ``summing`` runs a sum one collective at a time, so that other work can run
+during each collective.
 """
 
 from __future__ import annotations
@@ -32,42 +32,42 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from rillflow.errors import ClusterError
 
 SMALL = 2**17
-"""Elements that a rank receives for a sum at most, for the sum to be made in one collective."""
+"""Largest number of elements that a rank receives for a sum in one collective."""
 BUCKET_BYTES = 2**26
-"""What is summed at once of a sum that is not small."""
+"""Bucket size in bytes of a larger sum."""
 
 
 class Stranded(ClusterError):
-    """A rank could not go on without another one, whose own failure is the cause where there is one."""
+    """A rank cannot continue without another one; the other one's failure, if there is one, is the cause."""
 
 
 class Ranks(Protocol):
-    """This rank among those of its pool."""
+    """This rank and its collectives with the others of its pool."""
 
     rank: int
-    """Which one, from 0."""
+    """Index of this rank, from 0."""
     size: int
-    """How many there are."""
+    """Number of ranks."""
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """Replace every tensor by its sum over all ranks; shapes and types are the same on all."""
+        """Replace every tensor by its sum over all ranks; shapes and types are equal on all ranks."""
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor, in order; first sizes may differ."""
+        """Return every rank's tensor, in order; first sizes may differ."""
 
     def stack(self, tensor: Tensor) -> Tensor:
-        """[ranks, ...] every rank's tensor, in order; shapes and types are the same on all."""
+        """Return [ranks, ...] every rank's tensor, in order; shapes and types are equal on all ranks."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
-        """This rank among those of its own group.
+        """Return this rank within its own subgroup.
 
         Args:
-            groups: ranks among these; disjoint, together all of them. Every rank calls it with the same.
+            groups: disjoint subgroups that cover all ranks. Every rank must pass the same groups.
         """
 
 
 class SingleRank:
-    """One rank: nothing to add, nobody to hear from."""
+    """A single rank, whose collectives return their input."""
 
     rank = 0
     size = 1
@@ -90,11 +90,11 @@ class SingleRank:
 
 
 class ThreadGroup:
-    """What the threads of one pool share.
+    """The state that the threads of one pool share.
 
     Args:
-        size: threads.
-        deadline_s: how long one waits for the others.
+        size: number of threads.
+        deadline_s: longest wait of a thread for the others.
     """
 
     def __init__(self, size: int, deadline_s: float) -> None:
@@ -106,14 +106,14 @@ class ThreadGroup:
         self._parting = threading.Lock()
 
     def part(self, group: tuple[int, ...]) -> ThreadGroup:
-        """What some of the threads share; the same for all of them."""
+        """Return the shared state of a subgroup, the same object for all its threads."""
         with self._parting:
             if group not in self._parts:
                 self._parts[group] = ThreadGroup(len(group), self._deadline_s)
             return self._parts[group]
 
     def abort(self) -> None:
-        """Let nobody wait any longer, here or in a part."""
+        """Abort all waits, here and in subgroups."""
         self.barrier.abort()
         with self._parting:
             parts = list(self._parts.values())
@@ -121,7 +121,7 @@ class ThreadGroup:
             part.abort()
 
     def mend(self) -> None:
-        """Let them meet again, once none of them is in a call."""
+        """Let the threads use collectives again, once none of them runs a call."""
         self.barrier.reset()
         for part in self._parts.values():
             part.mend()
@@ -131,8 +131,8 @@ class ThreadRanks:
     """A rank that is a thread of this process.
 
     Args:
-        group: shared with the others.
-        rank: which one this is.
+        group: state shared with the others.
+        rank: index of this rank.
     """
 
     def __init__(self, group: ThreadGroup, rank: int) -> None:
@@ -182,14 +182,14 @@ class ProcessRanks:
     """A rank that is a process of a torch.distributed group.
 
     Args:
-        group: the group; its ranks are the processes' in ascending order.
-        members: the processes in it.
-        deadline_s: how long a collective waits for a rank that does not come.
+        group: the process group; its ranks are the processes in ascending order.
+        members: the processes of the group.
+        deadline_s: longest wait of a collective for a missing rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], deadline_s: float) -> None:
         self.group = group
-        """For what torch.distributed does itself."""
+        """Process group for direct calls of torch.distributed."""
         self._deadline_s = deadline_s
         self.members = tuple(members)
         self.rank = self.members.index(dist.get_rank())
@@ -202,11 +202,11 @@ class ProcessRanks:
         """Join the other processes of a pool.
 
         Args:
-            rank: which one this is.
-            size: how many there are.
-            store: where they find each other; new.
-            backend: of torch.distributed; ``cpu:gloo,cuda:nccl`` where tensors are on either.
-            deadline_s: how long a collective of these ranks, or of a part of them, waits for one of them.
+            rank: index of this process.
+            size: number of processes.
+            store: a new store where they find each other.
+            backend: backend of torch.distributed; ``cpu:gloo,cuda:nccl`` for tensors on either device.
+            deadline_s: longest wait of a collective, of all ranks or of a subgroup, for one of them.
         """
         timeout = timedelta(seconds=deadline_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -214,7 +214,7 @@ class ProcessRanks:
         return ProcessRanks(dist.group.WORLD, range(size), deadline_s)
 
     def part(self, groups: Sequence[Sequence[int]]) -> Ranks:
-        """See Ranks; every process makes every group, as torch.distributed asks."""
+        """See Ranks; every process makes every group, as torch.distributed requires."""
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in map(sorted, groups):
             members = [self.members[rank] for rank in group]
@@ -233,7 +233,7 @@ class ProcessRanks:
             pass
 
     def summing(self, tensors: Sequence[Tensor]) -> Iterator[dist.Work]:
-        """The same sum, a collective at a time: begun, given, and waited for when the next is asked for.
+        """Run the same sum one collective at a time: start it, yield it, wait for it when resumed.
 
         No other sum of these ranks may begin before the iterator ends.
         """
@@ -253,7 +253,7 @@ class ProcessRanks:
                     tensor.copy_(sums.view_as(tensor))
 
     def _sum_by_buckets(self, flat: Sequence[Tensor], length: int) -> Iterator[dist.Work]:
-        """Replace tensors [N] of ``length`` elements in all by their sums, a bucket at a time."""
+        """Replace tensors [N] with ``length`` elements in total by their sums, bucket by bucket."""
         share = -(-min(length, BUCKET_BYTES // flat[0].element_size()) // self.size)
         buffers = flat[0].new_zeros(2, self.size, share)
         for start in range(0, length, self.size * share):
@@ -283,19 +283,19 @@ class ProcessRanks:
 
 
 def _own(groups: Sequence[Sequence[int]], rank: int) -> tuple[int, ...]:
-    """The group of a rank."""
+    """Return the group of a rank."""
     return next(tuple(sorted(group)) for group in groups if rank in group)
 
 
 def _waited(work: dist.Work | None) -> Iterator[dist.Work]:
-    """A collective that was begun, then waited for."""
-    assert work is not None  # this rank is of the group
+    """Yield a collective in flight, then wait for it."""
+    assert work is not None  # this rank is in the group
     yield work
     work.wait()
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in the order given, into a new tensor."""
+    """Return the sum in the given order, in a new tensor."""
     total = parts[0].clone()
     for part in parts[1:]:
         total += part
@@ -303,7 +303,7 @@ def _added(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _over(flat: Sequence[Tensor], buffer: Tensor, bucket: slice, *, back: bool) -> None:
-    """Copy the bucket's elements of tensors that lie end to end into a buffer, or ``back`` from there."""
+    """Copy the bucket's elements of the concatenated tensors into a buffer, or ``back`` from it."""
     start = 0
     for tensor in flat:
         first, last = max(bucket.start, start), min(bucket.stop, start + len(tensor))

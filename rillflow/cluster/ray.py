@@ -1,21 +1,21 @@
-"""Ray: every rank is an actor process of its own, on this machine or on others.
+"""Ray: run every rank as an actor process, on this machine or on others.
 
-    driver ── placement group a pool ──> RankProcess 0, 1, ...     one call at a time, in order
-       │                                      │ results: Ray's object store of the machine they are made on
-       └── references only                    └ a tensor travels as the memory it is, read without a copy
+    driver ── placement group per pool ─> RankProcess 0, 1, ...     one call at a time, in order
+       │                                      │ results: object store of the machine that made them
+       └── references only                    └ a tensor is sent as raw memory, read without a copy
 
-Processes have no rank until all have told where they are (``cluster.nodes``): ranks count the nodes in
-turn, and on each the devices. A cluster that we start ourselves listens on 127.0.0.1 alone and asks for a
-token; it ends with us, killed or not, and its files with it (``cluster.watchdog``). One that is there
-already (``address``) is joined with whatever protection it has. Which of the two is settled before Ray is
-imported, so this module is imported by ``cluster.start`` alone.
+Processes get their ranks after all have reported their location (``cluster.nodes``): ranks are numbered by
+node, then by device. A cluster that Rillflow starts listens only on 127.0.0.1 and requires a token. It ends
+with the driver, even if the driver is killed, and its files are removed (``cluster.watchdog``). An existing
+cluster (``address``) is joined with its own protection. This choice must be made before Ray is imported, so
+only ``cluster.start`` imports this module.
 
 Loop of a rank's process
     consumes      calls submitted to it, in order
     waits for     the objects its arguments refer to
     unblocked by  the ranks that make them, or the error that ended them
     produces      objects
-    shuts down    healthy: ``close`` kills it. It dies with the driver, or by the watchdog's hand
+    shuts down    healthy: ``close`` kills it. Otherwise it ends with the driver, or the watchdog kills it
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ from rillflow.errors import ClusterError
 from rillflow.observe.environment import usable_cores
 
 MAX_ARGUMENT_BYTES = 16 * 2**20
-"""An option larger than this is data, and data travel as batches."""
+"""Largest size of an option; larger data must travel as batches."""
 MAX_BESIDE = 32
-"""References that travel beside every call; more are put into the object store, once for all ranks."""
+"""References sent with every call; a longer table goes to the object store once for all ranks."""
 _CLOSE_S = 3.0
-"""How long ranks have to close what is open on them before they are killed."""
+"""Seconds that ranks have to close their resources before they are killed."""
 _START_S = 60.0
-"""How long a pool may take to be scheduled, and the ranks to start, where they are few."""
+"""Seconds for a pool to be scheduled, and base time for ranks to start."""
 _START_EACH_S = 15.0
-"""How much longer each rank may take: importing is work, and ranks of one machine share its cores."""
+"""Additional start time in seconds per rank: imports take time, and ranks of one machine share its cores."""
 
 
 class RayBackend:
-    """Runs calls on Ray actors.
+    """Backend that runs calls on Ray actors.
 
     Args:
-        deadline_s: how long a rank waits for another one's result.
-        address: of a running cluster; None starts one on this machine.
+        deadline_s: longest wait of a rank for another one's result.
+        address: address of a running cluster; None starts one on this machine.
     """
 
     def __init__(self, deadline_s: float = 3600.0, *, address: str | None = None) -> None:
@@ -108,7 +108,7 @@ class RayBackend:
         """See Backend."""
         try:
             message = packed(value)
-        except Exception as error:  # noqa: BLE001  whatever an argument's own pickling raises
+        except Exception as error:  # noqa: BLE001  any error of an argument's own pickling
             raise _cannot_travel(what + _heaviest(value), error) from None
         if message.nbytes > MAX_ARGUMENT_BYTES:
             raise ClusterError(
@@ -129,12 +129,12 @@ class RayBackend:
         """See Backend."""
         try:
             message = packed((work, arguments, results), is_call=True)
-        except Exception as error:  # noqa: BLE001  whatever an argument's own pickling raises
+        except Exception as error:  # noqa: BLE001  any error of an argument's own pickling
             raise _cannot_travel("something a call needs", error) from None
         self.traffic.calls += 1
         self.traffic.sent_bytes += message.nbytes
         held = list(message.references)
-        sent = (message.body, held) if held else message.body  # Ray takes bytes alone as they are
+        sent = (message.body, held) if held else message.body  # Ray sends plain bytes unchanged
         made = self._method(place, results).remote(sent, *message.own)
         return (made,) if results == 1 else tuple(made)
 
@@ -161,12 +161,12 @@ class RayBackend:
         return bool(ray.wait(list(references), num_returns=1, timeout=deadline_s)[0])
 
     def mend(self, pools: Collection[str], deadline_s: float) -> None:
-        """See Backend; processes meet as before, and not without one that has died."""
+        """See Backend; process groups need no repair, and cannot continue without a dead process."""
 
     def close(self) -> None:
         """See Backend."""
-        if self._ranks:  # without one, asking Ray for anything would start it again
-            with suppress(faults.RayError):  # a rank that is busy or dead cannot close; it is killed anyway
+        if self._ranks:  # without ranks, any Ray call would start Ray again
+            with suppress(faults.RayError):  # a busy or dead rank cannot close; it is killed anyway
                 ray.get([rank.close.remote() for rank in self._ranks.values()], timeout=_CLOSE_S)
         for rank in self._ranks.values():
             ray.kill(rank)
@@ -187,14 +187,14 @@ class RayBackend:
             self._folder = None
 
     def _method(self, place: Place, results: int) -> Any:
-        """How a rank is called for so many results; made once, for it costs as much as the call."""
+        """Return the remote method for a number of results; cached, since it costs as much as a call."""
         key = (place, results)
         if key not in self._methods:
             self._methods[key] = self._ranks[place].run.options(num_returns=results)
         return self._methods[key]
 
     def _join(self, ranks: int) -> None:
-        """Join a cluster, or start one for so many ranks: they share the cores, whatever their number."""
+        """Join a cluster, or start one for the given number of ranks, which share the machine's cores."""
         if ray.is_initialized():
             return
         self._started = True
@@ -211,7 +211,7 @@ class RayBackend:
             del os.environ[MARK]
 
     def _fit(self, pools: Sequence[Pool], there: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse pools that take more than all nodes have."""
+        """Raise ClusterError if the pools need more devices than all nodes have."""
         for kind in ("CPU", "GPU"):
             taking = [pool for pool in pools if kind == "CPU" or self.devices[pool.name] != "cpu"]
             wanted = sum(pool.size for pool in taking)
@@ -225,7 +225,7 @@ class RayBackend:
                 )
 
     def _start(self, pool: Pool) -> None:
-        """Start a pool's processes wherever there is room, counted as they come."""
+        """Start a pool's processes wherever there is room, numbered in the order of creation."""
         bundle = {"CPU": 1.0} | ({} if self.devices[pool.name] == "cpu" else {"GPU": 1.0})
         group = placement_group([bundle] * pool.size, strategy="PACK")
         self._groups.append(group)
@@ -242,7 +242,7 @@ class RayBackend:
             self._ranks[Place(pool.name, index)] = actor.options(**given).remote(sys.path)
 
     def _seat(self) -> None:
-        """Give every process its rank, in the order of nodes and devices; the ranks of a pool meet."""
+        """Give every process its rank, ordered by node and device, and connect the ranks of each pool."""
         driver, came = nodes.versions(), self._ranks
         seats = self._asked("its start", {at: each.seat.remote(driver) for at, each in came.items()})
         self._ranks, seated = {}, dict[Place, ProcessSeat]()
@@ -272,7 +272,7 @@ class RayBackend:
         self._asked("meeting its pool", joining)
 
     def _looked_at(self, seated: Mapping[Place, ProcessSeat]) -> dict[Place, Node]:
-        """The node of every rank, each looked at once: the room of its store, its clock."""
+        """Return the node of every rank; check each node's shared memory and clock once."""
         stores = {node["NodeManagerAddress"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         found: dict[str, Node] = {}
         for at, seat in seated.items():
@@ -283,7 +283,7 @@ class RayBackend:
         return {at: found[seat.node] for at, seat in seated.items()}
 
     def _asked(self, doing: str, calls: Mapping[Place, Any]) -> dict[Place, Any]:
-        """What processes answer while they start."""
+        """Return the replies of processes during the start."""
         timeout_s = _START_S + _START_EACH_S * len(self._ranks)
         awaited = [Awaited(doing=doing, place=at, reference=made) for at, made in calls.items()]
         try:
@@ -300,7 +300,7 @@ class RankProcess:
     """One rank: the process that runs its calls.
 
     Args:
-        paths: where the driver finds its modules.
+        paths: module search path of the driver.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -311,21 +311,21 @@ class RankProcess:
         self._held: dict[str | int, Any] = {}
 
     def seat(self, driver: Mapping[str, str]) -> Body:
-        """Where this process is; see ``nodes.seat_of``."""
+        """Return the seat of this process; see ``nodes.seat_of``."""
         devices = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         return packed(nodes.seat_of(self._node, devices, driver)).body
 
     def time(self) -> float:
-        """Seconds since the epoch, as this node counts them."""
+        """Return seconds since the epoch on this node's clock."""
         return time.time()
 
     def host(self, size: int, deadline_s: float) -> Body:
-        """Let the other ranks of the pool find this one; at which port."""
+        """Host the store of the pool; return its port."""
         self._store = nodes.hosted_store(self._node, size, deadline_s)
         return packed(self._store.port).body
 
     def join(self, seating: Seating) -> Body:
-        """Be the rank that this process is to be."""
+        """Become the rank that the driver assigned."""
         threads = max(1, int(usable_cores()) // seating.neighbours)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
@@ -336,21 +336,21 @@ class RankProcess:
         return packed(True).body
 
     def close(self) -> None:
-        """Close what is open on this rank."""
+        """Close the resources of this rank."""
         self._site.stack.close()
 
     def run(self, sent: Body, *own: Body) -> Any:
-        """One call: its message, and the values of its own references, which Ray brings before it begins."""
+        """Run one call, given its message and the values of its own references, which Ray resolves first."""
         body, references = sent if isinstance(sent, tuple) else (sent, [])
         self._held = by_name(references) | dict(enumerate(own))
         work, arguments, results = unpacked(body)
         try:
             found = work(self._site, *arguments)
         finally:
-            self._held = {}  # what is held after a call stays in the store, and its owner has to ask for it
+            self._held = {}  # objects held after a call stay in the store
         try:
             return packed(found).body if results == 1 else replies(found, own, ray.put)
-        except Exception as error:  # noqa: BLE001  whatever a result's own pickling raises
+        except Exception as error:  # noqa: BLE001  any error of a result's own pickling
             raise _cannot_travel(f"the result of {arguments[0]} on {self._site.place}", error) from None
 
     def _fetch(self, slots: Sequence[Slot], fields: Collection[str] | None = None) -> list[Any]:
@@ -371,14 +371,14 @@ class RankProcess:
         return values
 
     def _got(self, wanted: Sequence[Any]) -> list[Body]:
-        """What references stand for; what is here already is as it is."""
+        """Return the values of references; pass through those that are already here."""
         far = [each for each in wanted if isinstance(each, ray.ObjectRef)]
         found = iter(ray.get(far, timeout=self._deadline_s) if far else ())
         return [next(found) if isinstance(each, ray.ObjectRef) else each for each in wanted]
 
 
 def _listed(there: Sequence[Mapping[str, Any]]) -> str:
-    """What every node has, for an error."""
+    """Return the resources of every node as text for an error."""
     alive = [node for node in there if node["Alive"]]
     return "; ".join(
         f"node {node['NodeManagerAddress']}: "
@@ -388,19 +388,19 @@ def _listed(there: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _time_of(rank: Any) -> float:
-    """A process's seconds since the epoch."""
+    """Return a process's seconds since the epoch."""
     return float(ray.get(rank.time.remote(), timeout=_START_S))
 
 
 def _heaviest(value: Any) -> str:
-    """Of options by name, the one that takes most bytes, or cannot be turned into any."""
+    """Return the name of the largest option, or of one that cannot be serialised."""
     return f" {max(value, key=lambda name: _weight(value[name]))!r}" if isinstance(value, dict) else ""
 
 
 def _weight(value: Any) -> float:
     try:
         return packed(value).nbytes
-    except Exception:  # noqa: BLE001  whatever its own pickling raises
+    except Exception:  # noqa: BLE001  any error of its own pickling
         return float("inf")
 
 
@@ -426,11 +426,11 @@ _LOSSES: dict[tuple[type[faults.RayError], ...], tuple[str, str]] = {
         "look at the cluster's nodes, and at the room of /dev/shm and /tmp there",
     ),
 }
-"""What each kind of Ray's errors says of a rank, and what to do."""
+"""Message and advice for each kind of Ray error."""
 
 
 def _loss(error: faults.RayError) -> tuple[str, str, str]:
-    """Of what Ray itself reports: what became of a rank, why, and what to do."""
+    """Return what happened to a rank, why, and what to do, from an error of Ray itself."""
     what, fix = next(
         (said for kinds, said in _LOSSES.items() if isinstance(error, kinds)),
         ("has failed", "the same command goes on from the last checkpoint"),
@@ -443,7 +443,7 @@ def _loss(error: faults.RayError) -> tuple[str, str, str]:
 
 
 def _raise_cause(error: faults.RayTaskError) -> NoReturn:
-    """What the call raised, as it was, however many ranks have passed it on."""
+    """Raise the original error of a call, no matter how many ranks have passed it on."""
     cause: object = error
     while isinstance(cause, faults.RayTaskError):
         cause = cause.cause

@@ -1,6 +1,6 @@
-"""Ray's start: a cluster of our own, or one to join.
+"""Ray's start: start a cluster of our own, or join one.
 
-RayBackend ─┬─ no address ─> start_cluster(folder, ranks): daemons on this machine, in a folder of ours
+RayBackend ─┬─ no address ─> start_cluster(folder, ranks): daemons on this machine, in our own folder
             └─ address ────> join_cluster(address): a driver on a node that is up
 """
 
@@ -23,7 +23,7 @@ from rillflow.cluster.signals import kept_by_driver
 from rillflow.errors import ClusterError
 
 _REACH_S = 10.0
-"""How long to wait for a cluster's head to answer."""
+"""Seconds to wait for a reply of a cluster's head."""
 
 
 def start_cluster(folder: Path, ranks: int) -> None:
@@ -42,7 +42,7 @@ def start_cluster(folder: Path, ranks: int) -> None:
                 logging_level=logging.WARNING,
                 _temp_dir=str(folder / "r"),
             )
-    except Exception as error:  # Ray raises this very class where a daemon is late
+    except Exception as error:  # Ray raises exactly this class if a daemon is late
         if type(error) is not Exception:
             raise
         raise ClusterError(
@@ -56,7 +56,7 @@ def join_cluster(address: str) -> None:
     """Join a running cluster.
 
     Raises:
-        ClusterError: nothing answers there, or it is none that this process can be part of.
+        ClusterError: nothing answers there, or this process cannot be part of the cluster.
     """
     host, _, port = address.rpartition(":")
     what = f"the cluster at {address} cannot be joined"
@@ -78,9 +78,9 @@ def join_cluster(address: str) -> None:
 
 
 def _is_node() -> bool:
-    """Whether Ray is up on this machine; of neighbours that are containers the processes may be seen, too."""
+    """Return whether Ray is up on this machine; processes of neighbouring containers may be visible too."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended, or its address is another machine's
+        with suppress(OSError):  # it has ended, or its address belongs to another machine
             if found := re.search(rb"raylet/raylet\0.*\0--node_ip_address=([^\0]+)", file.read_bytes(), re.S):
                 nodes.listening(found[1].decode()).close()
                 return True

@@ -1,8 +1,8 @@
-"""Signals: SIGTERM is the driver's to answer, also once Ray is up.
+"""Signals: the driver handles SIGTERM, also while Ray runs.
 
-``ray.init`` replaces the driver's handler of SIGTERM, and starts daemons that end themselves on one. Slurm
-sends SIGTERM to all processes of a job at once, and ``kill`` to all of a process group: the ranks would be
-gone before the driver has saved their state.
+``ray.init`` replaces the driver's handler of SIGTERM, and starts daemons that end on SIGTERM. Slurm sends
+SIGTERM to all processes of a job at once, and ``kill`` can send it to a whole process group. Without this
+module, the ranks would be gone before the driver has saved their state.
 
     driver       keeps its handler
     daemons      start with SIGTERM blocked; ``ray.shutdown`` and the watchdog end them
@@ -20,24 +20,24 @@ from types import FrameType
 from rillflow.errors import ClusterError
 
 ENVIRONMENT = {"RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1"}
-"""Keeps Ray's C++ handler away, which would abort the driver on SIGTERM; Ray reads it in ``ray.init``."""
+"""Disables Ray's C++ handler, which would abort the driver on SIGTERM; Ray reads it in ``ray.init``."""
 
 
 @contextmanager
 def kept_by_driver() -> Iterator[None]:
-    """Keep the driver's handler of SIGTERM over ``ray.init``; processes started inside have SIGTERM blocked.
+    """Keep the driver's SIGTERM handler across ``ray.init``; processes started inside have SIGTERM blocked.
 
-    A signal that arrives meanwhile is handled afterwards.
+    A signal that arrives in between is handled afterwards.
 
     Raises:
-        ClusterError: a signal ended Ray's start, and the driver's handler goes on.
+        ClusterError: a signal ended Ray's start, and the driver's handler returned.
     """
     is_main = threading.current_thread() is threading.main_thread()
     handler, is_ended = signal.getsignal(signal.SIGTERM), False
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
-    except SystemExit:  # Ray's own handler: a thread that does not block SIGTERM took the signal
+    except SystemExit:  # Ray's own handler: a thread without blocked SIGTERM took the signal
         is_ended = True
     finally:
         if is_main and handler is not None:
@@ -52,9 +52,9 @@ def kept_by_driver() -> Iterator[None]:
 
 def left_to_driver() -> None:
     """Make this process, a rank, ignore SIGTERM; programs that it starts get the default again."""
-    signal.signal(signal.SIGTERM, _ignore)  # a handler of Python's is not inherited over exec, SIG_IGN is
+    signal.signal(signal.SIGTERM, _ignore)  # exec resets a Python handler to the default, but keeps SIG_IGN
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The driver has received it too, and ends the ranks."""
+    """Ignore the signal: the driver has received it too, and ends the ranks."""

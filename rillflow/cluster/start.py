@@ -1,8 +1,8 @@
-"""Start: the backend that the settings ask for, its pools open.
+"""Start: create the backend that the settings select, and open its pools.
 
-recipe ─> address ─┬─ none: a cluster of our own, on the loopback device, behind a token
-                   └─ one: joined with whatever protection it has
-                         └─> settled in the environment, where Ray reads it when it is imported, then
+recipe ─> address ─┬─ none: a cluster of our own, on the loopback device, with a token
+                   └─ given: joined with its own protection
+                         └─> set in environment variables, which Ray reads at import, then opened
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from rillflow.cluster.ray import RayBackend
 
 _OWN = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""What protects a cluster of our own; despite its name the second keeps every port on the loopback device."""
+"""Protection of a cluster of our own; the second variable, despite its name, keeps all ports on loopback."""
 _EVERY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_prestart_worker_first_driver": "0",  # idle processes, one a core, never used
-    "RAY_worker_niceness": "0",  # at Ray's 15 ranks starve beside other programs
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # whoever reads a result gets its error
+    "RAY_prestart_worker_first_driver": "0",  # idle processes, one per core, never used
+    "RAY_worker_niceness": "0",  # with Ray's default of 15, ranks starve next to other programs
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a reader of a result gets its error
     **ENVIRONMENT,
 }
 
 
 def start_backend(config: PlacementConfig, pools: Sequence[Pool], device: str) -> Backend:
-    """An open backend; whoever asks for it closes it.
+    """Return an open backend; the caller closes it.
 
     Args:
-        config: what runs the pools.
-        pools: the ranks.
+        config: placement settings.
+        pools: the pools.
         device: see ``Backend.open``.
 
     Raises:
@@ -61,10 +61,10 @@ def start_backend(config: PlacementConfig, pools: Sequence[Pool], device: str) -
 
 
 def ray_backend(deadline_s: float = 3600.0, address: str | None = None) -> RayBackend:
-    """A backend on Ray, which is imported here.
+    """Return a backend on Ray; this function imports Ray.
 
     Args:
-        deadline_s: how long a rank waits for another one's result.
+        deadline_s: longest wait of a rank for another one's result.
         address: see ``settle``.
 
     Raises:
@@ -77,13 +77,13 @@ def ray_backend(deadline_s: float = 3600.0, address: str | None = None) -> RayBa
 
 
 def settle(address: str | None = None) -> str | None:
-    """Set in the environment what Ray reads there when it is imported; the cluster to join, if any.
+    """Set the variables that Ray reads at import; return the address of the cluster to join, if any.
 
     Args:
-        address: of a running cluster; None is RAY_ADDRESS's, or where there is none a cluster of our own.
+        address: address of a running cluster; None: RAY_ADDRESS, or without it a cluster of our own.
 
     Raises:
-        ClusterError: Ray was imported before, for a cluster of the other kind, or the address is a client's.
+        ClusterError: Ray was imported before for the other kind of cluster, or the address is a Ray client's.
     """
     address = address or os.environ.get("RAY_ADDRESS")
     address = None if address == "local" else address

@@ -1,11 +1,11 @@
-"""Watchdog: ends what a cluster of ours has left, where the driver could not.
+"""Watchdog: end the leftovers of our own cluster if the driver could not.
 
-    driver ── started with it ──> watchdog        a process of its own, in a session of its own
-       ├── its pipe closed ──> every process with the cluster's mark is killed
-       └── gone ─────────────> so too, and the cluster's folder removed
+    driver ── starts ──> watchdog        a separate process in its own session
+       ├── closes the pipe ──> every process with the cluster's mark is killed
+       └── has died ─────────> the same, and the cluster's folder is removed
 
-Ray's daemons follow a killed driver at once; their own helpers do so after a minute. Run as a file, it
-imports the standard library alone.
+Ray's daemons end at once after a killed driver, but their helper processes need a minute. The watchdog runs
+as a script and imports only the standard library.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "RILLFLOW_CLUSTER"
-"""The environment variable that processes of a cluster inherit; its value is the cluster's folder."""
+"""Environment variable that processes of a cluster inherit; its value is the cluster's folder."""
 _LEAVE_S = 10.0
-"""How long leaving a cluster may take."""
+"""Longest time in seconds to leave a cluster."""
 _LOOK_S = 0.5
-"""Seconds between two looks at whether the driver is still there."""
+"""Seconds between two checks that the driver is alive."""
 
 
 def watch(folder: Path) -> subprocess.Popen[bytes]:
@@ -37,7 +37,10 @@ def watch(folder: Path) -> subprocess.Popen[bytes]:
 
 
 def end(watchdog: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """End the cluster, and wait for it; a fork of ours may hold the watchdog's input open until that ends."""
+    """End the cluster and wait for the watchdog, up to a timeout.
+
+    A forked process may hold the watchdog's input open.
+    """
     assert watchdog.stdin is not None, "watch gives it one"
     watchdog.stdin.close()
     with suppress(subprocess.TimeoutExpired):
@@ -45,9 +48,9 @@ def end(watchdog: subprocess.Popen[bytes], timeout_s: float) -> None:
 
 
 def end_once(watchdog: subprocess.Popen[bytes], is_left: Callable[[], bool]) -> None:
-    """End the cluster as soon as the driver has left it, in a thread: waits for nothing else.
+    """End the cluster in a background thread as soon as the driver has left it.
 
-    Its daemons block SIGTERM (``cluster.signals``), and Ray waits a second for each to answer one.
+    Its daemons block SIGTERM (``cluster.signals``), and Ray waits a second for each to react to one.
     """
 
     def wait() -> None:
@@ -64,15 +67,18 @@ def _main(driver: int, folder: str) -> None:
     while os.getppid() == driver and not select.select([sys.stdin], [], [], _LOOK_S)[0]:
         pass
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is somebody else's
+        with suppress(OSError):  # it has ended, or belongs to another user
             if _belongs(entry, folder):
                 os.kill(int(entry.name), signal.SIGKILL)
-    if os.getppid() != driver:  # a driver that lives is in Ray's shutdown, which wants the folder
+    if os.getppid() != driver:  # a live driver is in Ray's shutdown, which needs the folder
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _belongs(process: Path, folder: str) -> bool:
-    """Whether a process has the cluster's mark; where Ray's title stands over it, a file of its folder."""
+    """Return whether a process belongs to the cluster.
+
+    It has the cluster's mark, or, if Ray's title has overwritten the mark, an open file in its folder.
+    """
     if (process / "cmdline").read_bytes().startswith(b"ray::"):
         return any(Path(folder) in each.readlink().parents for each in (process / "fd").iterdir())
     return f"{MARK}={folder}".encode() in (process / "environ").read_bytes().split(b"\0")

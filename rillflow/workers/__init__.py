@@ -1,7 +1,7 @@
-"""Workers: what a role program is to the controller.
+"""Workers: the controller's view of a role program.
 
 @endpoint(TRANSFER)            a method the controller may call, and how values travel there and back
-Group.call ── Pending          at once; the ranks' results stay where they were made
+Group.call ── Pending          returns at once; the ranks' results stay where they were made
      └─ arguments: a Batch is cut here; a Pending is passed on as references, and each rank pulls
         its own rows from the ranks that hold them
 """

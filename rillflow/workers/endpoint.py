@@ -1,4 +1,4 @@
-"""Endpoint: the mark on a role's method that a controller may call it.
+"""Endpoint: mark a role's method as callable by the controller.
 
 class Critic:
     @endpoint(DP, reads=("tokens", "loss_mask"), writes=("values",))
@@ -23,31 +23,31 @@ from rillflow.records.metrics import Metric
 from rillflow.workers.transfer import Transfer
 
 Measure = Callable[[Batch], Mapping[str, Metric]]
-"""The metrics of a batch."""
+"""A function that returns the metrics of a batch."""
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """What the controller knows of a method."""
+    """The controller's description of a method."""
 
     name: str
-    """The method."""
+    """Name of the method."""
     transfer: Transfer
-    """How values travel."""
+    """Transfer of arguments and results."""
     reads: tuple[str, ...]
-    """Fields its batches must have between them."""
+    """Fields that at least one of its batches must have."""
     writes: tuple[str, ...]
-    """Fields of the batch it returns; empty where it returns none."""
+    """Fields of the batch it returns; empty if it returns none."""
     says: tuple[str, ...] = ()
-    """What a loss among its options is given by the model, beside fields."""
+    """Model outputs that it passes to a loss among its options, in addition to fields."""
     measures: Measure | None = None
-    """What is measured of its result in every step."""
+    """Function that measures its result in every step."""
     by_parts: bool = False
-    """Whether rows that come in parts may be given to it one part after the other; see ``Policy.update``."""
+    """Whether it may receive rows one part after the other; see ``Policy.update``."""
     also: tuple[str, ...] = ()
-    """Fields that it reads of batches that have them."""
+    """Optional fields that it reads if batches have them."""
 
     def __post_init__(self) -> None:
         if self.measures is not None and not self.writes:
@@ -59,30 +59,30 @@ class Endpoint:
 
     @property
     def is_row_by_row(self) -> bool:
-        """Whether its result has the rows that it was given: fields of theirs, and no tokens of its own."""
+        """Whether its result has the rows of its argument: it writes fields, but no tokens."""
         return bool(self.writes) and "tokens" not in self.writes
 
     def read(self, options: Mapping[str, Any]) -> tuple[str, ...] | None:
-        """The fields that travel to it, with those of the losses among its options; None: all."""
+        """Return the fields sent to it, including those of the losses among its options; None: all."""
         if not self.reads:
             return None
         losses = [name for term in loss_terms(options, 0) for name in term.reads]
         return tuple(dict.fromkeys((*self.reads, *losses, *self.also)))
 
     def travels(self, options: Mapping[str, Any]) -> Transfer:
-        """How its rows travel: as it says, in units that the losses among its options do not part."""
+        """Return its transfer, with a unit that keeps the rows of its losses together."""
         sections = [term.loss for term in loss_terms(options, 0) if isinstance(term.loss, LossSection)]
         unit = max((each.rows_together for each in sections), default=1)
         return self.transfer if unit <= self.transfer.unit else replace(self.transfer, unit=unit)
 
     @property
     def signature(self) -> Signature:
-        """For a traced step."""
+        """Signature for a traced step."""
         return Signature(reads=self.reads, writes=self.writes, transfer=self.transfer.name, says=self.says)
 
 
 class Marked(Generic[_P, _T]):
-    """A method with what its mark says; called through an instance, it is that method."""
+    """A marked method; called through an instance, it behaves like the method."""
 
     def __init__(self, method: Callable[Concatenate[Any, _P], _T], endpoint: Endpoint) -> None:
         self.method, self.endpoint = method, endpoint
@@ -106,17 +106,18 @@ def endpoint(
 
     Args:
         transfer: how arguments and results travel.
-        reads: fields its batches must have between them. Where there are any, no others come to it: these,
-            ``also`` and what a loss reads.
-        writes: fields of the batch it returns: of the rows it was given, unless ``tokens`` are among them.
-        says: what a loss among its options is given by the model, beside fields.
-        measures: a function of a module: the metrics of a batch that it returned for rows of the step, whose
-            fields ``writes`` names.
-        by_parts: whether it takes ``part`` = (index, count) and then is given a part of the rows alone.
-        also: fields that it reads of batches that have them.
+        reads: fields that at least one of its batches must have. If there are any, only these fields,
+            ``also`` and the fields that a loss reads are sent.
+        writes: fields of the returned batch, which has the rows of its argument unless ``tokens`` are
+            included.
+        says: model outputs that it passes to a loss among its options, in addition to fields.
+        measures: a module's function: the metrics of a batch that it returned for rows of the step;
+            ``writes`` must name the fields of that batch.
+        by_parts: whether it takes ``part`` = (index, count) and then receives one part of the rows.
+        also: optional fields that it reads if batches have them.
 
     Raises:
-        GraphError: once it marks a method: what is measured is not written.
+        GraphError: when it marks a method with ``measures`` and without ``writes``.
     """
     how = {"reads": reads, "writes": writes, "says": says, "measures": measures, "by_parts": by_parts}
     said = partial(Endpoint, transfer=transfer, also=also, **how)  # type: ignore[arg-type]
@@ -124,7 +125,7 @@ def endpoint(
 
 
 def endpoints_of(role: type) -> dict[str, Endpoint]:
-    """The endpoints of a class and of those it inherits from, by name."""
+    """Return the endpoints of a class and its base classes, by name."""
     return {
         name: marked.endpoint
         for owner in reversed(role.__mro__)

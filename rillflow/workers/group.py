@@ -1,8 +1,8 @@
 """Group: the ranks of one pool that run the same role program.
 
 call(endpoint, *arguments, **options)
-    Batch, Pending   cut or broadcast over the mesh as the endpoint's transfer says
-    anything else    the same for every rank, as options are
+    Batch, Pending   split or broadcast over the mesh by the endpoint's transfer
+    anything else    sent unchanged to every rank, like options
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Group:
     """A role on the ranks of a pool.
 
     Args:
-        role: its name.
-        endpoints: what may be called.
+        role: name of the role.
+        endpoints: endpoints by name.
         mesh: names the axes of the pool's ranks.
-        pool: the pool's name.
-        backend: where the ranks are.
-        of: the role whose stages its endpoints are, as an algorithm calls them; its own name if left out.
+        pool: name of the pool.
+        backend: the backend that runs the ranks.
+        of: role that an algorithm calls for these endpoints; by default ``role``.
 
     Raises:
-        ClusterError: there is no such pool, or it has not the mesh's ranks.
+        ClusterError: there is no such pool, or it has fewer ranks than the mesh.
         PlacementError: an endpoint's transfer names an axis that no mesh has.
 
     Example:
@@ -68,11 +68,11 @@ class Group:
             _require_axes(f"{role}.{each.name}", each.transfer, mesh)
 
     def start(self, factory: Factory, deadline_s: float = 600.0) -> None:
-        """Make the role's object on every rank.
+        """Construct the role's object on every rank.
 
         Raises:
-            RillflowError: what a constructor raised.
-            ClusterError: a rank died or did not answer.
+            RillflowError: an error that a constructor raised.
+            ClusterError: a rank died or did not finish in time.
         """
         packed = self._backend.pack(factory, f"what makes {self.role}")
         awaited = [
@@ -90,10 +90,10 @@ class Group:
             ) from None
 
     def call(self, endpoint: str, *arguments: Any, **options: Any) -> Pending:
-        """Run an endpoint on all ranks; returns at once.
+        """Run an endpoint on all ranks; return at once.
 
         Raises:
-            ClusterError: there is no such endpoint, a batch has no row, or an argument cannot travel.
+            ClusterError: there is no such endpoint, a batch is empty, or an argument cannot be serialised.
         """
         if endpoint not in self.endpoints:
             raise ClusterError(
@@ -131,17 +131,17 @@ class Group:
         )
 
     def takes(self, endpoint: str) -> list[Place]:
-        """The ranks whose results of an endpoint are taken."""
+        """Return the ranks whose results of an endpoint are taken."""
         return [self.places[rank] for rank in self._taken(self.endpoints[endpoint].transfer)]
 
     def _ready(self, call: Call, argument: Any) -> Any:
-        """An argument that is no batch travels packed, once for all ranks."""
+        """Return a batch unchanged; serialise any other argument once for all ranks."""
         if isinstance(argument, Batch | Pending):
             return argument
         return self._backend.pack(argument, f"an argument of {call}, {type(argument).__name__},")
 
     def _taken(self, transfer: Transfer) -> list[int]:
-        """The ranks whose results are taken: along axes that receive nothing, one copy is enough."""
+        """Return the ranks whose results are taken; axes without a receive placement contribute one copy."""
         found, mesh = [], self.mesh
         for rank in sorted(mesh.ranks):
             coordinates = mesh.coordinates(rank)
@@ -165,26 +165,26 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class _Cut:
-    """How the rows of a call's batches are cut."""
+    """The split of the rows of a call's batches."""
 
     transfer: Transfer
-    """Of the call."""
+    """Transfer of the call."""
     shares: Sequence[int]
-    """Which part each rank gets: its coordinate along the axes that cut rows."""
+    """Part of each rank: its coordinate along the axes that split rows."""
     count: int
-    """Of how many."""
+    """Number of parts."""
     fields: Names
-    """What is read."""
+    """Fields that the endpoint reads."""
     weighed: Batch | Pending | None
-    """Whose tokens decide."""
+    """Batch whose tokens balance the parts."""
     lie: Lie | None
-    """How the rows lie over the parts, where that is known."""
+    """Layout of the rows over the parts, if known."""
     is_as_held: bool
-    """Whether every part is one that there is."""
+    """Whether every part equals an existing one."""
 
     @classmethod
     def of(cls, transfer: Transfer, mesh: Mesh, arguments: Sequence[Any], fields: Names) -> _Cut:
-        """How a transfer cuts batches."""
+        """Return the split of batches for a transfer."""
         axes = [axis for axis in mesh.axes if isinstance(transfer.send.get(axis.name), Split)]
         indices = []
         for rank in sorted(mesh.ranks):
@@ -215,7 +215,7 @@ class _Cut:
         )
 
     def part(self, argument: Any, rank: int, asks: Place) -> Any:
-        """What one rank is sent of an argument; ``asks`` is one of the ranks."""
+        """Return the part of an argument for one rank; ``asks`` is one of the requesting ranks."""
         index, unit = self.shares[rank], self.transfer.unit
         if isinstance(argument, Pending):
             if self.is_as_held:
@@ -229,7 +229,7 @@ class _Cut:
         return argument
 
     def of_result(self, called: Endpoint) -> Lie | None:
-        """How the rows of the result lie, where it has the part of every rank."""
+        """Return the layout of the result's rows, if every rank's part is in it."""
         if self.transfer.send != self.transfer.receive:
             return None
         if self.lie is not None and called.is_row_by_row:
@@ -238,10 +238,9 @@ class _Cut:
 
 
 def _weighed(transfer: Transfer, arguments: Sequence[Any]) -> Batch | Pending | None:
-    """The batch by whose tokens rows are shared out: the first, if what follows it is of its kind.
+    """Return the batch whose tokens balance the parts: the first one, if all are Batches or all are Pendings.
 
-    Where some batches are here and some with the ranks, nobody knows all of their lengths, and rows are
-    shared out evenly.
+    If some are here and others on ranks, nobody knows all lengths, and rows are split evenly.
     """
     batches = [each for each in arguments if isinstance(each, Batch | Pending)]
     kinds = {isinstance(each, Pending) for each in batches}

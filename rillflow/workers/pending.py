@@ -1,7 +1,7 @@
 """Pending: a result that exists as references; the controller passes it on without reading it.
 
-stage ── ranks' results stay where they are ──> Pending ── Rows, Whole ──> the next stage's ranks
-                                                   └── read() ──> the controller, where it must
+stage ── results stay on their ranks ──> Pending ── Rows, Whole ──> the next stage's ranks
+                                            └── read() ──> the controller, only if necessary
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from rillflow.workers import program
 from rillflow.workers.values import Facts, Held, Lie, Names, Own, RemoteValue, Rows, Whole, assembled
 
 MANY = 16
-"""Of more parts than this one rank gathers the facts for all that want to know them."""
+"""Number of parts above which one rank gathers the facts for all others."""
 
 
 class Pending(Handle):
     """One stage's result.
 
     Args:
-        stage: what makes it, as errors call it.
-        given: the shapes or types of its arguments, as far as the controller knows them.
-        places: the ranks it is made on, those whose results are taken first.
-        references: of the ranks whose results are taken, in order.
-        others: of the ranks whose results nobody needs, watched for errors.
-        is_partial: whether results are shares.
-        sources: pendings among its arguments, to say who waits for whom.
-        backend: where it is made.
-        lie: how its rows lie over the references; None where it has none.
+        stage: name of the stage, in errors.
+        given: shapes or types of its arguments, as far as the controller knows them.
+        places: ranks that compute it; those whose results are taken come first.
+        references: results that are taken, in order.
+        others: results that are not taken, watched for errors.
+        is_partial: whether results are partial sums.
+        sources: pendings among its arguments, to report who waits for whom.
+        backend: the backend that runs the stage.
+        lie: layout of its rows over the references; None if it has none.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Pending(Handle):
     ) -> None:
         super().__init__(stage)
         self.lie = lie
-        """How its rows lie over the ranks that hold them; None where that is not known, or it has none."""
+        """Layout of its rows over the ranks that hold them; None if unknown or if it has no rows."""
         self.token = object()
-        """Stands for the result, where a Lie has to."""
+        """Identity of the result in a Lie."""
         self._held: Held | None = None
         self.places = tuple(places)
         self._given = given
@@ -63,28 +63,28 @@ class Pending(Handle):
         self._sources = tuple(sources)
         self._backend = backend
         self.after = tuple(dict.fromkeys(each.stage for each in sources))
-        """The stages whose results are among its arguments."""
+        """Stages whose results are among its arguments."""
         self._since = time.monotonic()
         self._facts: list[Facts] = []
         self.parts: Sequence[Pending] = ()
-        """The same in several, one after the other, where they come one by one."""
+        """The same result in consecutive parts, if it was produced in parts."""
         self.worked: Sequence[Facts] = ()
-        """When ranks were at work for it before they were asked for it."""
+        """Work of ranks for this result before it was requested."""
 
     @property
     def holders(self) -> tuple[Place, ...]:
-        """The ranks whose results are taken."""
+        """Ranks whose results are taken."""
         return self.places[: len(self._references)]
 
     @property
     def held(self) -> Held:
-        """Where its parts are."""
+        """References to its parts."""
         if self._held is None:
             self._held = Held(table=self._backend.table(self._references))
         return self._held
 
     def counted(self, place: Place) -> Held:
-        """The same; of many parts this rank gathers what is known of them, for all who ask after it."""
+        """Return the references to its parts; ``place`` gathers their facts if there are many parts."""
         if self.held.facts is None and len(self._references) > MANY:
             facts = self._backend.submit(place, program.gather_facts, self.held)[0]
             packed = self._backend.pack(facts, f"what is known of {self.stage}")
@@ -92,7 +92,7 @@ class Pending(Handle):
         return self.held
 
     def own(self, index: int, fields: Names = None) -> Own:
-        """The description of a rank's part as it lies."""
+        """Return the description of one rank's part, used without moving rows."""
         return Own(value=self._references[index].value, fields=fields)
 
     def rows(
@@ -104,23 +104,23 @@ class Pending(Handle):
         by: Pending | None = None,
         fields: Names = None,
     ) -> Rows:
-        """The description of one rank's rows; see ``values.Rows``. ``at`` is one of those that ask."""
+        """Return the description of one rank's rows; see ``values.Rows``. ``at`` is a requesting rank."""
         weighed = None if by is None else by.counted(at)
         held = self.counted(at)
         return Rows(held=held, index=index, count=count, unit=unit, by=weighed, fields=fields)
 
     def whole(self, fields: Names = None) -> Whole:
-        """The description of all of it."""
+        """Return the description of the whole result."""
         return Whole(held=self.held, is_partial=self._is_partial, fields=fields)
 
     @property
     def is_ready(self) -> bool:
-        """Whether every rank has answered."""
+        """Whether every rank has finished."""
         return all(self._backend.is_ready(each.value) for each in (*self._references, *self._others))
 
     @property
     def has_failed(self) -> bool:
-        """Whether every rank has answered, and one of them with an error."""
+        """Whether every rank has finished, and at least one with an error."""
         try:
             if self.is_ready:
                 self.wait(1.0)
@@ -132,9 +132,9 @@ class Pending(Handle):
         """Bring the value to the controller.
 
         Raises:
-            ClusterError: a rank died, or did not answer in time; it says who waits for whom, for what,
-                since when.
-            RillflowError: what the role raised.
+            ClusterError: a rank died, or did not finish in time; the message reports who waits for whom, for
+                what and since when.
+            RillflowError: an error that the role raised.
         """
         self.wait(deadline_s)
         made = self._awaited([each.value for each in self._references])
@@ -145,17 +145,17 @@ class Pending(Handle):
         return assembled(parts, is_partial=self._is_partial)
 
     def facts(self, deadline_s: float = 3600.0) -> list[Facts]:
-        """What is known of every rank's result, once all have answered; see ``read`` for errors."""
+        """Wait for all ranks, and return the facts of every taken result; see ``read`` for errors."""
         self.wait(deadline_s)
         return self._facts[: len(self._references)]
 
     @property
     def beside(self) -> list[Facts]:
-        """Facts of the ranks whose results nobody needs, once all have answered."""
+        """Facts of the results that are not taken, once all ranks have finished."""
         return self._facts[len(self._references) :]
 
     def wait(self, deadline_s: float = 3600.0) -> None:
-        """Wait until every rank has answered; see ``wait_for``.
+        """Wait until every rank has finished; see ``wait_for``.
 
         Raises:
             ClusterError, RillflowError: see ``read``.
@@ -163,7 +163,7 @@ class Pending(Handle):
         wait_for([self], deadline_s)
 
     def _before(self, known: dict[int, Pending]) -> dict[int, Pending]:
-        """Add this and what it waits for to those that have not been seen to be ready, sources first."""
+        """Add this stage and its sources to the stages not known to be ready, sources first."""
         if not self._facts and id(self) not in known:
             for source in self._sources:
                 source._before(known)
@@ -197,7 +197,7 @@ class Pending(Handle):
 def joined(
     stage: str, parts: Sequence[Pending], *, is_partial: bool = False, worked: Sequence[Facts] = ()
 ) -> Pending:
-    """Several results as one, laid end to end, or shares to be added; ``worked``, see Pending."""
+    """Join several results, by concatenation or by adding partial sums; for ``worked`` see Pending."""
     taken = [place for each in parts for place in each.places[: len(each._references)]]
     watched = [place for each in parts for place in each.places[len(each._references) :]]
     made = Pending(
@@ -216,7 +216,7 @@ def joined(
 
 
 def _laid(lies: Sequence[Lie | None]) -> Lie | None:
-    """How rows lie that are laid end to end."""
+    """Return the layout of concatenated rows."""
     known = [each for each in lies if each is not None]
     if len(known) < len(lies):
         return None
@@ -225,10 +225,11 @@ def _laid(lies: Sequence[Lie | None]) -> Lie | None:
 
 
 def wait_for_any(stages: Sequence[Pending], deadline_s: float) -> None:
-    """Wait until a rank that has not answered for some of several stages does; not if all have.
+    """Wait until one more rank of several stages finishes; return at once if all have finished.
 
     Raises:
-        ClusterError: none has by the deadline; it says who waits for whom, for what, since when.
+        ClusterError: none finishes by the deadline; the message reports who waits for whom, for what and
+            since when.
     """
     made = {each.value for stage in stages for each in (*stage._references, *stage._others)}
     late = [each for each in made if not stages[0]._backend.is_ready(each)]
@@ -238,13 +239,13 @@ def wait_for_any(stages: Sequence[Pending], deadline_s: float) -> None:
 
 
 def wait_for(stages: Sequence[Pending], deadline_s: float) -> None:
-    """Wait until every rank of some stages, and of those they wait for, has answered.
+    """Wait until every rank of some stages, and of the stages they depend on, has finished.
 
-    All of them are watched: the first error of any ends the wait at once, whoever is still at work.
+    All of them are watched: the first error of any ends the wait at once, even while others still run.
 
     Args:
-        stages: what is waited for.
-        deadline_s: how long nobody at all may answer.
+        stages: stages to wait for.
+        deadline_s: longest time without any finished result.
 
     Raises:
         ClusterError, RillflowError: see ``Pending.read``.
@@ -271,4 +272,4 @@ def wait_for(stages: Sequence[Pending], deadline_s: float) -> None:
                 raise late[0]._silent(deadline_s) from None
     for (stage, _), facts in zip(awaited, found, strict=True):
         stage._facts.append(facts)
-        stage._sources = ()  # nobody waits for them through this one any more; they may go
+        stage._sources = ()  # already ready; releases their results

@@ -1,13 +1,13 @@
-"""Program: what happens on a rank when the controller calls (see cluster.backend.Site).
+"""Program: run the controller's calls on a rank (see cluster.backend.Site).
 
-    start(site, role, factory)          the role's object is made and stays here
-    run(site, call, arguments)          references become values, the method runs, its result and Facts stay
-    gather_facts(site, held)            the Facts of many parts, for all ranks that want to know them
-    apply(site, role, function, ...)    the same for a function, given the role's object first if one is named
-    deal(site, role, function, ...)     the same, each element of the tuple it returns a result of its own
+    start(site, role, factory)          construct the role's object and keep it here
+    run(site, call, arguments)          resolve references, run the method, keep its result and Facts here
+    gather_facts(site, held)            gather the Facts of many parts for all ranks that need them
+    apply(site, role, function, ...)    run a function, with the role's object as first argument if named
+    deal(site, role, function, ...)     the same, with each element of the returned tuple as a result
 
-This is the supervision boundary: whatever a role raises leaves with the name of role, method and rank (where
-there are several), how many rows it was given, and the line.
+This is the supervision boundary: every error of a role leaves with the name of role, method and rank (if
+there are several), the number of rows and the source line.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from rillflow.records.ragged import Ragged
 from rillflow.workers.values import Facts, Held, Own, Rows, Whole, facts_of, groups_of, lengths_of, resolved
 
 Factory = Callable[[Site], Any]
-"""Makes a role's object on one rank."""
+"""Constructs a role's object on one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One method of one role."""
+    """One call of one role's method."""
 
     role: str
-    """The name of the object here."""
+    """Name of the object on the rank."""
     of: str
-    """The role's name, as the algorithm calls it."""
+    """Name of the role in the algorithm."""
     endpoint: str
-    """The method's."""
+    """Name of the method."""
     reads: tuple[str, ...] = ()
-    """Fields that its batches must have between them."""
+    """Fields that at least one of its batches must have."""
 
     def __str__(self) -> str:
         return f"{self.of}.{self.endpoint}"
 
 
 def start(site: Site, role: str, factory: Factory) -> None:
-    """Make a role's object.
+    """Construct a role's object.
 
     Raises:
-        ClusterError: there is one of this name already, or its constructor raised.
+        ClusterError: the name is taken, or the constructor raised.
     """
     if role in site.objects:
         raise ClusterError(
@@ -67,7 +67,7 @@ def start(site: Site, role: str, factory: Factory) -> None:
 def run(
     site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, Any], speaks: bool
 ) -> tuple[Any, Facts]:
-    """Call a role's method; its result, None of a rank whose result nobody takes, and the facts about it."""
+    """Call a role's method; return its result, or None if this rank's result is not taken, and its Facts."""
     method = getattr(site.objects[call.role], call.endpoint)  # the group has checked the name
     whole = partial(_whole, site, arguments)
     found, facts = _run(site, str(call), partial(_reading, call, method, whole), arguments, options)
@@ -75,7 +75,7 @@ def run(
 
 
 def gather_facts(site: Site, held: Held) -> list[Facts]:
-    """What is known of every part of a result, gathered once for all ranks that share out its rows."""
+    """Return the Facts of every part of a result, gathered once for all ranks that split its rows."""
     return facts_of(held, site.fetch)
 
 
@@ -93,7 +93,7 @@ def apply(
 
 
 def deal(site: Site, *described: Any) -> tuple[Any, ...]:
-    """As ``apply``; each element of the result is there by itself, the facts are the last."""
+    """Call like ``apply``; return each element of the result separately, and the facts last."""
     found, facts = apply(site, *described)
     return (*found, facts)
 
@@ -113,7 +113,7 @@ def _run(
 
 
 def _whole(site: Site, arguments: Sequence[Any]) -> list[Any]:
-    """The arguments with all of their fields."""
+    """Return the arguments with all of their fields."""
     described = [
         replace(each, fields=None) if isinstance(each, Own | Rows | Whole) else each for each in arguments
     ]
@@ -123,7 +123,7 @@ def _whole(site: Site, arguments: Sequence[Any]) -> list[Any]:
 def _reading(
     call: Call, method: Callable[..., Any], whole: Callable[[], list[Any]], *arguments: Any, **options: Any
 ) -> Any:
-    """The method's result; the fields it reads are there before it begins."""
+    """Run the method after checking that the fields it reads are present."""
     batches = [each for each in (*arguments, *options.values()) if isinstance(each, Batch)]
     there = sorted({name for batch in batches for name in batch.fields})
     missing = [name for name in call.reads if name not in there]
@@ -139,14 +139,14 @@ def _reading(
 
 
 def _written(values: Sequence[Any]) -> list[tuple[str, int]]:
-    """How often each tensor of the batches among some values has been written to, with its field's name."""
+    """Return, for each tensor in the batches among some values, its field's name and its number of writes."""
     fields = [item for value in values if isinstance(value, Batch) for item in value.fields.items()]
     tensors = [(name, field.values if isinstance(field, Ragged) else field) for name, field in fields]
     return [(name, tensor._version) for name, tensor in tensors if not tensor.is_inference()]
 
 
 def _refuse_writes(name: str, before: list[tuple[str, int]], after: list[tuple[str, int]]) -> None:
-    """Batches are shared: with later stages, and on Ray with every rank of the machine, through its store."""
+    """Raise RecordError if a call wrote into its batches, which later stages and other ranks share."""
     for (field, writes), (_, now) in zip(before, after, strict=True):
         if now != writes:
             raise RecordError(
@@ -166,14 +166,14 @@ def _facts(result: Any, began: float, site: Site) -> Facts:
 
 
 def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> RillflowError:
-    """The error with where it happened; one a user can mend keeps its words."""
+    """Add the location to an error; wrap any error that is not a RillflowError."""
     rank = f" on {site.place}" if site.ranks.size > 1 else ""
     rows = described(given)
     where = f"in {name}{rank}{f', given {rows}' if rows else ''}"
     if isinstance(error, RillflowError):
         error.add_note(where)
         return error
-    is_echo = isinstance(error, RuntimeError) and site.ranks.size > 1  # as torch tells of a broken collective
+    is_echo = isinstance(error, RuntimeError) and site.ranks.size > 1  # torch's form of a broken collective
     return (Stranded if is_echo else ClusterError)(
         f"{type(error).__name__} {where}{f': {error}' if str(error) else ''}",
         why=f"raised at {innermost_line(error)}",
@@ -182,6 +182,6 @@ def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> R
 
 
 def described(values: Sequence[Any]) -> str:
-    """The batches among some values in a few words. Example: ``64 rows``."""
+    """Describe the batches among some values in a few words. Example: ``64 rows``."""
     sizes = dict.fromkeys(len(value) for value in values if isinstance(value, Batch))
     return f"{' and '.join(map(str, sizes))} rows" if sizes else ""

@@ -1,12 +1,12 @@
-"""Transfer: a pair of placements, how arguments reach a group's ranks and how results leave them.
+"""Transfer: a pair of placements that says how arguments reach a group's ranks and how results leave them.
 
     Batch ── send ──> every rank's part ── method ──> every rank's result ── receive ──> one value
 
 Placements name the axes of the group's mesh; an axis that is not named is Broadcast.
-- Split(0): a batch is cut by rows, along one axis after the other; results are laid end to end.
-  Neighbours of one unit stay together.
-- Broadcast: everyone has the whole; one copy of the result is taken.
-- Partial: every rank has a share; metrics are merged by their own reductions.
+- Split(0): a batch is split by rows, along one axis after the other; results are concatenated. Rows of one
+  unit stay together.
+- Broadcast: every rank has the whole batch; one copy of the result is taken.
+- Partial: every rank has a partial sum; metrics are merged by their own reductions.
 
 HybridFlow's protocols (arXiv 2409.19256, Table 3) are such pairs.
 """
@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from rillflow.placement.sbp import Part, Partial, Split
 
 AXES = ("pp", "dp", "micro_dp", "tp")
-"""Axes a mesh may leave out: it has one rank along them."""
+"""Axes a mesh may leave out; it then has one rank along them."""
 ROWS = Split(0)
-"""Cut by rows."""
+"""Placement that splits by rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +33,17 @@ class Transfer:
     """
 
     name: str
-    """How a graph shows it."""
+    """Name in a graph."""
     send: Mapping[str, Part]
-    """Of every batch among the arguments."""
+    """Placement of every batch among the arguments, by axis."""
     receive: Mapping[str, Part]
-    """Of the result."""
+    """Placement of the result, by axis."""
     at: Mapping[str, int] = field(default_factory=dict)
-    """The ranks whose results are taken: coordinates by axis, -1 the last; all ranks where none is given."""
+    """Coordinates, by axis, of the ranks whose results are taken; -1 is the last. Empty: all ranks."""
     unit: int = 1
-    """So many neighbouring rows are never parted; a batch has a whole number of such units."""
+    """Number of neighbouring rows that stay together; a batch has a whole number of such units."""
     is_balanced: bool = False
-    """Whether rows are shared out so that ranks get as many tokens, rather than as many rows."""
+    """Whether parts have equal numbers of tokens, rather than of rows."""
 
 
 THREE_D = Transfer(name="3D_PROTO", send={"dp": ROWS}, receive={"dp": ROWS}, at={"pp": -1, "tp": 0})
@@ -55,12 +55,12 @@ DP = Transfer(name="DP_PROTO", send={"dp": ROWS}, receive={"dp": ROWS})
 TRAIN = Transfer(
     name="TRAIN", send={"dp": ROWS}, receive={"dp": Partial()}, at={"pp": -1, "tp": 0}, is_balanced=True
 )
-"""Rows are shared out over dp by their tokens, reports come back as shares of one."""
+"""Splits rows over dp, balanced by tokens; returns partial reports."""
 TRAIN_PAIRS = Transfer(
     name="TRAIN_PAIRS", send=TRAIN.send, receive=TRAIN.receive, at=TRAIN.at, is_balanced=True, unit=2
 )
-"""The same with pairs, two rows one after the other, kept whole."""
+"""The same transfer for pairs: two consecutive rows stay together."""
 GROUPS = Transfer(name="GROUPS", send={}, receive={}, at={"pp": -1, "tp": 0})
-"""Every rank has all rows: those of a prompt are judged together, and ranks share the work themselves."""
+"""Gives every rank all rows: rows of a prompt are judged together, and ranks divide the work."""
 TOGETHER = Transfer(name="TOGETHER", send={}, receive={})
-"""Every rank does the same and gives the same."""
+"""Every rank runs the same call and returns the same result."""

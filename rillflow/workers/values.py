@@ -1,15 +1,15 @@
-"""Values: how an argument is described to a rank, and how it becomes one there.
+"""Values: describe an argument to a rank, and resolve the description there.
 
     controller                             rank
-    Own(value)                 ─────────>  its part, where rows lie as they are wanted: a Lie says so
+    Own(value)                 ─────────>  its own part, if the Lie shows that rows are already in place
     Rows(held, index, count)   ─────────>  its rows of the batch, pulled from the ranks that hold them
-    Whole(held, is_partial)    ─────────>  all of it
-    anything else              ─────────>  as it is
+    Whole(held, is_partial)    ─────────>  the whole value
+    anything else              ─────────>  the value unchanged
 
 A reference is a pair: the value, and facts about it. The facts are small and pulled first, so that a rank
-pulls no value it needs no row of; where there are as many parts as ranks, its own comes with them. Of many
-parts the references are a table in the object store, and one rank gathers the facts for all. Of a batch the
-fields that are read come, and no others.
+pulls no value from which it needs no row. If there are as many parts as ranks, a rank pulls its own part
+together with the facts. For many parts, the references are a table in the object store, and one rank gathers
+the facts for all. From a batch, only the fields that are read are pulled.
 """
 
 from __future__ import annotations
@@ -29,126 +29,126 @@ from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import merge_metrics
 
 GROUPS = 0
-"""A unit: rows of one prompt, which stand one after the other, are never parted."""
+"""Unit that keeps neighbouring rows of one prompt together."""
 Names = tuple[str, ...] | None
-"""Fields that are wanted; None: all."""
+"""Names of wanted fields; None: all."""
 
 
 class Fetcher(Protocol):
-    """Gets the values of references."""
+    """Function that fetches the values of references."""
 
     def __call__(self, references: Sequence[Any], fields: Names = None) -> list[Any]:
-        """The values; of batches these fields at least."""
+        """Return the values; batches have at least these fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a result without looking at it."""
+    """Metadata of a result."""
 
     rows: int
-    """Its rows; -1 where it is no batch."""
+    """Number of rows; -1 if the result is not a batch."""
     tokens: int
-    """Tokens in them."""
+    """Number of tokens."""
     lengths: tuple[int, ...] = ()
-    """Tokens of each row; empty where rows have none."""
+    """Tokens of each row; empty if rows have no tokens."""
     groups: tuple[int, ...] = ()
-    """Neighbouring rows of one prompt, prompt after prompt."""
+    """Number of neighbouring rows of each prompt, in order."""
     ends: tuple[tuple[int, int], ...] = ()
-    """The first of these groups and the last, by epoch and prompt; empty where there is no row."""
+    """Epoch and prompt of the first and the last group; empty if there is no row."""
     began: float
-    """When the method began, in seconds since the epoch; its arguments were there by then."""
+    """Start time of the method in seconds since the epoch, after its arguments had arrived."""
     ended: float
-    """When it ended."""
+    """End time of the method in seconds since the epoch."""
     place: Place
-    """Where it ran."""
+    """Rank that ran the method."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteValue:
-    """What one rank returned, where it is."""
+    """References to the result of one rank."""
 
     value: Any
-    """The backend's reference to it."""
+    """Reference to the value."""
     facts: Any
-    """The backend's reference to its Facts."""
+    """Reference to its Facts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """Where the parts of a result are."""
+    """References to the parts of a result."""
 
     table: Any
-    """Their RemoteValues, in order; of many a reference to these, see Backend.table."""
+    """RemoteValues of the parts, in order; for many parts a reference to them, see Backend.table."""
     facts: Any = None
-    """A reference to the Facts of all; None: each part's own are asked for."""
+    """Reference to the Facts of all parts; None: each part's Facts are fetched separately."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lie:
-    """How the rows of a result lie over its parts; of two that are equal a part has the same rows."""
+    """The layout of a result's rows over its parts; equal layouts have the same rows in each part."""
 
     rows: Any
-    """Stands for the rows: what is equal here has the same, in the same order."""
+    """Identity of the rows: equal values have the same rows in the same order."""
     cut: Any
-    """Stands for where they are cut."""
+    """Identity of the split."""
     is_even: bool
-    """Whether parts are about as large, so that ranks may take them as they are."""
+    """Whether parts have similar sizes, so that ranks may use them in place."""
     is_whole: bool
     """Whether all rows of a prompt are in one part."""
 
     @classmethod
     def new(cls, *, is_even: bool = False, is_whole: bool = False) -> Lie:
-        """Rows that nothing else is known to have."""
+        """Return the layout of rows that match no other result's."""
         return cls(rows=object(), cut=object(), is_even=is_even, is_whole=is_whole)
 
     def again(self, count: int, unit: int = GROUPS) -> Lie:
-        """The same rows shared out anew over so many ranks."""
+        """Return the layout of the same rows split again over ``count`` ranks."""
         whole = count == 1 or unit == GROUPS
         return Lie(rows=self.rows, cut=(count, unit), is_even=True, is_whole=whole)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Own:
-    """One rank's part of a batch, as it lies."""
+    """One rank's existing part of a batch."""
 
     value: Any
-    """The backend's reference to it."""
+    """Reference to the part."""
     fields: Names = None
-    """What is read of it."""
+    """Fields to read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """One rank's part of a batch that lies on other ranks, end to end."""
+    """One rank's share of a batch that other ranks hold in consecutive parts."""
 
     held: Held
-    """The parts."""
+    """References to the parts."""
     index: int
-    """Which part is wanted."""
+    """Index of the wanted share."""
     count: int
-    """Of how many."""
+    """Number of shares."""
     unit: int = 1
-    """So many neighbouring rows are never parted; GROUPS: those of one prompt."""
+    """Number of neighbouring rows that stay together; GROUPS: the rows of one prompt."""
     by: Held | None = None
-    """Rows are shared out by their tokens, or where they have none by those of this batch; None: evenly."""
+    """Batch whose tokens balance the shares if the rows have none; None: shares have equal rows."""
     fields: Names = None
-    """What is read of it."""
+    """Fields to read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """All of a value that lies on other ranks."""
+    """The whole of a value that other ranks hold."""
 
     held: Held
-    """The parts."""
+    """References to the parts."""
     is_partial: bool
-    """Whether the parts are shares to be added, not pieces to be laid end to end."""
+    """Whether the parts are partial sums to add, not pieces to concatenate."""
     fields: Names = None
-    """What is read of it."""
+    """Fields to read."""
 
 
 def resolved(value: Any, fetch: Fetcher) -> Any:
-    """What a described argument stands for."""
+    """Return the value that a description stands for."""
     if isinstance(value, Own):
         return _read(fetch([value.value], value.fields)[0], value.fields)
     if isinstance(value, Rows):
@@ -160,20 +160,20 @@ def resolved(value: Any, fetch: Fetcher) -> Any:
 
 
 def parts_of(held: Held, fetch: Fetcher) -> tuple[RemoteValue, ...]:
-    """The parts of a result."""
+    """Return the references to the parts of a result."""
     found: tuple[RemoteValue, ...] = held.table if isinstance(held.table, tuple) else fetch([held.table])[0]
     return found
 
 
 def facts_of(held: Held, fetch: Fetcher) -> list[Facts]:
-    """What is known of each part."""
+    """Return the facts of each part."""
     if held.facts is not None:
         return list(fetch([held.facts])[0])
     return fetch([each.facts for each in parts_of(held, fetch)])
 
 
 def assembled(parts: Sequence[Any], *, is_partial: bool) -> Any:
-    """One value of the ranks' results."""
+    """Combine the ranks' results into one value."""
     if len(parts) == 1:
         return parts[0]
     if is_partial:
@@ -184,10 +184,10 @@ def assembled(parts: Sequence[Any], *, is_partial: bool) -> Any:
 
 
 def shares(rows: int, count: int, unit: int = 1) -> tuple[int, ...]:
-    """How many of ``rows`` each of ``count`` ranks gets: sizes differ by one unit at most, larger ones first.
+    """Return the number of ``rows`` for each of ``count`` ranks: equal up to one unit, largest first.
 
     Raises:
-        ClusterError: a unit is not whole.
+        ClusterError: the rows are not a whole number of units.
     """
     if rows % unit:
         raise ClusterError(
@@ -200,13 +200,13 @@ def shares(rows: int, count: int, unit: int = 1) -> tuple[int, ...]:
 
 
 def balanced_shares(lengths: Sequence[int], count: int, unit: int = 1) -> tuple[int, ...]:
-    """How many rows each of ``count`` ranks gets, in order, so that all get about as many tokens.
+    """Return how many rows each of ``count`` ranks gets, in order, with about equal numbers of tokens.
 
-    Rows are cut where the tokens before the cut are nearest to the ranks' even share of all; no rank is
-    further from it than half the longest unit at either end.
+    Each cut is placed where the tokens before it are nearest to the ranks' even share. A rank differs from
+    the even share by at most half the longest unit at either end.
 
     Raises:
-        ClusterError: a unit is not whole.
+        ClusterError: the rows are not a whole number of units.
     """
     shares(len(lengths), count, unit)
     before = [0, *accumulate(lengths)][::unit]
@@ -222,7 +222,7 @@ def balanced_shares(lengths: Sequence[int], count: int, unit: int = 1) -> tuple[
 
 
 def piece(batch: Batch, index: int, count: int, unit: int = 1, *, balanced: bool = False) -> Batch:
-    """One rank's rows of a batch."""
+    """Return one rank's rows of a batch."""
     lengths = lengths_of(batch) if balanced else ()
     sizes = balanced_shares(lengths, count, unit) if lengths else shares(len(batch), count, unit)
     ends = [0, *accumulate(sizes)]
@@ -230,12 +230,12 @@ def piece(batch: Batch, index: int, count: int, unit: int = 1, *, balanced: bool
 
 
 def lengths_of(batch: Batch) -> tuple[int, ...]:
-    """The tokens of each row; empty where rows have none."""
+    """Return the tokens of each row; empty if rows have no tokens."""
     return tuple(batch.ragged("tokens").lengths.tolist()) if "tokens" in batch.fields else ()
 
 
 def groups_of(batch: Batch) -> tuple[int, ...]:
-    """Neighbouring rows of one prompt, prompt after prompt."""
+    """Return the number of neighbouring rows of each prompt, in order."""
     prompts = batch.ids[:, :2]
     starts = (prompts[1:] != prompts[:-1]).any(1).nonzero().squeeze(1).add(1).tolist()
     ends = [0, *starts, len(batch)] if len(batch) else [0]
@@ -243,7 +243,7 @@ def groups_of(batch: Batch) -> tuple[int, ...]:
 
 
 def are_whole(batch: Batch, sizes: Sequence[int]) -> bool:
-    """Whether pieces of such sizes part no rows of one prompt."""
+    """Return whether pieces of these sizes keep the rows of each prompt together."""
     return {*accumulate(sizes)} <= {0, *accumulate(groups_of(batch))}
 
 
@@ -251,7 +251,7 @@ def _rows(wanted: Rows, fetch: Fetcher) -> Batch:
     parts, fields = parts_of(wanted.held, fetch), wanted.fields
     about = [wanted.held.facts] if wanted.held.facts is not None else [each.facts for each in parts]
     likely = [parts[wanted.index].value] if len(parts) == wanted.count else []
-    found = fetch([*about, *likely], fields)  # one request: cut as they are wanted is how parts mostly are
+    found = fetch([*about, *likely], fields)  # one request: the parts mostly have the wanted split
     facts = found[0] if wanted.held.facts is not None else found[: len(parts)]
     lengths = tuple(each.rows for each in facts)
     if min(lengths) < 0:
@@ -280,7 +280,7 @@ def _rows(wanted: Rows, fetch: Fetcher) -> Batch:
 
 
 def _sizes(wanted: Rows, facts: Sequence[Facts], fetch: Fetcher) -> tuple[int, ...]:
-    """How many rows each rank gets."""
+    """Return how many rows each rank gets."""
     rows = sum(each.rows for each in facts)
     if wanted.by is not None:
         tokens = [length for each in facts for length in each.lengths]
@@ -294,14 +294,14 @@ def _sizes(wanted: Rows, facts: Sequence[Facts], fetch: Fetcher) -> tuple[int, .
 
 
 def group_shares(groups: Sequence[int], count: int) -> tuple[int, ...]:
-    """How many rows each of ``count`` ranks gets of groups of such sizes, as ``shares`` of whole groups."""
+    """Return how many rows each of ``count`` ranks gets when whole groups are shared out."""
     before = [0, *accumulate(groups)]
     ends = [before[end] for end in (0, *accumulate(shares(len(groups), count)))]
     return tuple(stop - start for start, stop in pairwise(ends))
 
 
 def _groups(facts: Sequence[Facts]) -> list[int]:
-    """The rows of every group, those that go on in the next part in one."""
+    """Return the number of rows of every group; a group that continues in the next part counts once."""
     sizes, last = list[int](), None
     for each in facts:
         if each.ends:
@@ -322,7 +322,7 @@ def _batch(value: Any, fields: Names) -> Batch:
 
 
 def _read(value: Any, fields: Names) -> Any:
-    """A value; of a batch what is read."""
+    """Return a value; select the read fields of a batch."""
     if fields is None or not isinstance(value, Batch):
         return value
     return value.only(*(name for name in value.fields if name in fields))
