@@ -1,7 +1,7 @@
 """Nodes: the machines of the ranks, and how ranks find each other there.
 
-    rank's process ── ProcessSeat: node, device, /dev/shm size ──> driver ── by node, then device ──> its rank
-           │                                                  └── rank 0 of a pool hosts a store on a free port
+    rank's process ── ProcessSeat: node, device, room ──> driver ── by node, then device ──> its rank
+           │                                         └── rank 0 of a pool hosts a store on a free port
            └── refused in the process itself: package versions other than the driver's
 
 The interface used before versions are compared (the constructor and ``seat``) must not change between
