@@ -1,17 +1,17 @@
-"""Inside the child: load the user's file, call the function, say what its scores are.
+"""Inside the child: load the user's file, call the function, check its scores.
 
     load frame ── limits, import, signature ──> ready | refused
-    call frame ── function(**columns) ── one verdict a row ──> scores | raised | malformed
-    run frame ─── function(**columns) ── any JSON ───────────> returned | raised
-    in the sandbox: the same calls, each row in a fork of its own; see rewards/rows.py
+    call frame ── function(**columns) ── one verdict per row ──> scores | raised | malformed
+    run frame ─── function(**columns) ── any JSON ─────────────> returned | raised
+    in the sandbox: the same calls, each row in its own fork; see rewards/rows.py
 
     consumes      frames from the request pipe
-    waits for     the next frame; the supervisor ends this process when the driver goes
+    waits for     the next frame; the supervisor ends this process when the driver exits
     unblocked by  a frame, or the end of the pipe
     produces      exactly one frame for each
-    shuts down    healthy: killed while it waits; crash: the supervisor tells how the process ended
+    shuts down    healthy: killed while it waits; crash: the supervisor reports how the process ended
 
-Standard library only, so that a reward function starts in the time an interpreter takes.
+It uses only the standard library, so that a reward function starts as fast as the interpreter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NOT_ROWS = (str, bytes, bytearray, Mapping, Set)
 
 
 class Refused(Exception):
-    """The file cannot be loaded, or the name is no function that takes columns by name."""
+    """The file cannot be loaded, or the name is not a function that takes columns by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,13 @@ class _Loaded:
 
 
 class _Loader(SourceFileLoader):
-    """Loads a file, or the text that came in its place; tracebacks find the lines of either."""
+    """Loader for a file, or for the text sent in its place; tracebacks find the lines of either."""
 
     text = ""
-    """What the driver sent."""
+    """Source that the driver sent."""
 
     def get_data(self, path: str) -> bytes:
-        """The source."""
+        """Return the source."""
         return self.text.encode() or super().get_data(path)
 
 
@@ -75,17 +75,17 @@ def serve(
     """Answer every frame until the request pipe ends.
 
     Args:
-        requests: the descriptor frames come from.
-        answers: the descriptor answers go to.
-        level: of the sandbox, told to the driver.
-        shortcomings: what does not hold on this machine, told to the driver.
-        cells: run every row in a cell; None calls the function in this process.
+        requests: file descriptor of the request pipe.
+        answers: file descriptor of the answer pipe.
+        level: sandbox level, reported to the driver.
+        shortcomings: guarantees that this machine lacks, reported to the driver.
+        cells: runs every row in a cell; None calls the function in this process.
     """
     process = os.getpid()
 
     def answer(frame: Frame) -> None:
         if os.getpid() != process:
-            os._exit(0)  # a fork that came back from the user's code must not answer a second time
+            os._exit(0)  # a fork that returned from the user's code must not answer again
         write_all(answers, encode(frame))
 
     frames = read_frames(requests)
@@ -100,7 +100,7 @@ def serve(
         answer(
             {
                 "type": "ready",
-                "at_s": time.monotonic(),  # one clock for all processes: a busy driver reads this late
+                "at_s": time.monotonic(),  # all processes share this clock: a busy driver reads this late
                 "level": level,
                 "shortcomings": "; ".join(shortcomings),
                 **_parameters(loaded.function),
@@ -119,7 +119,7 @@ def _require_cells(cells: RowCells) -> None:
     """Try a cell before a row needs one.
 
     Raises:
-        Refused: the kernel gives none.
+        Refused: the kernel does not allow one.
     """
     tried = cells.call(lambda _: {"type": "returned", "what": "null"}, {"type": "run"})
     if tried["type"] != "returned":
@@ -127,7 +127,7 @@ def _require_cells(cells: RowCells) -> None:
 
 
 def _limit(memory_bytes: int) -> list[str]:
-    """Limit this process; return what the platform refuses."""
+    """Limit this process; return the limits that the platform refuses."""
     try:
         for limit, value in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, memory_bytes)):
             hard = resource.getrlimit(limit)[1]
@@ -152,7 +152,7 @@ def _load(request: Frame) -> _Loaded:
     sys.modules[module_name] = module
     try:
         loader.exec_module(module)
-    except BaseException as error:  # noqa: BLE001  the supervision boundary: the user's file may raise anything
+    except BaseException as error:  # noqa: BLE001  the user's file may raise anything
         raise Refused(f"cannot be loaded: {describe(error, file)}") from None
     function = vars(module).get(request["name"])
     if not callable(function):
@@ -177,7 +177,7 @@ def _parameters(function: Callable[..., Any]) -> Frame:
 
 
 def _place(function: Callable[..., Any]) -> str:
-    """Where a function begins, as the beginning of a sentence; nothing for another kind of callable."""
+    """Return the location of a function as the start of a sentence; empty for another kind of callable."""
     plain = inspect.unwrap(function)
     if not inspect.isfunction(plain):
         return ""
@@ -188,7 +188,7 @@ def _called(loaded: _Loaded, request: Frame) -> Frame:
     try:
         result = loaded.function(**request["columns"])
         if inspect.iscoroutine(result):
-            import asyncio  # only here: it doubles the time a child needs to start
+            import asyncio  # imported only here: it doubles the start time of a child
 
             result = asyncio.run(result)
         if request["type"] == "run":
@@ -197,7 +197,7 @@ def _called(loaded: _Loaded, request: Frame) -> Frame:
         if values is None:
             return {"type": "malformed", "what": f"returned {shown_value(result)}"}
         verdicts = [verdict_of(value) for value in values]
-    except BaseException as error:  # noqa: BLE001  the supervision boundary: the user's function may raise anything
+    except BaseException as error:  # noqa: BLE001  the user's function may raise anything
         return {"type": "raised", "what": f"raised {describe(error, loaded.file)}"}
     if len(verdicts) != request["rows"]:
         return {"type": "malformed", "what": f"returned {len(verdicts)} scores for {request['rows']} rows"}
@@ -205,18 +205,18 @@ def _called(loaded: _Loaded, request: Frame) -> Frame:
 
 
 def _entries(result: Any) -> Iterator[Any] | None:
-    """One entry a row; None for what has no rows."""
+    """Return an iterator with one entry per row; None if the result is not iterable by rows."""
     if isinstance(result, _NOT_ROWS):
         return None
     try:
         entries: Iterator[Any] = iter(result)
-    except TypeError:  # also an array without dimensions, which has the method
+    except TypeError:  # also an array without dimensions, which has __iter__
         return None
     return entries
 
 
 def describe(error: BaseException, file: Path) -> str:
-    """The error's type and message, and the last line of the user's file it came through."""
+    """Return the error's type and message, and the last line of the user's file in its traceback."""
     text = "".join(traceback.format_exception_only(error)).strip()
     if len(text) > MESSAGE_CHARACTERS:
         text = f"{text[:MESSAGE_CHARACTERS]}... ({len(text)} characters)"

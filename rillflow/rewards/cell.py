@@ -1,12 +1,12 @@
-"""Cell: the place of one row, or of one program: its own processes, /tmp and IPC, gone when it ends.
+"""Cell: isolate one row, or one program, in its own processes, /tmp and IPC, which end with it.
 
-    warm process ── start ──> process 1 of a new pid namespace ── enter ──> the user's function, one row
-                                 └─ what it starts: same cell, no capability, filtered calls
+    warm process ── start ──> process 1 of a new pid namespace ── furnish ──> the user's function, one row
+                                 └─ its child processes: same cell, no capability, filtered calls
 
 Process 1 of a pid namespace cannot be killed or stopped from inside; ``hide_memory`` closes its memory and
-its descriptors to ptrace and /proc. So a program that the function starts can neither end the function nor
-reach the pipe with its answer, and the function keeps its threads. When process 1 ends, the kernel ends all.
-Standard library only.
+descriptors to ptrace and /proc. So a program that the function starts can neither end the function nor reach
+the pipe with its answer, and the function keeps its threads. When process 1 ends, the kernel ends all
+processes of the cell. Standard library only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rillflow.rewards.kernel import (
 from rillflow.rewards.sandbox import SIZE, bind, mount_processes, outermost
 
 MAX_PROCESSES = 256
-"""Processes and threads of one cell, where its user is not the driver's."""
+"""Largest number of processes and threads of one cell, if its user is not the driver's."""
 
 _KEYCTL = {"x86_64": 250, "aarch64": 219}
 _JOIN_SESSION_KEYRING = 1
@@ -46,25 +46,25 @@ _NO_SYSTEM_CALL = 38  # ENOSYS
 
 @dataclass(frozen=True, kw_only=True)
 class CellRules:
-    """What every cell of a sandbox is like."""
+    """The rules of every cell of a sandbox."""
 
     has_users: bool
-    """Whether functions and programs have users of their own."""
+    """Whether functions and programs run as separate users."""
     call_filter: bytes
-    """The system calls that are denied, as ``seccomp.build_filter`` returns them."""
+    """Filter of denied system calls, as ``seccomp.build_filter`` returns it."""
     has_door: bool
-    """Whether the sandbox's network leads to the policy; programs then get an empty one."""
+    """Whether the sandbox's network leads to the policy; programs then get an empty network."""
     python: Sequence[str] = ()
-    """Places of Python below /tmp, which every cell shows at their place."""
+    """Python's paths below /tmp, which every cell shows at the same paths."""
     visible: Sequence[str] = ()
-    """Places of the user's files below /tmp, which the function's cells show."""
+    """Paths of the user's files below /tmp, which the function's cells show."""
 
 
 def start(run: Callable[[], int]) -> int:
-    """Fork process 1 of a new pid namespace; return its id here.
+    """Fork process 1 of a new pid namespace; return its id in this namespace.
 
     Args:
-        run: its work; returns its exit status.
+        run: runs in the process; returns its exit status.
 
     Raises:
         OSError: the kernel refuses.
@@ -82,10 +82,10 @@ def start(run: Callable[[], int]) -> int:
 
 
 def fork(run: Callable[[], int | None]) -> int:
-    """Fork a process that runs this function and then ends, whatever happens in it; return its id.
+    """Fork a process that runs this function and always ends afterwards; return its id.
 
     Args:
-        run: its work; returns its exit status, or None for 0.
+        run: runs in the process; returns its exit status, or None for 0.
     """
     process = os.fork()
     if process:
@@ -93,7 +93,7 @@ def fork(run: Callable[[], int | None]) -> int:
     code = 1
     try:
         code = run() or 0
-    except BaseException:  # noqa: BLE001  the supervision boundary: a fork must not return into its parent's code
+    except BaseException:  # noqa: BLE001  a fork must not return into its parent's code
         traceback.print_exc()
     finally:
         try:
@@ -104,7 +104,7 @@ def fork(run: Callable[[], int | None]) -> int:
 
 
 def describe_end(ended: int) -> str:
-    """Say how a process ended, from what ``waitpid`` tells."""
+    """Describe how a process ended, from the status of ``waitpid``."""
     code = os.waitstatus_to_exitcode(ended)
     if code >= 0:
         return f"exited with status {code}"
@@ -134,17 +134,17 @@ def furnish(rules: CellRules, *, is_program: bool = False) -> None:
     try:
         ask("syscall", _KEYCTL[os.uname().machine], _JOIN_SESSION_KEYRING, None, about="keyctl")
     except OSError as error:
-        if error.errno != _NO_SYSTEM_CALL:  # a kernel without keys has none to take
+        if error.errno != _NO_SYSTEM_CALL:  # a kernel without keys needs no new keyring
             raise
     os.setpgid(0, 0)  # signals to a process group stay inside
     kernel.hide_memory()
 
 
 def give_up(user: int | None, rules: CellRules) -> None:
-    """Become a user without rights, and filter system calls. Nothing below gains anything back.
+    """Become a user without privileges, and filter system calls. Child processes cannot regain any privilege.
 
     Args:
-        user: whom to become; None stays the driver's.
+        user: id of the user to become; None keeps the driver's.
         rules: see CellRules.
 
     Raises:
@@ -157,5 +157,5 @@ def give_up(user: int | None, rules: CellRules) -> None:
     kernel.drop_capabilities()
     kernel.hide_memory()
     resource.setrlimit(resource.RLIMIT_NPROC, (MAX_PROCESSES, MAX_PROCESSES))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 hears only signals that it has a handler for
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 receives only signals that it has a handler for
     seccomp.deny_calls(rules.call_filter)

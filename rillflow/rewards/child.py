@@ -1,16 +1,16 @@
-"""The driver's end of one child: start it, give it one call at a time, read what comes back, end it.
+"""Child: the driver's end of one child process. Start it, send one call at a time, read answers, end it.
 
     STARTING ─ ready ─> IDLE ─ send ─> BUSY ─ answer ─> IDLE
         └───────────────┴── death, stop() ──┴─────────> ENDED
 
-    consumes      four pipes: answers, status (how the process ended), output (its prints), room for requests
-    waits for     nothing: ``advance`` moves the bytes there are; the caller polls ``events`` to ``deadline``
+    consumes      four pipes: answers, status (how the process ended), output (its prints), requests (room)
+    waits for     nothing: ``advance`` moves available bytes; the caller polls ``events`` until ``deadline``
     produces      one Answer for each call
-    believes      one frame, of the type and size that the open call asks for, with the call's secret number;
-                  anything else, or a death, voids the call
-    shuts down    ``stop``: SIGTERM to the supervisor, which ends everything below it; SIGKILL if it does not
+    accepts       one frame, of the type and size that the open call expects, with the call's secret number;
+                  anything else, or a death, makes the call fail
+    shuts down    ``stop``: SIGTERM to the supervisor, which ends all its children; SIGKILL if it does not
 
-The caller, ``RewardWorkers``, polls all its children at once; nothing here blocks but ``stop``.
+The caller, ``RewardWorkers``, polls all its children at once; only ``stop`` blocks.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from rillflow.rewards.supervised import REFUSED, Containment, Supervised
 from rillflow.rewards.verdict import VERDICT_CHARACTERS, Verdict, is_verdict
 
 START_LIMIT_S = 60.0
-"""Longest time to load the user's file: imports may be heavy."""
+"""Longest time in seconds to load the user's file: imports may be slow."""
 READY_BYTES = 1 << 20
-"""Longest answer to loading the file."""
+"""Longest answer to loading the file, in bytes."""
 ROW_BYTES = 12 * VERDICT_CHARACTERS
-"""Longest answer for one row: JSON writes a character with up to 12 bytes."""
+"""Longest answer for one row in bytes: JSON writes a character with up to 12 bytes."""
 CALL_BYTES = 1 << 16
-"""Longest answer of a call besides its rows: what the whole function raised."""
+"""Longest answer of a call in bytes, in addition to its rows: an error of the whole function."""
 RETURNED_BYTES = 1 << 22
-"""Longest JSON that an agent may return."""
+"""Longest JSON result of an agent, in bytes."""
 STOP_LIMIT_S = 10.0
-"""Longest time a supervisor has to end what is below it before it is killed itself."""
+"""Longest time in seconds for a supervisor to end its children before it is killed."""
 
 _GRACE_S = 1.0
-"""What a sandbox has beyond a call's time, to end the row that was late and to answer."""
+"""Additional seconds of a sandboxed call, to end the late row and to answer."""
 _OUTPUT_BYTES = 2000
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_PER_TURN = 64
@@ -60,7 +60,7 @@ NOTHING_VISIBLE = Visible()
 
 
 class State(Enum):
-    """What a child is doing."""
+    """State of a child process."""
 
     STARTING = auto()
     IDLE = auto()
@@ -70,12 +70,12 @@ class State(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A call that gave no scores."""
+    """A call without scores."""
 
     outcome: Outcome
     """TIMEOUT or ERROR."""
     message: str
-    """What happened, as the rest of a sentence, with the last of what the function printed."""
+    """What happened, as the rest of a sentence, with the function's last output."""
 
 
 Answer = list[Score] | Failure
@@ -85,14 +85,14 @@ class Child:
     """One process of the user's function.
 
     Args:
-        function: what it loads.
-        memory_bytes: its address space.
-        containment: the strongest way to hold its processes together that is tried.
-        visible: what of the user's files a sandbox shows.
-        door: a socket over which a sandbox hands out a listening socket of its network.
+        function: the function to load.
+        memory_bytes: limit of its address space.
+        containment: strongest containment of its processes to try.
+        visible: the user's files that a sandbox shows.
+        door: socket through which a sandbox sends a listening socket of its network.
 
     Raises:
-        RewardError: the system starts no more processes.
+        RewardError: the system cannot start another process.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Child:
             "memory_bytes": memory_bytes,
         }
         self._unsent = memoryview(encode({**load, "path": [entry for entry in sys.path if entry]}))
-        self._send_some()  # at once: it loads while the driver is busy elsewhere, and is not late then
+        self._send_some()  # at once: the child loads in time even if the driver is busy
 
     def _spawn(self, containment: Containment, visible: Visible, door: int | None) -> None:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
@@ -154,7 +154,7 @@ class Child:
             self._pipes = ours.pop_all()
 
     def send(self, call: Frame, *, num_rows: int, limit_s: float) -> None:
-        """Begin a call; ``advance`` gives its answer, or ``expire`` ends it after ``deadline``.
+        """Begin a call. ``advance`` returns its answer, or ``expire`` ends it after ``deadline``.
 
         Raises:
             RewardError: the call is too long for one message.
@@ -179,17 +179,17 @@ class Child:
         self._output = b""
 
     def events(self) -> dict[int, int]:
-        """What to poll for: descriptor and event mask."""
+        """Return the descriptors to poll, with their event masks."""
         events = dict.fromkeys(self._watched, select.POLLIN)
         if self._unsent:
             events[self._requests] = select.POLLOUT
         return events
 
     def advance(self) -> Answer | None:
-        """Move the bytes that can move now; return the answer if it has come.
+        """Move the available bytes; return the answer if it is complete.
 
         Raises:
-            RewardError: the function cannot be loaded, or returned something else than one entry a row.
+            RewardError: the function cannot be loaded, or did not return one entry per row.
         """
         ended = self._read(self._status)
         self._send_some()
@@ -209,7 +209,7 @@ class Child:
         """End a child that is past its deadline.
 
         Raises:
-            RewardError: it has not even loaded the user's file.
+            RewardError: it has not finished loading the user's file.
         """
         loading = self.state is State.STARTING
         self.stop()
@@ -222,7 +222,7 @@ class Child:
         return self._failure(Outcome.TIMEOUT, f"gave no answer within {self._limit_s:.3g} s")
 
     def stop(self) -> None:
-        """End the child and everything it started; a second time does nothing.
+        """End the child and every process it started; a second call has no effect.
 
         Raises:
             RewardError: the kernel does not end the supervisor.
@@ -243,7 +243,7 @@ class Child:
         )
 
     def _interpret(self, frames: list[Frame], *, is_over: bool) -> Answer | None:
-        """The answer that the frames are; none from a process that has ended, but why it refused to start."""
+        """Return the answer in the frames; an ended process may only give its reason for not starting."""
         loading = self.state is State.STARTING
         if not frames or (is_over and not loading):
             return None
@@ -312,7 +312,7 @@ class Child:
         raise FrameError(f"an answer of type {reprlib.repr(frame['type'])} to a {self._asked['type']}")
 
     def _ended(self, how: str) -> Failure:
-        """What it means that the process ended by itself."""
+        """Return the failure, or raise the error, of a process that ended by itself."""
         if self.parameters is None and how.startswith(REFUSED):
             raise RewardError(
                 f"{self._function} {how}",
@@ -345,10 +345,10 @@ class Child:
         except BlockingIOError:
             pass
         except BrokenPipeError:
-            self._unsent = memoryview(b"")  # the status pipe tells why
+            self._unsent = memoryview(b"")  # the status pipe has the reason
 
     def _read(self, descriptor: int) -> bytes | None:
-        """What a pipe holds, some megabytes at most; None when it holds nothing yet, b"" at its end."""
+        """Return available bytes of a pipe, None if there are none, b"" at its end."""
         pieces: list[bytes] = []
         while descriptor in self._watched and len(pieces) < _CHUNKS_PER_TURN:
             try:
@@ -362,7 +362,7 @@ class Child:
 
 
 def _pipe(*, read: contextlib.ExitStack, write: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe, its end to read from and its end to write to, each closed by its stack."""
+    """Return the read and the write end of a pipe, each closed by its stack."""
     reading, writing = os.pipe()
     read.callback(os.close, reading)
     write.callback(os.close, writing)
@@ -370,7 +370,7 @@ def _pipe(*, read: contextlib.ExitStack, write: contextlib.ExitStack) -> tuple[i
 
 
 def _score(verdict: Verdict) -> Score:
-    """The score that a verdict says; its number is checked again here."""
+    """Return the score of a verdict, after checking its number again."""
     match verdict:
         case None:
             return Score(outcome=Outcome.ABSTAIN)

@@ -1,8 +1,8 @@
-"""The rows of a batch as named columns.
+"""Columns: the rows of a batch as named columns.
 
     prompts, completions, columns ── parameters ──> those the function takes ──> call frame
 
-TRL's rule: prompts and completions by those names, every column of the prompts file by its own.
+As in TRL, prompts and completions are passed by these names, every column of the prompts file by its own.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Columns = Mapping[str, Sequence[object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """What the user's function takes, all by name."""
+    """The parameters of the user's function, all by name."""
 
     accepted: frozenset[str]
-    """Its named parameters."""
+    """Named parameters."""
     required: tuple[str, ...]
-    """Those without a default."""
+    """Parameters without a default."""
     takes_any: bool
-    """Whether it has a ``**columns``."""
+    """Whether the function has ``**columns``."""
 
 
 def choose(columns: Columns, parameters: Parameters, function: object) -> Columns:
-    """The columns the function takes.
+    """Return the columns that the function takes.
 
     Raises:
-        RewardError: it needs one that is not there.
+        RewardError: a required column is missing.
     """
     for name in parameters.required:
         if name not in columns:
@@ -51,6 +51,6 @@ def choose(columns: Columns, parameters: Parameters, function: object) -> Column
 
 
 def call_frame(columns: Columns, rows: Sequence[int]) -> Frame:
-    """The frame that asks for the scores of these rows."""
+    """Return the frame that requests the scores of these rows."""
     taken = {name: [values[row] for row in rows] for name, values in columns.items()}
     return {"type": "call", "rows": len(rows), "columns": taken}

@@ -11,14 +11,14 @@ from rillflow.rewards.frame import FrameConfig
 
 
 class CostConfig(Section):
-    """What is to stay below a limit: a function as a reward's, or a model."""
+    """Cost that must stay below a limit: a function like a reward's, or a model."""
 
     function: str | None = Field(None, description="file.py:name of a cost, relative to the recipe.")
     model: str | None = Field(None, description="A cost model instead, named as in reward.model.")
 
 
 class JudgeConfig(Section):
-    """A language model that compares answers, or rates them."""
+    """Language model that compares answers, or rates them."""
 
     model: str = Field(
         description="The judge: a causal language model's directory, or a pairwise run that trained one, "

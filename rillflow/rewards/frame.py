@@ -1,13 +1,14 @@
-"""Frame: how a judge that is a language model is asked: a text with places, and the tokens it answers with.
+"""Frame: the prompt of a judge, a language model: a text with placeholders, and the tokens of its answers.
 
-    {prompt}, {first}, {second} ─ two answers ─> which label is likelier: which answer is better
-    {prompt}, {answer} ───────── one answer ──> the labels' numbers, weighed by how likely they are
+    {prompt}, {first}, {second} ─ two answers ─> the likelier label: the better answer
+    {prompt}, {answer} ───────── one answer ──> the mean of the labels' numbers, weighted by probability
 
-    template ─┬─────────────────────────────────────┬─> pieces with places between them ─ label
-              └─ chat: as a user's message, by the ─┘
+    template ─┬───────────────────────────────────┬─> pieces with placeholders between them ─ label
+              └─ chat: as a user's message in the ┘
                  model's chat template, answered
 
-A frame is a recipe's section, and what a judge's config.json keeps: whoever loads it asks as in training.
+A frame is a section of a recipe, and is saved in a judge's config.json: a loaded judge uses the frame of its
+training.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from rillflow.config.load import validate
 from rillflow.config.section import Section
 
 KEPT = "judge_frame"
-"""What a model's config.json calls its frame."""
+"""Key of the frame in a model's config.json."""
 _PLACES = re.compile(r"\{([a-z]+)\}")
 PAIR, ONE = ["prompt", "first", "second"], ["prompt", "answer"]
-"""The places of a frame that compares, and of one that rates."""
+"""Placeholders of a frame that compares, and of one that rates."""
 
 
 class FrameConfig(Section):
-    """The text a judge reads, and its answers."""
+    """The text that a judge reads, and its answers."""
 
     template: str = Field(
         "[CONTEXT] {prompt} [RESPONSE A] {first} [RESPONSE B] {second} [BETTER] ",
@@ -57,46 +58,46 @@ class FrameConfig(Section):
         if self.compares and len(self.labels) != 2:
             raise ValueError(f"a template that compares has two labels, not {len(self.labels)}")
         if not self.compares:
-            self.ratings  # noqa: B018  a label that is no number raises
+            self.ratings  # noqa: B018  a label that is not a number raises
         if len({*self.labels}) < max(len(self.labels), 2):
             raise ValueError(f"the labels {self.labels} are not two different ones at least")
         return self
 
     @property
     def compares(self) -> bool:
-        """Whether two answers are read at once."""
+        """Whether the frame has two answers."""
         return self.places == PAIR
 
     @property
     def places(self) -> list[str]:
-        """The names of the template's places, in their order."""
+        """Names of the template's placeholders, in order."""
         return _PLACES.findall(self.template)
 
     @property
     def ratings(self) -> tuple[float, ...]:
-        """What each label of a rating is worth.
+        """Number that each label of a rating stands for.
 
         Raises:
-            ValueError: a label is no number.
+            ValueError: a label is not a number.
         """
         return tuple(float(label) for label in self.labels)
 
     def split(self, text: str) -> list[str]:
-        """The pieces of a text that has the template in it, and the names of the places between, by turns."""
+        """Split a text that contains the template into alternating pieces and placeholder names."""
         return re.split(rf"\{{({'|'.join(self.places)})\}}", text)
 
 
 class _Kept(Section):
-    """What of a model's config.json is the judge's."""
+    """The judge's part of a model's config.json."""
 
     judge_frame: FrameConfig
 
 
 def kept_frame(config: Mapping[str, Any]) -> FrameConfig | None:
-    """The frame that a model's config.json keeps; None where there is none.
+    """Return the frame in a model's config.json; None if there is none.
 
     Raises:
-        ConfigError: there is something else.
+        ConfigError: the entry is not a frame.
     """
     found = config.get(KEPT)
     return None if found is None else validate(_Kept, {KEPT: found}, "config.json").judge_frame

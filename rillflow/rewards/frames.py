@@ -1,9 +1,9 @@
-"""Frames: JSON with its length in front, over a pipe. Never pickle.
+"""Frames: length-prefixed JSON messages over a pipe. Never pickle.
 
     driver ── [length, 4 bytes big-endian][JSON, UTF-8] ──> child, and back the same way
 
-Both ends are strict: anything that is not a frame is a FrameError. The driver also limits an answer by the
-call that is open: ``FrameReader.limit_bytes``.
+Both ends are strict: any other bytes raise FrameError. The driver also limits an answer's size by the open
+call: ``FrameReader.limit_bytes``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 MAX_FRAME_BYTES = 1 << 30
-"""A longer frame is garbage, or a batch that belongs in several calls."""
+"""Largest frame in bytes; a longer one is garbage, or a batch that belongs in several calls."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -23,11 +23,11 @@ Frame = dict[str, Any]
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame."""
+    """Bytes that are not a frame."""
 
 
 def encode(frame: Frame) -> bytes:
-    """The bytes of a frame.
+    """Return the bytes of a frame.
 
     Raises:
         TypeError, ValueError: a value is not JSON.
@@ -40,30 +40,30 @@ def encode(frame: Frame) -> bytes:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write everything, however many writes it takes."""
+    """Write all bytes, with as many writes as needed."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 class FrameReader:
-    """Puts frames together from whatever pieces arrive."""
+    """Assembler of frames from pieces of any size."""
 
     def __init__(self, limit_bytes: int = MAX_FRAME_BYTES) -> None:
         self.limit_bytes = limit_bytes
-        """Length of a frame that is refused before its body is read."""
+        """Largest frame in bytes; a longer one is refused before its body is read."""
         self._held = bytearray()
 
     @property
     def num_held(self) -> int:
-        """Bytes of a frame that is not complete yet."""
+        """Bytes of the incomplete frame."""
         return len(self._held)
 
     def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are complete with this piece.
+        """Return the frames that this piece completes.
 
         Raises:
-            FrameError: the bytes are no frame.
+            FrameError: the bytes are not a frame.
         """
         self._held += data
         frames = []
@@ -80,7 +80,7 @@ class FrameReader:
 
 
 def read_frames(descriptor: int) -> Iterator[Frame]:
-    """Every frame, until the writer is gone."""
+    """Yield every frame until the writer closes the pipe."""
     reader = FrameReader()
     while piece := os.read(descriptor, 1 << 20):
         yield from reader.feed(piece)

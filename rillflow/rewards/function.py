@@ -1,8 +1,8 @@
-"""Which function scores: ``file.py:name``, checked by reading the file, never by running it.
+"""Function: locate the reward function ``file.py:name`` by parsing the file, never by running it.
 
     "rewards.py:exact" ── split ── file exists? ── ast: is the name bound at the top level? ──> FunctionPath
 
-A decorated function, a lambda or an import under that name is as good as a ``def``.
+The name may be bound by ``def``, a decorator, a lambda or an import.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ class FunctionPath:
     """
 
     file: Path
-    """The file, absolute."""
+    """Absolute path of the file."""
     name: str
-    """The function's name at the file's top level."""
+    """Name of the function at the file's top level."""
     text: str = ""
-    """What is loaded in the file's place, where a function given in Python has no file of its own."""
+    """Source to load instead of the file, for a function given in Python."""
     weight: float = 1.0
-    """Of its scores, where several functions are summed."""
+    """Weight of its scores in a sum of several functions."""
     files: tuple[Path, ...] = ()
-    """Further files and folders that its sandbox shows, absolute."""
+    """Further files and folders that its sandbox shows, as absolute paths."""
 
     def __str__(self) -> str:
         return self.name if self.text else f"{self.file.name}:{self.name}"
 
 
 def parse_function(text: str, base: Path, what: str = "reward function") -> FunctionPath:
-    """Read ``file.py:name``; a relative file is looked for under ``base``. Nothing in the file is executed.
+    """Parse ``file.py:name``, with a relative file below ``base``. Nothing in the file is executed.
 
-    ``what`` is what errors call it.
+    ``what`` names the function in errors.
 
     Raises:
-        RewardError: the text has another form, the file is missing, is no file or no Python, or binds no
-            such name.
+        RewardError: the text has another form, or the file is missing, is not a Python file, or does not bind
+            the name.
     """
     written, colon, name = text.rpartition(":")
     if not colon or not written or not name.isidentifier():
@@ -68,7 +68,7 @@ def parse_function(text: str, base: Path, what: str = "reward function") -> Func
 
 
 def place_of(function: FunctionPath) -> str:
-    """Where a function is bound: its file, and the line where a statement of the file itself binds it."""
+    """Return the file of a function, with the line of the last statement in it that binds the name."""
     if function.text:
         return str(function)
     lines = [
@@ -81,10 +81,10 @@ def place_of(function: FunctionPath) -> str:
 
 
 def parse_files(names: Sequence[str], base: Path, setting: str) -> tuple[Path, ...]:
-    """The files and folders that a setting lists, relative to ``base``.
+    """Return the files and folders that a setting lists, relative to ``base``.
 
     Raises:
-        RewardError: there is none by a name.
+        RewardError: one of them does not exist.
     """
     found = []
     for name in names:
@@ -128,7 +128,7 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _bound_names(module: ast.Module) -> set[str]:
-    """Names a module binds at its top level; ``*`` stands for names that only running it would tell."""
+    """Return names bound at a module's top level; ``*`` stands for names that only running it reveals."""
     names: set[str] = set()
     for node in _top_level(module):
         if isinstance(node, _DEFINITIONS):

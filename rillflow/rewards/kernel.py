@@ -1,4 +1,4 @@
-"""Kernel: Linux calls that Python 3.11 does not have, through the C library. Standard library only."""
+"""Kernel: Linux system calls that Python 3.11 lacks, through the C library. Standard library only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CAPABILITY_VERSION, _LAST_CAPABILITY = 0x20080522, 63
 
 
 def ask(call: str, *arguments: object, about: str = "") -> None:
-    """Call the C library; its error is an OSError."""
+    """Call a function of the C library; raise OSError if it fails."""
     if _library()[call](*arguments) < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}{f' {about}' if about else ''}: {os.strerror(number)}")
@@ -33,7 +33,7 @@ def ask(call: str, *arguments: object, about: str = "") -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The C library; a cell is made by twenty calls, and opening it takes longer than most of them."""
+    """Return the C library, cached: a cell takes about twenty calls, and opening it costs more than most."""
     return ctypes.CDLL(None, use_errno=True)
 
 
@@ -44,23 +44,23 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
 
 
 def set_attributes(target: str, flags: int, add: int = 0, remove: int = 0) -> None:
-    """mount_setattr(2), whose bits of reading only and of no set-user-id are those of mount(2)."""
+    """mount_setattr(2); its read-only and no-set-user-id bits equal those of mount(2)."""
     wanted = struct.pack("QQQQ", add, remove, 0, 0)
     ask("syscall", _MOUNT_SETATTR, _AT_FDCWD, target.encode(), flags, wanted, len(wanted), about=target)
 
 
 def enter(namespace: int, kind: int) -> None:
-    """Make this process, or its next forks, part of a namespace given by its descriptor."""
+    """Move this process, or its next forks, into a namespace given by its descriptor."""
     ask("setns", namespace, kind)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of the orphans below it."""
+    """Make this process the parent of orphaned descendants."""
     ask("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that forked it ends."""
+    """Have the kernel kill this process when its parent ends."""
     if sys.platform == "linux":
         ask("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -71,7 +71,7 @@ def hide_memory() -> None:
 
 
 def drop_bounding_capabilities() -> None:
-    """Let no program that is started here gain a capability."""
+    """Prevent programs started from here from gaining any capability."""
     for capability in range(_LAST_CAPABILITY + 1):
         try:
             ask("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -80,6 +80,6 @@ def drop_bounding_capabilities() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability for good."""
+    """Drop every capability permanently."""
     ask("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     ask("capset", struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24))

@@ -1,4 +1,4 @@
-"""Levels: how much apart a machine can keep a model's text from what scores it. Standard library only."""
+"""Levels: how strongly a machine isolates a model's text from its scorer. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """What holds on this machine, the strongest first."""
+    """Isolation that this machine provides, strongest first."""
 
     FULL = "full"
-    """A sandbox, and users of their own for the function and for programs."""
+    """A sandbox, with separate users for the function and for programs."""
     SHARED_USER = "shared-user"
     """A sandbox in which function, programs and driver share one user."""
     NONE = "none"
@@ -23,4 +23,4 @@ SENTENCES = {
     "the driver's user: only root may give them others",
     Level.NONE: "no sandbox: what the function runs can set its own reward and has the user's rights",
 }
-"""A level in words."""
+"""Each level in words."""

@@ -1,7 +1,7 @@
-"""Memory group: a cgroup that bounds the memory of one sandbox, tmpfs and memfd included.
+"""Memory group: a cgroup that limits the memory of one sandbox, including tmpfs and memfd.
 
-    supervisor ── MemoryGroup.make ──> a group below its own, v2 or v1 ── remove, when all in it has ended
-    keeper     ── join ──> in it, with all that it starts
+    supervisor ── MemoryGroup.make ──> a group below its own, v2 or v1 ── remove, after all its processes end
+    keeper     ── join ──> the group, with all processes that it starts
 
 Standard library only.
 """
@@ -22,19 +22,19 @@ _REMOVE_LIMIT_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryGroup:
-    """A group that exists."""
+    """An existing memory cgroup."""
 
     folder: Path
-    """Where the kernel shows it."""
+    """Folder of the group below /sys/fs/cgroup."""
     members: int
-    """A descriptor to join by, opened while the process had the right to."""
+    """Descriptor for joining, opened while the process was allowed to."""
 
     @staticmethod
     def make(limit_bytes: int) -> MemoryGroup:
-        """Make a group below this process's own.
+        """Create a group below this process's own group.
 
         Raises:
-            OSError: there is no memory controller, or it cannot be written.
+            OSError: there is no memory controller, or it is not writable.
         """
         refusals = []
         for parent, limit in _parents():
@@ -55,7 +55,7 @@ class MemoryGroup:
         raise OSError(0, refusals[0] if refusals else "this kernel shows no memory controller")
 
     def join(self) -> None:
-        """Put this process, and all that it will fork, into the group."""
+        """Move this process and its future forks into the group."""
         os.write(self.members, b"0")
         os.close(self.members)
 
@@ -74,7 +74,7 @@ class MemoryGroup:
 
 
 def _parents() -> Iterator[tuple[Path, str]]:
-    """Folders of this process's group, and the file that holds a limit: v1 first, where it has memory."""
+    """Yield folders of this process's group with the name of the limit file: v1 first, if it has memory."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -90,7 +90,7 @@ def _parents() -> Iterator[tuple[Path, str]]:
 
 
 def _bound_swap(folder: Path) -> None:
-    """Allow no swap, where that can be said."""
+    """Disable swap, if the kernel has a setting for it."""
     limit = folder / "memory.limit_in_bytes"
     for name, value in (
         ("memory.swap.max", "0"),

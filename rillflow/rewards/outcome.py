@@ -1,4 +1,4 @@
-"""What came of scoring one row: a score, an abstention, a time-out or an error, never a silent 0."""
+"""Outcome: the result of scoring one row: a score, an abstention, a timeout or an error, never a silent 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Outcome(StrEnum):
-    """The four things a reward function can do with a row."""
+    """The four possible results of a reward function for a row."""
 
     SCORE = "score"
     ABSTAIN = "abstain"
@@ -17,25 +17,25 @@ class Outcome(StrEnum):
 
 
 RETURNED = "returned"
-"""The column with what an agent returned."""
+"""Column with an agent's return value."""
 FAILED = "agent failed"
-"""The column of a row whose agent did not return: its outcome, and what happened."""
+"""Column for a row whose agent did not return: its outcome and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """One row's outcome.
+    """The outcome of one row.
 
     Example:
         Score(outcome=Outcome.SCORE, value=1.0)
     """
 
     outcome: Outcome
-    """Which of the four."""
+    """One of the four outcomes."""
     value: float | None = None
     """The score, finite also in float32; None for every other outcome."""
     message: str = ""
-    """What went wrong, a few thousand characters at most; on a score, why the row was scored alone, or what
-    an agent returned, as JSON."""
+    """Reason of a failure, a few thousand characters at most; for a score, why the row was scored alone, or
+    an agent's return value as JSON."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What each function said, where several are summed."""
+    """Score of each function, if several are summed."""

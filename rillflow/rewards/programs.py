@@ -1,10 +1,10 @@
-"""Programs: run a model's Python text where it cannot reach what scores it.
+"""Programs: run a model's Python code isolated from the process that scores it.
 
-    run_python(code) ──> a fresh process: no network, no files of the user's, its own /tmp, processes and user
+    run_python(code) ──> a fresh process: no network, no user files, its own /tmp, processes and user
                   <── FinishedProgram: exit code, stdout, stderr
 
-Within a sandboxed reward or agent the sandbox's runner runs it, in a few milliseconds; elsewhere each call
-starts a sandbox of its own. Standard library only, so that a reward function starts quickly.
+Inside a sandboxed reward or agent, the sandbox's runner runs the code in a few milliseconds. Elsewhere each
+call starts its own sandbox. Standard library only, so that a reward function starts quickly.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ _GRACE_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedProgram:
-    """How a program ended.
+    """The result of a program.
 
     Example:
         FinishedProgram(exit_code=0, stdout="42\\n", stderr="", timed_out=False)
     """
 
     exit_code: int | None
-    """Its exit status; negative: the signal that killed it; None: it ran out of time."""
+    """Exit status; negative: the signal that killed it; None: it timed out."""
     stdout: str
-    """What it wrote, the first MiB."""
+    """First MiB of its standard output."""
     stderr: str
-    """What it wrote there, the first MiB; a traceback, where it raised."""
+    """First MiB of its standard error, including the traceback of an exception."""
     timed_out: bool
-    """Whether it was ended because its time was over."""
+    """Whether it was killed at its time limit."""
 
 
 def run_python(
     code: str, *, stdin: str = "", timeout_s: float = 5.0, memory_bytes: int = 512 * 1024**2
 ) -> FinishedProgram:
-    """Run a text as ``python program.py`` in a sandbox; return what came of it.
+    """Run code as ``python program.py`` in a sandbox; return its result.
 
-    The program sees Python and what is installed, and an empty /tmp. It sees no network, no file of the
-    user's, no variable of the environment that could hold a secret, and no process but its own. All that it
-    starts ends with it. Compare its output with what you expect in your own process: what the program does
-    not read, it cannot copy.
+    The program sees Python and its installed packages, and an empty /tmp. It sees no network, no user files,
+    no environment variables that could hold a secret, and only its own processes. All processes that it
+    starts end with it. Compare its output with the expected output in your own process: a program cannot copy
+    data that it cannot read.
 
     Args:
         code: the program.
-        stdin: what it reads.
-        timeout_s: longest time.
+        stdin: its standard input.
+        timeout_s: longest run time.
         memory_bytes: address space of each of its processes.
 
     Raises:
-        RewardError: this machine gives no sandbox.
+        RewardError: this machine cannot provide a sandbox.
 
     Example:
         run_python("print(6 * 7)").stdout == "42\\n"
@@ -83,7 +83,7 @@ def run_python(
 
 
 def _runner(stack: ExitStack) -> socket.socket:
-    """The socket of this sandbox's runner, or of one that is started for one program."""
+    """Return the socket of this sandbox's runner, or of a runner started for one program."""
     if RUNNER in os.environ:
         return socket.fromfd(int(os.environ[RUNNER]), socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,18 +1,18 @@
-"""Rows: in the sandbox, each row of a call in a fork of the process that has loaded the function.
+"""Rows: in the sandbox, run each row of a call in a fork of the process that has loaded the function.
 
     warm process ─┬─ row 0 ── go ──> cell: function(**columns of row 0) ──> one frame, exit 0 ──> verdict
-                  ├─ row 1 ── made meanwhile, waits for its turn
-                  ├─ ...      late, dead, or anything but one frame: an outcome of that row alone
+                  ├─ row 1 ── created in the meantime, waits for its turn
+                  ├─ ...      late, dead, or not exactly one frame: an outcome of that row alone
                   └─ all verdicts ──> one answer to the driver
 
-    consumes      one frame from each cell, on a pipe of its own
-    waits for     the frame and the cell's end, to the row's deadline
-    unblocked by  either; a late cell is killed, and all that it started with it
-    produces      one verdict a row
+    consumes      one frame from each cell, on a separate pipe
+    waits for     the frame and the cell's end, until the row's deadline
+    unblocked by  either; a late cell is killed with all processes that it started
+    produces      one verdict per row
 
-The function runs in one cell at a time. The next row's cell is made meanwhile, on another core, and waits
-before the function. A row gets an equal share of the time that is left; late rows are tried once more with
-what the others did not use. The pipe to the driver is closed in a cell. Standard library only.
+The function runs in one cell at a time. The next row's cell is created in the meantime on another core, and
+waits before the call. A row gets an equal share of the remaining time; late rows are tried once more with the
+time that the others did not use. A cell has no access to the pipe to the driver. Standard library only.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from rillflow.rewards.sandbox import FUNCTION_USER
 from rillflow.rewards.verdict import VERDICT_CHARACTERS, Verdict, is_verdict
 
 CELL_BYTES = 1 << 22
-"""Longest answer of one cell."""
+"""Longest answer of one cell, in bytes."""
 LEAST_LIMIT_S = 0.05
-"""Least time that a row gets at first."""
+"""Shortest time limit of a row in seconds."""
 
 _HIGH_DESCRIPTOR = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cell:
-    """The warm process's end of a cell that waits for its turn."""
+    """The warm process's handle of a cell that waits for its turn."""
 
     process: int
     """Process 1 of the cell."""
     turn: int
-    """Where a byte lets it call the function."""
+    """Descriptor to which a byte is written to start the call."""
     answers: int
-    """Where its frame comes from."""
+    """Descriptor of its answer."""
 
     def end(self) -> int:
-        """Kill whatever is left of it; return its status as ``waitpid`` tells it."""
+        """Kill the rest of the cell; return its ``waitpid`` status."""
         os.kill(self.process, signal.SIGKILL)
         status = os.waitpid(self.process, 0)[1]
         for descriptor in (self.turn, self.answers):
@@ -63,17 +63,17 @@ class _Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class RowCells:
-    """Calls a function row by row, each in a cell."""
+    """Runs a function row by row, each row in a cell."""
 
     rules: CellRules
-    """What a cell is like."""
+    """Rules of the cells."""
     kept: Sequence[int]
-    """Descriptors that no cell has: those of the driver."""
+    """Descriptors to close in every cell: those to the driver."""
     folder: str
-    """Where the function begins; empty: in /tmp."""
+    """Working directory of the function; empty: /tmp."""
 
     def call(self, run: Callable[[Frame], Frame], request: Frame) -> Frame:
-        """Answer a request of the driver's.
+        """Answer a request of the driver.
 
         Args:
             run: calls the function in this process, and returns a frame.
@@ -84,7 +84,7 @@ class RowCells:
         rows, until = range(request["rows"]), time.monotonic() + request["limit_s"]
         verdicts: dict[int, Verdict] = {}
         waiting = list(rows)
-        for _ in range(2):  # late rows once more
+        for _ in range(2):  # late rows get a second try
             late: list[int] = []
             asked = [_row_of(request, row) for row in waiting]
             answers = self._in_turn(
@@ -106,12 +106,12 @@ class RowCells:
     def _in_turn(
         self, run: Callable[[Frame], Frame], requests: Sequence[Frame], limit_s: Callable[[int], float]
     ) -> Generator[Frame]:
-        """One answer a request: ``raised`` where its cell died, ``late`` where it took too long.
+        """Yield one answer per request: ``raised`` if its cell died, ``late`` if it exceeded its time.
 
         Args:
             run: see ``call``.
-            requests: of one row each.
-            limit_s: a row's time, from the number of rows without an answer.
+            requests: requests of one row each.
+            limit_s: returns a row's time limit, given the number of rows without an answer.
         """
         following = self._make(run, requests[0]) if requests else None
         try:
@@ -119,7 +119,7 @@ class RowCells:
                 cell, following = following, None
                 assert cell is not None, "a cell is made before its turn"
                 try:
-                    with contextlib.suppress(BrokenPipeError):  # its status says why it ended
+                    with contextlib.suppress(BrokenPipeError):  # the cell's status has the reason
                         os.write(cell.turn, b"x")
                     limit = limit_s(len(requests) - place)
                     begun = time.monotonic()
@@ -134,12 +134,12 @@ class RowCells:
                 following.end()
 
     def _make(self, run: Callable[[Frame], Frame], request: Frame, beside: _Cell | None = None) -> _Cell:
-        """A cell that waits for its turn.
+        """Create a cell that waits for its turn.
 
         Args:
             run: see ``call``.
-            request: of its row.
-            beside: the cell whose turn it is, of which it must have nothing.
+            request: the request of its row.
+            beside: the running cell, whose descriptors the new cell must not have.
         """
         go_read, go_write = os.pipe()
         reading, writing = os.pipe()
@@ -163,7 +163,7 @@ class RowCells:
         writing: int,
         unused: Sequence[int],
     ) -> int:
-        """Process 1 of the cell."""
+        """Run process 1 of the cell."""
         answers = fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, _HIGH_DESCRIPTOR)
         for descriptor in (writing, *unused, *self.kept):
             os.close(descriptor)
@@ -174,7 +174,7 @@ class RowCells:
             return 1
         os.close(turn)
         answer = encode(run(request))
-        if os.getpid() == 1:  # a fork that came back from the user's code has nothing to say
+        if os.getpid() == 1:  # a fork that returned from the user's code must not answer
             write_all(answers, answer)
         return 0
 
@@ -185,7 +185,7 @@ def _row_of(request: Frame, row: int) -> Frame:
 
 
 def _awaited(cell: _Cell, limit_s: float, begun: float) -> Frame:
-    """One frame and a clean end, or what came instead; the cell is gone then."""
+    """Wait for one frame and a clean end of the cell, then remove it; return the frame or a failure."""
     until = begun + limit_s
     ended = os.pidfd_open(cell.process)
     poller = select.poll()
@@ -205,7 +205,7 @@ def _awaited(cell: _Cell, limit_s: float, begun: float) -> Frame:
                 frames += reader.feed(piece)
                 if not piece:
                     poller.unregister(cell.answers)
-            elif ended in found:  # all that could write is gone, and what it wrote is read
+            elif ended in found:  # all writers have ended, and their data is read
                 break
     except FrameError as error:
         refused = f"wrote to the descriptor of the answers: {error}"

@@ -1,18 +1,17 @@
-"""Runner: runs the programs of ``run_python``; a process that has never seen a row.
+"""Runner: run the programs of ``run_python`` from a process that has never seen a row.
 
     reward function ── a socket for one request ──> process 1 of a cell: limits, output <── start ── runner
                                                        └─ fork ─> the program
     FinishedProgram <── stdout, stderr, exit code ───────┘
 
-    runner        waits for the cell that it made to take a request, or to end; then makes the next one
+    runner        waits until the current cell takes a request or ends; then creates the next cell
     process 1     consumes one request, from a socket that no program can reach; waits for it, then for the
-                  program, its output and its deadline, and for the end of whoever asked; produces one frame
-    shuts down    healthy: the socket ends; crash: the keeper's end takes all of it along
+                  program, its output, its deadline, and the exit of the requester; produces one frame
+    shuts down    healthy: the socket ends; crash: the keeper's end kills all of it
 
-The program is a fork of the runner, so that it starts without the time that an interpreter takes. The runner
-is forked before the function is loaded: its memory holds nothing but the standard library and this package.
-Its cell is made before the request comes, while the last program runs.
-Standard library only.
+The program is a fork of the runner, so that it starts without a new interpreter. The runner is forked before
+the function is loaded: its memory holds only the standard library and this package. The cell of the next
+program is created before its request comes, while the current program runs. Standard library only.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from rillflow.rewards.kernel import BIND, MOUNTS, NO_DEVICES, NO_SET_USER, READ_
 from rillflow.rewards.sandbox import PROGRAM_USER, Visible
 
 OUTPUT_BYTES = 1 << 20
-"""Bytes of stdout, and of stderr, that are kept; what is beyond is read and dropped."""
+"""Bytes of stdout, and of stderr, that are kept; the rest is read and dropped."""
 
 _FILE = "/tmp/program.py"
 _LAST_DESCRIPTOR = 4096
@@ -47,12 +46,12 @@ _TAKEN, _ENDED = b"t", b"e"
 
 
 def serve_programs(requests: socket.socket, rules: CellRules, visible: Visible) -> None:
-    """Run programs until the socket of requests ends.
+    """Run programs until the request socket ends.
 
     Args:
-        requests: each message carries the socket of one request.
+        requests: socket whose messages carry the socket of one request each.
         rules: see CellRules.
-        visible: the user's files that the sandbox shows; programs do not see them.
+        visible: user files that the sandbox shows and that programs must not see.
     """
     _hide(visible)
     requests.send(b"ready")
@@ -61,17 +60,17 @@ def serve_programs(requests: socket.socket, rules: CellRules, visible: Visible) 
         reading, writing = os.pipe()
         start(partial(_one_program, requests, writing, rules))
         os.close(writing)
-        while os.waitpid(-1, os.WNOHANG)[0]:  # the cells that have ended meanwhile; the new one is there
+        while os.waitpid(-1, os.WNOHANG)[0]:  # reap ended cells; the new one still runs
             pass
         said = os.read(reading, 1)
         os.close(reading)
-        if not said:  # the kernel gave no cell: one request goes without
+        if not said:  # the kernel refused a cell: one request gets no answer
             for descriptor in socket.recv_fds(requests, 16, 1)[1]:
                 os.close(descriptor)
 
 
 def _hide(visible: Visible) -> None:
-    """Cover the user's files, in a mount namespace of the runner's own."""
+    """Cover the user's files, in a mount namespace of the runner."""
     ask("unshare", MOUNTS)
     for name in dict.fromkeys((*visible.shown, *visible.copies)):
         if Path(name).is_dir():
@@ -81,7 +80,7 @@ def _hide(visible: Visible) -> None:
 
 
 def _one_program(requests: socket.socket, taken: int, rules: CellRules) -> int:
-    """Process 1 of a program's cell: take a request, start the program, collect what it writes, answer."""
+    """Run process 1 of a program's cell: take a request, run the program, collect its output, answer."""
     furnish(rules, is_program=True)
     _, descriptors, *_ = socket.recv_fds(requests, 16, 1)
     requests.close()
@@ -113,15 +112,15 @@ def _one_program(requests: socket.socket, taken: int, rules: CellRules) -> int:
 def _collect(
     program: int, asker: int, stdin: int, text: bytes, kept: dict[int, bytes], limit_s: float
 ) -> int | None:
-    """Move bytes until the program ends; its status as ``waitpid`` tells it, None where it was late.
+    """Copy input and output until the program ends; return its ``waitpid`` status, or None on timeout.
 
     Args:
-        program: its process.
-        asker: the socket whose other end asked; where that is gone, nobody waits.
-        stdin: the end of a pipe to write to.
-        text: what the program reads.
-        kept: what the program wrote, by the descriptor to read from.
-        limit_s: longest time.
+        program: process id of the program.
+        asker: socket of the requester; exit if its other end closes.
+        stdin: write end of the program's input pipe.
+        text: input of the program.
+        kept: collected output, by read descriptor.
+        limit_s: longest run time.
     """
     until = time.monotonic() + limit_s
     ended, unsent = os.pidfd_open(program), memoryview(text)
@@ -161,7 +160,7 @@ def _write_some(stdin: int, unsent: memoryview) -> memoryview:
 
 
 def _read_some(descriptor: int, kept: dict[int, bytes]) -> bool:
-    """Read what there is; say whether more may come at once."""
+    """Read available output; return whether more may be available."""
     try:
         piece = os.read(descriptor, 1 << 16)
     except BlockingIOError:
@@ -174,7 +173,7 @@ def _read_some(descriptor: int, kept: dict[int, bytes]) -> bool:
 
 
 def _run(standard: tuple[int, int, int], memory_bytes: int, rules: CellRules) -> int:
-    """Give up all rights, then run the file as ``python program.py`` does; its exit status."""
+    """Drop all privileges, then run the file like ``python program.py``; return its exit status."""
     for number, descriptor in enumerate(standard):
         os.dup2(descriptor, number)
     os.closerange(3, _LAST_DESCRIPTOR)
@@ -210,7 +209,7 @@ def _run_main() -> None:
 
 
 def _status_of(run: Callable[[], None]) -> int:
-    """The exit status with which an interpreter would end."""
+    """Return the exit status with which an interpreter would end."""
     try:
         run()
     except SystemExit as ended:

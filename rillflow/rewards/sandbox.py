@@ -1,16 +1,16 @@
-"""Sandbox: the files, users and network that a reward function or an agent is shut in with.
+"""Sandbox: the files, users and network that isolate a reward function or an agent.
 
-    supervisor ── isolate ──> own user, pid, network, ipc and host-name namespaces
-    keeper     ── enclose ──> a root of its own:   Python and the system's libraries            read only
-                                                   the function's file, the modules it imports   copies
-                                                   what reward.files lists                       read only
-                                                   /tmp                                 empty, 256 MiB
-                   └─ fork ─> warm process ── a cell a row; see rewards/cell.py
+    supervisor ── isolate ──> new user, pid, network, ipc and host-name namespaces
+    keeper     ── enclose ──> a new root:   Python and the system's libraries             read only
+                                            the function's file, the modules it imports   copies
+                                            files of reward.files                         read only
+                                            /tmp                                          empty, 256 MiB
+                   └─ fork ─> warm process ── one cell per row; see rewards/cell.py
 
-The kernel does it, not Python. Where the driver may map further users (root, most often), the function and a
-program that it runs each have a user of their own; else both share the driver's, and the level is
-``shared-user``. A kernel that refuses anything else is an error: nothing runs half shut in. Standard library
-only.
+The kernel enforces the isolation, not Python. If the driver may map further users (mostly as root), the
+function and its programs each run as a separate user. Otherwise both share the driver's user, and the level
+is ``shared-user``. Any other refusal of the kernel is an error: no function runs with partial isolation.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -47,44 +47,44 @@ from rillflow.rewards.kernel import (
 )
 
 SIZE = "256m"
-"""Room in the sandbox's /tmp; it is main memory."""
+"""Size of the sandbox's /tmp; it uses main memory."""
 SHUT_IN = USERS | PIDS | NETWORK | IPC | HOST_NAME
-"""The namespaces of the sandbox."""
+"""Namespaces of the sandbox."""
 FUNCTION_USER, PROGRAM_USER = 65531, 65532
-"""Users of the function and of the programs of ``run_python``, where they can be had."""
+"""Users of the function and of ``run_python`` programs, if the driver may map them."""
 
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "OMP_NUM_THREADS")
 _NEW_ROOT = "/proc"
-"""Where the new root is put together: a folder that is there everywhere and hides nothing that is bound."""
+"""Mount point for building the new root: it exists everywhere and hides no path that is bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Visible:
-    """What of the user's files a sandbox shows."""
+    """The user's files that a sandbox shows."""
 
     folder: str = ""
-    """Where the function begins; empty: in /tmp."""
+    """Working directory of the function; empty: /tmp."""
     copies: Sequence[str] = ()
-    """Files that are copied to their own place: the function's, and the modules beside it that it imports."""
+    """Files copied to the same path: the function's file, and the modules next to it that it imports."""
     shown: Sequence[str] = ()
-    """Files and folders that are bound read only at their own place."""
+    """Files and folders bound read-only at the same path."""
 
 
 def clean_environment() -> dict[str, str]:
-    """The variables a sandboxed function sees: none that could hold a secret."""
+    """Return the environment of a sandboxed function, without variables that could hold a secret."""
     kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
     return {**kept, "HOME": "/tmp", "TMPDIR": "/tmp"}
 
 
 def isolate(namespaces: int, *, further_users: bool = False) -> bool:
-    """Enter namespaces, as the same user; the next fork is process 1 of the pid namespace.
+    """Enter namespaces as the same user; the next fork is process 1 of the pid namespace.
 
     Args:
         namespaces: bits of unshare(2).
-        further_users: map ``FUNCTION_USER`` and ``PROGRAM_USER`` too, where that is allowed.
+        further_users: map ``FUNCTION_USER`` and ``PROGRAM_USER`` too, if allowed.
 
     Returns:
         Whether they are mapped.
@@ -106,7 +106,7 @@ def isolate(namespaces: int, *, further_users: bool = False) -> bool:
 
 
 def _unshare_with_users(namespaces: int, user: int, group: int) -> bool:
-    """Enter namespaces while a fork outside them maps several users, as only a process outside may."""
+    """Enter namespaces, and map several users from a fork outside, since only an outside process may."""
     go_read, go_write = os.pipe()
     target = os.getpid()
     mapper = os.fork()
@@ -134,7 +134,7 @@ def _unshare_with_users(namespaces: int, user: int, group: int) -> bool:
 
 
 def show_own_processes() -> None:
-    """Show a pid namespace its own /proc; where that is refused, /proc keeps the outer process ids."""
+    """Show a pid namespace its own /proc; if that is refused, /proc keeps the outer process ids."""
     try:
         ask("unshare", MOUNTS)
         mount(None, "/", None, RECURSIVE | SLAVE)
@@ -144,18 +144,18 @@ def show_own_processes() -> None:
 
 
 def enclose(visible: Visible) -> None:
-    """Leave this process, and those it forks, with the sandbox's files.
+    """Restrict this process and its forks to the sandbox's files.
 
-    It keeps the capabilities of its own user namespace, which a cell gives up before any code of the user's
-    or a model's runs in it.
+    It keeps the capabilities of its user namespace; a cell drops them before any code of the user or a model
+    runs in it.
 
     Args:
-        visible: what of the user's files can be read.
+        visible: the user's files to show.
 
     Raises:
         OSError: the kernel refuses, or a file cannot be read.
     """
-    Path("/proc/sys/user/max_user_namespaces").write_text("0")  # a namespace in here would bring new rights
+    Path("/proc/sys/user/max_user_namespaces").write_text("0")  # a nested namespace would give new rights
     ask("unshare", MOUNTS)
     mount(None, "/", None, RECURSIVE | PRIVATE)
     mount("none", _NEW_ROOT, "tmpfs", NO_SET_USER, "mode=755")
@@ -171,13 +171,13 @@ def enclose(visible: Visible) -> None:
         Path(_NEW_ROOT + name).symlink_to(Path(name).readlink())
     for name in _DEVICES:
         _bind(name)
-    for name in (*_FILES, *visible.copies):  # a bind would be one more mount that every cell has to copy
+    for name in (*_FILES, *visible.copies):  # a bind would be one more mount for every cell to copy
         _copy(name)
-    Path(_NEW_ROOT + "/dev/shm").symlink_to("/tmp")  # where semaphores and shared memory are files
+    Path(_NEW_ROOT + "/dev/shm").symlink_to("/tmp")  # semaphores and shared memory are files there
     for name in filter(None, [visible.folder]):
         Path(_NEW_ROOT + name).mkdir(parents=True, exist_ok=True)
     set_attributes(_NEW_ROOT, ALL_BELOW, add=READ_ONLY | NO_SET_USER)
-    set_attributes(f"{_NEW_ROOT}/tmp", 0, remove=READ_ONLY)  # what is bound below it stays read only
+    set_attributes(f"{_NEW_ROOT}/tmp", 0, remove=READ_ONLY)  # mounts below it stay read only
     mount_processes(f"{_NEW_ROOT}/proc")
     os.chdir(_NEW_ROOT)
     mount(".", "/", None, MOVE)
@@ -187,20 +187,20 @@ def enclose(visible: Visible) -> None:
 
 
 def mount_processes(target: str) -> None:
-    """Show the pid namespace's processes, to each user those that it may look into."""
+    """Mount the pid namespace's /proc; each user sees only processes that it may inspect."""
     flags = READ_ONLY | NO_SET_USER | NO_DEVICES | NO_PROGRAMS
     mount("none", target, "proc", flags, "hidepid=invisible")
 
 
 def python_folders() -> list[str]:
-    """The interpreter, what is installed for it, and this package; not every folder on its path."""
+    """Return the folders of the interpreter, its installed packages and this package; not all of sys.path."""
     installed = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     package = str(Path(__file__).resolve().parents[1])
     return [sys.prefix, sys.base_prefix, *site.getsitepackages(), *installed, package]
 
 
 def outermost(names: Sequence[str]) -> list[str]:
-    """The paths that exist, without those below another one."""
+    """Return the existing paths, without those below another one."""
     found: list[str] = []
     for name in sorted({str(Path(name).absolute()) for name in names}):
         if Path(name).exists() and not any(Path(name).is_relative_to(outer) for outer in found):
@@ -209,13 +209,13 @@ def outermost(names: Sequence[str]) -> list[str]:
 
 
 def _bind(name: str) -> None:
-    """Show a file or folder at its own place in the new root, read only once the root is."""
+    """Show a file or folder at its own path in the new root; it becomes read only with the root."""
     if Path(name).exists():
         bind(os.path.realpath(name), _NEW_ROOT + name, is_folder=Path(name).is_dir())
 
 
 def bind(source: str, target: str, *, is_folder: bool) -> None:
-    """Show what a path leads to at another one, for which a place is made."""
+    """Bind-mount a path at another path, which is created."""
     place = Path(target)
     if is_folder:
         place.mkdir(parents=True, exist_ok=True)
@@ -226,7 +226,7 @@ def bind(source: str, target: str, *, is_folder: bool) -> None:
 
 
 def _copy(name: str) -> None:
-    """Put a copy that every user can read at a file's own place, unless a folder shows it already."""
+    """Copy a file, readable by all users, to its path in the new root, unless a folder shows it."""
     target = Path(_NEW_ROOT + name)
     if not target.exists() and Path(name).is_file():
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,11 @@
-"""Seccomp: the system calls that a confined process may not make, as a filter the kernel runs before each.
+"""Seccomp: deny system calls of a confined process with a filter that the kernel runs before each call.
 
-    names and numbers ── build_filter, once ──> BPF program ── deny_calls ──> a cell and all that it starts
+    names and numbers ── build_filter, once ──> BPF program ── deny_calls ──> a cell and its child processes
 
-The filter lists what is denied, so programs meet no surprise: everything that reaches other processes, makes
-namespaces or mounts, opens a socket outside UNIX and IP, or widens the kernel's surface (io_uring, bpf, ...).
-A denied call fails with an error; nothing is killed. x86-64 and aarch64. Standard library only.
+The filter is a deny list, so ordinary programs run unchanged. It denies calls that reach other processes,
+create namespaces or mounts, open sockets other than UNIX and IP, or widen the kernel's attack surface
+(io_uring, bpf, ...). A denied call fails with an error; no process is killed. x86-64 and aarch64. Standard
+library only.
 
 Source: Linux, Documentation/userspace-api/seccomp_filter.rst; numbers from the kernel's syscall tables.
 """
@@ -50,7 +51,7 @@ _DENIED = {
     "open_tree_attr": (467, 467),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
-    # the kernel's surface
+    # attack surface of the kernel
     "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -79,9 +80,9 @@ _DENIED = {
     "iopl": (172, -1),
     "ioperm": (173, -1),
 }
-"""Calls that fail with EPERM, by number on x86-64 and on aarch64; -1: there is none."""
+"""Calls that fail with EPERM, by number on x86-64 and on aarch64; -1: not available."""
 _UNCOUNTED = {"memfd_create": (319, 279), "shmget": (29, 194)}
-"""Calls that take memory which only a memory cgroup counts."""
+"""Calls whose memory only a memory cgroup counts."""
 _CLONE, _CLONE3 = (56, 220), (435, 435)
 _SOCKET, _SOCKETPAIR = (41, 198), (53, 199)
 _PRLIMIT, _FCNTL, _IOCTL = (302, 261), (72, 25), (16, 29)
@@ -89,13 +90,13 @@ _NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 _SOCKETS = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 _SIGNAL_OWNERS = (8, 10, 15)
-"""F_SETOWN, F_SETSIG and F_SETOWN_EX: a signal to another process when a descriptor is ready."""
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX: signal another process when a descriptor is ready."""
 _TYPING = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX: text into a terminal."""
+"""TIOCSTI and TIOCLINUX: insert text into a terminal."""
 _X32 = 0x40000000
 
 _LINEAR = 4
-"""Calls that are compared one after the other."""
+"""Largest number of calls that are compared one after the other."""
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERROR = 0x7FFF0000, 0x00050000
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
@@ -110,18 +111,18 @@ class _Program(ctypes.Structure):
 
 
 def is_known() -> bool:
-    """Whether there is a filter for this machine's processor."""
+    """Return whether there is a filter for this machine's processor."""
     return platform.machine() in _ARCHITECTURES
 
 
 def build_filter(*, is_memory_counted: bool) -> bytes:
-    """Return the filter of this machine's processor, for ``deny_calls``.
+    """Return the filter for this machine's processor, for ``deny_calls``.
 
     Args:
-        is_memory_counted: whether a memory cgroup bounds memory that no address space shows.
+        is_memory_counted: whether a memory cgroup limits memory outside any address space.
 
     Raises:
-        OSError: the processor is not known.
+        OSError: the processor is unknown.
     """
     if not is_known():
         raise OSError(errno.ENOSYS, f"seccomp filter for {platform.machine()}")
@@ -131,10 +132,10 @@ def build_filter(*, is_memory_counted: bool) -> bytes:
 
 
 def deny_calls(code: bytes) -> None:
-    """Filter the calls of this process and of all that it will start; there is no way back.
+    """Filter the calls of this process and its future children, irreversibly.
 
     Args:
-        code: what ``build_filter`` returns.
+        code: result of ``build_filter``.
 
     Raises:
         OSError: the kernel refuses.
@@ -145,10 +146,10 @@ def deny_calls(code: bytes) -> None:
 
 
 def lines(machine: str, *, is_memory_counted: bool) -> list[Line]:
-    """The filter as instructions.
+    """Return the filter as instructions.
 
     Args:
-        machine: as ``platform.machine`` names it.
+        machine: name of the machine as in ``platform.machine``.
         is_memory_counted: see ``build_filter``.
     """
     architecture, column = _ARCHITECTURES[machine]
@@ -167,17 +168,17 @@ def lines(machine: str, *, is_memory_counted: bool) -> list[Line]:
     made += _argument(_FCNTL[column], 1, errno.EPERM, denied=[(_EQUAL, each) for each in _SIGNAL_OWNERS])
     made += _argument(_IOCTL[column], 1, errno.EPERM, denied=[(_EQUAL, each) for each in _TYPING])
     errors = {numbers[column]: errno.EPERM for numbers in _DENIED.values() if numbers[column] >= 0}
-    errors[_CLONE3[column]] = errno.ENOSYS  # its flags are in memory, where a filter cannot look
+    errors[_CLONE3[column]] = errno.ENOSYS  # its flags are in memory, which a filter cannot read
     if not is_memory_counted:
         errors |= {numbers[column]: errno.ENOSYS for numbers in _UNCOUNTED.values()}
     return made + _search(sorted(errors.items()))
 
 
 def _search(errors: Sequence[tuple[int, int]]) -> list[Line]:
-    """Deny some calls and allow all others, by halves: the kernel tries every call when it takes a filter.
+    """Deny some calls and allow all others, by binary search: the kernel tries every call at load time.
 
     Args:
-        errors: numbers of calls in rising order, each with what the call gets.
+        errors: numbers of calls in rising order, each with its error.
     """
     if len(errors) > _LINEAR:
         middle = len(errors) // 2
@@ -197,14 +198,14 @@ def _argument(
     allowed: Sequence[int] = (),
     denied: Sequence[tuple[int, int]] = (),
 ) -> list[Line]:
-    """Judge a call by the low half of one argument, as the kernel reads it.
+    """Allow or deny a call by the low half of one argument, as the kernel reads it.
 
     Args:
-        number: of the call.
-        index: of the argument.
-        error: what a denied call gets.
-        allowed: every other value is denied.
-        denied: instructions and constants; where one holds, the call is denied. Either this or ``allowed``.
+        number: number of the call.
+        index: index of the argument.
+        error: error of a denied call.
+        allowed: allowed values; every other value is denied.
+        denied: instructions and constants; if one matches, the call is denied. Either this or ``allowed``.
     """
     deny: Line = (_RETURN, 0, 0, _ERROR | error)
     allow: Line = (_RETURN, 0, 0, _ALLOW)

@@ -1,12 +1,12 @@
-"""Source: a function that somebody holds in Python, as text that a child can load.
+"""Source: turn a function held in Python into source text that a child can load.
 
-function ─ its own text ─ the names in it ─┬─ modules, and what a module has ─> imports
-                                           ├─ functions beside it ───────────> their text, likewise
+function ─ its own text ─ the names in it ─┬─ modules and their attributes ──> imports
+                                           ├─ functions of the same file ────> their text, recursively
                                            ├─ plain values, patterns ────────> assignments
                                            └─ anything else ─────────────────> RewardError
 
-A cell of a notebook, a script and a closure are as good as a module. What travels is Python's text, as in
-the file of a function; a value counts as it is now. Nothing is pickled.
+Functions from notebook cells, scripts and closures work like those of a module. The child receives Python
+source, like the file of a function; values are taken as they are now. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 
 
 def shipped(function: Callable[..., Any], weight: float = 1.0) -> FunctionPath:
-    """A function with the text that makes it again.
+    """Return a function together with the source text that recreates it.
 
     Args:
-        function: one that ``def`` or ``lambda`` made, wherever.
-        weight: of its scores in a sum.
+        function: a function made by ``def`` or ``lambda``, anywhere.
+        weight: weight of its scores in a sum.
 
     Raises:
-        RewardError: it is no such function, its text cannot be had, or it reads what has no text.
+        RewardError: it is no such function, its text is not available, or it reads a value without text.
     """
     plain = inspect.unwrap(function)
     if not inspect.isfunction(plain):
@@ -62,7 +62,7 @@ def shipped(function: Callable[..., Any], weight: float = 1.0) -> FunctionPath:
 
 
 class _Text:
-    """The statements that make a function, those that it needs first."""
+    """Statements that recreate a function, its dependencies first."""
 
     def __init__(self, root: str) -> None:
         self.statements: list[str] = []
@@ -70,7 +70,7 @@ class _Text:
         self._values: dict[str, Any] = {}
 
     def add(self, name: str, value: Any) -> None:
-        """Let a name mean a value."""
+        """Bind a name to a value."""
         if name in self._values:
             if self._values[name] is not value:
                 raise self._refusal(name, value, "and something else by the same name")
@@ -111,7 +111,7 @@ class _Text:
 
 
 def _definition(name: str, function: FunctionType) -> str:
-    """The statement that makes a function, decorators and all."""
+    """Return the statement that makes a function, including decorators."""
     code, kinds = function.__code__, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     try:
         tree = ast.parse("".join(inspect.findsource(function)[0]))
@@ -136,13 +136,13 @@ def _definition(name: str, function: FunctionType) -> str:
 
 
 def _line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
-    """The line by which a function's code knows itself: of its first decorator, where it has one."""
+    """Return the first line of a function's code: that of its first decorator, if it has one."""
     decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
     return decorators[0].lineno if decorators else node.lineno
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names that code, and the code in it, does not make itself."""
+    """Yield the global names that code, and the code nested in it, reads."""
     yield from (each.argval for each in dis.get_instructions(code) if each.opname in _READS)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -150,7 +150,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_importable(value: Any) -> bool:
-    """Whether a child finds a class or function by the name of its module and its own."""
+    """Return whether a child can import a class or function by its module and name."""
     if not isinstance(value, type | FunctionType | BuiltinFunctionType) or value.__module__ == "__main__":
         return False
     module = sys.modules.get(value.__module__)
@@ -161,7 +161,7 @@ def _is_importable(value: Any) -> bool:
 
 
 def _version(value: type | FunctionType | BuiltinFunctionType) -> str:
-    """A remark that changes with the file of what is imported, where that is the user's own."""
+    """Return a comment with a hash of the imported file if the file is the user's own."""
     file = Path(vars(sys.modules[value.__module__]).get("__file__") or sys.prefix)
     if file.is_relative_to(sys.prefix) or file.is_relative_to(sys.base_prefix):
         return ""
@@ -169,7 +169,7 @@ def _version(value: type | FunctionType | BuiltinFunctionType) -> str:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is what Python reads from its own text."""
+    """Return whether a value can be parsed back from its own repr."""
     try:
         return bool(ast.literal_eval(repr(value)) == value)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -1,4 +1,4 @@
-"""Supervised: what a supervisor is told on its command line, and how it is started. Standard library only."""
+"""Supervised: the plan of a supervisor on its command line, and how to start it. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from rillflow.rewards.sandbox import Visible, clean_environment
 
 RUNNER = "RILLFLOW_PROGRAM_RUNNER"
-"""The variable with the descriptor of the sandbox's runner, in the process that has it."""
+"""Environment variable with the descriptor of the sandbox's runner, in the process that has it."""
 
 REFUSED = "could not be shut in"
-"""How a status begins that says why a sandbox is not to be had."""
+"""Beginning of a status that explains why a sandbox is not available."""
 
 _PACKAGE_ROOT = Path(__file__).parents[2]
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from rillflow.rewards import supervisor; supervisor.main()"
@@ -24,54 +24,54 @@ _INTERPRETER = (sys.executable, "-I", "-u", "-c", _BOOT)
 
 
 class Containment(StrEnum):
-    """How the processes of a reward function are held together, the strongest first."""
+    """Containment of a reward function's processes, strongest first."""
 
     SANDBOX = "sandbox"
-    """Namespaces of every kind, a root of its own and further users, or an error; see rewards/sandbox.py."""
+    """Namespaces of every kind, a new root and further users, or an error; see rewards/sandbox.py."""
     SHARED_USER = "shared user"
-    """The sandbox without further users, also where they could be had."""
+    """The sandbox without further users, even if they are available."""
     NAMESPACE = "namespace"
     """A pid namespace: the kernel ends every process in it at once."""
     DESCENDANTS = "descendants"
-    """Orphans are adopted, and what /proc shows below; without a /proc, the process group alone."""
+    """Adopted orphans and the descendants in /proc; without a /proc, only the process group."""
 
     @property
     def is_sandbox(self) -> bool:
-        """Whether the function is shut in."""
+        """Whether the function is isolated in a sandbox."""
         return self in (Containment.SANDBOX, Containment.SHARED_USER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supervised:
-    """What one supervisor runs."""
+    """The plan of one supervisor."""
 
     containment: Containment
-    """The strongest way to hold processes together that is tried; a sandbox is had or refused."""
+    """Strongest containment to try; a sandbox is provided or refused."""
     visible: Visible
-    """What of the user's files a sandbox shows."""
+    """User files that a sandbox shows."""
     status: int
-    """The descriptor that says how it ended."""
+    """Descriptor that receives how it ended."""
     requests: int = -1
-    """The descriptor that frames come from; -1: no function is loaded."""
+    """Descriptor of the request pipe; -1: no function is loaded."""
     answers: int = -1
-    """The descriptor that answers go to."""
+    """Descriptor of the answer pipe."""
     programs: int = -1
-    """A socket whose programs it runs, where no function is loaded."""
+    """Socket with program requests, if no function is loaded."""
     door: int = -1
-    """A socket over which a sandbox hands out a listening socket of its network; -1: it hands out none."""
+    """Socket through which a sandbox sends a listening socket of its network; -1: none."""
     memory_bytes: int = 0
-    """What the memory group of a sandbox is bounded by; 0: by nothing."""
+    """Memory limit of a sandbox's memory group in bytes; 0: no limit."""
     driver: int = 0
-    """The process that started it."""
+    """Process id of the driver."""
 
     def start(self, printed: int | None = None) -> subprocess.Popen[bytes]:
-        """Start the supervisor in a session of its own.
+        """Start the supervisor in a new session.
 
         Args:
-            printed: where its output goes; None: nowhere.
+            printed: descriptor for its output; None: discard it.
 
         Raises:
-            OSError: the system starts no more processes.
+            OSError: the system cannot start another process.
         """
         told = asdict(self) | {"driver": os.getpid()}
         passed = [self.status, self.requests, self.answers, self.programs, self.door]
@@ -88,7 +88,7 @@ class Supervised:
 
     @staticmethod
     def told(text: str) -> Supervised:
-        """What a command line says."""
+        """Parse the plan from a command line."""
         known = json.loads(text)
         return Supervised(
             **known

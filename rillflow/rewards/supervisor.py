@@ -1,21 +1,22 @@
-"""The process between the driver and the user's function: it sees to it that nothing survives.
+"""Supervisor: the process between the driver and the user's function that leaves no process behind.
 
     driver ─ spawns ─> supervisor ─ fork ─> keeper ─ fork ─> child: the user's function ─> its own processes
-       │                  │    └ new pid namespace: the keeper is its process 1, so its death ends them all
-       │<── status ───────┴──── the keeper tells how the child ended
+       │                  │    └ new pid namespace: the keeper is process 1, so its death ends all of them
+       │<── status ───────┴──── the keeper reports how the child ended
        └─ frames <───────────────────────────────────> child
 
-    supervisor    consumes the ends of processes and SIGTERM; waits for either, 50 ms at most;
-                  then looks whether the driver lives and whether the function bred too many processes;
-                  produces, when any of these comes true, the end of every process below it
+    supervisor    consumes the ends of processes and SIGTERM; waits for either, 50 ms at most; then checks
+                  that the driver lives and that the function has not started too many processes; produces,
+                  if any of these applies, the end of every process below it
     keeper        consumes the ends of processes; waits for the child's; unblocked by it or by being killed;
                   produces one line on the status pipe
-    shuts down    healthy: SIGTERM from the driver; driver killed: seen within a tenth of a second; supervisor
+    shuts down    healthy: SIGTERM from the driver; driver killed: detected within a tenth of a second;
+        supervisor
                   killed: the kernel kills the keeper (its parent-death signal), and with it the namespace
 
-There are two ways: the kernel ends a namespace, which the sandbox is one of; or, where none is to be had, the
-supervisor adopts orphans (child subreaper) and kills the process group and what /proc shows below it.
-Standard library only.
+There are two ways to end all processes. The kernel ends a pid namespace, which the sandbox includes. If no
+namespace is available, the supervisor adopts orphans (child subreaper) and kills the process group and its
+descendants in /proc. Standard library only.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from rillflow.rewards.sandbox import SHUT_IN, enclose, isolate, python_folders, 
 from rillflow.rewards.supervised import REFUSED, RUNNER, Containment, Supervised
 
 MAX_PROCESSES = 512
-"""Processes one reward function may have at a time; more are taken for a fork bomb."""
+"""Largest number of processes of one reward function; more count as a fork bomb."""
 
 _TICK_S = 0.05
 _KILL_LIMIT_S = 1.0
@@ -65,10 +66,10 @@ _NO_NAMESPACE = (
 
 
 def main() -> NoReturn:
-    """Run one child until it ends or must end; the command line tells the package's root and a plan."""
+    """Run one child until it ends or must end; the command line has the package's root and a plan."""
     plan = Supervised.told(sys.argv[2])
     for descriptor in {plan.requests, plan.answers, plan.status, plan.programs, plan.door} - {-1}:
-        os.set_inheritable(descriptor, False)  # programs the function starts have no part in this
+        os.set_inheritable(descriptor, False)  # programs of the function do not inherit it
     try:
         held = _contain(plan)
     except OSError as error:
@@ -100,14 +101,14 @@ def main() -> NoReturn:
 
 
 def _note(number: int, frame: object) -> None:
-    """Make a signal wake the supervisor instead of ending it."""
+    """Do nothing, so that a signal wakes the supervisor instead of ending it."""
 
 
 # ---- the supervisor
 
 
 def _watch(keeper: int, driver: int, woken: int) -> str:
-    """Wait until everything has to end; return what the driver should be told, if it should."""
+    """Wait until all processes must end; return a message for the driver, or an empty text."""
     crowd = _Crowd(keeper)
     while os.getppid() == driver:
         select.select([woken], [], [], _TICK_S)
@@ -121,7 +122,7 @@ def _watch(keeper: int, driver: int, woken: int) -> str:
 
 
 def _reap(keeper: int | None = None) -> bool:
-    """Collect the processes that ended; say whether the keeper was among them, or nothing is left."""
+    """Reap ended processes; return whether the keeper was among them, or no child is left."""
     try:
         while (process := os.waitpid(-1, os.WNOHANG)[0]) != 0:
             if process == keeper:
@@ -132,9 +133,9 @@ def _reap(keeper: int | None = None) -> bool:
 
 
 class _Crowd:
-    """Counts descendants, but only when the whole machine has many more tasks than when last counted.
+    """Counter of descendants that counts only when the machine has many more tasks than at the last count.
 
-    They stand still meanwhile: a fork bomb grows with the processor time that it takes from the count.
+    It stops the processes while it counts: otherwise a fork bomb would grow faster than the count.
     """
 
     def __init__(self, keeper: int) -> None:
@@ -155,12 +156,12 @@ class _Crowd:
 
 
 def _num_tasks() -> int:
-    """Tasks of the whole machine: the one figure that is cheap to read ten times a second."""
+    """Return the number of tasks of the machine, the one figure that is cheap to read ten times a second."""
     return int(Path("/proc/loadavg").read_text().split()[3].split("/")[1]) if _LINUX else 0
 
 
 def _descendants() -> list[int]:
-    """The processes below this one, parents before children."""
+    """Return the processes below this one, parents before children."""
     if not _LINUX:
         return []
     children: dict[int, list[int]] = {}
@@ -176,7 +177,7 @@ def _descendants() -> list[int]:
 
 
 def _end_all(keeper: int) -> None:
-    """Kill and collect every process below this one; stopping them first leaves none the time to fork."""
+    """Kill and reap every process below this one; stopping them first leaves none the time to fork."""
     _signal_group(keeper, signal.SIGKILL)
     with contextlib.suppress(OSError):
         os.kill(keeper, signal.SIGKILL)
@@ -194,11 +195,11 @@ def _signal_group(keeper: int, number: signal.Signals) -> None:
         os.killpg(keeper, number)
 
 
-# ---- the keeper, and what the child does before the user's code
+# ---- the keeper, and the child's work before the user's code
 
 
 def _keep(plan: Supervised, held: _Held) -> None:
-    """Run the child, collect orphans, and tell how the child ended."""
+    """Run the child, reap orphans, and report how the child ended."""
     os.setsid()
     end_with_parent()
     for number in (signal.SIGTERM, signal.SIGCHLD):
@@ -243,7 +244,7 @@ def _keep(plan: Supervised, held: _Held) -> None:
 
 
 def _shut_in(plan: Supervised, held: _Held) -> socket.socket | None:
-    """Enter the sandbox and start its runner; the socket to ask it, None where the driver has that."""
+    """Enter the sandbox and start its runner; return the socket for requests, None if the driver has it."""
     enclose(plan.visible)
     if plan.door >= 0:
         _open_door(plan.door)
@@ -268,7 +269,7 @@ def _shut_in(plan: Supervised, held: _Held) -> socket.socket | None:
 
 
 def _open_door(door: int) -> None:
-    """Switch on the loopback device and hand out a socket that listens on it."""
+    """Enable the loopback device and send a socket that listens on it."""
     with socket.socket(fileno=door) as driver, socket.socket() as listening:
         fcntl.ioctl(listening, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
         listening.bind(("127.0.0.1", 0))
@@ -291,7 +292,7 @@ def _below_tmp(names: Sequence[str]) -> list[str]:
 
 
 def _go_first() -> None:
-    """When memory runs out, this process and those it forks should go, not the trainer."""
+    """Make the kernel kill this process and its forks before the trainer when memory runs out."""
     if _LINUX:
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
@@ -302,30 +303,30 @@ def _refused(error: OSError) -> str:
     return f"{REFUSED}: {reason}"
 
 
-# ---- the kernel's part
+# ---- namespaces, memory group and sandbox
 
 
 @dataclass(kw_only=True)
 class _Held:
-    """How everything below a supervisor is held together."""
+    """The containment of all processes below a supervisor."""
 
     containment: Containment
-    """What could be had."""
+    """Containment in effect."""
     level: Level = Level.NONE
-    """Of the sandbox."""
+    """Level of the sandbox."""
     group: MemoryGroup | None = None
-    """What bounds its memory."""
+    """Memory group of the sandbox."""
     shortcomings: list[str] = field(default_factory=list)
-    """What does not hold on this machine."""
+    """Guarantees that this machine lacks."""
     runner: int = 0
-    """The process that runs programs."""
+    """Process that runs programs."""
 
 
 def _contain(plan: Supervised) -> _Held:
-    """Take the strongest containment there is, up to the one wanted.
+    """Apply the strongest available containment, up to the requested one.
 
     Raises:
-        OSError: a sandbox is wanted, and not to be had.
+        OSError: a sandbox is requested, and not available.
     """
     wanted = plan.containment
     if not _LINUX and wanted.is_sandbox:
@@ -336,7 +337,7 @@ def _contain(plan: Supervised) -> _Held:
     if wanted.is_sandbox:
         return _sandboxed(plan)
     for namespaces in (PIDS, PIDS | USERS) if wanted is Containment.NAMESPACE else ():
-        # Asked of a fork first: a namespace that turns out half made cannot be left again.
+        # Tried in a fork first: a process cannot leave a namespace that fails halfway.
         if os.waitpid(fork(partial(_try, namespaces)), 0)[1] == 0:
             isolate(namespaces)
             return _Held(containment=wanted)

@@ -1,10 +1,11 @@
-"""Text execution: where a function's source runs text or starts processes, seen without running it.
+"""Text execution: find where a function's source runs text or starts processes, by parsing it.
 
-    function ── its file, the modules beside it that it imports ── ast ──> [TextUse(file, line, call)]
-             ── reward.sandbox: auto | true | false ─────────────────────> shut in, or not, or refused
+    function ── its file, the modules next to it that it imports ── ast ──> [TextUse(file, line, call)]
+             ── reward.sandbox: auto | true | false ──────────────────────> sandboxed or not, or refused
 
-A name counts by what the file's imports make of it: ``re.compile``, ``model.eval()`` and ``ast.literal_eval``
-are none of these. Libraries are not read: what they evaluate inside is not seen. Standard library only.
+Names are resolved through the file's imports: ``re.compile``, ``model.eval()`` and ``ast.literal_eval`` do
+not count. Libraries are not parsed, so text that they evaluate internally is not found. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.sandbox import Visible
 
 Setting = Literal["auto"] | bool
-"""``reward.sandbox``."""
+"""Type of ``reward.sandbox``."""
 
 _BUILTINS = ("exec", "eval", "compile", "__import__")
 _IN_PROCESS = re.compile(
@@ -42,7 +43,7 @@ _STARTS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class TextUse:
-    """One place that runs text, or starts a process that may.
+    """One call that runs text, or starts a process that may.
 
     Example:
         TextUse(file=Path("/home/me/reward.py"), line=12, call="subprocess.run", is_in_process=False)
@@ -51,18 +52,18 @@ class TextUse:
     file: Path
     """The file."""
     line: int
-    """The line, from 1."""
+    """Line number, from 1."""
     call: str
-    """What is called, by its full name."""
+    """Full name of the called function."""
     is_in_process: bool
-    """Whether the text would share the process that computes the score."""
+    """Whether the text would run in the process that computes the score."""
 
     def __str__(self) -> str:
         return f"{self.file.name}:{self.line} {self.call}"
 
 
 def text_uses(function: FunctionPath) -> list[TextUse]:
-    """Return where a function's file, or a module beside it that it imports, runs text."""
+    """Return where a function's file, or an imported module next to it, runs text."""
     found: list[TextUse] = []
     for file, tree in _sources(function):
         found += _uses(file, tree)
@@ -70,12 +71,12 @@ def text_uses(function: FunctionPath) -> list[TextUse]:
 
 
 def source_files(function: FunctionPath) -> list[Path]:
-    """Return the function's file, if it has one, and the modules beside it that it imports."""
+    """Return the function's file, if it has one, and the imported modules next to it."""
     return [file for file, _ in _sources(function) if file.is_file()]
 
 
 def visible_to(function: FunctionPath) -> Visible:
-    """What a function's sandbox shows of the user's files."""
+    """Return the user's files that a function's sandbox shows."""
     return Visible(
         folder="" if function.text else str(function.file.parent),
         copies=[str(file) for file in source_files(function)],
@@ -84,10 +85,10 @@ def visible_to(function: FunctionPath) -> Visible:
 
 
 def is_shut_in(function: FunctionPath, setting: Setting) -> bool:
-    """Decide whether a function runs in the sandbox.
+    """Return whether a function runs in the sandbox.
 
     Args:
-        function: what would run.
+        function: the function.
         setting: ``reward.sandbox`` or ``rollout.agent.sandbox``.
 
     Raises:
@@ -108,7 +109,7 @@ def is_shut_in(function: FunctionPath, setting: Setting) -> bool:
 
 
 def _sources(function: FunctionPath) -> Iterator[tuple[Path, ast.Module]]:
-    """The function's file and those beside it that are imported from there, each once, with its tree."""
+    """Yield the parsed trees of the function's file and of imported modules next to it, once each."""
     folder, seen = function.file.parent, {function.file}
     waiting = [function.file]
     while waiting:
@@ -117,7 +118,7 @@ def _sources(function: FunctionPath) -> Iterator[tuple[Path, ast.Module]]:
             text = function.text.encode() if function.text and file == function.file else file.read_bytes()
             tree = ast.parse(text)
         except (OSError, SyntaxError, ValueError):
-            continue  # loading it says what is wrong
+            continue  # loading it will report the problem
         yield file, tree
         for name in _imported(tree):
             for beside in _beside(folder, name):
@@ -127,7 +128,7 @@ def _sources(function: FunctionPath) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """The first parts of the modules that a file imports."""
+    """Yield the first parts of the modules that a file imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -136,7 +137,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _beside(folder: Path, name: str) -> list[Path]:
-    """The files of a module in a folder: one, or all of a package."""
+    """Return the files of a module in a folder: one, or all of a package."""
     if (folder / f"{name}.py").is_file():
         return [folder / f"{name}.py"]
     if (folder / name / "__init__.py").is_file():
@@ -164,7 +165,7 @@ def _uses(file: Path, tree: ast.Module) -> Iterator[TextUse]:
 
 
 def _meanings(tree: ast.Module) -> dict[str, str]:
-    """What a file's names stand for: imports, and builtins that it does not bind itself."""
+    """Return the meaning of a file's names: imports, and builtins that it does not redefine."""
     names = {name: name for name in _BUILTINS}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -180,7 +181,7 @@ def _meanings(tree: ast.Module) -> dict[str, str]:
 
 
 def _full_name(node: ast.expr, names: dict[str, str]) -> str:
-    """A dotted name with its first part replaced by what it stands for; empty for anything else."""
+    """Return a dotted name with its first part resolved; empty for any other expression."""
     parts: Sequence[str] = ()
     while isinstance(node, ast.Attribute):
         parts, node = (node.attr, *parts), node.value

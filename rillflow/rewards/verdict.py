@@ -1,4 +1,4 @@
-"""Verdict: what is said of one row, as JSON carries it. Standard library only."""
+"""Verdict: the result of one row in JSON form. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VALUE_CHARACTERS = 200
 _LARGEST_FLOAT32 = 3.4028234663852886e38
 
 Verdict = float | str | dict[str, str] | None
-"""A score, what is wrong with it, ``{"late": message}``, or an abstention."""
+"""A score, an error message, ``{"late": message}``, or None for an abstention."""
 
 
 def verdict_of(value: Any) -> Verdict:
@@ -39,7 +39,7 @@ def shown_value(value: Any) -> str:
 
 
 def is_verdict(value: object) -> bool:
-    """Whether a value from another process is a score, a sentence of fit length or an abstention."""
+    """Return whether a value from another process is a score, a short enough sentence or an abstention."""
     if isinstance(value, str):
         return len(value) <= VERDICT_CHARACTERS
     return value is None or (isinstance(value, float) and verdict_of(value) == value)

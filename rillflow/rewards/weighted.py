@@ -1,10 +1,10 @@
-"""Weighted: several reward functions, each in children of its own, and the sum of what they say.
+"""Weighted: run several reward functions, each in its own children, and sum their scores.
 
 prompts, completions, columns ─┬─> RewardWorkers of f ──┐
                                └─> RewardWorkers of g ──┴─> weight_f f + weight_g g, row by row
 
-A function that abstains is left out of a row's sum; where all do, the row has none. A time-out or an error
-of one is the row's: a sum without it would be another reward.
+A function that abstains is left out of a row's sum; if all abstain, the row has no score. A timeout or an
+error of one function is the row's outcome: a sum without it would be another reward.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.workers import RewardWorkers
 
 FAILURES = (Outcome.ERROR, Outcome.TIMEOUT)
-"""What one scorer's row has none of, or the row has no sum."""
+"""Outcomes of one scorer that leave the row without a sum."""
 
 
 class WeightedWorkers(ExitStack):
     """Children of several functions; a context manager, used from one thread.
 
     Args:
-        functions: what scores, each with its weight.
+        functions: reward functions with their weights.
         config: time limit, memory and number of children of each.
     """
 
@@ -53,7 +53,7 @@ class WeightedWorkers(ExitStack):
 
 
 def summed(said: Mapping[str, tuple[float, Score]]) -> Score:
-    """The weighted sum of what several scorers say of a row, of each its weight and its score by name."""
+    """Return the weighted sum of several scorers for a row, given weight and score by name."""
     for name, (_, score) in said.items():
         if score.outcome in FAILURES:
             return Score(outcome=score.outcome, message=f"{name}: {score.message}")

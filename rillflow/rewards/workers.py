@@ -1,20 +1,20 @@
-"""RewardWorkers: rows in, scores out, whatever the function does in between.
+"""RewardWorkers: score rows in children, whatever errors or hangs the function has.
 
-    rows ── shares, one a worker ──> one call each ──┬── scores ───────────────────────────> done
-                                                     └── raised, died, silent ──> its rows apart:
+    rows ── split over workers ──> one call each ──┬── scores ───────────────────────────> done
+                                                   └── raised, died, silent ──> its rows separately:
          each row alone, a short limit ──┬── score, error ─────────────────────────────> done
-                                         └── silent ──> again, the full limit ──> score, error or time-out
+                                         └── silent ──> again, the full limit ──> score, error or timeout
 
     consumes      the answers of the children
-    waits for     poll over every child's pipes, up to the nearest deadline
+    waits for     poll over every child's pipes, until the nearest deadline
     unblocked by  an answer, the end of a child, a deadline
-    produces      one Score a row, in order
+    produces      one Score per row, in order
     bound         start of the first children (60 s at most) + timeout_s + RETRIES x (timeout_s + start_s),
-                  where start_s is the longest that loading the file takes meanwhile, + the end of a child
+                  with start_s the longest load time of the file in the meantime, + the end of a child
                   (20 s at most)
     shuts down    ``close``; the driver's death ends every child, kill -9 included
 
-A function that must see the whole batch sees it with one worker; see docs/design/rewards.md.
+A function that must see the whole batch needs a single worker; see docs/design/rewards.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rillflow.rewards.supervised import Containment
 from rillflow.rewards.text_execution import is_shut_in, visible_to
 
 RETRIES = 4
-"""Time-outs, with the restarts they cost, that the rows of failed calls have together."""
+"""Number of timeouts, with their restarts, that the rows of failed calls share."""
 
 _LEAST_LIMIT_S = 0.05
 _REASON_CHARACTERS = 300
@@ -56,20 +56,20 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class _Call:
     rows: Sequence[int]
-    """Which rows it scores."""
+    """Rows to score."""
     limit_s: float
-    """How long it may take."""
+    """Time limit in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Reply:
     rows: Sequence[int]
-    """Which rows were asked for."""
+    """Rows of the call."""
     answer: Answer
-    """Their scores, or why there are none."""
+    """Their scores, or the failure."""
 
     def by_row(self) -> dict[int, Score]:
-        """A score for every row; all rows share a failure."""
+        """Return a score for every row; all rows share a failure."""
         if isinstance(self.answer, Failure):
             return dict.fromkeys(self.rows, Score(outcome=self.answer.outcome, message=self.answer.message))
         return dict(zip(self.rows, self.answer, strict=True))
@@ -79,9 +79,9 @@ class RewardWorkers(ExitStack):
     """Children that score rows; a context manager, used from one thread.
 
     Args:
-        function: what every child loads.
+        function: the function that every child loads.
         config: time limit, memory and number of children.
-        containment: the strongest way to hold a child's processes together that is tried.
+        containment: strongest containment of a child's processes to try.
 
     Example:
         with RewardWorkers(parse_function("rewards.py:exact", base), config.reward) as workers:
@@ -115,7 +115,7 @@ class RewardWorkers(ExitStack):
             raise
 
     def _stop(self) -> None:
-        """End every child, also after one that does not end."""
+        """End every child, even if ending one of them fails."""
         self._closed = True
         with ExitStack() as stack:
             for child in self._children:
@@ -123,12 +123,12 @@ class RewardWorkers(ExitStack):
 
     @property
     def shortcomings(self) -> str:
-        """Which of the guarantees do not hold on this machine, and why; known after the first score."""
+        """Guarantees that this machine lacks, with reasons; known after the first score."""
         return next((child.shortcomings for child in self._children if child.shortcomings), "")
 
     @property
     def level(self) -> Level:
-        """How much apart this machine keeps a model's text; known after the first score."""
+        """Isolation level of this machine; known after the first score."""
         return max((child.level for child in self._children), key=[*Level][::-1].index)
 
     def score(self, prompts: Sequence[Text], completions: Sequence[Text], columns: Columns) -> list[Score]:
@@ -136,12 +136,12 @@ class RewardWorkers(ExitStack):
 
         Args:
             prompts: [B].
-            completions: [B]; for chat prompts each a list of one assistant message.
+            completions: [B]; for chat prompts each is a list of one assistant message.
             columns: JSON values by name, each [B]; the function gets those it has a parameter for.
 
         Raises:
-            RewardError: the function cannot be loaded, needs a column that is not there, or returned
-                something else than one entry a row.
+            RewardError: the function cannot be loaded, needs a missing column, or did not return one entry
+                per row.
         """
         if self._closed:
             raise RewardError(f"{self._function} was asked to score after close", why="its children are gone")
@@ -170,11 +170,11 @@ class RewardWorkers(ExitStack):
                 told = replace(score, message=f"scored alone: {failed[row]}")
                 scores[row] = told if score.outcome is Outcome.SCORE else score
             for slot in range(len(self._children)):
-                self._alive(slot)  # whoever had to end is back before the next batch
+                self._alive(slot)  # ended children are restarted before the next batch
         return [scores[row] for row in range(num_rows)]
 
     def _shares(self, num_rows: int) -> list[_Call]:
-        """One call a worker, of neighbouring rows, with the rows spread evenly."""
+        """Return one call per worker, of neighbouring rows, spread evenly."""
         shares = min(self._config.workers, num_rows)
         cuts = [num_rows * share // shares for share in range(shares + 1)]
         return [
@@ -183,7 +183,7 @@ class RewardWorkers(ExitStack):
         ]
 
     def _apart(self, rows: Sequence[int], columns: Columns) -> dict[int, Score]:
-        """Score each row alone, all with a short limit first: slow rows leave the others their time."""
+        """Score each row alone, with a short limit first, so that slow rows leave the others time."""
         timeout_s = self._config.timeout_s
         began, self._start_s = time.monotonic(), 0.0
 
@@ -210,7 +210,7 @@ class RewardWorkers(ExitStack):
     def _run(
         self, calls: Sequence[_Call], columns: Columns, until: Callable[[], float] = lambda: math.inf
     ) -> list[_Reply]:
-        """Give the calls to whichever child is free; those not begun by ``until()`` time out."""
+        """Give each call to a free child; calls not begun by ``until()`` time out."""
         waiting = deque(calls)
         running: dict[Child, _Call] = {}
         replies: list[_Reply] = []
@@ -231,7 +231,7 @@ class RewardWorkers(ExitStack):
         return replies
 
     def _turn(self, until: float) -> list[tuple[Child, Answer]]:
-        """Wait for the next thing to happen; return the calls it brought to an end."""
+        """Wait for the next event; return the calls that it finished."""
         children = [child for child in self._children if child.state is not State.ENDED]
         poller = select.poll()
         owners: dict[int, Child] = {}
@@ -246,7 +246,7 @@ class RewardWorkers(ExitStack):
         return [*ended, *((child, child.expire()) for child in late)]
 
     def _alive(self, slot: int) -> Child:
-        """The child of this slot, started anew if it has ended."""
+        """Return the child of this slot, restarted if it has ended."""
         if self._children[slot].state is State.ENDED:
             self._start_s = max(self._start_s, self._children[slot].start_s)
             self._children[slot] = self._start()
@@ -261,7 +261,7 @@ class RewardWorkers(ExitStack):
         )
 
     def load(self) -> Parameters:
-        """Wait until a child has loaded the file, and return what its function takes.
+        """Wait until a child has loaded the file, and return the function's parameters.
 
         Raises:
             RewardError: the function cannot be loaded.
