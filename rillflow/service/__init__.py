@@ -1,1 +1,1 @@
-"""Streams over HTTP, for training and inference engines that are not ours."""
+"""Service: streams over HTTP, for external training and inference engines."""

@@ -1,7 +1,7 @@
 """``python -m rillflow.service FOLDER``: serve streams until interrupted.
 
-The folder gets ``token`` (0600) and ``socket``, unless an address is given to listen on; one that is no
-loopback wants a token file of one's own, so that nobody opens a machine by accident.
+The folder gets ``token`` (0600) and ``socket``, unless a listen address is given. An address other than
+loopback requires the user's own token file, so that nobody exposes a machine by accident.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rillflow.service.server import HOW
 
 
 def listening(folder: Path, host: str, token_file: Path | None) -> str:
-    """The token that requests carry, written where clients of this machine find it.
+    """Write the token for clients on this machine into the folder and return it.
 
     Raises:
-        StreamError: the address is no loopback, and there is no token file.
+        StreamError: the address is not loopback and there is no token file, or the token is too short.
     """
     if host and token_file is None and not ipaddress.ip_address(host).is_loopback:
         raise StreamError(

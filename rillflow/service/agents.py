@@ -1,15 +1,15 @@
-"""AgentEngine: an engine whose rows are written by agents, functions that talk to it.
+"""AgentEngine: an engine whose rows are written by agents, functions that call it over HTTP.
 
     rows ─> a child each: solve(prompt, base_url, api_key, **columns) ── HTTP ─> Door ─> EngineQueue ─> engine
-    row  <─ what was sampled under its key <── it returned, raised, was late ──┘
+    row  <─ tokens sampled under its key <── it returned, raised, or timed out ──┘
 
-Every engine with ``Capability.ROWS`` can be within it; a sampler sees an engine like any other.
+Every engine with ``Capability.ROWS`` can be the inner engine; a sampler uses this engine like any other.
 
 Loop (``step``, in the thread of the sampler's rank)
-    consumes      rows that were added; requests that agents make; the ends of their calls
-    waits for     where no row is being sampled: a request, a child's pipe, the next deadline of a child
-    unblocked by  any of them; a child has ``timeout_s`` from its last answer, unless an answer is on its way
-    produces      each row once: its conversation, and what was returned, or how the agent failed
+    consumes      added rows; requests of agents; the ends of their calls
+    waits for     if no row is being sampled: a request, a child's pipe, the next deadline of a child
+    unblocked by  any of them; a child has ``timeout_s`` from its last answer, unless an answer is in progress
+    produces      each row once: its conversation, with the return value or the agent's failure
     shuts down    ``close``: children and door end; the driver's death ends the children, kill -9 included
 """
 
@@ -46,30 +46,30 @@ from rillflow.service.server import LoopbackServer, bound
 from rillflow.tasks.encoded import Encoder
 
 POLICY = "policy"
-"""The name of the model at an agent's door."""
+"""Model name at an agent's door."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Agent:
-    """A row that is being written."""
+    """A row that an agent is writing."""
 
     start: Rollout
-    """As it was added."""
+    """The row as it was added."""
     sampling: SamplingConfig
-    """How its tokens are drawn."""
+    """Sampling settings."""
     conversation: Conversation
-    """What was sampled."""
+    """The sampled conversation."""
     key: str
-    """By which the door knows it."""
+    """Key of the agent at the door."""
 
 
 class AgentEngine(RowByRow):
     """An engine, and the agents that write its rows.
 
     Args: see Engine; and
-        inner: makes the engine that samples.
-        function: called for every row.
-        encoder: makes tokens of what agents say.
+        inner: constructs the engine that samples.
+        function: the agent, called for every row.
+        encoder: encodes the agents' messages.
         stack: closed when the rank ends.
     """
 
@@ -134,11 +134,11 @@ class AgentEngine(RowByRow):
             self._leave(child)
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
-        """Let an agent write a row, from its prompt on."""
+        """Let an agent write a row, starting from its prompt."""
         self._waiting.append((rollout, sampling or self._config))
 
     def abort(self, row: RowId) -> Rollout:
-        """Take a row out as it was added: an agent cannot be stopped halfway and go on."""
+        """Remove a row and return it as it was added: an agent cannot be paused and resumed."""
         for waiting in self._waiting:
             if waiting[0].row == row:
                 self._waiting.remove(waiting)
@@ -147,11 +147,11 @@ class AgentEngine(RowByRow):
         return self._leave(child).start
 
     def look(self, row: RowId) -> Rollout:
-        """See Engine; nobody asks."""
+        """See Engine; never called."""
         raise NotImplementedError
 
     def step(self) -> list[Rollout]:
-        """See Engine; a pass, or a wait for an agent."""
+        """See Engine; run one pass, or wait for an agent."""
         self._begin()
         is_sampling = self._queue.turn()
         return [self._row(child, answer) for child, answer in self._ended(waits=not is_sampling)]
@@ -163,7 +163,7 @@ class AgentEngine(RowByRow):
             child.stop()
 
     def _begin(self) -> None:
-        """Give waiting rows to children that are free; the first time, make the door."""
+        """Give waiting rows to idle children; create the door first if there is none."""
         if self._door is None:
             self._door = Door(
                 self._queue,
@@ -182,7 +182,7 @@ class AgentEngine(RowByRow):
                 self._call(child, *self._waiting.popleft())
 
     def _started(self, door: Door) -> Child:
-        """A child that reaches the door: over its sandbox's network, or over this machine's."""
+        """Start a child that reaches the door over its sandbox's network, or over this machine's."""
         room = self._agent.memory_bytes
         if not self._is_shut_in:
             if not self._shared_url:
@@ -199,14 +199,14 @@ class AgentEngine(RowByRow):
                 visible=visible_to(self._function),
                 door=theirs.fileno(),
             )
-            self._children.append(child)  # ended with the others, should there be no door
+            self._children.append(child)  # ended with the others if the door fails
             theirs.close()
             ours.settimeout(START_LIMIT_S)
             _, descriptors, *_ = socket.recv_fds(ours, 16, 1)
         self._children.remove(child)
         if descriptors:
             self._urls[child] = self._serve(door, socket.socket(fileno=descriptors[0]))
-        return child  # one without a door has ended, and says why
+        return child  # a child without a door has ended, and reports why
 
     def _serve(self, door: Door, listening: socket.socket) -> str:
         return self._stack.enter_context(LoopbackServer(door.app(), listening)).url
@@ -229,7 +229,7 @@ class AgentEngine(RowByRow):
         child.send(call, num_rows=1, limit_s=self._agent.timeout_s)
 
     def _ended(self, *, waits: bool) -> list[tuple[Child, Answer]]:
-        """The calls that have come to an end; ``waits`` for something to happen."""
+        """Return the calls that have ended; with ``waits``, wait for an event first."""
         for child, agent in self._running.items():
             talk = agent.conversation
             child.deadline = math.inf if talk.is_asking else talk.since + self._agent.timeout_s
@@ -249,7 +249,7 @@ class AgentEngine(RowByRow):
         return [(child, answer) for child, answer in ended if child in self._running]
 
     def _row(self, child: Child, answer: Answer) -> Rollout:
-        """A row whose agent has ended."""
+        """Return the row of an agent that has ended."""
         agent = self._leave(child, is_over=True)
         row, failed = agent.conversation.row, None
         if isinstance(answer, Failure):
@@ -261,7 +261,7 @@ class AgentEngine(RowByRow):
         return replace(row, columns=columns, finish=Finish.LENGTH if failed else row.finish)
 
     def _leave(self, child: Child, *, is_over: bool = False) -> _Agent:
-        """A row that is written no more."""
+        """Stop writing a row and release its child's state."""
         agent = self._running.pop(child)
         del self._keys[agent.key]
         self._queue.put(agent.start.row)
@@ -271,6 +271,6 @@ class AgentEngine(RowByRow):
 
 
 def _only(answer: Answer) -> str:
-    """What was returned, as JSON."""
+    """Return an agent's return value as JSON."""
     assert not isinstance(answer, Failure)
     return answer[0].message

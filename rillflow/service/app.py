@@ -1,15 +1,16 @@
-"""App: a data plane's streams over HTTP. An operation is a path, and a request of ``data_plane.requests``.
+"""App: a data plane's streams over HTTP. Each operation is a path, with a request of ``data_plane.requests``.
 
-    POST /v1/create   JSON                      a stream with its columns and stages     (init_engines)
-    POST /v1/begin    tensors                   groups begin with their source columns   (put_prompts_data)
-    POST /v1/take     JSON -> tensors, or 204   a lease of ready groups                  (get_experience_data)
-    POST /v1/done     tensors                   a stage's columns of groups              (put_experience_data)
+    POST /v1/create   JSON                      create a stream, its columns and stages  (init_engines)
+    POST /v1/begin    tensors                   begin groups with their source columns   (put_prompts_data)
+    POST /v1/take     JSON -> tensors, or 204   lease ready groups                       (get_experience_data)
+    POST /v1/done     tensors                   write a stage's columns of groups        (put_experience_data)
     POST /v1/return, look   JSON;   /v1/drop   tensors
-    PUT  /v1/weights?version=N   tensors        weights are there                        (weight_sync_notify)
+    PUT  /v1/weights?version=N   tensors        publish weights                          (weight_sync_notify)
     GET  /v1/weights?newer_than=N&wait_s=S      -> tensors, or 204
 
-Every request carries the token; an error is JSON with its three sentences. HTTP has no connection that could
-die: what a client has goes back at its lease's deadline, so who may be killed takes short leases.
+Every request carries the token. An error is JSON with its three sentences. HTTP has no connection whose loss
+would end a lease: a client's groups return at the lease's deadline, so a client that may be killed should
+take short leases.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ from rillflow.errors import RillflowError, StreamError
 from rillflow.service.tensors import decoded, encoded
 
 OPERATIONS = {model.__name__.lower(): model for model in OF_STREAMS}
-"""By path."""
+"""Request models by path."""
 WITH_TENSORS = ("begin", "done", "drop")
-"""Operations whose request comes in the metadata of tensors."""
+"""Operations whose request is in the metadata of tensors."""
 TENSORS = "application/x-safetensors"
 BODY_WITHIN_S = 30.0
 SLOWEST_BYTES_S = 2**20
-"""A body is to come within 30 s, and a second more for each MiB that is announced."""
+"""A body must arrive within 30 s, plus one second for each announced MiB."""
 MAX_JSON_DEPTH = 64
-"""Levels of objects and lists within one request."""
+"""Largest nesting depth of objects and lists in a request."""
 CLIENT = "x-rillflow-client"
-"""The header in which a client says who it is; leases are its."""
+"""Header with the client's name; the client's leases belong to this name."""
 
 
 class Declined(StreamError):
-    """A request that is answered with a status of its own."""
+    """An error with its own HTTP status."""
 
     def __init__(self, status: int, what: str, why: str = "", fix: str = "") -> None:
         super().__init__(what, why, fix)
@@ -61,12 +62,12 @@ class Declined(StreamError):
 
 
 class Service:
-    """The operations.
+    """HTTP handlers of the operations.
 
     Args:
-        plane: the streams.
-        token: what every request carries as its bearer.
-        max_body_bytes: of a request; a longer one is refused where it is announced.
+        plane: the data plane of the streams.
+        token: bearer token of every request.
+        max_body_bytes: largest body of a request; a longer one is refused by its announced length.
     """
 
     def __init__(self, plane: Plane, *, token: str, max_body_bytes: int = MAX_BODY_BYTES) -> None:
@@ -78,7 +79,7 @@ class Service:
         self._published = asyncio.Condition()
 
     def app(self) -> Starlette:
-        """The application, to be served."""
+        """Return the ASGI application."""
         routes = [Route(f"/v1/{name}", self._guarded(self.operate), methods=["POST"]) for name in OPERATIONS]
         routes.append(Route("/v1/weights", self._guarded(self.put_weights), methods=["PUT"]))
         routes.append(Route("/v1/weights", self._guarded(self.get_weights), methods=["GET"]))
@@ -94,7 +95,7 @@ class Service:
         )
 
     async def operate(self, request: Request) -> Response:
-        """Carry one operation out."""
+        """Run one operation."""
         name = request.url.path.rpartition("/")[2]
         body = await body_of(request, self._max_body_bytes if name in WITH_TENSORS else MAX_JSON_BYTES)
         if name in WITH_TENSORS:
@@ -139,7 +140,7 @@ class Service:
         return Response(encoded(says, found, frozenset(halves)), media_type=TENSORS)
 
     async def put_weights(self, request: Request) -> Response:
-        """A trainer has weights of a newer version; whoever waits for some gets them."""
+        """Store weights of a newer version and wake the clients that wait for them."""
         version = _number(request, "version")
         body = await body_of(request, self._max_body_bytes)
         decoded(body)
@@ -151,7 +152,7 @@ class Service:
         return JSONResponse({"version": version})
 
     async def get_weights(self, request: Request) -> Response:
-        """The newest weights, if they are newer than a version; waits for them."""
+        """Return the newest weights if they are newer than a version; wait for them otherwise."""
         newer_than, wait_s = _number(request, "newer_than", -1), min(_number(request, "wait_s", 0), 600)
         try:
             async with asyncio.timeout(wait_s), self._published:
@@ -162,7 +163,7 @@ class Service:
         return Response(body, media_type=TENSORS, headers={"x-rillflow-version": str(version)})
 
     async def refuse(self, request: Request) -> Response:
-        """There is no such path, or not with this method."""
+        """Refuse an unknown path or method."""
         raise Declined(
             404,
             f"there is no {request.method} {request.url.path[:80]}",
@@ -171,7 +172,7 @@ class Service:
         )
 
     async def describe(self, request: Request) -> Response:
-        """The OpenAPI document."""
+        """Return the OpenAPI document."""
         del request
         return JSONResponse(openapi())
 
@@ -200,7 +201,7 @@ class Service:
 
 
 def openapi() -> dict[str, Any]:
-    """The document, made from the requests themselves."""
+    """Return the OpenAPI document, generated from the request models."""
     error = {
         "description": "what is wrong, why it cannot be, what to do",
         "content": {"application/json": {}},
@@ -249,10 +250,10 @@ def openapi() -> dict[str, Any]:
 
 
 async def body_of(request: Request, most: int) -> bytearray:
-    """A request's body.
+    """Read a request's body.
 
     Raises:
-        Declined: it is longer than ``most`` bytes, or does not come in time.
+        Declined: it is longer than ``most`` bytes, or does not arrive in time.
     """
     announced = request.headers.get("content-length", "0")
     body = bytearray()
@@ -273,10 +274,10 @@ async def body_of(request: Request, most: int) -> bytearray:
 
 
 def json_object(body: bytearray) -> dict[str, Any]:
-    """What a body says.
+    """Parse a body.
 
     Raises:
-        StreamError: it is no JSON object, is nested too deeply, or has a text that is not Unicode.
+        StreamError: it is not a JSON object, is nested too deeply, or has a text that is not Unicode.
     """
     try:
         found = json.loads(body)
@@ -289,7 +290,7 @@ def json_object(body: bytearray) -> dict[str, Any]:
 
 
 def _check_json(found: dict[str, Any]) -> None:
-    """Refuse what JSON can spell and nothing behind the door can use."""
+    """Raise StreamError for deep nesting and for texts that UTF-8 cannot encode."""
     level: list[Any] = [found]
     for _ in range(MAX_JSON_DEPTH):
         if not level:

@@ -1,4 +1,4 @@
-"""Client: what another engine's trainer or sampler needs of the service; standard library and numpy.
+"""Client: access to the service for another engine's trainer or sampler; standard library and numpy only.
 
 service = ServiceClient(folder, name="their sampler")
 taken = service.take("rollouts", "sample", 8)
@@ -29,27 +29,27 @@ Values = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TakenGroups:
-    """Groups that this client has."""
+    """Groups that this client holds a lease on."""
 
     stream: str
-    """From where."""
+    """Name of the stream."""
     lease: int
-    """Under which they are out."""
+    """Number of the lease."""
     ids: NDArray[np.int64]
-    """[N] the groups."""
+    """[N] group numbers."""
     rows: NDArray[np.int64]
-    """[N] rows of each."""
+    """[N] rows of each group."""
     columns: Mapping[str, Values]
-    """What the stage reads."""
+    """Columns that the stage reads."""
 
 
 class ServiceClient:
     """Requests to a service, one at a time.
 
     Args:
-        folder: of a service on this machine, with its ``socket`` and ``token``.
-        address: ``host:port`` of one elsewhere, and its ``token``.
-        name: who this is; leases are its.
+        folder: folder of a service on this machine, with its ``socket`` and ``token``.
+        address: ``host:port`` of a remote service, with its ``token``.
+        name: name of this client, which its leases belong to.
     """
 
     def __init__(self, folder: Path | None = None, *, address: str = "", token: str = "", name: str) -> None:
@@ -61,13 +61,13 @@ class ServiceClient:
     def create(
         self, stream: str, *, columns: Mapping[str, Any], stages: Sequence[Any], capacity: int
     ) -> None:
-        """Make a stream; columns and stages as in the OpenAPI document."""
+        """Create a stream; columns and stages as in the OpenAPI document."""
         self._json("create", stream=stream, columns=columns, stages=stages, capacity=capacity)
 
     def begin(
         self, stream: str, columns: Mapping[str, Values], *, rows: Sequence[int], **limits: Any
     ) -> list[int]:
-        """The numbers of groups of so many rows, that begin with these columns."""
+        """Begin groups of the given numbers of rows with these columns; return the group numbers."""
         arrays = {ROWS: np.asarray(rows, np.int64), **_flat(columns)}
         ids: list[int] = json.loads(
             self._ask("POST", "begin", encoded({"stream": stream, **limits}, arrays))
@@ -75,7 +75,7 @@ class ServiceClient:
         return ids
 
     def take(self, stream: str, stage: str, count: int, **limits: Any) -> TakenGroups | None:
-        """Up to so many ready groups; None at the stream's end."""
+        """Return up to ``count`` ready groups; None at the stream's end."""
         says = {"stream": stream, "stage": stage, "count": count, **limits}
         body = self._ask("POST", "take", json.dumps(says).encode())
         if not body:
@@ -92,27 +92,27 @@ class ServiceClient:
     def done(
         self, taken: TakenGroups, columns: Mapping[str, Values] | None = None, *, version: int | None = None
     ) -> None:
-        """The groups are read, and the stage's columns of them are here."""
+        """Complete the lease of the groups, and write the stage's columns of them."""
         own = {ROWS: taken.rows, **_flat(columns)} if columns else {}
         says = {"stream": taken.stream, "lease": taken.lease, "version": version}
         self._ask("POST", "done", encoded(says, {IDS: taken.ids, **own}))
 
     def close(self, stream: str) -> None:
-        """No more groups begin."""
+        """Close the stream: no more groups begin."""
         self._json("look", stream=stream, action="close")
 
     def status(self, stream: str) -> dict[str, Any]:
-        """Counts by stage, and whom each waits for."""
+        """Return counts by stage, and the stages that each waits for."""
         return self._json("look", stream=stream)
 
     def put_weights(self, version: int, weights: Mapping[str, NDArray[Any]]) -> None:
-        """Publish weights to whoever waits for a newer version."""
+        """Publish weights to the clients that wait for a newer version."""
         self._ask("PUT", f"weights?version={version}", encoded({"version": version}, weights))
 
     def get_weights(
         self, *, newer_than: int = -1, wait_s: int = 60
     ) -> tuple[int, dict[str, NDArray[Any]]] | None:
-        """The newest version and its weights, or None where there is none newer in time."""
+        """Return the newest version and its weights; None if no newer one arrives in time."""
         body = self._ask("GET", f"weights?newer_than={newer_than}&wait_s={wait_s}", b"")
         if not body:
             return None

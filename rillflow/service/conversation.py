@@ -1,10 +1,10 @@
-"""Conversation: what an agent samples under its key, as one row that only grows.
+"""Conversation: everything an agent samples under its key, as one row that only grows.
 
-    request ─ does it begin with what was said? ─┬─ yes: new tokens alone ─> row ── sampled ──> row
-                                                 └─ no: refused             mask 0    mask 1
+    request ─ starts with the earlier text? ─┬─ yes: only new tokens ─> row ── sampled ──> row
+                                             └─ no: refused             mask 0    mask 1
 
-What was sampled is never made tokens again: a later request is compared as messages, text or tokens, and only
-what is new in it is encoded.
+Sampled tokens are never tokenised again: a later request is compared as messages, text or tokens, and only
+its new part is encoded.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _FIX = "send what was said and answered before, unchanged, with the new part beh
 
 
 class Conversation:
-    """A visitor whose requests are one row.
+    """A visitor whose requests form one row.
 
     Args:
         start: the row with its prompt of the data.
-        usual: how its tokens are drawn.
-        encoder: makes tokens of what is said.
+        usual: sampling settings.
+        encoder: encodes messages and texts.
     """
 
     def __init__(self, start: Rollout, usual: SamplingConfig, encoder: Encoder) -> None:
         self.row = start
-        """As far as it was answered."""
+        """The row up to the last answer."""
         self.is_begun = self.is_asking = False
-        """Whether anything was sampled; whether an answer is."""
+        """Whether any token was sampled; whether an answer is in progress."""
         self.since = time.monotonic()
-        """When the agent was begun, or answered last."""
+        """Time when the agent began, or received its last answer."""
         self._usual, self._encoder = usual, encoder
         self._said: list[dict[str, Any]] | str | None = None
         self._known: list[dict[str, Any]] | tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Conversation:
             return [row.inserted(tokens)]
 
     def sampling(self, asked: SamplingRequest) -> SamplingConfig:
-        """See Visitor; the recipe's ``max_tokens`` are those of the whole row."""
+        """See Visitor; the recipe's ``max_tokens`` limits the whole row."""
         most = self._usual.max_tokens
         wanted = sum(self.row.loss_mask) + (asked.limit or most)
         self._has_own_limit = wanted < most
@@ -76,13 +76,13 @@ class Conversation:
             text = text_of(own, asked.stops, self._encoder.tokenizer)
             if isinstance(self._said, list):
                 self._known = [*self._said, {"role": "assistant", "content": text}]
-            elif self._said is not None:  # a text may go on with its stop, which was sampled, or without
+            elif self._said is not None:  # the next text may continue with the sampled stop, or without it
                 self._known = (self._said + self._encoder.tokenizer.decode(own), self._said + text)
             self.row = replace(row, finish=Finish.STOP) if self._has_own_limit else row
             self.is_begun, self.since = True, time.monotonic()
 
     def _of_chat(self, asked: ChatRequest) -> list[int]:
-        """The new tokens of messages."""
+        """Return the new tokens of messages."""
         example, known = chat_of(asked), self._known
         self._said = turns = example.turns
         if not self.is_begun:
@@ -102,7 +102,7 @@ class Conversation:
         return tokenizer.encode_next(before, known[-1]["content"], later, is_ended=is_ended)
 
     def _of_text(self, asked: SamplingRequest) -> list[int]:
-        """The new tokens of a prompt, which is text, or tokens."""
+        """Return the new tokens of a prompt, which is text or tokens."""
         prompts = prompts_of(asked)
         if len(prompts) > 1:
             raise DataError(f"{len(prompts)} prompts", why="a row is one conversation", fix="send one")
@@ -123,7 +123,7 @@ class Conversation:
         raise DataError(what, why=_WHY, fix=_FIX)
 
     def _require_usual(self, asked: SamplingRequest) -> None:
-        """Show that the row is drawn as the trainer reads it."""
+        """Raise DataError unless the row is sampled with the settings that the trainer assumes."""
         usual, said = self._usual.model_dump(), asked.sampling(self._usual).model_dump()
         if asked.n != 1:
             raise DataError(f"n is {asked.n}", why="a row is one conversation", fix="leave n out")

@@ -1,12 +1,12 @@
-"""Door: the present policy behind OpenAI's protocol.
+"""Door: serve the current policy with OpenAI's protocol.
 
-    POST /v1/chat/completions    POST /v1/completions    GET /v1/models        every request bears a key
+    POST /v1/chat/completions    POST /v1/completions    GET /v1/models        every request needs a key
 
-    key ─> Visitor ─ begin ─> rows ─> EngineQueue ─ answers ─> JSON, or events where it is streamed
+    key ─> Visitor ─ begin ─> rows ─> EngineQueue ─ answers ─> JSON, or events if streamed
 
-A visitor says which rows a request means: new ones (``NewRows``), or its own row going on (an agent's). A
-client that goes away takes its rows with it. An error is OpenAI's object, its message our three sentences.
-Encoding runs in a thread beside the server's loop, so a long prompt delays no other client.
+A visitor determines the rows of a request: new ones (``NewRows``), or the continuation of an agent's own row.
+When a client disconnects, its rows are dropped. An error is OpenAI's error object, with our three sentences
+as message. Encoding runs in a separate thread, so a long prompt delays no other client.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from rillflow.tasks.example import Example, prompt_of
 
 MAX_REQUEST_BYTES = 2**24
 ASKED_EPOCH = -3
-"""The epoch in the row ids of what clients ask: their random numbers are no other row's."""
+"""Epoch in the row ids of client requests, so that no other row shares their random numbers."""
 MAX_REQUEST_ROWS = 1024
-"""Prompts of a request, times answers to each."""
+"""Largest number of rows of a request: prompts times answers to each."""
 _GONE_S = 0.5
 _KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error"}
-"""What OpenAI's protocol calls an error, by its status, where it is not the request's fault."""
+"""OpenAI's error type by status, for errors that the request did not cause."""
 
 
 class Visitor(Protocol):
-    """Whoever bears a key."""
+    """The owner of a key."""
 
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
-        """The rows that a request wants continued."""
+        """Return the rows that a request continues."""
 
     def sampling(self, asked: SamplingRequest) -> SamplingConfig:
-        """How their tokens are drawn; asked after ``begin``."""
+        """Return the sampling settings of the rows; called after ``begin``."""
 
     def over(self, asked: SamplingRequest, rollouts: list[Rollout]) -> None:
-        """All of them have ended; or, where there are none, the request is given up."""
+        """Finish a request whose rows have all ended; without rows, the request was given up."""
 
 
 class NewRows:
-    """A visitor whose every request begins rows of its own.
+    """A visitor whose every request begins new rows.
 
     Args:
-        encoder: makes tokens of prompts.
-        usual: how tokens are drawn where a request does not say.
+        encoder: encodes prompts.
+        usual: sampling settings, unless a request overrides them.
     """
 
     def __init__(self, encoder: Encoder, usual: SamplingConfig) -> None:
@@ -92,10 +92,10 @@ class NewRows:
         return asked.sampling(self._usual)
 
     def over(self, asked: SamplingRequest, rollouts: list[Rollout]) -> None:
-        """See Visitor; nothing is kept."""
+        """See Visitor; keeps nothing."""
 
     def _require_few(self, prompts: int, samples: int) -> None:
-        """Refuse a request before its prompts take time and memory."""
+        """Raise DataError for too many rows before their prompts cost time and memory."""
         if prompts * samples > MAX_REQUEST_ROWS:
             raise DataError(
                 f"{prompts} prompts with n = {samples} are {prompts * samples:,} rows",
@@ -105,20 +105,20 @@ class NewRows:
 
 
 def chat_of(asked: ChatRequest) -> Example:
-    """A request's conversation.
+    """Return a request's conversation.
 
     Raises:
-        DataError: a message cannot be used.
+        DataError: a message is invalid.
     """
     prompt = prompt_of({"prompt": asked.messages, "tools": asked.tools})
     return Example(index=0, prompt=prompt, columns={"tools": asked.tools}, place="the request")
 
 
 def prompts_of(asked: SamplingRequest) -> list[Example | list[int]]:
-    """A request's prompts: texts, or tokens.
+    """Return a request's prompts, as texts or tokens.
 
     Raises:
-        DataError: there is none.
+        DataError: there is no prompt.
     """
     assert isinstance(asked, CompletionRequest)
     if not asked.prompts:
@@ -130,14 +130,14 @@ def prompts_of(asked: SamplingRequest) -> list[Example | list[int]]:
 
 
 class Door:
-    """The application.
+    """The HTTP application for OpenAI's protocol.
 
     Args:
-        queue: what samples.
-        tokenizer: of the model.
-        model: the name that requests may give.
-        version: of the newest weights.
-        visitor: who bears a key; None for nobody.
+        queue: queue of the engine that samples.
+        tokenizer: tokeniser of the model.
+        model: model name that requests may give.
+        version: returns the version of the newest weights.
+        visitor: returns the owner of a key; None for an unknown key.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Door:
         self._version, self._visitor = version, visitor
 
     def app(self) -> Starlette:
-        """The application, to be served."""
+        """Return the ASGI application."""
         make = self._guarded
         routes = [
             Route("/v1/chat/completions", make(partial(self._complete, ChatRequest)), methods=["POST"]),
@@ -172,7 +172,7 @@ class Door:
             told = StreamError(what, why=type(error).__name__, fix="see the log of the server")
             return JSONResponse(_told(told, "server_error"), status_code=500)
 
-        # The server logs what nobody expected, after ``failed`` has answered.
+        # The server logs unexpected errors, after ``failed`` has answered.
         handlers: dict[Any, Any] = {404: unknown, 405: unknown, Exception: failed}
         return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -237,7 +237,7 @@ class Door:
 
 
 class _Answer:
-    """The rows of one request, which run while it is entered."""
+    """The rows of one request, which run while the context is entered."""
 
     def __init__(
         self,
@@ -250,18 +250,18 @@ class _Answer:
         self.asked, self.begun = asked, begun
         self.choices = [Choice(asked, index, begin, tokenizer) for index, begin in enumerate(self.begun)]
         self.rows: dict[int, Rollout] = {}
-        """Those that have ended, by their number."""
+        """Ended rows, by number."""
         self._queue, self._visitor = queue, visitor
         self._events = asyncio.Queue[tuple[int, Told, bool]]()
 
     @property
     def is_over(self) -> bool:
-        """Whether all have."""
+        """Whether all rows have ended."""
         return len(self.rows) == len(self.begun)
 
     @property
     def usage(self) -> dict[str, int]:
-        """Tokens of different prompts, and of all answers."""
+        """Token counts of distinct prompts, and of all answers."""
         read = sum(len(each.tokens) for each in {each.row.group: each for each in self.begun}.values())
         made = sum(choice.count for choice in self.choices)
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
@@ -270,7 +270,7 @@ class _Answer:
         loop, asked, sampling = asyncio.get_running_loop(), self.asked, self._visitor.sampling(self.asked)
 
         def tell(index: int, what: Told, is_over: bool) -> None:
-            with suppress(RuntimeError):  # the server has ended, and its loop with it
+            with suppress(RuntimeError):  # the server and its event loop have ended
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, what, is_over))
 
         how: dict[str, Any] = {"sampling": sampling, "stops": asked.stops, "is_streamed": asked.stream}
@@ -286,16 +286,16 @@ class _Answer:
         self._visitor.over(self.asked, [self.rows[index] for index in sorted(self.rows)] * self.is_over)
 
     def _name(self, index: int) -> str:
-        """What errors call a row."""
+        """Return the name of a row in errors."""
         if len(self.begun) == self.asked.n:
             return "the request"
         return f"prompt {index // self.asked.n + 1} of the request"
 
     async def wait(self, within_s: float | None = None) -> tuple[int, Rollout] | None:
-        """The next row of which something is told, and its number; None where nothing is in time.
+        """Return the number and the state of the next row with news; None if there is none in time.
 
         Raises:
-            RillflowError: a row could not go on.
+            RillflowError: a row could not continue.
         """
         try:
             index, what, is_over = await asyncio.wait_for(self._events.get(), within_s)

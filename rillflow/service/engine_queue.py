@@ -1,27 +1,27 @@
-"""EngineQueue: sample the rows of many clients side by side with one engine that one thread owns.
+"""EngineQueue: sample the rows of many clients concurrently with one engine that a single thread owns.
 
-    any thread ── put ──> inbox ──> a queue a request ── admit, in turn ──> engine: add, step, abort
+    any thread ── put ──> inbox ──> one queue per request ── admit, in turn ──> engine: add, step, abort
                                          ^                                       │
                                          └──── rows on trial <── a pass failed ──┤
     client <── tell(row or error, is it over?) ──────────────────────────────────┘
 
 consumes      rows that clients want, and the ids of rows that they no longer want
-waits for     nothing: ``turn`` makes one pass, or none where no row runs; ``woken`` is readable when the
-              inbox has something, for an owner that waits
-produces      each wanted row once, ended, or the error that ended it; a streamed row is told before that, too
-shuts down    healthy: the owner stops calling ``turn``. Broken engine: ``fail`` tells every row, and every
-              row that comes later
+waits for     nothing: ``turn`` runs one pass, or none if no row runs; ``woken`` becomes readable when the
+              inbox has an entry, for an owner that waits
+produces      each wanted row once, when it ends, or the error that ended it; streamed rows also before that
+shuts down    healthy: the owner stops calling ``turn``. Broken engine: ``fail`` sends the error to every row,
+              including later ones
 
-Fairness: at most ``max_rows`` rows are in the engine. Requests take turns, one row a turn, so a request of
+Fairness: at most ``max_rows`` rows are in the engine. Requests take turns, one row per turn, so a request of
 one row waits for at most one row of each request before it.
 
-Isolation: a pass that fails empties the engine. The queue ends the row that is to blame and puts the other
-rows back, with the tokens they had when the queue looked last:
+Isolation: a failed pass empties the engine. The queue ends the row at fault and puts the other rows back,
+with the tokens of the last look:
 
     the error names a row                          that row
     one row was new in this pass                   the new row
-    several rows were new in this pass             each is tried in a pass of its own
-    none of these                                  nobody can be blamed: every row gets the error
+    several rows were new in this pass             each runs again as the only new row of a pass
+    none of these                                  no row can be identified: every row gets the error
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ from rillflow.rollout.engine import Capability, Engine
 from rillflow.service.app import Declined
 
 LOOK_EVERY = 8
-"""Passes between two looks at rows that are streamed or have a stop of their own."""
+"""Passes between two looks at rows that are streamed or have stop texts."""
 KEEP_EVERY = 64
-"""Passes between two looks at every row: a row that goes on after another one failed repeats no more."""
+"""Passes between two looks at every row, which limit repeated work after another row failed."""
 Told: TypeAlias = Rollout | RillflowError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Wanted:
-    """A row that somebody wants continued."""
+    """A row that a client wants continued."""
 
     begin: Rollout
-    """The row as it is."""
+    """The row at the start."""
     sampling: SamplingConfig
-    """How its tokens are drawn."""
+    """Sampling settings."""
     stops: tuple[str, ...]
-    """Texts that end it, beside those of the engine."""
+    """Stop texts, in addition to those of the engine."""
     is_streamed: bool
-    """Whether it is told before it has ended."""
+    """Whether the client receives the row before it has ended."""
     tell: Callable[[Told, bool], None]
-    """Is given the row, and whether it is over; called in the engine's thread."""
+    """Receives the row, and whether it has ended; called in the engine's thread."""
     name: str = "the request"
-    """What errors call it."""
+    """Name in errors."""
 
 
 class EngineQueue:
     """The rows that clients want, and the engine that samples them.
 
     Args:
-        engine: with ``Capability.ROWS``; its methods are called by the thread that calls ``turn``.
-        tokenizer: of the model.
-        max_rows: rows in the engine at once.
+        engine: has ``Capability.ROWS``; only the thread that calls ``turn`` calls its methods.
+        tokenizer: tokeniser of the model.
+        max_rows: largest number of rows in the engine.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, *, max_rows: int) -> None:
@@ -88,7 +88,7 @@ class EngineQueue:
         self._kept: dict[RowId, Rollout] = {}
         self._new: set[RowId] = set()
         self.woken, self._wake = os.pipe()
-        """A descriptor to wait for."""
+        """File descriptor to poll for new entries."""
         for descriptor in (self.woken, self._wake):
             os.set_blocking(descriptor, False)
 
@@ -104,11 +104,11 @@ class EngineQueue:
             os.write(self._wake, b".")
 
     def turn(self) -> bool:
-        """Take what was put and make one pass; return whether rows run.
+        """Process the inbox and run one pass; return whether rows run.
 
         Raises:
-            RillflowError: the pass failed; the rows to blame have been told, and the others go on.
-            Exception: the engine raised something else, and no row is to blame: it is broken.
+            RillflowError: the pass failed; the rows at fault were told, and the others continue.
+            Exception: the engine raised another error, and no row is at fault: the engine is broken.
         """
         with suppress(BlockingIOError):
             os.read(self.woken, 1 << 16)
@@ -135,19 +135,19 @@ class EngineQueue:
         return True
 
     def fail(self, error: RillflowError) -> None:
-        """Tell every row this error, and every row that comes later; the engine is not used again."""
+        """End every row, and every later row, with this error; the engine is not used again."""
         with self._lock:
             self._failure, inbox, self._inbox = error, self._inbox, []
         _tell_all((thing for things in inbox for thing in things if isinstance(thing, Wanted)), error)
         self._tell_everybody(error)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         os.close(self.woken)
         os.close(self._wake)
 
     def _sort(self, things: list[Wanted | RowId]) -> None:
-        """Queue the rows of one request; take out rows that nobody wants any more."""
+        """Queue the rows of one request; remove rows that no client wants any more."""
         dropped = {thing for thing in things if isinstance(thing, RowId)}
         if dropped:
             for waiting in (*self._requests, self._suspects):
@@ -164,7 +164,7 @@ class EngineQueue:
             self._requests.append(begun)
 
     def _admit(self) -> None:
-        """Fill the engine; requests take turns. A row on trial is the only new one of its pass."""
+        """Fill the engine; requests take turns. A row on trial is the only new row of its pass."""
         if self._suspects and not self._new:
             self._enter(self._suspects.popleft(), is_new=True)
         while self._requests and len(self._rows) < self._max_rows and not self._suspects:
@@ -181,7 +181,7 @@ class EngineQueue:
             self.engine.add(self._kept.get(row, wanted.begin), wanted.sampling)
         except RillflowError as error:
             wanted.tell(_of_request(error, wanted), True)
-        except Exception as error:  # noqa: BLE001  the supervision boundary of a row: an engine may raise anything
+        except Exception as error:  # noqa: BLE001  an engine may raise any error for a row
             wanted.tell(_failed(error, wanted), True)
         else:
             self._rows[row] = wanted
@@ -202,7 +202,7 @@ class EngineQueue:
                 )
 
     def _isolate(self, error: Exception) -> bool:
-        """End the row to blame for a failed pass and put the others back; return whether one may be found."""
+        """End the row at fault for a failed pass and put the others back; return whether one may be found."""
         rows, new = self._rows, self._new
         self._rows, self._new = {}, set()
         if self.engine.has_work:
@@ -251,7 +251,7 @@ class EngineQueue:
                     wanted.tell(rollout, False)
 
     def _stopped(self, wanted: Wanted, rollout: Rollout) -> Rollout | None:
-        """The row up to the token that completes one of its stops; whenever that is noticed, the same."""
+        """Return the row up to the token that completes a stop text, however late the stop is found."""
         begin = len(wanted.begin.tokens)
         own = rollout.tokens[begin:]
 
@@ -270,13 +270,13 @@ def _tell_all(rows: Iterable[Wanted], error: Exception) -> None:
 
 
 def _of_request(error: RillflowError, wanted: Wanted) -> StreamError:
-    """The error in the client's words, who does not know ids of rows."""
+    """Return the error with the request's name instead of the row id, which clients do not know."""
     what, why = (text.replace(f"row ({wanted.begin.row})", wanted.name) for text in (error.what, error.why))
     return StreamError(what, why, error.fix)
 
 
 def _failed(error: Exception, wanted: Wanted) -> Declined:
-    """The error of a row that failed in the engine."""
+    """Return the error of a row that failed in the engine."""
     if isinstance(error, Declined):
         return error
     if isinstance(error, RillflowError):

@@ -1,6 +1,6 @@
-"""OpenAI: requests of its protocol as records, and sampled rows as its answers.
+"""OpenAI: validate requests of its protocol, and format sampled rows as its answers.
 
-JSON ─ checked ─> ChatRequest | CompletionRequest       an unknown parameter is refused with the nearest name
+JSON ─ checked ─> ChatRequest | CompletionRequest       refuses unknown parameters with the nearest name
 Rollout ─ Choice.next ─> JSON                           text before the stop; ids, versions, log probabilities
 """
 
@@ -27,19 +27,19 @@ NOT_OFFERED = {
     "logit_bias": "tokens are drawn by what the model says and what the row has, and by nothing else",
     **dict.fromkeys(("best_of", "echo", "suffix", "functions"), "it is an older form of the protocol"),
 }
-"""Parameters of the protocol that are refused, and why."""
+"""Refused parameters of the protocol, with reasons."""
 DRAWING = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-"""Parameters that say how a token is drawn, by the names of ``SamplingConfig``."""
+"""Sampling parameters, by their names in ``SamplingConfig``."""
 
 MOST_STOPS, LONGEST_STOP = 16, 1_000
-"""Texts that end an answer, and the characters of one: every look at a row searches all of them."""
+"""Largest number of stop texts, and characters of one: every look at a row searches all of them."""
 
 
 class SamplingRequest(BaseModel):
-    """What both kinds of request have."""
+    """Parameters of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
     model: str = Field(default="", description="the one that /v1/models names; may be left out")
@@ -58,7 +58,7 @@ class SamplingRequest(BaseModel):
     return_token_ids: bool = Field(default=False, description="prompt's and sampled tokens, their versions")
     user: str = Field(default="", description="read by nobody")
     kind: ClassVar[str]
-    """What an answer calls itself."""
+    """Object type in an answer."""
 
     @field_validator("stop")
     @classmethod
@@ -71,22 +71,22 @@ class SamplingRequest(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The texts that end an answer."""
+        """Stop texts, which end an answer."""
         return tuple(filter(None, [self.stop] if isinstance(self.stop, str) else self.stop))
 
     @property
     def limit(self) -> int | None:
-        """New tokens at most, where that is said."""
+        """Largest number of new tokens, if given."""
         return self.max_tokens
 
     def sampling(self, usual: SamplingConfig) -> SamplingConfig:
-        """How tokens are drawn, by what is said and else as usual."""
+        """Return the sampling settings of the request, with ``usual`` for missing parameters."""
         asked = {name: getattr(self, name) for name in DRAWING} | {"max_tokens": self.limit}
         return usual.model_copy(update={name: value for name, value in asked.items() if value is not None})
 
 
 class ChatRequest(SamplingRequest):
-    """A conversation that the assistant goes on with."""
+    """A conversation that the assistant continues."""
 
     messages: list[dict[str, Any]] = Field(description="role and content, and where they apply the rest")
     tools: list[dict[str, Any]] | None = Field(default=None, description="given to the chat template")
@@ -101,7 +101,7 @@ class ChatRequest(SamplingRequest):
 
 
 class CompletionRequest(SamplingRequest):
-    """Prompts that are continued, as text or as tokens."""
+    """Prompts to continue, as text or as tokens."""
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(description="one, or several")
     logprobs: int | None = Field(default=None, ge=0, le=1, description="of the sampled tokens")
@@ -109,7 +109,7 @@ class CompletionRequest(SamplingRequest):
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
-        """Every prompt."""
+        """All prompts."""
         is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return [self.prompt] if is_one else self.prompt  # type: ignore[list-item,return-value]
 
@@ -118,10 +118,10 @@ A = TypeVar("A", bound=SamplingRequest)
 
 
 def checked(kind: type[A], says: Mapping[str, Any]) -> A:
-    """A request as it was said; null is as good as missing.
+    """Validate a request; null counts as missing.
 
     Raises:
-        StreamError: a parameter is unknown, is not offered, or has a value that cannot be.
+        StreamError: a parameter is unknown, is not offered, or has an invalid value.
     """
     said = {name: value for name, value in says.items() if value is not None}
     for name in said.keys() - kind.model_fields.keys():
@@ -135,26 +135,26 @@ def checked(kind: type[A], says: Mapping[str, Any]) -> A:
 
 
 class Choice:
-    """One answer, told whole or piece by piece.
+    """One answer, sent whole or in pieces.
 
     Args:
         asked: the request.
-        index: the answer's number.
-        begin: the row before it was sampled.
-        tokenizer: of the model.
+        index: number of the answer.
+        begin: the row before sampling.
+        tokenizer: tokeniser of the model.
     """
 
     def __init__(self, asked: SamplingRequest, index: int, begin: Rollout, tokenizer: Tokenizer) -> None:
         self._asked, self._index, self._prompt, self._tokenizer = asked, index, begin.tokens, tokenizer
         self._held = max(map(len, asked.stops), default=1) - 1
         self.count, self._characters = 0, 0
-        """Tokens that were told."""
+        """Number of tokens sent so far."""
 
     def next(self, rollout: Rollout, *, is_over: bool) -> dict[str, Any]:
-        """What came since, as JSON: all of it where nothing was told before."""
+        """Return the new part of the answer as JSON: all of it in the first call."""
         first, begin = self.count, len(self._prompt) + self.count
         text = text_of(rollout.tokens[len(self._prompt) :], self._asked.stops, self._tokenizer)
-        if not is_over:  # what may be a stop's beginning, or half a character, waits
+        if not is_over:  # hold back a possible stop prefix, or half a character
             text = text.removesuffix("\ufffd")
             text = text[: max(self._characters, len(text) - self._held)]
         new, self._characters = text[self._characters :], len(text)
@@ -190,13 +190,13 @@ class Choice:
 
 
 def text_of(tokens: Sequence[int], stops: Sequence[str], tokenizer: Tokenizer) -> str:
-    """The text of an answer, before the first text that ends it."""
+    """Return the text of an answer, before the first stop text."""
     text = tokenizer.decode(tokens)
     return text[: min((found for stop in stops if (found := text.find(stop)) >= 0), default=None)]
 
 
 def envelope(asked: SamplingRequest, name: str, model: str, version: int, **more: Any) -> dict[str, Any]:
-    """An answer around its choices; ``version`` is the newest weights'."""
+    """Return the answer object around choices; ``version`` is that of the newest weights."""
     kind = asked.kind + ".chunk" * (asked.stream and asked.kind == ChatRequest.kind)
     about = {"id": name, "object": kind, "created": int(time.time()), "model": model}
     return {**about, "system_fingerprint": f"version {version}", **more}

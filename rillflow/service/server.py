@@ -1,7 +1,7 @@
-"""LoopbackServer: an application of ours behind a socket; connections that say nothing are closed.
+"""LoopbackServer: serve an application on a loopback socket; idle connections are closed.
 
 LoopbackServer(app, bound(port)) ─┬─ run: until a signal ends it, in the main thread
-                                  └─ with: in a thread of its own, until the block ends
+                                  └─ with: in a background thread, until the block ends
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rillflow.errors import StreamError
 
 HEAD_WITHIN_S = 10.0
 BACKLOG = 2048
-"""Connections that wait to be accepted; as many as uvicorn's own."""
+"""Connections that wait to be accepted; uvicorn's own default."""
 
 
 class Impatient(H11Protocol):  # type: ignore[misc]
-    """A connection that is closed where no whole head of a request comes, however slowly its bytes do."""
+    """A connection that closes if no complete request head arrives in time, however slowly bytes arrive."""
 
     def connection_made(self, transport: Any) -> None:
-        """Watch the connection from its first moment."""
+        """Start the timeout when the connection opens."""
         super().connection_made(transport)
         self.loop.call_later(HEAD_WITHIN_S, self._look, None)
 
@@ -46,11 +46,11 @@ HOW: dict[str, Any] = {
     "access_log": False,
     "timeout_graceful_shutdown": 1,
 }
-"""How every application is served."""
+"""Uvicorn settings of every application."""
 
 
 def bound(port: int) -> socket.socket:
-    """A socket that listens on the loopback device; 0 takes a free port.
+    """Return a socket that listens on the loopback device; port 0 selects a free port.
 
     Raises:
         StreamError: the port is taken.
@@ -59,7 +59,7 @@ def bound(port: int) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind(("127.0.0.1", port))
-        made.listen(BACKLOG)  # at once: a client that reads the address may connect before the server runs
+        made.listen(BACKLOG)  # a client that knows the address may connect before the server runs
     except (OSError, OverflowError) as error:
         made.close()
         raise StreamError(f"port {port} cannot be listened on", why=str(error), fix="--port 0") from None
@@ -70,22 +70,22 @@ class LoopbackServer(AbstractContextManager["LoopbackServer"]):
     """A server on a bound socket.
 
     Args:
-        app: what answers.
-        listening: where; closed at the end.
+        app: the ASGI application.
+        listening: the socket; closed at the end.
     """
 
     def __init__(self, app: Any, listening: socket.socket) -> None:
         self._inner, self._socket = uvicorn.Server(uvicorn.Config(app, **HOW)), listening
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        """What clients are told."""
+        """Base URL for clients."""
         self._thread = Thread(target=self.run, name="rillflow-door", daemon=True)
 
     def run(self) -> None:
-        """Serve until told to end."""
+        """Serve until stopped."""
         self._inner.run(sockets=[self._socket])
 
     def stop(self) -> None:
-        """Tell ``run`` to end: answers that are ready still leave; from any thread."""
+        """Stop ``run`` after finished answers are sent; from any thread."""
         self._inner.should_exit = True
 
     def __enter__(self) -> LoopbackServer:

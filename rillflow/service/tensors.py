@@ -1,6 +1,6 @@
-"""Tensors: columns as a body of HTTP, in the safetensors format; ``__metadata__`` has the request as JSON.
+"""Tensors: columns as an HTTP body in the safetensors format; ``__metadata__`` has the request as JSON.
 
-8 bytes: length of the header │ header, JSON of at most 64 KiB │ arrays, end to end in the header's order
+8 bytes: length of the header │ header, JSON of at most 64 KiB │ arrays, contiguous in the header's order
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REQUEST = "request"
 def encoded(
     says: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]], halves: frozenset[str] = frozenset()
 ) -> bytes:
-    """A body; the int16 of arrays in ``halves`` are the bits of bfloat16."""
+    """Return a body; int16 arrays named in ``halves`` hold the bits of bfloat16."""
     header: dict[str, Any] = {"__metadata__": {REQUEST: json.dumps(says, allow_nan=False)}}
     at = 0
     for name, array in arrays.items():
@@ -49,10 +49,10 @@ def encoded(
 
 
 def decoded(body: bytes | bytearray) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """What a body says, and its arrays without a copy; of bfloat16, the bits as int16.
+    """Return the request of a body, and its arrays without a copy; bfloat16 arrives as int16 bits.
 
     Raises:
-        WireError: it is no safetensors file, or its header lies.
+        WireError: it is not a safetensors file, or its header is inconsistent.
     """
     length = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else len(body)
     if length > min(MAX_JSON_BYTES, len(body) - 8):

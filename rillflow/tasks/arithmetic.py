@@ -1,4 +1,4 @@
-"""Arithmetic: the built-in task, two numbers and an operator, made without any dependency.
+"""Arithmetic: the built-in task of two numbers and an operator, generated without dependencies.
 
 seed, digits, operators ─> problems drawn without repetition ─> "17+25=" with the answer "42"
 """
@@ -15,16 +15,16 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.tasks.example import Example
 
 REWARD = FunctionPath(file=Path(__file__).resolve().with_name("arithmetic_reward.py"), name="reward")
-"""The task's own scorer."""
+"""Reward function of the task."""
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 def arithmetic_examples(*, size: int, digits: int, operators: str, seed: int) -> list[Example]:
-    """``size`` different problems of numbers with exactly ``digits`` digits, or all that there are.
+    """Return ``size`` different problems of numbers with exactly ``digits`` digits, or all that exist.
 
     Raises:
-        DataError: an operator is unknown or stands twice.
+        DataError: an operator is unknown or repeated.
     """
     for place, symbol in enumerate(operators):
         if symbol not in _OPERATORS or symbol in operators[:place]:

@@ -1,6 +1,6 @@
-"""The arithmetic task's scorer: 1 for the answer itself, 0 for anything else.
+"""Reward of the arithmetic task: 1 for the exact answer, 0 for anything else.
 
-Runs in a child process that has nothing of Rillflow imported.
+It runs in a child process that imports nothing else from Rillflow.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from collections.abc import Sequence
 def reward(
     prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **columns: object
 ) -> list[float]:
-    """One score a completion; blanks around it do not count."""
+    """Return one score per completion; surrounding whitespace does not count."""
     del prompts, columns
     return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]

@@ -1,4 +1,4 @@
-"""Settings of a task: where prompts come from and which are held out."""
+"""Settings of a task: the source of prompts, and the held-out prompts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TAKEN = {
     *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "tokenizer_kwargs"),
     *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
 }
-"""What the rendering of a template takes itself: a variable of such a name would not reach the template."""
+"""Arguments of the rendering function: a variable with such a name would not reach the template."""
 
 
 class TaskConfig(Section):
-    """Prompts to train on, prompts held out to judge by."""
+    """Prompts for training and held-out prompts for evaluation."""
 
     source: str = Field(
         "arithmetic",

@@ -1,9 +1,9 @@
-"""Encoded: rows as a model's tokens, all of them before the first step.
+"""Encoded: rows as a model's tokens, all encoded before the first step.
 
-examples ── encode ─┬─> Encoded(example, prompt, answers)      four bytes a token
-                    └─> DataError                              named by its place in the data
+examples ── encode ─┬─> Encoded(example, prompt, answers)      four bytes per token
+                    └─> DataError                              names the row's place in the data
 
-Tokens are made in large batches; a batch with a row that cannot be encoded is halved until that row is
+Rows are encoded in large batches. A batch with a row that cannot be encoded is halved until that row is
 alone. Imports no torch.
 """
 
@@ -25,43 +25,43 @@ from rillflow.tasks.preference import Preference
 BATCH = 1000
 """Rows that are encoded at once."""
 LONGEST_TOKEN = 32
-"""Characters a token: a text with more of them than the context has room for is not encoded at all."""
+"""Characters per token; a text longer than the context at this rate is refused without encoding."""
 _PARTS = (("prompt",), ("prompt", "completion"), ("prompt", "chosen answer", "rejected answer"))
 
 
 class Answers(IntEnum):
-    """What of a row is encoded besides its prompt, as the number of answers."""
+    """Number of answers of a row that are encoded in addition to its prompt."""
 
     NONE = 0
-    """Nothing: answers are sampled."""
+    """No answer: answers are sampled."""
     LEARNT = 1
     """The answer to learn from."""
     PAIR = 2
-    """The chosen and the rejected answer, each to its first end token: where a sampled one would stop."""
+    """The chosen and the rejected answer, each up to its first end token, where sampling would stop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded:
-    """A row that can be read."""
+    """A row as tokens."""
 
     example: Example
     """The row."""
     prompt: array[int]
-    """Its prompt's tokens."""
+    """Tokens of its prompt."""
     answers: tuple[array[int], ...] = ()
-    """Its answers' tokens, each with its end."""
+    """Tokens of its answers, each with its end token."""
 
     def length(self, answers: Answers, max_tokens: int) -> int:
-        """Tokens of the row with the longest of so many answers; of none, with ``max_tokens`` to sample."""
+        """Return the tokens of prompt and longest answer; with no answers, ``max_tokens`` count instead."""
         return len(self.prompt) + max(map(len, self.answers[:answers]), default=max_tokens)
 
     def short(self, answers: Answers, room: int, begin: int | None) -> Encoded | None:
-        """The row with its prompt's beginning taken away until it has ``room`` tokens, its answers whole.
+        """Return the row with its prompt cut at the beginning to ``room`` tokens in total, its answers uncut.
 
-        A begin token stays. None where no token of the prompt would be left.
+        A begin token is kept. Return None if no token of the prompt would be left.
 
         Args:
-            answers: so many of its answers count.
+            answers: number of its answers that count.
             room: tokens of prompt and answer.
             begin: the model's begin token.
         """
@@ -73,7 +73,7 @@ class Encoded:
         return Encoded(example=self.example, prompt=prompt, answers=self.answers)
 
     def cut(self, answers: Answers) -> Encoded:
-        """The row with so many of its answers."""
+        """Return the row with only its first ``answers`` answers."""
         if len(self.answers) == answers:
             return self
         return Encoded(example=self.example, prompt=self.prompt, answers=self.answers[:answers])
@@ -81,32 +81,32 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """A tokeniser, and how it is to read rows.
+    """A tokeniser with the settings for encoding rows.
 
     Example:
         rows = Encoder(tokenizer=model.tokenizer).rows(task.train)
     """
 
     tokenizer: Tokenizer
-    """The model's."""
+    """Tokeniser of the model."""
     is_rendered: bool = False
-    """Whether text prompts, and their answers, were written by the chat template."""
+    """Whether the chat template has already been applied to text prompts and their answers."""
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
     context: int | None = None
-    """Tokens of a row at most; a text far beyond it is refused before it takes minutes. None: no limit."""
+    """Largest number of tokens of a row; much longer texts are refused before encoding. None: no limit."""
 
     @staticmethod
     def of(tokenizer: Tokenizer, task: TaskConfig, context: int | None = None) -> Encoder:
-        """One that reads rows as a task's settings say."""
+        """Return an encoder with the settings of a task."""
         known, more = task.rendered, task.template_arguments
         return Encoder(tokenizer=tokenizer, is_rendered=known, template_arguments=more, context=context)
 
     def rows(self, examples: Sequence[Example], answers: Answers = Answers.NONE) -> list[Encoded]:
-        """All rows.
+        """Return all rows, encoded.
 
         Raises:
-            DataError: one of them cannot be encoded.
+            DataError: a row cannot be encoded.
         """
         found = list(self.encode(examples, answers))
         for error in (row for row in found if isinstance(row, DataError)):
@@ -114,14 +114,14 @@ class Encoder:
         return [row for row in found if isinstance(row, Encoded)]
 
     def encode(self, examples: Sequence[Example], answers: Answers) -> Iterator[Encoded | DataError]:
-        """Every row in its order, or why it cannot be encoded."""
+        """Yield every row in order, or the error that explains why it cannot be encoded."""
         for _, group in groupby(examples, lambda row: isinstance(row.prompt, str)):
             alike = list(group)
             for start in range(0, len(alike), BATCH):
                 yield from self._halved(alike[start : start + BATCH], answers)
 
     def _halved(self, rows: Sequence[Example], answers: Answers) -> list[Encoded | DataError]:
-        """Rows that are all texts or all conversations."""
+        """Encode rows that are all texts or all conversations."""
         try:
             return [*self._together(rows, answers)]
         except ModelError as error:
@@ -131,7 +131,7 @@ class Encoder:
         return self._halved(rows[:half], answers) + self._halved(rows[half:], answers)
 
     def _together(self, rows: Sequence[Example], answers: Answers) -> Iterator[Encoded]:
-        """The rows at once; an error names the first of them."""
+        """Encode the rows at once; an error names the first row."""
         encode = self._texts if isinstance(rows[0].prompt, str) else self._chats
         texts, columns = [_answers(row, answers) for row in rows], list[list[list[int]]]()
         for number, name in enumerate(_PARTS[answers]):

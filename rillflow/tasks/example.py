@@ -1,10 +1,10 @@
-"""Example: one row of data, checked once, at the door.
+"""Example: one row of data, validated once when it is read.
 
     a row of a file ── example_of ──> Example(index, prompt, completion, columns, place)
-    a made problem ──────────────────^           └─ turns, tools ─> what a chat template is given
+    a made problem ──────────────────^           └─ turns, tools ─> input of a chat template
 
-A prompt is text or a conversation. Everything here is plain data that JSON can hold, so that it can
-travel to a reward's child and into a run directory as it is.
+A prompt is text or a conversation. All values are plain JSON data, so an example can be sent to a reward's
+child and written to a run directory unchanged.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rillflow.errors import DataError, nearest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RESERVED = {"prompts": "prompt", "completions": "completion"}
-"""Arguments of every reward function, and what a column meant for them is called."""
+"""Reserved argument names of every reward function, with the column names to use instead."""
 
 
 Message = Mapping[str, Any]
-"""One turn of a conversation, as the data has it: ``role``, ``content`` and what else ``_KEYS`` names."""
+"""One turn of a conversation: ``role``, ``content`` and the other keys in ``_KEYS``."""
 _KEYS = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
@@ -35,61 +35,61 @@ class Example:
     """
 
     index: int
-    """The row's place in its source, from 0; a row id's ``prompt``."""
+    """Position of the row in its source, from 0; ``prompt`` of its row id."""
     prompt: str | tuple[Message, ...]
-    """What is asked: text, or messages whose last one is not the assistant's."""
+    """Text, or messages whose last one is not the assistant's."""
     completion: str | None = None
-    """An answer to learn from: the column ``completion``, else ``answer``; None where there is neither."""
+    """Answer to learn from: the column ``completion``, else ``answer``; None if there is neither."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """The other columns by name, values as JSON has them; the reward gets them."""
+    """Other columns by name, as JSON values; the reward receives them."""
     place: str = field(default="", compare=False)
-    """Where its author finds the row, ``prompts.jsonl line 12``; empty where it has no place."""
+    """Location for the data's author, such as ``prompts.jsonl line 12``; empty if there is none."""
 
     def __str__(self) -> str:
-        """The row for a message. Example: ``prompts.jsonl line 12 ("17+25=")``."""
+        """Describe the row for a message. Example: ``prompts.jsonl line 12 ("17+25=")``."""
         return f"{self.place or f'prompt {self.index}'} ({shown(self.key)})"
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The messages of a conversation as a chat template takes them: parts of text joined, no nulls."""
+        """Messages of a conversation for a chat template: text parts joined, null content as empty text."""
         assert not isinstance(self.prompt, str), "a text has no turns"
         return [{**message, "content": _text(message.get("content", ""), "")} for message in self.prompt]
 
     @property
     def tools(self) -> list[dict[str, Any]] | None:
-        """What a conversation may call: its column ``tools``."""
+        """Tools that a conversation may call: its column ``tools``."""
         return None if isinstance(self.prompt, str) else self.columns.get("tools")
 
     def plain(self) -> list[Any]:
-        """What a digest of the data is made of."""
+        """Return the values that a digest of the data is computed from."""
         return [self.index, self.prompt, self.completion, self.columns]
 
     def as_json(self) -> str:
-        """The prompt and the other columns, as the field ``columns`` of a batch holds them."""
+        """Return the prompt and the other columns, as the field ``columns`` of a batch holds them."""
         return json.dumps({"prompt": self.prompt, **self.columns})
 
     @property
     def key(self) -> str:
-        """The prompt as text, equal for rows with the same prompt."""
+        """Prompt as text; rows with the same prompt have equal keys."""
         return self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt)
 
     @property
     def compared(self) -> frozenset[str]:
-        """Columns by which rows with one prompt differ; ``id`` names a row and is none of them."""
+        """Columns that distinguish rows with one prompt; ``id`` only names a row and is excluded."""
         return frozenset(self.columns) - {"id"}
 
     def identity(self, names: Collection[str]) -> str:
-        """Text that two rows share if and only if their prompt and these columns are equal."""
+        """Return a text that two rows share if and only if their prompt and these columns are equal."""
         columns = {name: value for name, value in self.columns.items() if name in names}
         return json.dumps([self.prompt, columns], sort_keys=True)
 
 
 def example_of(row: dict[str, Any], index: int, place: str) -> Example:
-    """A row as an example, which keeps the row's dict as its columns.
+    """Return a row as an example, which keeps the row's dict as its columns.
 
     Raises:
-        DataError: the prompt is missing, null, empty, or neither text nor messages; the completion is no
-            text; tools are no list of objects. The message does not say where the row stands.
+        DataError: the prompt is missing, null, empty, or neither text nor messages; the completion is not
+            text; tools are not a list of objects. The message does not say where the row is.
     """
     prompt = prompt_of(row)
     completion = _completion(row)
@@ -97,11 +97,11 @@ def example_of(row: dict[str, Any], index: int, place: str) -> Example:
 
 
 def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
-    """Take the prompt out of a row.
+    """Remove the prompt from a row and return it.
 
     Raises:
         DataError: the prompt is missing, null, empty, or neither text nor messages; it is messages, and
-            ``tools`` is no list of objects.
+            ``tools`` is not a list of objects.
     """
     if "prompt" not in row:
         raise DataError(
@@ -119,7 +119,7 @@ def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse a column that no reward function could be given."""
+    """Raise DataError for a column that no reward function could receive."""
     for name, other in RESERVED.items():
         if name in names:
             raise DataError(
@@ -157,10 +157,10 @@ def _messages(value: list[object]) -> tuple[Message, ...]:
 
 
 def message_of(item: object, number: int, place: str) -> Message:
-    """One turn of a conversation, the ``number``-th (from 1) of what ``place`` says; nulls are left out.
+    """Return the ``number``-th message (from 1) of ``place``, without null values.
 
     Raises:
-        DataError: it is no object of ``role`` and ``content``, or a value of it cannot be used.
+        DataError: it is not an object with ``role`` and ``content``, or one of its values is invalid.
     """
     where = f"message {number} of the {place}"
     given = item if isinstance(item, dict) else {}
@@ -184,7 +184,7 @@ def message_of(item: object, number: int, place: str) -> Message:
 
 
 def answer_of(value: object, name: str) -> str:
-    """An answer's text, from text or one message of the assistant; ``name`` says what it is.
+    """Return an answer's text, from text or one assistant message; ``name`` names the answer in errors.
 
     Raises:
         DataError: the value is something else.
@@ -208,12 +208,12 @@ def answer_of(value: object, name: str) -> str:
 
 
 def _are_objects(value: Any) -> bool:
-    """Whether a value is a list of JSON objects."""
+    """Return whether a value is a list of JSON objects."""
     return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _text(content: Any, where: str) -> str:
-    """The text of a message's content: text, or parts of type text."""
+    """Return the text of a message's content, which is text or parts of type text."""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     kinds = [(part.get("type"), type(part.get("text"))) for part in parts] if _are_objects(parts) else [None]
     if set(kinds) - {("text", str)}:
@@ -233,7 +233,7 @@ def _completion(row: dict[str, Any]) -> str | None:
 
 
 def text_of(text: str, name: str) -> str:
-    """The text, refused where UTF-8 cannot hold it; ``name`` says what it is."""
+    """Return the text; raise DataError if UTF-8 cannot encode it. ``name`` names the text in errors."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -245,6 +245,6 @@ def text_of(text: str, name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as JSON has it, cut short, for an error."""
+    """Return a value as JSON, shortened, for an error."""
     text = "null" if value is None else json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,9 +1,9 @@
 """Files: rows of a .jsonl or .parquet file as examples, or as pairs of answers.
 
-    path ─ by its ending ─┬─ .jsonl ──> an object a line ────┬─> same columns? ids unique? ─> examples
-                          └─ .parquet > a row of plain values ┘
+    path ─ by suffix ─┬─ .jsonl ──> one object per line ─┬─> same columns? ids unique? ─> examples
+                      └─ .parquet > rows of plain values ┘
 
-A file is read whole; it is data and is never executed.
+A file is read completely. It is data and is never executed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _OTHER_FORMS = (
     (b"\xff\xfe", "UTF-16", "convert it: iconv -f utf-16 -t utf-8 {0} > prompts.jsonl"),
     (b"\xfe\xff", "UTF-16", "convert it: iconv -f utf-16 -t utf-8 {0} > prompts.jsonl"),
 )
-"""How files begin that are no UTF-8, what they are, and what to do."""
+"""Leading bytes of files that are not UTF-8, their format, and the command to convert them."""
 _NO_NUMBER = "JSON has no such number, and no reward could use it"
 Row = TypeVar("Row")
 Rows: TypeAlias = Iterable[str | Sequence[Mapping[str, Any]] | Mapping[str, Any]]
-"""Rows that somebody holds in Python: prompts, or objects as a file's rows are."""
+"""Rows given in Python: prompts, or objects like the rows of a file."""
 GIVEN = "<prompts>"
-"""The source of a run whose rows were given in Python."""
+"""Source of a run whose rows were given in Python."""
 
 
 def read_rows(path: Path, make: Callable[[dict[str, Any], int, str], Row]) -> list[Row]:
-    """What ``make`` makes of a file's rows, their numbers and their places, in the file's order.
+    """Apply ``make`` to each row of a file, its index and its place; return the results in file order.
 
     Raises:
-        DataError: the file is not there, is no such file, has no rows, or has a row that cannot be used;
-            the message names the file, the line or row, and the value.
+        DataError: the file is missing, has another format, has no rows, or has an invalid row; the message
+            names the file, the line or row, and the value.
     """
     _check_path(path)
     if path.suffix == ".jsonl":
@@ -52,10 +52,10 @@ def read_rows(path: Path, make: Callable[[dict[str, Any], int, str], Row]) -> li
 
 
 def given_rows(rows: Rows, make: Callable[[dict[str, Any], int, str], Row]) -> list[Row]:
-    """The same of rows that were given in Python: each is a prompt, or an object as a file's rows are.
+    """Apply ``make`` to rows given in Python: each is a prompt, or an object like a row of a file.
 
     Raises:
-        DataError: as ``read_rows``; the rows are no list of rows.
+        DataError: as ``read_rows``; the rows are not a list of rows.
     """
     if isinstance(rows, Mapping):
         raise DataError(
@@ -76,8 +76,8 @@ def _given(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _plain(value: object) -> object:
-    """A scalar of numpy as Python's own number or text, also in lists; anything else as it is."""
-    numpy = sys.modules.get("numpy")  # a value of numpy means that numpy is there; no import for others
+    """Return numpy scalars as Python numbers or text, also in lists and dicts; other values unchanged."""
+    numpy = sys.modules.get("numpy")  # a numpy value implies that numpy is imported; no import otherwise
     if numpy is not None and isinstance(value, numpy.generic):
         return value.item()
     if isinstance(value, list):
@@ -223,7 +223,7 @@ def _finite(text: str) -> float:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object, each of its keys once."""
+    """Return an object, after checking that its keys are unique."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name in found if [each for each, _ in pairs].count(name) > 1)
@@ -239,7 +239,7 @@ def _excerpt(line: bytes) -> str:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        # Only those who have Parquet files need it.
+        # Only users of Parquet files need it.
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError:
@@ -258,7 +258,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _check_plain(value: object, where: str) -> None:
-    """Refuse what JSON cannot hold: dates, bytes, decimals, numbers that are not finite."""
+    """Raise DataError for values outside JSON: dates, bytes, decimals, numbers that are not finite."""
     if isinstance(value, list):
         for item in value:
             _check_plain(item, where)

@@ -1,6 +1,6 @@
-"""Fingerprint: what a run keeps of its data, so that rows may be added to it and none may change.
+"""Fingerprint: digests of a run's data, so that rows may be added to it and none may change.
 
-rows of the first start ──> Fingerprint ── kept ──┬─> first_changed ─> the row that is another now, or is gone
+rows of the first start ──> Fingerprint ── kept ──┬─> first_changed ─> the first row that changed or is gone
 rows of a later start ────> Fingerprint ──────────┘
 """
 
@@ -21,37 +21,37 @@ class Fingerprint:
     """A task's data, row by row."""
 
     drawn: int
-    """Rows of the source that held-out ones are drawn from, its first: all there were at the first start."""
+    """First rows of the source that held-out rows are drawn from: all rows at the first start."""
     examples: Sequence[Example]
     """Every row of the source, in order."""
     apart: Sequence[Example]
-    """The rows of a held-out file."""
+    """Rows of a held-out file."""
 
     @cached_property
     def rows(self) -> Sequence[str]:
-        """Of every row of the source, the first letters of its SHA-256; a plan asks for none."""
+        """Shortened SHA-256 of every row of the source, computed on first use."""
         return row_digests(self.examples)
 
     @cached_property
     def held_out(self) -> Sequence[str]:
-        """The same of the rows of a held-out file."""
+        """Shortened SHA-256 of every row of a held-out file."""
         return row_digests(self.apart)
 
     @property
     def digest(self) -> str:
-        """The first letters of the SHA-256 of all of it."""
+        """Shortened SHA-256 of all rows."""
         return hashlib.sha256(json.dumps([*self.rows, "", *self.held_out]).encode()).hexdigest()[:16]
 
 
 def row_digests(rows: Iterable[Example]) -> tuple[str, ...]:
-    """Every row's digest: eight letters, of what a reward or a model is given of it and its place."""
+    """Return every row's digest: 8 hex digits over its index, prompt, completion and columns."""
     return tuple(hashlib.sha256(json.dumps(row.plain()).encode()).hexdigest()[:8] for row in rows)
 
 
 def first_changed(kept: Sequence[str], now: Sequence[str], *, may_grow: bool) -> int | None:
-    """The place of the first row that is not as it was, or is gone; None where all are as they were.
+    """Return the index of the first row that changed or is gone; None if there is none.
 
-    Rows after those that were kept count where ``may_grow`` is False.
+    With ``may_grow`` False, rows after the kept ones count as changed.
     """
     pairs = enumerate(zip_longest(kept, now[: len(kept)] if may_grow else now))
     return next((place for place, (old, new) in pairs if old != new), None)

@@ -1,4 +1,4 @@
-"""Gym: problems made by the reasoning-gym package, scored by it too.
+"""Gym: problems generated and scored by the reasoning-gym package.
 
 reasoning-gym:NAME, size, seed ─> entries ─> prompt = question, columns = answer, metadata
                                                    └─ gym_reward.py, in a child: the data set's score_answer
@@ -16,18 +16,18 @@ from rillflow.tasks.example import Example
 
 PREFIX = "reasoning-gym:"
 REWARD = FunctionPath(file=Path(__file__).resolve().with_name("gym_reward.py"), name="reward")
-"""The scorer of every such task."""
+"""Reward function of every such task."""
 
 
 def gym_examples(source: str, *, size: int, seed: int) -> list[Example]:
-    """The first ``size`` problems of the data set that ``source`` names.
+    """Return the first ``size`` problems of the data set that ``source`` names.
 
     Raises:
-        DataError: reasoning-gym is not installed or has no such data set; its entries are no plain data, or
-            cannot be scored as such.
+        DataError: reasoning-gym is not installed or has no such data set; its entries are not plain data, or
+            cannot be scored as plain data.
     """
     try:
-        # Only those who use its problems need it.
+        # Only users of its problems need it.
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError:
@@ -69,7 +69,7 @@ def _example(index: int, entry: dict[str, Any], source: str) -> Example:
 
 
 def _check_score(source: str, expected: float, score: Any, example: Example) -> None:
-    """Refuse a data set whose scorer wants more than the plain columns can hold."""
+    """Raise DataError for a data set whose scorer needs more than the plain columns."""
     found = score(example.columns["answer"], {"question": example.prompt, **example.columns})
     if found != expected:
         raise DataError(
@@ -80,7 +80,7 @@ def _check_score(source: str, expected: float, score: Any, example: Example) -> 
 
 
 def _plain(value: Any, source: str) -> Any:
-    """The value as JSON has it; tuples become lists."""
+    """Return the value as JSON data; tuples become lists."""
     if isinstance(value, list | tuple):
         return [_plain(item, source) for item in value]
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):

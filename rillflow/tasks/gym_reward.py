@@ -1,6 +1,6 @@
-"""The scorer of reasoning-gym tasks: what the data set itself says of an answer.
+"""Reward of reasoning-gym tasks: the data set's own score of an answer.
 
-Runs in a child process that has nothing of Rillflow imported.
+It runs in a child process that imports nothing else from Rillflow.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import reasoning_gym
 
 _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""What some data sets raise for an answer of a form they do not expect; such an answer is wrong."""
+"""Errors that some data sets raise for an answer of unexpected form; such an answer is wrong."""
 
 
 def reward(
@@ -21,7 +21,7 @@ def reward(
     metadata: Sequence[dict[str, Any]],
     **columns: object,
 ) -> list[float]:
-    """One score a completion, from 0 to 1; blanks around it do not count."""
+    """Return one score per completion, from 0 to 1; surrounding whitespace does not count."""
     del columns
     return [
         _score(text.strip(), {"question": prompt, "answer": right, "metadata": about})

@@ -1,9 +1,9 @@
-"""Labelled: a prompt with one answer and whether it is a good one.
+"""Labelled: a prompt with one answer, labelled good or bad.
 
     a row of a file ── labelled_of ──> LabelledAnswer(prompt, completion, label, columns)
     pairs ── labelled_halves ────────^   the better answer of one, the worse of the next
 
-It is an example whose answer may be one not to learn; nothing imitates the bad ones.
+It is an example whose answer may be bad; supervised steps skip the bad answers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class LabelledAnswer(Example):
     """
 
     label: bool
-    """Whether the answer is a good one."""
+    """Whether the answer is good."""
 
     @property
     def compared(self) -> frozenset[str]:
-        """See Example; all answers to one prompt are held out together, so there are none."""
+        """See Example; always empty, because all answers to one prompt are held out together."""
         return frozenset()
 
     def plain(self) -> list[Any]:
@@ -39,11 +39,11 @@ class LabelledAnswer(Example):
 
 
 def labelled_of(row: dict[str, Any], index: int, place: str) -> LabelledAnswer:
-    """A row with ``prompt``, ``completion`` and ``label``; the row's dict becomes its columns.
+    """Return a row with ``prompt``, ``completion`` and ``label``; the row's dict becomes its columns.
 
     Raises:
         DataError: as ``example_of``; the row is a pair; the answer is missing, null, or neither text nor one
-            message of the assistant; the label is not true or false. The message does not say where it is.
+            assistant message; the label is not true or false. The message does not say where the row is.
     """
     for name in ("completion", "label"):
         if name not in row:
@@ -68,7 +68,7 @@ def labelled_of(row: dict[str, Any], index: int, place: str) -> LabelledAnswer:
 
 
 def labelled_halves(pairs: Sequence[Preference]) -> list[LabelledAnswer]:
-    """Of each pair one answer: the better one of every second pair, the worse one of the others."""
+    """Return one answer of each pair: the better one and the worse one in turn, starting with the better."""
     return [
         LabelledAnswer(
             index=pair.index,
@@ -83,5 +83,5 @@ def labelled_halves(pairs: Sequence[Preference]) -> list[LabelledAnswer]:
 
 
 def is_bad(example: Example) -> bool:
-    """Whether nobody is to imitate the row's answer."""
+    """Return whether the row's answer must not be imitated."""
     return isinstance(example, LabelledAnswer) and not example.label

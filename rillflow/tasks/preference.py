@@ -1,10 +1,10 @@
 """Preference: a prompt with two answers, one better than the other.
 
     a row of a file ── preference_of ──> Preference(prompt, completion = chosen, rejected, columns)
-    a made problem ──── a wrong answer beside the right one ──^
+    a made problem ──── a wrong answer next to the right one ──^
 
-It is an example whose answer to learn from is the chosen one, so it can be split, streamed and
-imitated as any other.
+It is an example whose answer to learn from is the chosen one, so it can be split, streamed and imitated like
+any other example.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rillflow.tasks.arithmetic import arithmetic_examples
 from rillflow.tasks.example import Example, Message, answer_of, prompt_of, shown
 
 _NEAR = 9
-"""A wrong answer differs from the right one by at most so much: it has to be looked at."""
+"""Largest difference between a wrong answer and the right one, so that the two are similar."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Preference(Example):
 
     @property
     def compared(self) -> frozenset[str]:
-        """See Example; all answers to one prompt are held out together, so there are none."""
+        """See Example; always empty, because all answers to one prompt are held out together."""
         return frozenset()
 
     def plain(self) -> list[Any]:
@@ -43,15 +43,15 @@ class Preference(Example):
 
 
 def preference_of(row: dict[str, Any], index: int, place: str) -> Preference:
-    """A row with ``prompt``, ``chosen`` and ``rejected`` as a pair; the row's dict becomes its columns.
+    """Return a row with ``prompt``, ``chosen`` and ``rejected`` as a pair; its dict becomes the columns.
 
-    Where both answers are whole conversations, the messages before their last one are the prompt; a prompt
-    beside them is these messages too, or the text of one of the user's.
+    If both answers are whole conversations, the messages before the last one are the prompt. A separate
+    prompt column must then hold the same messages, or the text of one of the user's messages.
 
     Raises:
-        DataError: as ``example_of``; an answer is missing, null, or neither text nor one message of the
-            assistant; the two are the same; two conversations part before their last message, or the prompt
-            is another one. The message does not say where the row stands.
+        DataError: as ``example_of``; an answer is missing, null, or neither text nor one assistant message;
+            the two are the same; two conversations differ before their last message, or from the prompt. The
+            message does not say where the row is.
     """
     prompt = _shared(row) or prompt_of(row)
     chosen, rejected = (_answer(row, name) for name in ("chosen", "rejected"))
@@ -67,10 +67,10 @@ def preference_of(row: dict[str, Any], index: int, place: str) -> Preference:
 
 
 def arithmetic_preferences(*, size: int, digits: int, operators: str, seed: int) -> list[Preference]:
-    """The problems of ``arithmetic_examples``, each with its answer and a wrong one nearby, by the seed.
+    """Return the problems of ``arithmetic_examples``, each with its answer and a similar wrong one.
 
     Raises:
-        DataError: an operator is unknown or stands twice.
+        DataError: an operator is unknown or repeated.
     """
     random = Random(seed ^ 0x57524F4E47)
     return [
@@ -87,7 +87,7 @@ def arithmetic_preferences(*, size: int, digits: int, operators: str, seed: int)
 
 
 def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
-    """What two whole conversations begin with, of which each keeps its last message; None for other rows."""
+    """Return the messages that two conversations share, leaving each its last one; None for other rows."""
     chosen, rejected = row.get("chosen"), row.get("rejected")
     if not (isinstance(chosen, list) and isinstance(rejected, list) and min(len(chosen), len(rejected)) > 1):
         return None
@@ -114,7 +114,7 @@ def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
 
 
 def _answer(row: dict[str, Any], name: str) -> str:
-    """Take an answer out of a row."""
+    """Remove an answer from a row and return it."""
     if name not in row:
         raise DataError(
             f"there is no column {name!r}",

@@ -1,7 +1,7 @@
-"""Prompts: examples as batches, in an order that a resume takes up exactly.
+"""Prompts: batches of examples in an order that a resumed run continues exactly.
 
 encoded rows ── PromptStream.take ──> (epoch, row) ─┬─ prompt_batch ───> tokens of the prompt
-    order of an epoch: a permutation of its own     └─ answered_batch ─> prompt and answer; two rows a pair
+    one permutation per epoch                       └─ answered_batch ─> prompt and answer; two rows per pair
 """
 
 from __future__ import annotations
@@ -30,29 +30,28 @@ class Draw(NamedTuple, Generic[Row]):
     """One row of the stream."""
 
     epoch: int
-    """How many times the data had been gone through before."""
+    """Number of completed passes over the data."""
     row: Row
     """The row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamPosition:
-    """A place in the stream, as plain data. Example: ``StreamPosition(**saved)``."""
+    """A position in the stream, as plain data. Example: ``StreamPosition(**saved)``."""
 
     epoch: int = 0
-    """The pass through the data."""
+    """Index of the current pass over the data."""
     offset: int = 0
-    """Rows taken in it."""
+    """Rows taken in the current epoch."""
     rows: int | None = None
-    """Rows of the data as it began; None: all. Those that were added since join at the next one."""
+    """Rows of the data when the epoch began; None: all. Rows added since join at the next epoch."""
 
 
 class PromptStream(Generic[Row]):
-    """An endless stream of rows: every epoch has each of them once, in an order of its own.
+    """Endless stream of rows: every epoch has each row once, in its own order.
 
-    A row that is None is passed over: which rows are left out changes nothing of the order of the others.
-    Rows added at the end since the position was saved join with the next epoch, so the present one goes on
-    as it began.
+    A row that is None is skipped without a change to the order of the other rows. Rows added at the end since
+    the position was saved join with the next epoch, so the order of the current epoch does not change.
 
     Example:
         stream = PromptStream(task.train, seed=0)
@@ -61,8 +60,8 @@ class PromptStream(Generic[Row]):
 
     Args:
         rows: at least one that is not None.
-        seed: decides every epoch's order.
-        position: where to begin.
+        seed: determines the order of every epoch.
+        position: start of the stream.
 
     Raises:
         DataError: there are no rows, or the position is beyond their end.
@@ -81,11 +80,11 @@ class PromptStream(Generic[Row]):
         self._rows = rows
         self._seed = seed
         self.position = StreamPosition(epoch=position.epoch, offset=position.offset, rows=size)
-        """Where the next row comes from."""
+        """Position of the next row."""
         self._order: list[int] = self._permutation(position.epoch, size)
 
     def take(self, count: int) -> list[Draw[Row]]:
-        """The next ``count`` rows; more than one epoch holds is fine."""
+        """Return the next ``count`` rows, across epochs if necessary."""
         drawn: list[Draw[Row]] = []
         epoch, offset = self.position.epoch, self.position.offset
         while len(drawn) < count:
@@ -99,7 +98,7 @@ class PromptStream(Generic[Row]):
         return drawn
 
     def state(self) -> dict[str, int]:
-        """The position as a checkpoint holds it."""
+        """Return the position as a checkpoint holds it."""
         return asdict(self.position)
 
     def _permutation(self, epoch: int, size: int) -> list[int]:
@@ -108,11 +107,11 @@ class PromptStream(Generic[Row]):
 
 
 def prompt_batch(rows: Sequence[Encoded], *, epoch: int | Sequence[int]) -> Batch:
-    """Prompts to sample answers for: ``tokens`` and ``columns``, ids (epoch, index, 0).
+    """Return prompts to sample answers for: ``tokens`` and ``columns``, ids (epoch, index, 0).
 
     Args:
         rows: B rows.
-        epoch: of all rows, or of each.
+        epoch: epoch of all rows, or of each.
     """
     epochs = [epoch] * len(rows) if isinstance(epoch, int) else epoch
     return Batch(
@@ -127,14 +126,14 @@ def prompt_batch(rows: Sequence[Encoded], *, epoch: int | Sequence[int]) -> Batc
 def answered_batch(
     rows: Sequence[Encoded], *, epoch: int | Sequence[int], columns: Sequence[str] = ()
 ) -> Batch:
-    """Answers to learn from: the fields of ``rollout_batch``, the loss mask on the answer and its end.
+    """Return answers to learn from: the fields of ``rollout_batch``, with a loss mask on answer and end token.
 
-    Of a row with two answers, a pair, there are two rows, sample 0 chosen and sample 1 rejected; of one that
-    is labelled the field ``label`` [B] bool says whether its own answer, sample 0, is good.
+    A row with two answers, a pair, becomes two rows: sample 0 is chosen, sample 1 rejected. Labelled rows
+    have the field ``label`` [B] bool, which says whether the row's own answer, sample 0, is good.
 
     Args:
         rows: B rows, each with one answer or each with two.
-        epoch: of all rows, or of each.
+        epoch: epoch of all rows, or of each.
         columns: columns of numbers that become fields [B] float32.
     """
     epochs = [epoch] * len(rows) if isinstance(epoch, int) else epoch
@@ -165,10 +164,10 @@ def answered_batch(
 
 
 def with_others(rows: Sequence[Encoded], context: int) -> list[Encoded]:
-    """Each row with a second answer, the one of the row before it, the first with the last one's.
+    """Add to each row a second answer, that of the row before it; the first row gets that of the last.
 
-    So a prompt is seen with an answer that is none of its own, and all answers are used once (KTO's estimate
-    of the divergence, arXiv 2402.01306, 4.1). What does not fit into the context is cut.
+    Each prompt then has an answer to another prompt, and all answers are used once (KTO's estimate of the
+    divergence, arXiv 2402.01306, 4.1). An answer that does not fit into the context is cut.
     """
     before = [rows[-1], *rows[:-1]]
     return [

@@ -1,12 +1,11 @@
-"""Task: what a run trains on, and what it is judged by.
+"""Task: the rows that a run trains on, and the rows that evaluate it.
 
     source ─ made or read ─> examples ─ split by row ─┬─> train
     held_out_source ────────────────────────────────> └─> held_out
 
-No row is in both: a training row that is held out too is left out of training, and counted. Two rows are the
-same where the prompt and the other columns are equal. The column ``id``, answers to compare and answers to
-imitate do not count.
-Opening a task imports neither torch nor transformers.
+No row is in both: training rows that are also held out are removed from training, and counted. Two rows are
+equal if their prompts and their other columns are equal, except the column ``id``, the answers of pairs and
+the answers to learn from. Opening a task imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -33,50 +32,50 @@ RowOut = TypeVar("RowOut", bound=Example, covariant=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Generic[RowOut]):
-    """Prompts to train on and prompts held out.
+    """Prompts to train on and held-out prompts.
 
     Example:
         open_task(TaskConfig(source="arithmetic", size=100, held_out=10), base=Path(), seed=0).train[0].prompt
     """
 
     name: str
-    """What the source is called."""
+    """Name of the source."""
     train: tuple[RowOut, ...]
     """Rows to train on."""
     held_out: tuple[RowOut, ...]
-    """Rows to judge by; any first part of them is as good a sample as another."""
+    """Rows for evaluation, in random order: any first part of them is an unbiased sample."""
     left_out: int
-    """Training rows left out because the same row is held out."""
+    """Training rows removed because the same row is held out."""
     shared_prompts: int
     """Training rows whose prompt is held out in a row with other columns."""
     reward: tuple[FunctionPath, ...]
-    """The task's own scorers, which are summed; none where the recipe must name one."""
+    """Reward functions of the task, which are summed; empty if the recipe must name one."""
     fingerprint: Fingerprint
-    """What a resumed run knows its rows by."""
+    """Digests by which a resumed run recognises its rows."""
     sets: Mapping[str, tuple[RowOut, ...]] = field(default_factory=dict)
-    """Further rows to judge by, by name; a prompt of theirs may be trained on."""
+    """Further rows for evaluation, by name; their prompts may also be trained on."""
 
     @property
     def digest(self) -> str:
-        """What tells its data from any other."""
+        """Digest that identifies the data."""
         return self.fingerprint.digest
 
 
 def open_task(
     config: TaskConfig, *, base: Path, seed: int, drawn: int | None = None, rows: Rows | None = None
 ) -> Task[Example]:
-    """Make or read a task's rows and hold some of them out.
+    """Generate or read a task's rows and hold some of them out.
 
     Args:
-        config: the recipe's section.
-        base: what relative files are relative to.
-        seed: decides made problems, and which rows are held out.
-        drawn: how many rows, the source's first, they are drawn from; None: all. Rows that were added to a
-            run's data are to train on, and leave the choice alone.
-        rows: what somebody holds in Python, in the source's place.
+        config: the task section of the recipe.
+        base: folder of relative files.
+        seed: determines generated problems, and the held-out rows.
+        drawn: number of first rows of the source from which held-out rows are drawn; None: all. Rows added to
+            a run's data later are only trained on, so the held-out rows stay the same.
+        rows: rows given in Python, instead of the source.
 
     Raises:
-        DataError: the source is unknown or its data cannot be used; nothing is left to train on.
+        DataError: the source is unknown or its data is invalid; no row is left to train on.
     """
     made = (given_rows(rows, example_of), None) if rows is not None else _rows(config, base, seed)
     return _split(config, made[0], base, seed, drawn, example_of, made[1])
@@ -85,7 +84,7 @@ def open_task(
 def open_preferences(
     config: TaskConfig, *, base: Path, seed: int, drawn: int | None = None, rows: Rows | None = None
 ) -> Task[Preference]:
-    """Make or read pairs of answers and hold those of some prompts out.
+    """Generate or read pairs of answers and hold those of some prompts out.
 
     Args and raises as ``open_task``; reasoning-gym has no pairs.
     """
@@ -96,10 +95,10 @@ def open_preferences(
 def read_sets(
     sets: Mapping[str, str], base: Path, make: Callable[[dict[str, Any], int, str], Example] = example_of
 ) -> dict[str, tuple[Example, ...]]:
-    """Rows to judge by, of files by name; ``make`` is what makes one of a file's row.
+    """Return the rows of evaluation files by name; ``make`` converts one row of a file.
 
     Raises:
-        DataError: a file cannot be used.
+        DataError: a file is invalid.
     """
     return {name: tuple(read_rows(base / Path(file).expanduser(), make)) for name, file in sets.items()}
 
@@ -107,9 +106,9 @@ def read_sets(
 def open_labelled(
     config: TaskConfig, *, base: Path, seed: int, drawn: int | None = None, rows: Rows | None = None
 ) -> Task[LabelledAnswer]:
-    """Make or read single answers, each good or bad, and hold some out.
+    """Generate or read single answers, each good or bad, and hold some out.
 
-    Args and raises as ``open_task``; reasoning-gym has right answers alone.
+    Args and raises as ``open_task``; reasoning-gym has only right answers.
     """
     if rows is not None:
         answers = given_rows(rows, labelled_of)
@@ -122,7 +121,7 @@ def open_labelled(
 
 
 def _require_file(source: str, wanted: str, columns: str) -> None:
-    """Refuse problems of one right answer each."""
+    """Raise DataError for reasoning-gym sources, whose problems have one answer each."""
     if source.startswith(gym.PREFIX):
         raise DataError(
             f"task.source is {source!r}",
@@ -181,7 +180,7 @@ def _split(
 
 
 def _rows(config: TaskConfig, base: Path, seed: int) -> tuple[list[Example], FunctionPath | None]:
-    """The source's rows, and its own scorer."""
+    """Return the source's rows, and its own reward function."""
     source = config.source
     if source == "arithmetic":
         return arithmetic.arithmetic_examples(**_drawing(config, seed)), arithmetic.REWARD
@@ -206,7 +205,7 @@ def _file(setting: str, source: str, base: Path) -> Path:
 
 
 def _drawn(examples: Sequence[Row], count: int, seed: int, source: str) -> tuple[Row, ...]:
-    """Draw ``count`` rows by the seed, of rows that are equal only the first."""
+    """Draw ``count`` rows by the seed, after removing duplicates."""
     if not count:
         return ()
     first: dict[str, Row] = {}
