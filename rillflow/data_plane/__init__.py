@@ -1,1 +1,1 @@
-"""Rows between stages that do not wait for each other: a table, a store, and who may read what when."""
+"""Data plane: a table and a store that pass rows between stages which do not wait for each other."""

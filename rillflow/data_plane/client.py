@@ -1,13 +1,12 @@
-"""Client: one connection to a data plane, for whoever begins groups and for the workers of a stage.
+"""Client: one connection to a data plane, for the source of groups and for the workers of a stage.
 
     with started(capacity_bytes=2**30) as folder, Client(folder, name="scorer") as client:
         while (taken := client.take("rollouts", "score", 64)) is not None:
             client.done(taken, {"reward": rewards(taken.fields)})
 
-On the server's machine, and in its process (``InProcess``), columns are copied into the store once, and read
-where they lie: what a ``Taken`` shows is there until it is done, and is to be cloned by who wants it longer.
-Elsewhere, columns travel in the frames. Every wait has a limit, and ends in an error that says for whom it
-waited.
+On the server's machine, and in its process (``InProcess``), columns are copied into the store once and read
+in place. The views in a ``Taken`` are valid until it is done; clone them to keep them longer. On other
+machines, columns travel in the frames. Every wait has a limit, and its error names what it waited for.
 """
 
 from __future__ import annotations
@@ -47,31 +46,31 @@ _MAPPINGS = 16
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Taken:
-    """Groups that a worker has, and the columns that its stage reads."""
+    """Leased groups, and the columns that the stage reads."""
 
     stream: str
-    """From where."""
+    """Name of the stream."""
     stage: str
-    """For which stage."""
+    """Name of the stage."""
     lease: int
-    """Under which they are out."""
+    """Number of the lease."""
     ids: Tensor
-    """[N] int64 the groups' numbers, in begin order."""
+    """[N] int64 group numbers, in begin order."""
     rows: Tensor
-    """[N] int64 rows of each."""
+    """[N] int64 rows of each group."""
     tokens: Tensor
-    """[N] int64 tokens of each, as writers said."""
+    """[N] int64 tokens of each group, as reported by writers."""
     fields: Mapping[str, Field]
-    """By column, entries in the order of groups: one a row, or where the column is a group's, one a group."""
+    """Entries of each column in group order: one per row, or for a column per group, one per group."""
 
     def by_row(self, name: str) -> Field:
-        """A group's column, repeated for each of its rows."""
+        """Return a per-group column, repeated for each row of the group."""
         field = self.fields[name]
         index = torch.repeat_interleave(torch.arange(len(self.rows)), self.rows)
         return field.select(index) if isinstance(field, Ragged) else field[index]
 
     def shares(self, ranks: int) -> tuple[int, ...]:
-        """How many neighbouring groups each of some ranks gets, so that all get about as many tokens."""
+        """Return the number of neighbouring groups for each of ``ranks`` ranks, balanced by tokens."""
         return balanced_shares(self.tokens.tolist(), ranks)
 
 
@@ -79,9 +78,9 @@ class Client:
     """A connection, for one thread at a time.
 
     Args:
-        plane: the folder of a server on this machine, or one of this process.
-        address: ``host:port`` of a server elsewhere, with its ``token``.
-        name: who this is, in stories and errors.
+        plane: folder of a server on this machine, or a plane in this process.
+        address: ``host:port`` of a remote server, with its ``token``.
+        name: name of this client in stories and errors.
 
     Raises:
         StreamError: no server serves this folder.
@@ -95,11 +94,11 @@ class Client:
         self._token, self._name = token, name
         self._fetching: dict[str, Transport] = {}
         self._tables: Transport
-        """Where requests go."""
+        """Transport of requests."""
         self._near: Transport
-        """Where columns are written; the same, unless the machine's store has joined tables elsewhere."""
+        """Transport of written columns; the same unless the machine's store has joined remote tables."""
         self._own: str | None = ""
-        """Where others fetch what is read here without a request."""
+        """Address of the store whose columns this client reads in place."""
         if isinstance(plane, InProcess):
             self._near = self._tables = Direct(plane, name)
         elif plane is not None:
@@ -112,7 +111,7 @@ class Client:
             self._near = self._tables = Socket(address, token, name)
 
     def create(self, stream: str, schema: Schema, *, capacity: int) -> None:
-        """Make a stream of at most ``capacity`` groups at once; the same one may be made by several."""
+        """Create a stream of at most ``capacity`` groups at once; several clients may create the same one."""
         self._ask(Kind.CREATE, {"stream": stream, "capacity": capacity, **asdict(schema)})
 
     def begin(
@@ -126,12 +125,12 @@ class Client:
         key: str = "",
         wait_s: float = 60.0,
     ) -> Tensor:
-        """[N] the numbers of groups of ``rows`` [N] rows, whose source columns these are.
+        """Begin groups of ``rows`` [N] rows with these source columns; return their numbers [N].
 
-        Who does not know whether groups have begun, says it again with the same ``key``.
+        After an unclear failure, call it again with the same ``key``: the groups begin only once.
 
         Raises:
-            StreamError: there was no room in time, or the columns are not the stream's.
+            StreamError: there was no room in time, or the columns do not match the stream.
         """
         arrays = self._written(stream, SOURCE, columns, rows)
         segment, arrays = self._put(arrays, wait_s)
@@ -151,10 +150,10 @@ class Client:
         lease_s: float = 600.0,
         wait_s: float = 60.0,
     ) -> Taken | None:
-        """Up to so many ready groups with the columns that the stage reads; None at the stream's end.
+        """Return up to ``groups`` ready groups with the columns that the stage reads; None at the end.
 
         Raises:
-            StreamError: there were too few in time; it says whom the stage waits for.
+            StreamError: there were too few in time; the message names the stages that the stage waits for.
         """
         request = {
             "stream": stream,
@@ -195,10 +194,10 @@ class Client:
         tokens: Sequence[int] | Tensor | None = None,
         version: int | None = None,
     ) -> None:
-        """These groups, or those at ``index`` of them, are read, and the stage's columns of them are here.
+        """Complete these groups, or those at ``index`` of them, and write the stage's columns of them.
 
         Raises:
-            StreamError: the lease ended before, or the columns are not the stage's.
+            StreamError: the lease had ended, or the columns do not match the stage.
         """
         ids, rows = taken.ids, taken.rows
         if index is not None:
@@ -210,30 +209,30 @@ class Client:
         self._ask(Kind.DONE, request, arrays | _given(IDS, ids) | _given(TOKENS, tokens))
 
     def give_back(self, taken: Taken) -> None:
-        """Give back what is not done, for others to take."""
+        """Return the groups that are not done, for other workers to take."""
         self._ask(Kind.RETURN, {"stream": taken.stream, "lease": taken.lease})
 
     def drop(self, stream: str, ids: Sequence[int] | Tensor, reason: str) -> None:
-        """Take groups out of the stream."""
+        """Remove groups from the stream."""
         self._ask(Kind.DROP, {"stream": stream, "reason": reason}, _given(IDS, ids))
 
     def finish(self, stream: str) -> None:
-        """No more groups begin; takers are through when those that have are."""
+        """Close the stream: no more groups begin, and takers finish with the existing ones."""
         self._ask(Kind.LOOK, {"stream": stream, "action": "close"})
 
     def status(self, stream: str) -> dict[str, Any]:
-        """Counts by stage, whom each waits for, and how full table and store are."""
+        """Return counts by stage, what each waits for, and the usage of table and store."""
         return self._ask(Kind.LOOK, {"stream": stream}).says
 
     def schema(self, stream: str) -> Schema:
-        """A stream's columns and stages."""
+        """Return a stream's columns and stages."""
         if stream not in self._schemas:
             found = self._ask(Kind.LOOK, {"stream": stream, "action": "schema"}).says["schema"]
             self._schemas[stream] = TypeAdapter(Schema).validate_python(found)
         return self._schemas[stream]
 
     def close(self) -> None:
-        """End the connection; what is not done goes back."""
+        """End the connection; groups that are not done are returned."""
         for each in {self._tables, self._near, *self._fetching.values()}:
             each.close()
 
@@ -261,7 +260,7 @@ class Client:
     def _put(
         self, arrays: dict[str, NDArray[Any]], wait_s: float
     ) -> tuple[int | None, dict[str, NDArray[Any]]]:
-        """Copy columns into shared memory, if it is shared: the segment, and what has to be sent."""
+        """Copy columns into shared memory, if available; return the segment and the arrays left to send."""
         if (segments := self._near.segments) is None or not arrays:
             return None, arrays
         gone = [each for each in self._mappings if not segments.has(each)]
@@ -276,7 +275,7 @@ class Client:
         return number, {}
 
     def _read(self, schema: Schema, found: Message) -> Arrays:
-        """The columns of a lease: seen where they lie, or fetched from the stores that have them."""
+        """Return the columns of a lease: views of shared memory, or copies fetched from remote stores."""
         names: list[list[str]] = found.says["columns"]
         cells = [found.arrays[f"{CELLS}{writer}"].T.copy() for writer in range(len(names))]
         frames: list[dict[int, Arrays]] = [{} for _ in names]
@@ -347,14 +346,14 @@ def started(
     joins: str = "",
     token_file: Path | None = None,
 ) -> Iterator[Path]:
-    """A server on this machine, and the folder where clients find it.
+    """Start a server on this machine; yield the folder where clients find it.
 
     Args:
-        capacity_bytes: of shared memory.
-        home: where the folder is made.
-        listen: ``host:port`` for who is elsewhere.
-        joins: ``host:port`` of tables elsewhere, whose columns of this machine's workers are then here.
-        token_file: the secret of those tables.
+        capacity_bytes: size of the shared memory.
+        home: parent of the folder.
+        listen: ``host:port`` for clients on other machines.
+        joins: ``host:port`` of remote tables; this server then stores the columns of this machine's workers.
+        token_file: file with the token of those tables.
     """
     host, _, port = listen.rpartition(":")
     command = [sys.executable, "-m", "rillflow.data_plane.server", str(capacity_bytes), "--home", str(home)]

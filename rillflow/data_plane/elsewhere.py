@@ -1,11 +1,11 @@
-"""Elsewhere: the table's end of a store on another machine, which keeps and deletes what the table says.
+"""Elsewhere: the table's handle of a store on another machine, which keeps and deletes columns on request.
 
-    begin, done ─> keep: the store checks that the columns are there ─┐
-    Delete ──────> delete ───────────────────────────────────────────┼─> answers, in the order of requests
-    a failed put > give_up ───────────────────────────────────────────┘
+    begin, done ─> keep: the store checks that the columns exist ─┐
+    Delete ──────> delete ────────────────────────────────────────┼─> answers, in the order of requests
+    a failed put > give_up ───────────────────────────────────────┘
 
-Columns never come this way: whoever reads them fetches them from the store. A store that does not answer in
-time is as one whose connection ended: it is gone, and so is what lay in it.
+Columns never pass through this connection: readers fetch them from the store. A store that does not answer in
+time counts as lost, like one whose connection ended, together with its columns.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Elsewhere:
     """A store on another machine.
 
     Args:
-        address: where readers fetch from it.
-        send: puts a request on its connection.
+        address: address from which readers fetch.
+        send: sends a request on its connection.
         close: ends the connection.
     """
 
@@ -47,25 +47,25 @@ class Elsewhere:
     async def keep(
         self, segment: int | None, holder: str, columns: Mapping[str, ColumnType], rows: Ids | None
     ) -> Ids:
-        """As ``Store.claim``."""
+        """Do the same as ``Store.claim``."""
         request = Keep(segment=segment, holder=holder, columns=dict(columns))
         return (await self._ask(request, {} if rows is None else {ROWS: rows})).arrays[ROWS]
 
     async def delete(self, segments: Ids, *, is_unread: bool) -> None:
-        """As ``Store.delete``."""
+        """Do the same as ``Store.delete``."""
         await self._ask(Clear(is_unread=is_unread), {SEGMENTS: segments})
 
     async def give_up(self, holder: str) -> None:
-        """As ``Store.give_up``."""
+        """Do the same as ``Store.give_up``."""
         await self._ask(Clear(holder=holder), {})
 
     def answered(self, message: Message) -> None:
-        """The next answer came."""
+        """Resolve the oldest open request with this answer."""
         if self._due and not (due := self._due.popleft()).done():
             due.set_result(message)
 
     def end(self) -> None:
-        """The connection ended: nothing will be answered."""
+        """Cancel all open requests, because the connection ended."""
         for due in self._due:
             due.cancel()
 

@@ -1,4 +1,4 @@
-"""Instructions: what a table says to whoever runs it, about groups by their numbers."""
+"""Instructions: a table's output to its caller, about groups by number."""
 
 from __future__ import annotations
 
@@ -12,78 +12,78 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Begun:
-    """The groups that a ``begin`` was for have numbers."""
+    """Groups of a ``begin`` call received their numbers."""
 
     ids: Ids
-    """[N] in order."""
+    """[N] group numbers, in order."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lease:
-    """Groups that a holder has until it is done with them, dies, or lets the deadline pass."""
+    """Groups assigned to a holder until it is done with them, dies, or passes the deadline."""
 
     number: int
-    """No other lease of the table has it."""
+    """Number of the lease, unique in the table."""
     stage: str
-    """That the groups were taken for."""
+    """Stage that the groups were taken for."""
     holder: str
-    """Who took them."""
+    """Name of the holder."""
     since: float
-    """When."""
+    """Time of the lease."""
     deadline: float
-    """When they go back."""
+    """Time when the groups return."""
     ids: Ids
-    """[N] the groups, in begin order."""
+    """[N] group numbers, in begin order."""
     rows: Ids
-    """[N] rows in each."""
+    """[N] rows in each group."""
     tokens: Ids
-    """[N] tokens of each, as their writers said."""
+    """[N] tokens of each group, as reported by writers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ready:
-    """Groups became ready for a stage: whoever waits for some may ask again."""
+    """Groups became ready for a stage; waiting takers may try again."""
 
     stage: str
-    """Whose columns are all written."""
+    """Stage whose input columns are all written."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Delete:
-    """Cells that nobody will read any more; ``cleared`` is expected in answer."""
+    """Cells that no stage will read any more; the caller must answer with ``cleared``."""
 
     writer: str
-    """The stage that wrote the cells, or SOURCE."""
+    """Stage that wrote the cells, or SOURCE."""
     ids: Ids
-    """[N] the groups."""
+    """[N] group numbers."""
     is_unread: bool
-    """Whether nobody can be reading: false where a holder of one of the groups was given up."""
+    """Whether no reader can have them mapped: False if a holder of one of the groups was lost."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Dropped:
-    """Groups that no stage will be given."""
+    """Groups removed from all stages."""
 
     ids: Ids
-    """[N] the groups."""
+    """[N] group numbers."""
     reason: str
-    """For the ledger."""
+    """Reason for the log."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Room:
-    """Slots are free: whoever waits to begin may ask again."""
+    """Slots are free; a waiting ``begin`` may try again."""
 
     groups: int
-    """How many may begin."""
+    """Number of groups that may begin."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Finished:
-    """A closed stream has nothing left for a stage, and never will."""
+    """A closed stream has no group left for a stage."""
 
     stage: str
-    """That is through."""
+    """Stage that is finished."""
 
 
 Instruction = Begun | Lease | Ready | Delete | Dropped | Room | Finished

@@ -3,15 +3,15 @@
     begin ─ waits for room in the table ─┐                      ┌─ waits for ready groups ─ take
     reserve ─ waits for bytes ───────────┤   one call at a time  ├─ done
                                          v                      v
-                        table: what is ready, what goes    store: where it lies
+                        table: what is ready, deleted      store: where cells are
                                          │
-                                         └─ Ready, Room, Delete: bells wake who waits
+                                         └─ Ready, Room, Delete: bells wake the waiting calls
 
-| waits | for | woken by | until |
+| call | waits for | woken by | until |
 |---|---|---|---|
-| reserve | bytes of the store | a segment that is free | wait_s, then who holds cells is named |
-| begin | slots of the table | Room | wait_s, then who holds the oldest group is named |
-| take | groups of a stage | Ready | wait_s, then who lacks what is named |
+| reserve | bytes of the store | a freed segment | wait_s, then the error names the holder of cells |
+| begin | slots of the table | Room | wait_s, then the error names the holder of the oldest group |
+| take | groups of a stage | Ready | wait_s, then the error names the missing columns and their stage |
 """
 
 from __future__ import annotations
@@ -37,38 +37,38 @@ from rillflow.data_plane.wire import Arrays, packed
 from rillflow.errors import RillflowError, StreamError, nearest
 
 SEGMENT = 0
-"""The kind of a frame that lies in a segment."""
+"""Kind of a frame inside a segment."""
 KEYS_REMEMBERED = 4_096
 EXPIRES_EVERY_S = 0.2
 DONE_WAITS_S = 60.0
-"""For bytes, where columns come with what is done."""
+"""Longest wait in seconds for store bytes when ``done`` sends columns."""
 Found = TypeVar("Found")
 _Bell = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Stream:
-    """A table, and where its cells lie."""
+    """A table, and the locations of its cells."""
 
     table: Table
-    """Who may read what."""
+    """Table of the stream."""
     cells: dict[str, Ids]
-    """By writer, by slot: the store and the segment that have the cells, and the group's place in it."""
+    """Location of each cell, by writer and slot: store, segment, and the group's place in the segment."""
     keys: dict[str, Ids]
-    """Groups begun, by the key that their beginner gave; the newest KEYS_REMEMBERED."""
+    """Begun groups, by the key of the ``begin`` request; the newest KEYS_REMEMBERED."""
 
     def columns_of(self, writer: str) -> dict[str, ColumnType]:
-        """The columns that it writes."""
+        """Return the columns that a writer writes."""
         schema = self.table.schema
         return {name: schema.columns[name] for name in schema.written_by(writer)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Located:
-    """Where cells of one writer lie, of the groups of a lease."""
+    """Locations of one writer's cells of the groups of a lease."""
 
     columns: Mapping[str, ColumnType]
-    """That the stage reads of them."""
+    """Columns that the stage reads."""
     cells: Ids
     """[N, 3] store, segment and place of each group; store 0 is the plane's own."""
 
@@ -78,16 +78,16 @@ class _Home:
     """The store that a holder writes into."""
 
     store: int = 0
-    """Its number; 0 is the plane's own."""
+    """Number of the store; 0 is the plane's own."""
     there: str = ""
-    """Who the holder is to it."""
+    """The holder's name in that store."""
 
 
 _OWN = _Home()
 
 
 class _Claim:
-    """Columns of groups that a store keeps, and that no table knows yet."""
+    """Columns of groups that a store holds and that are not in a table yet."""
 
     def __init__(
         self,
@@ -100,17 +100,17 @@ class _Claim:
         self._cells, self._capacity = stream.cells[writer], stream.table.capacity
         self._store, self._segment, self._elsewhere = store, segment, elsewhere
         self.rows = np.zeros(0, np.int64)
-        """[N] of the groups."""
+        """[N] rows of the groups."""
         self.is_placed = False
-        """Whether the table has them."""
+        """Whether the table has the groups."""
 
     def check(self) -> None:
-        """Refuse columns whose store is gone."""
+        """Raise StreamError if the store of the columns is gone."""
         if self._store and self._store not in self._elsewhere:
             raise StreamError("the store that has the columns is gone", fix="start again beside another one")
 
     def place(self, ids: Ids) -> None:
-        """The table has groups of these numbers, and their columns are here."""
+        """Record the location of the columns under the groups' numbers."""
         if self._segment is not None:
             slots = ids % self._capacity
             self._cells[slots, :2], self._cells[slots, 2] = (self._store, self._segment), np.arange(len(ids))
@@ -121,8 +121,8 @@ class Plane:
     """The streams of a machine.
 
     Args:
-        store: what holds their columns.
-        clock: seconds; only differences matter.
+        store: store of their columns.
+        clock: returns seconds; only differences matter.
     """
 
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -135,15 +135,15 @@ class Plane:
         self._homes: dict[str, _Home] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.carried_bytes = 0
-        """That came and went in frames of this process."""
+        """Bytes received and sent in frames of this process."""
         self.table_address = ""
-        """Of the tables whose columns are here, where they are another process's."""
+        """Address of the tables whose columns are here, if they are in another process."""
 
     def create(self, request: Create) -> None:
-        """Make a stream.
+        """Create a stream.
 
         Raises:
-            StreamError: there is another one of that name, or its schema cannot be.
+            StreamError: another stream has the name, or its schema is invalid.
         """
         schema = Schema(columns=request.columns, stages=tuple(request.stages))
         if request.stream in self._streams:
@@ -160,11 +160,11 @@ class Plane:
         )
 
     def table(self, stream: str) -> Table:
-        """The table of a stream."""
+        """Return the table of a stream."""
         return self._stream(stream).table
 
     async def answer(self, request: BaseModel, ids: Ids, tokens: Ids | None, holder: str) -> dict[str, Any]:
-        """Carry out a request of a stream that gives no groups; what there is to say of it."""
+        """Run a request that returns no groups; return its reply."""
         match request:
             case Create():
                 self.create(request)
@@ -184,7 +184,7 @@ class Plane:
         return {}
 
     async def reserve(self, request: Reserve, holder: str) -> int:
-        """A segment to write into; waits for room in the store."""
+        """Reserve a segment to write into; wait for room in the store."""
         return await self._until(
             ("", ""),
             lambda: self.store.reserve(request.nbytes, holder),
@@ -193,7 +193,7 @@ class Plane:
         )
 
     async def keep(self, request: BaseModel, arrays: Arrays, holder: str) -> BaseModel:
-        """A request, with the segment that the columns which came with it were copied into."""
+        """Copy the columns of a request into a segment; return the request with the segment's number."""
         if not arrays or not isinstance(request, Begin | Done):
             return request
         if self._homes.get(holder, _OWN).store:
@@ -205,7 +205,7 @@ class Plane:
         return request.model_copy(update={"segment": number})
 
     async def begin(self, request: Begin, tokens: Ids | None, holder: str) -> Ids:
-        """The numbers of groups whose columns are in a segment; waits for room in the table."""
+        """Begin groups whose columns are in a segment, after waiting for room; return their numbers."""
         stream, table = self._stream(request.stream), self.table(request.stream)
         if request.key in stream.keys:
             await self.give_up(holder)
@@ -243,7 +243,7 @@ class Plane:
         return ids
 
     async def take(self, request: Take, holder: str) -> Lease | None:
-        """A lease of ready groups, or None at the end of a closed stream; waits for groups."""
+        """Return a lease of ready groups, or None at the end of a closed stream; wait for groups."""
         table = self.table(request.stream)
 
         def attempt() -> Lease | Finished | None:
@@ -268,7 +268,7 @@ class Plane:
         return found if isinstance(found, Lease) else None
 
     def located(self, stream: str, lease: Lease) -> list[Located]:
-        """Where the columns of a lease lie, writer by writer."""
+        """Return the locations of a lease's columns, writer by writer."""
         its, table = self._stream(stream), self.table(stream)
         slots, reads = lease.ids % table.capacity, table.schema.stage(lease.stage).reads
         return [
@@ -278,11 +278,11 @@ class Plane:
         ]
 
     def address_of(self, store: int) -> str:
-        """Where columns of a store are fetched; of the plane's own, where they are asked for."""
+        """Return the address for fetching columns of a store; empty for the plane's own store."""
         return self._elsewhere[store].address if store in self._elsewhere else ""
 
     async def done(self, request: Done, ids: Ids, tokens: Ids | None, holder: str) -> None:
-        """Groups are read, and the stage's columns of them are in a segment."""
+        """Complete groups of a lease, with the stage's columns of them in a segment."""
         stream, table = self._stream(request.stream), self.table(request.stream)
         lease = table.lease(request.lease, ids)
         if lease.holder != holder:
@@ -302,14 +302,14 @@ class Plane:
         self._obey(request.stream, out)
 
     def give_back(self, request: Return, holder: str) -> None:
-        """A holder cannot do what it has taken groups for."""
+        """End a lease and return its groups."""
         table = self.table(request.stream)
         if (lease := table.lease(request.lease, np.zeros(0, np.int64))).holder != holder:
             raise StreamError(f"{holder} returns lease {request.lease}", why=f"it is {lease.holder}'s")
         self._obey(request.stream, table.give_back(request.lease, self._clock()))
 
     def status(self, stream: str) -> dict[str, Any]:
-        """Counts by stage, and how full table and store are, as JSON."""
+        """Return counts by stage and the usage of table and store, as JSON."""
         table = self.table(stream)
         names = ("blocked", "ready", "taken", "done")
         return {
@@ -329,15 +329,15 @@ class Plane:
         }
 
     def drop(self, request: Drop, ids: Ids) -> None:
-        """Take groups out of a stream."""
+        """Remove groups from a stream."""
         self._obey(request.stream, self.table(request.stream).drop(ids, request.reason, self._clock()))
 
     def close(self, stream: str) -> None:
-        """No more groups begin."""
+        """Close a stream: no more groups begin."""
         self._obey(stream, self.table(stream).close(self._clock()))
 
     async def give_up(self, holder: str) -> None:
-        """A put has failed: what its writer has reserved is free again."""
+        """Free the reservations of a holder whose put has failed."""
         home = self._homes.get(holder, _OWN)
         if not home.store:
             self.store.give_up(holder)
@@ -346,7 +346,7 @@ class Plane:
                 await self._elsewhere[home.store].give_up(home.there)
 
     def died(self, holder: str) -> None:
-        """A holder is gone: what it had leased goes back, what it had reserved is removed."""
+        """Return the leases of a lost holder, and remove its reservations."""
         for name, stream in self._streams.items():
             self._obey(name, stream.table.died(holder, self._clock()))
         self._homes.pop(holder, None)
@@ -354,21 +354,21 @@ class Plane:
         self._ring(("", ""))
 
     def join(self, store: Elsewhere) -> int:
-        """A store of another machine is here; its number."""
+        """Add a store of another machine; return its number."""
         if store.address in [each.address for each in self._elsewhere.values()]:
             raise StreamError(f"there is another store {store.address}")
         self._elsewhere[number := next(self._numbers)] = store
         return number
 
     def settle(self, holder: str, address: str, there: str) -> None:
-        """A holder writes into a joined store, to which it is ``there``."""
+        """Make a holder write into a joined store, which knows it as ``there``."""
         stores = {each.address: number for number, each in self._elsewhere.items()}
         if address not in stores:
             raise StreamError(f"{holder} writes into store {address}", why="none of that address has joined")
         self._homes[holder] = _Home(store=stores[address], there=there)
 
     def lost(self, number: int) -> None:
-        """A joined store is gone: groups whose cells somebody has yet to read there are dropped."""
+        """Remove a lost store, and drop the groups whose unread cells were in it."""
         gone = self._elsewhere.pop(number)
         for name, stream in self._streams.items():
             ids = [
@@ -380,14 +380,14 @@ class Plane:
             self._obey(name, stream.table.drop(np.concatenate(ids), reason, self._clock()))
 
     def clear(self, request: Clear, segments: Ids) -> None:
-        """Tables elsewhere say of this store which cells are deleted, or whose put has failed."""
+        """Delete cells of this store, or free reservations of a failed put, as remote tables request."""
         self.store.delete(segments, is_unread=request.is_unread)
         if request.holder:
             self.store.give_up(request.holder)
         self._ring(("", ""))
 
     async def expire(self) -> None:
-        """End the leases whose deadline has passed, for ever."""
+        """End expired leases, in an endless loop."""
         while True:
             await asyncio.sleep(EXPIRES_EVERY_S)
             for name, stream in self._streams.items():
@@ -402,7 +402,7 @@ class Plane:
     async def _claimed(
         self, stream: _Stream, writer: str, segment: int | None, holder: str, rows: Ids | None
     ) -> AsyncIterator[_Claim]:
-        """Columns that are where they should be; free again unless they are placed."""
+        """Yield verified columns in a segment; free the segment unless they are placed."""
         home, columns = self._homes.get(holder, _OWN), stream.columns_of(writer)
         is_empty = rows is not None and segment is None and not columns
         claim = _Claim(stream, writer, 0 if is_empty else home.store, segment, self._elsewhere)
@@ -492,5 +492,5 @@ def _counted(tokens: Ids | None, groups: int) -> Ids:
 
 
 def sentences(error: RillflowError) -> dict[str, str]:
-    """An error as it is told."""
+    """Return an error as JSON."""
     return {"what": error.what, "why": error.why, "fix": error.fix}

@@ -1,4 +1,4 @@
-"""Requests: what a worker, or an engine we do not own, may ask of a data plane."""
+"""Requests: the requests of workers, and of external engines, to a data plane."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Hello(_Request):
 
 
 class Create(_Request):
-    """Make a stream; made again with the same columns and stages, it is the one that is there."""
+    """Create a stream; creating it again with the same columns and stages has no effect."""
 
     stream: Name = Field(description="its name")
     columns: dict[str, ColumnType] = Field(description="by name")
@@ -39,7 +39,7 @@ class Create(_Request):
 
 
 class Reserve(_Request):
-    """A segment to write a frame into."""
+    """Reserve a segment to write a frame into."""
 
     nbytes: Count = Field(description="of the frame")
     wait_s: Seconds = Field(default=60.0, description="how long to wait for room")
@@ -69,7 +69,7 @@ class Take(_Request):
 
 
 class Done(_Request):
-    """Groups of a lease are read, and the stage's columns of them written."""
+    """Complete groups of a lease, with the stage's columns written."""
 
     stream: Name = Field(description="whose")
     lease: int = Field(description="that has the groups")
@@ -78,40 +78,40 @@ class Done(_Request):
 
 
 class Return(_Request):
-    """Give a lease's groups back, not done."""
+    """Return a lease's groups without completing them."""
 
     stream: Name = Field(description="whose")
     lease: int = Field(description="that ends")
 
 
 class Drop(_Request):
-    """Take groups out of a stream."""
+    """Remove groups from a stream."""
 
     stream: Name = Field(description="whose")
     reason: str = Field(min_length=1, max_length=500, description="for the ledger")
 
 
 class Look(_Request):
-    """How a stream stands, or its end."""
+    """Return the status or the schema of a stream, or close it."""
 
     stream: Name = Field(description="which")
     action: Literal["status", "close", "schema"] = Field(default="status", description="close: no more begin")
 
 
 class Fetch(_Request):
-    """Columns of cells that lie in this process's store."""
+    """Fetch columns of cells in this process's store."""
 
     columns: list[list[str]] = Field(max_length=MAX_COLUMNS, description="by writer; its cells are an array")
 
 
 class Join(_Request):
-    """A store of another machine joins this one's tables: from here on they ask, and it answers."""
+    """Join a store of another machine to these tables: from then on they request, and it answers."""
 
     address: str = Field(max_length=64, description="host:port where readers fetch from it")
 
 
 class Keep(_Request):
-    """From a table: groups in a segment have begun, or are done."""
+    """From a table: keep the groups in a segment, which have begun or are done."""
 
     segment: int | None = Field(description="that the columns were written into")
     holder: str = Field(max_length=100, description="by whom")
@@ -119,20 +119,20 @@ class Keep(_Request):
 
 
 class Clear(_Request):
-    """From a table: cells are deleted, or what a holder has reserved is given up."""
+    """From a table: delete cells, or free the reservations of a holder."""
 
     is_unread: bool = Field(default=True, description="whether nobody can be reading them")
     holder: str = Field(default="", max_length=100, description="whose reservations are given up")
 
 
 OF_STREAMS: tuple[type[BaseModel], ...] = (Create, Begin, Take, Done, Return, Drop, Look)
-"""What is asked of a stream, over HTTP as well."""
+"""Requests about streams, also available over HTTP."""
 OF_STORES: tuple[type[BaseModel], ...] = (Hello, Reserve, Fetch, Join, Keep, Clear)
-"""What is asked of a connection, and of the store behind it."""
+"""Requests about a connection, and about its store."""
 
 
 class Kind(IntEnum):
-    """What a message is for."""
+    """Type of a message."""
 
     HELLO = 1
     CREATE = 2
@@ -155,10 +155,10 @@ REQUESTS = {int(Kind[model.__name__.upper()]): model for model in (*OF_STREAMS, 
 
 
 def checked_request(kind: type[BaseModel], says: Mapping[str, Any]) -> BaseModel:
-    """A request as it was said.
+    """Validate a request.
 
     Raises:
-        StreamError: a value of it cannot be; it names the first.
+        StreamError: a value is invalid; the message names the first.
     """
     try:
         return kind.model_validate(says)

@@ -21,16 +21,16 @@ DTYPES = {
     "float32": 4,
     "float64": 8,
 }
-"""Bytes of one value, by the name of its type."""
+"""Bytes of one value, by type name."""
 SOURCE = "begin"
-"""What writes the columns that no stage writes: whoever begins a group."""
+"""Writer of the columns that no stage writes: the call that begins a group."""
 MAX_COLUMNS = 63
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnType:
-    """What every entry of a column is.
+    """The type of a column's entries.
 
     Example:
         ColumnType(dtype="float32", ragged=True)
@@ -39,29 +39,29 @@ class ColumnType:
     dtype: str
     """One of DTYPES."""
     shape: tuple[int, ...] = ()
-    """Of one value: a row has one value, or where the column is ragged, any number of them."""
+    """Shape of one value: a row has one value, or in a ragged column any number of values."""
     ragged: bool = False
-    """Whether rows have different lengths; they are stored end to end with their lengths, never padded."""
+    """Whether rows have different lengths; they are stored contiguously with their lengths, never padded."""
     per: Literal["row", "group"] = "row"
-    """What has an entry; a prompt that n samples share is stored once ``per="group"``."""
+    """Whether rows or groups have an entry; a prompt of n samples is stored once with ``per="group"``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageColumns:
-    """A stage of a stream, and what it does to a group.
+    """A stage of a stream, with the columns it reads and writes.
 
     Example:
         StageColumns(name="reward.score", reads=("prompt", "tokens"), writes=("reward",))
     """
 
     name: str
-    """Of the stage, as in the graph."""
+    """Name of the stage, as in the graph."""
     reads: tuple[str, ...]
-    """A group is ready for the stage once all of these are written."""
+    """Columns to read; a group is ready for the stage once all of them are written."""
     writes: tuple[str, ...] = ()
-    """These appear together, when the stage is done with the group."""
+    """Columns to write; they become visible together, when the stage is done with the group."""
     order: Literal["in_order", "ready_first"] = "in_order"
-    """Which ready groups a taker is given: see ``samplers``."""
+    """Order in which a taker gets ready groups: see ``samplers``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,14 +69,14 @@ class Schema:
     """The columns of a stream and its stages.
 
     Raises:
-        StreamError: a name is no name, or stands twice; a column is read and not declared, written by two
-            stages, read by none, or read before it can be written.
+        StreamError: a name is invalid or repeated; a column is read and not declared, written by two stages,
+            read by none, or read before it can be written.
     """
 
     columns: Mapping[str, ColumnType]
-    """By name; those that no stage writes are written where groups begin."""
+    """Column types by name; columns that no stage writes are written when groups begin."""
     stages: tuple[StageColumns, ...]
-    """In any order."""
+    """Stages, in any order."""
 
     def __post_init__(self) -> None:
         for name in (*self.columns, *(stage.name for stage in self.stages)):
@@ -132,14 +132,14 @@ class Schema:
             waiting = [stage for stage in waiting if stage not in able]
 
     def written_by(self, writer: str) -> tuple[str, ...]:
-        """The columns that a stage, or SOURCE, writes."""
+        """Return the columns that a stage, or SOURCE, writes."""
         if writer == SOURCE:
             taken = {column for stage in self.stages for column in stage.writes}
             return tuple(column for column in self.columns if column not in taken)
         return self.stage(writer).writes
 
     def stage(self, name: str) -> StageColumns:
-        """A stage by name."""
+        """Return a stage by name."""
         for stage in self.stages:
             if stage.name == name:
                 return stage

@@ -1,7 +1,7 @@
-"""Segments: ranges of memory that hold one frame each; what a reader changes in one, nobody else sees.
+"""Segments: memory ranges that hold one frame each; a reader's changes are visible to nobody else.
 
-``Files`` are for who shares a machine, ``Memory`` for who shares a process. Either way a frame is copied in
-once, and read where it lies: columns are views, copied page by page where they are written to.
+``Files`` serve processes of one machine, ``Memory`` one process. In both, a frame is copied in once and read
+in place: columns are views, copied page by page on write.
 
 Segments need Linux: `memfd_create`, `posix_fallocate` and `MADV_REMOVE`.
 """
@@ -28,18 +28,18 @@ from rillflow.data_plane.wire import HEAD_BYTES, Arrays, Message, head_of, messa
 from rillflow.errors import StreamError
 
 LENGTHS = ".lengths"
-"""Of a ragged column ``x`` a segment holds the values ``x`` and ``x.lengths``."""
+"""Suffix of the lengths of a ragged column: a segment holds ``x`` and ``x.lengths``."""
 ROWS = ".rows"
-"""Of every segment: how many rows each of its groups has."""
+"""Array in every segment with the number of rows of each group."""
 STORED = {"bfloat16": "int16"}
-"""Types of columns that arrays do not have, and those that their bits are stored as."""
+"""Column types without an array type, and the types that store their bits."""
 
 
 class Files:
-    """A file of shared memory a segment; who has mapped one that is removed reads on what was there.
+    """Segments as files in shared memory; a reader keeps a mapped segment after its removal.
 
     Args:
-        folder: an empty folder of its own, in shared memory.
+        folder: an empty folder in shared memory, used only for segments.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +58,7 @@ class Files:
             os.close(descriptor)
 
     def opened(self, number: int, *, is_shared: bool) -> memoryview:
-        """A segment's bytes; what is changed in one that is not shared, nobody else sees."""
+        """Return a segment's bytes; changes are private unless ``is_shared``."""
         if not self.has(number):
             raise _gone(number)
         with (self.folder / str(number)).open("r+b") as file:
@@ -66,11 +66,11 @@ class Files:
             return memoryview(mmap.mmap(file.fileno(), 0, access=access))
 
     def has(self, number: int) -> bool:
-        """Whether the segment is there."""
+        """Return whether the segment exists."""
         return (self.folder / str(number)).exists()
 
     def remove(self, number: int) -> None:
-        """Free the memory once nobody has it mapped."""
+        """Remove the segment; its memory is freed when no process maps it."""
         (self.folder / str(number)).unlink()
 
 
@@ -82,7 +82,7 @@ class _Range:
 
 
 class Memory:
-    """Ranges of one file without a name, which ends with this process."""
+    """Segments as ranges of one anonymous file, which ends with this process."""
 
     def __init__(self) -> None:
         require_linux(sys.platform)
@@ -100,7 +100,7 @@ class Memory:
         self._end += size
 
     def opened(self, number: int, *, is_shared: bool) -> memoryview:
-        """A segment's bytes; what is changed in one that is not shared, nobody else sees."""
+        """Return a segment's bytes; changes are private unless ``is_shared``."""
         if (there := self._ranges.get(number)) is None:
             raise _gone(number)
         found = self._mapped(there, mmap.ACCESS_WRITE if is_shared else mmap.ACCESS_COPY)
@@ -108,11 +108,11 @@ class Memory:
         return memoryview(found)
 
     def has(self, number: int) -> bool:
-        """Whether the segment is there."""
+        """Return whether the segment exists."""
         return number in self._ranges
 
     def remove(self, number: int) -> None:
-        """Free the memory once nobody has it mapped."""
+        """Remove the segment; its memory is freed when it is no longer mapped."""
         self._removed.append(self._ranges.pop(number))
         self._free_unread()
 
@@ -126,7 +126,7 @@ class Memory:
 
 
 def require_linux(system: str) -> None:
-    """Refuse another operating system, given as ``sys.platform`` names it.
+    """Raise StreamError on an operating system (a value of ``sys.platform``) other than Linux.
 
     Raises:
         StreamError: the system is not Linux.
@@ -159,7 +159,7 @@ def _reserve(descriptor: int, at: int, size: int, where: str) -> None:
 
 
 def mapped(segments: Files | Memory, number: int) -> Message:
-    """The frame in a segment, without a copy."""
+    """Return the frame in a segment, without a copy."""
     data = segments.opened(number, is_shared=False)
     head = head_of(data)
     body = data[head.body_at : head.body_at + head.body_bytes]
@@ -167,10 +167,11 @@ def mapped(segments: Files | Memory, number: int) -> Message:
 
 
 def checked(arrays: Arrays, columns: Mapping[str, ColumnType], rows: Ids) -> None:
-    """Refuse arrays that are not these columns of groups with ``rows`` [N] rows each.
+    """Raise StreamError unless arrays are these columns of groups with ``rows`` [N] rows each.
 
     Raises:
-        StreamError: a column is missing, not the writer's, of another type, shape or number of entries.
+        StreamError: a column is missing, belongs to another writer, or has a wrong type, shape or entry
+            count.
     """
     wanted = {ROWS, *columns, *(name + LENGTHS for name, column in columns.items() if column.ragged)}
     if set(arrays) != wanted:
@@ -198,7 +199,7 @@ def checked(arrays: Arrays, columns: Mapping[str, ColumnType], rows: Ids) -> Non
 def gathered(
     segments: Mapping[int, Arrays], numbers: Ids, places: Ids, columns: Mapping[str, ColumnType]
 ) -> dict[str, NDArray[Any]]:
-    """Columns of groups at ``places`` [N] of segments ``numbers`` [N]; views where they lie side by side."""
+    """Return columns of groups at ``places`` [N] of segments ``numbers`` [N]; views if contiguous."""
     cuts = np.flatnonzero((np.diff(numbers) != 0) | (np.diff(places) != 1)) + 1
     runs = [
         (segments[int(numbers[start])], int(places[start]), int(places[stop - 1]) + 1)

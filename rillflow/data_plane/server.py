@@ -1,14 +1,14 @@
 """Server: the data plane's process, ``python -m rillflow.data_plane.server``; serves until its input ends.
 
-    client ── Hello(token) ── request ──> one task a connection: read, carry out, answer ──> Plane
+    client ── Hello(token) ── request ──> one task per connection: read, run, answer ──> Plane
            <── ok, or an error's three sentences ──┘
-    store of another machine ── Hello(token) ── Join ──> from here on the tables ask, and the store answers
+    store of another machine ── Hello(token) ── Join ──> from then on the tables request, the store answers
 
-The folder, 0700, has ``socket``, ``token`` (0600), ``segments``, and where it listens on TCP, ``address``.
-A connection that ends is a holder that died. A frame that cannot be read is answered with its error, and the
-connection is closed: what follows on it cannot be trusted. Shutdown: the input ends, as it does when whoever
-started the server dies, or the tables end that this store has joined; then the folder is removed. A folder
-whose server was killed is removed by the next.
+The folder, 0700, has ``socket``, ``token`` (0600), ``segments``, and the TCP address in ``address``, if any.
+A connection that ends counts as a dead holder. An unreadable frame is answered with its error, and the
+connection is closed, because later bytes on it cannot be trusted. Shutdown: the input ends, for example when
+the parent process dies, or the tables end that this store has joined; then the folder is removed. The next
+server removes the folder of a killed server.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Connection:
         self._received, self._sent = count(), 0
 
     async def read(self, *, is_greeted: bool = True) -> Message:
-        """The next frame."""
+        """Read the next frame."""
         head = head_of(await self._reader.readexactly(HEAD_BYTES), number=next(self._received))
         if not is_greeted and head.body_bytes:
             raise WireError("arrays came before the token")
@@ -77,7 +77,7 @@ class _Connection:
         await self._writer.drain()
 
     async def ask(self, kind: Kind, says: dict[str, Any]) -> dict[str, Any]:
-        """What the other side says to a request without arrays."""
+        """Send a request without arrays, and return the JSON of its answer."""
         await self.send(Message(kind=kind, says=says))
         answer = await self.read()
         if answer.kind == Kind.ERROR:
@@ -90,12 +90,12 @@ class _Connection:
 
 
 class Server:
-    """Listens, and gives every connection its task.
+    """Listener that gives every connection its task.
 
     Args:
         plane: the streams, or the store of other tables.
-        token: that who connects has to know.
-        address: where columns are fetched from the store, if anywhere.
+        token: token that clients must present.
+        address: address for fetching columns from the store; empty if there is none.
     """
 
     def __init__(self, plane: Plane, token: str, address: str = "") -> None:
@@ -106,13 +106,13 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Give a connection its task."""
+        """Start the task of a connection."""
         task = asyncio.ensure_future(self.serve(_Connection(self._plane, reader, writer)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def serve(self, connection: _Connection) -> None:
-        """One connection, from its greeting to its end."""
+        """Serve one connection, from its greeting to its end."""
         session = None
         try:
             session = await self._greeted(connection)
@@ -129,7 +129,7 @@ class Server:
             connection.close()
 
     async def join(self, address: str) -> asyncio.Task[None]:
-        """Have the tables of another process keep columns in this store; the task ends with them."""
+        """Join this store to the tables of another process; return the task, which ends with them."""
         host, _, port = address.rpartition(":")
         connection = _Connection(self._plane, *await asyncio.open_connection(host, int(port), limit=2**22))
         await connection.ask(Kind.HELLO, {"token": self._token, "name": "store"})
@@ -152,7 +152,7 @@ class Server:
             await connection.send(answer)
 
     async def _joined(self, connection: _Connection, message: Message) -> None:
-        """The connection of a store elsewhere: from here on it answers, until it ends."""
+        """Serve the connection of a remote store, which answers requests from now on, until it ends."""
         request = parsed(message)
         assert isinstance(request, Join)
         store = Elsewhere(request.address, connection.send, connection.close)
@@ -166,7 +166,7 @@ class Server:
             self._plane.lost(number)
 
     async def _greeted(self, connection: _Connection) -> Session:
-        """Let a client in that knows the token."""
+        """Verify the token of a client and return its session."""
         async with asyncio.timeout(HELLO_WITHIN_S):
             hello = parsed(await connection.read(is_greeted=False))
         if not isinstance(hello, Hello) or not hmac.compare_digest(
@@ -214,7 +214,7 @@ async def _run(folder: Path, asked: argparse.Namespace) -> None:
 
 @contextmanager
 def own_folder(home: Path = HOME) -> Iterator[Path]:
-    """A folder in shared memory that is gone when this process is done with it, or dead and another comes."""
+    """Yield a folder in shared memory that is removed at exit, or by the next server after a crash."""
     sweep(home)
     folder = home / f"rillflow-{secrets.token_hex(8)}"
     folder.mkdir(mode=0o700)
@@ -228,7 +228,7 @@ def own_folder(home: Path = HOME) -> Iterator[Path]:
 
 
 def sweep(home: Path = HOME) -> None:
-    """Remove what servers that were killed left behind."""
+    """Remove the folders of killed servers."""
     for ready in home.glob("rillflow-*/ready"):
         with suppress(OSError), (ready.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -236,7 +236,7 @@ def sweep(home: Path = HOME) -> None:
 
 
 def main() -> None:
-    """Serve in a folder of its own, whose path is the one line of output once clients may come."""
+    """Serve in a new folder and print its path once clients can connect."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("capacity_bytes", type=int)
     parser.add_argument("--home", type=Path, default=HOME, help="where folders are made: shared memory")

@@ -1,4 +1,4 @@
-"""Session: what one holder asks of a plane, whichever way its requests come: over a socket, or by a call."""
+"""Session: the requests of one holder to a plane, through a socket or by calls in the same process."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from rillflow.data_plane.wire import Arrays, Message, WireError
 from rillflow.errors import RillflowError, StreamError
 
 IDS, TOKENS = ".ids", ".tokens"
-"""Arrays of a message that are no columns."""
+"""Arrays of a message that are not columns."""
 CELLS = ".cells"
-"""With a number, where the columns of a writer lie: [N, 3] store, segment and place; to a store [N, 2]."""
+"""Prefix of arrays with a writer's cell locations: [N, 3] store, segment, place; to a store [N, 2]."""
 
 
 def parsed(message: Message) -> BaseModel:
-    """The request in a message.
+    """Return the request in a message.
 
     Raises:
-        StreamError: there is no such request, or a value of it cannot be.
+        StreamError: the kind is unknown, or a value is invalid.
     """
     if message.kind not in REQUESTS:
         raise WireError(f"a frame of kind {message.kind}", why=f"requests are {[*REQUESTS]}")
@@ -46,10 +46,10 @@ def parsed(message: Message) -> BaseModel:
 
 
 def ids_and_tokens(arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """The groups that a request is about, and their tokens; what is left in ``arrays`` are columns.
+    """Remove and return the groups of a request, and their tokens; only columns stay in ``arrays``.
 
     Raises:
-        StreamError: the groups are no numbers.
+        StreamError: the groups are not integers.
     """
     ids, tokens = arrays.pop(IDS, np.zeros(0, np.int64)), arrays.pop(TOKENS, None)
     if ids.dtype != np.int64 or ids.ndim != 1:
@@ -62,7 +62,7 @@ class Session:
 
     Args:
         plane: the streams.
-        holder: who asks, in stories; no other session has the name.
+        holder: name of the holder in stories; no other session has it.
         is_table: whether the plane's store belongs to its tables.
     """
 
@@ -72,10 +72,10 @@ class Session:
         self._is_table = is_table
 
     async def answer(self, message: Message) -> Message:
-        """Carry a request out; what came of it.
+        """Run a request and return the answer.
 
         Raises:
-            RillflowError: it cannot be; what the holder had reserved is given up.
+            RillflowError: the request failed; the holder's reservations are freed.
         """
         try:
             return await self._answer(message)
@@ -84,7 +84,7 @@ class Session:
             raise
 
     def end(self) -> None:
-        """The holder is gone: what it had goes back."""
+        """Return the leases of the holder and free its reservations."""
         self._plane.died(self._holder)
 
     async def _answer(self, message: Message) -> Message:

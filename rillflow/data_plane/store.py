@@ -1,12 +1,12 @@
-"""Store: the payload of a machine's streams, in segments of memory that hold one frame each.
+"""Store: the columns of a machine's streams, in memory segments that hold one frame each.
 
     reserve(bytes) ─> segment ─ the writer copies a frame in ─> claim() ─> readers map it
                          ^                                                     │
-                         └── delete(groups): the last group in it is gone <────┘
+                         └── delete(groups): the segment's last group is gone <┘
 
-A segment is written over only if nobody can be reading it; else it is removed, and who has mapped it
-reads on what was there. **bounded-store** All segments together have at most ``capacity_bytes``; a
-reservation that does not fit waits, which is back-pressure.
+A segment is reused only if no reader can have it mapped. Otherwise it is removed, and readers keep their
+mapping of it. **bounded-store** All segments together have at most ``capacity_bytes``; a reservation that
+does not fit waits, which is back-pressure.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ SMALLEST_BYTES = 64 * 2**10
 
 @dataclass(kw_only=True, eq=False)
 class _Segment:
-    """What is known of a segment."""
+    """State of a segment."""
 
     size: int
-    """Its bytes."""
+    """Size in bytes."""
     holder: str
-    """Who reserved it."""
+    """Holder that reserved it."""
     groups: int = 0
-    """Groups that are in it and not deleted."""
+    """Number of its groups that are not deleted."""
     is_unread: bool = True
-    """Whether nobody can be reading it once it has no groups."""
+    """Whether no reader can have it mapped once it has no groups."""
     columns: Mapping[str, ColumnType] = field(default_factory=dict)
-    """That are in it."""
+    """Columns in the segment."""
 
 
 class Store:
-    """Segments, and where every cell lies in them.
+    """Segments, and the location of every cell in them.
 
     Args:
-        segments: where they are.
-        capacity_bytes: of all of them together.
+        segments: the memory of the segments.
+        capacity_bytes: largest total size.
     """
 
     def __init__(self, segments: Files | Memory, *, capacity_bytes: int) -> None:
         self.segments = segments
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
-        """Of all segments, those that wait to be written again among them."""
+        """Size of all segments, including those that wait for reuse."""
         self._segments: dict[int, _Segment] = {}
         self._free: dict[int, list[int]] = {}
-        """By size, segments to be written again."""
+        """Segments for reuse, by size."""
         self._next = 0
 
     def reserve(self, nbytes: int, holder: str) -> int | None:
-        """The number of a segment for a frame, or None while there is no room.
+        """Return the number of a segment for a frame, or None while there is no room.
 
         Raises:
-            StreamError: there could never be room, or the machine has less shared memory than was said.
+            StreamError: the frame exceeds the store, or the machine has less shared memory than the store.
         """
         size = _rounded(nbytes)
         if size > self.capacity_bytes:
@@ -89,16 +89,16 @@ class Store:
     def claim(
         self, number: int | None, holder: str, columns: Mapping[str, ColumnType], rows: Ids | None
     ) -> Ids:
-        """[N] the rows of groups that a holder has written into its segment, and that are kept from now on.
+        """Verify and keep the groups that a holder has written into its segment; return their rows [N].
 
         Args:
-            number: the segment; None for one in which nothing is.
-            holder: who reserved it.
-            columns: that have to be there.
-            rows: [N] that the groups have to have, where they are known.
+            number: the segment; None if there are no columns.
+            holder: the holder that reserved it.
+            columns: required columns.
+            rows: [N] required rows of the groups, if known.
 
         Raises:
-            StreamError: the segment is not the holder's to write, or does not hold just these columns.
+            StreamError: the holder has not reserved the segment, or it does not hold exactly these columns.
         """
         segment = self._segments.get(-1 if number is None else number)
         arrays: Arrays = {}
@@ -118,10 +118,10 @@ class Store:
         return rows
 
     def gathered(self, names: Sequence[str], numbers: Ids, places: Ids) -> Arrays:
-        """Columns of groups at ``places`` [N] of segments ``numbers`` [N], with the groups' rows.
+        """Return columns of groups at ``places`` [N] of segments ``numbers`` [N], with the groups' rows.
 
         Raises:
-            StreamError: one of them is not there (any more).
+            StreamError: one of them does not exist (any more).
         """
         columns: dict[str, ColumnType] = {ROWS: ColumnType(dtype="int64", per="group")}
         frames: dict[int, Arrays] = {}
@@ -142,13 +142,13 @@ class Store:
         frame.write_into(self.segments.opened(number, is_shared=True))
 
     def give_up(self, holder: str) -> None:
-        """Remove what a holder has reserved and not written."""
+        """Remove the segments that a holder has reserved and not written."""
         for number, segment in [*self._segments.items()]:
             if segment.holder == holder and not segment.groups:
                 self._remove(number, self._segments.pop(number).size)
 
     def delete(self, numbers: Ids, *, is_unread: bool) -> None:
-        """One group each of these segments is gone."""
+        """Delete one group in each of these segments."""
         for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
             segment = self._segments[int(number)]
             segment.groups -= int(count)
@@ -166,6 +166,6 @@ class Store:
 
 
 def _rounded(nbytes: int) -> int:
-    """Up to one of four sizes between a power of two and the next, so that files can be written again."""
+    """Round up to one of four sizes between a power of two and the next, so that segments can be reused."""
     step = max(SMALLEST_BYTES, 1 << max(0, (nbytes - 1).bit_length() - 3))
     return -(-nbytes // step) * step

@@ -5,17 +5,17 @@
       │ no slot: wait                               DONE <───── done ───── TAKEN <────────────┘
       │                                              │                       │ deadline passed, holder died
       v                                              │                       └──────────────> READY
-    deleted after its last reader, cleared by the store, then the slot is given out again
+    deleted after its last reader, cleared by the store, then the slot is reused
 
-- A group is a prompt's rows; its number is its place in the order of beginning.
-- A stage's cells of a group appear together, when the stage is done with it: nobody reads half of a row,
-  and whoever takes over from a dead holder writes all of them.
-- **exactly-once** Only the lease that a group was given out with can finish it, once. What a lease has
-  when it ends goes back; what comes late from its holder is refused, with the group's story.
-- **bounded-table** At most ``capacity`` numbers lie between the oldest group not cleared and the newest.
-  That is the back-pressure: a group that would be one more does not begin.
+- A group is a prompt's rows; its number is its place in begin order.
+- A stage's cells of a group become visible together, when the stage is done with it: no stage reads a partial
+  row, and a worker that takes over from a dead holder writes all of them.
+- **exactly-once** Only the lease of a group can finish it, once. When a lease ends, its unfinished groups
+  return; a late result of its holder is refused, with the group's story.
+- **bounded-table** At most ``capacity`` numbers lie between the oldest group not cleared and the newest. This
+  is the back-pressure: a further group does not begin.
 
-The hot path works on arrays over slots. Nothing looks at a clock: ``now`` and deadlines are numbers.
+The hot path works on arrays over slots. No method reads a clock: ``now`` and deadlines are numbers.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from rillflow.data_plane.schema import SOURCE, Schema
 from rillflow.errors import StreamError, nearest
 
 EVENTS_REMEMBERED = 4_096
-"""Events, each of many groups, that stories are told from."""
+"""Events kept for stories; each may cover many groups."""
 _LOOK = 1_024
-"""Slots looked at together for those that are free."""
+"""Slots that are checked at once for being free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +58,12 @@ class _Event:
 
 
 class Table:
-    """The control side of one stream.
+    """The control state of one stream.
 
     Args:
-        schema: its columns and stages.
-        capacity: groups between the oldest that is not cleared and the newest, at most.
-        now: when it is made.
+        schema: columns and stages.
+        capacity: largest number of groups between the oldest that is not cleared and the newest.
+        now: time of creation.
     """
 
     def __init__(self, schema: Schema, *, capacity: int, now: float = 0.0) -> None:
@@ -72,13 +72,13 @@ class Table:
         self.schema = schema
         self.capacity = capacity
         self.begun = 0
-        """Groups that have begun: the number of the next one."""
+        """Number of groups that have begun, which is the number of the next group."""
         self.oldest = 0
-        """The oldest group that is not cleared."""
+        """Number of the oldest group that is not cleared."""
         self.is_closed = False
-        """Whether no group will begin any more."""
+        """Whether the stream is closed to new groups."""
         self.dropped: Counter[str] = Counter()
-        """Groups dropped, by reason."""
+        """Number of dropped groups, by reason."""
         self._stages = [stage.name for stage in schema.stages]
         self._writers = [SOURCE, *self._stages]
         bit = {column: 1 << place for place, column in enumerate(schema.columns)}
@@ -87,17 +87,17 @@ class Table:
         self._reads_of = [
             [place for place, written in enumerate(self._writes) if written & reads] for reads in self._reads
         ]
-        """By stage: the writers of what it reads."""
+        """Writers of the columns that each stage reads."""
         stages, writers = len(self._stages), len(self._writers)
         self._state = np.full((stages, capacity), DONE, np.uint8)
         self._lease = np.zeros((stages, capacity), np.int64)
         self._unread = np.zeros((writers, capacity), np.int16)
-        """Stages that have not finished reading; 0 where nothing is stored."""
+        """Stages that have not finished reading; 0 if nothing is stored."""
         self._held = np.zeros((writers, capacity), np.bool_)
-        """Written, and not cleared by the store."""
+        """Whether cells are written and not cleared by the store."""
         self._written = np.zeros(capacity, np.int64)
         self._left = np.zeros(capacity, np.int16)
-        """Stages that are not done."""
+        """Number of stages that are not done."""
         self._was_lost = np.zeros(capacity, np.bool_)
         self._rows = np.zeros(capacity, np.int64)
         self._tokens = np.zeros(capacity, np.int64)
@@ -120,10 +120,10 @@ class Table:
         tokens: int | Ids = 0,
         version: int = 0,
     ) -> list[Instruction]:
-        """Begin groups whose source columns are written; all of them, or none where there is no room.
+        """Begin groups whose source columns are written; all of them, or none if there is no room.
 
         Raises:
-            StreamError: the stream is closed, or the table could never hold as many.
+            StreamError: the stream is closed, or the groups exceed the table's capacity.
         """
         if self.is_closed:
             raise StreamError(f"{holder} begins {count} groups", why="the stream is closed")
@@ -154,17 +154,17 @@ class Table:
         tokens: int | None = None,
         least_version: int | None = None,
     ) -> list[Instruction]:
-        """Lease ready groups to a holder: a Lease, Finished, or neither while there are too few.
+        """Lease ready groups to a holder: return a Lease, Finished, or neither while there are too few.
 
         Args:
-            stage: for which.
-            count: groups at most.
-            holder: who takes them.
+            stage: the stage.
+            count: largest number of groups.
+            holder: name of the holder.
             now: the time.
-            deadline: when they go back.
-            least: groups at least; fewer only where a closed stream has no more.
-            tokens: the groups' tokens together at most, one group's excepted.
-            least_version: groups whose oldest token is of an older version of the policy are dropped.
+            deadline: time when the groups return.
+            least: smallest number of groups; fewer only if a closed stream has no more.
+            tokens: limit of the groups' total tokens, except for a single group.
+            least_version: groups whose oldest token is from an older policy version are dropped.
         """
         place = self._place(stage)
         if not 0 < least <= count:
@@ -206,10 +206,10 @@ class Table:
         tokens: int | Ids | None = None,
         version: int | None = None,
     ) -> list[Instruction]:
-        """A holder has read groups of its lease and written its stage's columns of them.
+        """Complete groups of a lease, which the holder has read and whose output columns it has written.
 
         Raises:
-            StreamError: the lease does not have one of the groups (any more); nothing is changed then.
+            StreamError: the lease does not have one of the groups (any more); the table is then unchanged.
         """
         lease = self.lease(number, ids)
         place = self._place(lease.stage)
@@ -229,21 +229,21 @@ class Table:
         return out + self._finished()
 
     def expire(self, now: float) -> list[Instruction]:
-        """Leases whose deadline has passed end; what they had is ready again."""
+        """End the leases whose deadline has passed; their groups become ready again."""
         late = [lease for lease in self._leases.values() if lease.deadline <= now]
         return [each for lease in late for each in self._give_back(lease, now, "let its deadline pass")]
 
     def died(self, holder: str, now: float) -> list[Instruction]:
-        """All leases of a holder end."""
+        """End all leases of a holder."""
         its = [lease for lease in self._leases.values() if lease.holder == holder]
         return [each for lease in its for each in self._give_back(lease, now, "died")]
 
     def give_back(self, number: int, now: float) -> list[Instruction]:
-        """A holder cannot do what it has taken groups for; its lease ends."""
+        """End the lease of a holder that cannot process its groups."""
         return self._give_back(self._leases[number], now, "gave them back") if number in self._leases else []
 
     def drop(self, ids: Ids, reason: str, now: float) -> list[Instruction]:
-        """Take groups out of the stream, whoever has them; those that left it already are passed over."""
+        """Remove groups from the stream, even leased ones; groups that have already left are ignored."""
         self._check_begun(ids)
         ids = np.unique(ids[ids >= self.oldest])
         ids = ids[self._left[ids % self.capacity] > 0]
@@ -264,10 +264,10 @@ class Table:
         return out + self._finished()
 
     def cleared(self, writer: str, ids: Ids) -> list[Instruction]:
-        """The store has deleted cells; said twice, it is the same as once.
+        """Record that the store has deleted cells; a repeated call has no effect.
 
         Raises:
-            StreamError: somebody has yet to read one of them.
+            StreamError: a stage has yet to read one of them.
         """
         self._check_begun(ids)
         place = self._writers.index(writer)
@@ -278,7 +278,7 @@ class Table:
         return self._advance()
 
     def close(self, now: float) -> list[Instruction]:
-        """No group will begin any more; those that have go on."""
+        """Close the stream to new groups; existing ones continue."""
         if not self.is_closed:
             self.is_closed = True
             self._note(now, "closed", np.arange(0))
@@ -287,10 +287,10 @@ class Table:
     # Questions
 
     def lease(self, number: int, ids: Ids) -> Lease:
-        """The lease that has all of these groups.
+        """Return the lease that has all of these groups.
 
         Raises:
-            StreamError: it does not, or no more.
+            StreamError: the lease does not have them, or has ended.
         """
         lease = self._leases.get(number)
         mine = (ids >= self.oldest) & (ids < self.begun)
@@ -307,26 +307,26 @@ class Table:
         return lease
 
     def rows(self, ids: Ids) -> Ids:
-        """[N] rows of live groups."""
+        """Return rows [N] of live groups."""
         return self._rows.take(ids % self.capacity)
 
     def unread(self, writer: str) -> Ids:
-        """[N] the groups whose cells of a writer somebody has yet to read."""
+        """Return the groups [N] whose cells of a writer some stage has yet to read."""
         counts = self._in_order(self._unread[self._writers.index(writer)])
         return self.oldest + np.flatnonzero(counts)
 
     @property
     def room(self) -> int:
-        """Groups that may begin now."""
+        """Number of groups that may begin now."""
         return self.capacity - (self.begun - self.oldest)
 
     @property
     def deadline(self) -> float:
-        """When the next lease ends by itself."""
+        """Earliest deadline of all leases."""
         return min((lease.deadline for lease in self._leases.values()), default=float("inf"))
 
     def counts(self) -> dict[str, tuple[int, int, int, int]]:
-        """By stage: live groups that are blocked, ready, taken, done."""
+        """Return the number of live groups that are blocked, ready, taken and done, by stage."""
         found = {}
         for stage, state in zip(self._stages, self._state, strict=True):
             blocked, ready, taken, done = np.bincount(self._in_order(state), minlength=4).tolist()
@@ -334,7 +334,7 @@ class Table:
         return found
 
     def story(self, group: int) -> str:
-        """What happened to a group, in order."""
+        """Return the events of a group, in order."""
         told = [f"{event.text} at {event.now:g} s" for event in self._events if group in event.ids]
         if not 0 <= group < self.begun:
             return f"group {group} has not begun; the newest is {self.begun - 1}"
@@ -342,7 +342,7 @@ class Table:
         return f"group {group}: {first}{', '.join(told)}"
 
     def waits(self, stage: str | None, now: float) -> str:
-        """Whom a taker for ``stage``, or with None a beginner, waits for, for what, since when."""
+        """Return what a taker for ``stage``, or with None a beginner, waits for, and since when."""
         if stage is None:
             if self.room:
                 return f"{self.room} groups may begin"
@@ -356,7 +356,7 @@ class Table:
         return f"{stage} waits: {self._blame(int(its[0]), place, now)}"
 
     def holds(self, now: float) -> str:
-        """Who keeps the oldest group's cells from being deleted, and its story."""
+        """Return the holder that keeps the oldest group's cells from being deleted, and the group's story."""
         slot = self.oldest % self.capacity
         places = [place for place in range(len(self._stages)) if self._state[place, slot] != DONE]
         found = self._blame(self.oldest, places[0], now) if places else "the store has not cleared it"
@@ -370,7 +370,7 @@ class Table:
         return self._stages.index(stage)
 
     def _in_order(self, of_slots: NDArray[Any]) -> NDArray[Any]:
-        """The live groups' entries, in begin order."""
+        """Return the live groups' entries, in begin order."""
         first, live = self.oldest % self.capacity, self.begun - self.oldest
         past = max(0, first + live - self.capacity)
         part = of_slots[first : first + live]
@@ -380,7 +380,7 @@ class Table:
         self._events.append(_Event(now=now, text=text, ids=ids))
 
     def _appear(self, writer: int, slots: Ids) -> list[Instruction]:
-        """Cells of a writer are there: they have readers, and stages may have become ready."""
+        """Record the cells of a writer, and return the stages that became ready."""
         self._written[slots] |= self._writes[writer]
         self._held[writer, slots] = True
         self._unread[writer, slots] = sum(writer in read for read in self._reads_of)
@@ -411,7 +411,7 @@ class Table:
         return [Ready(stage=lease.stage)]
 
     def _open(self, lease: Lease) -> Ids:
-        """The groups that a lease still has."""
+        """Return the groups that a lease still has."""
         its = self._lease[self._place(lease.stage), lease.ids % self.capacity] == lease.number
         return lease.ids.compress(its)
 
@@ -430,7 +430,7 @@ class Table:
             raise StreamError(f"there is no group {group}", why=self.story(group))
 
     def _advance(self) -> list[Instruction]:
-        """Give the slots of cleared groups out again, oldest first."""
+        """Free the slots of cleared groups, oldest first."""
         before = self.oldest
         while self.oldest < self.begun:
             slots = np.arange(self.oldest, min(self.begun, self.oldest + _LOOK)) % self.capacity
@@ -441,7 +441,7 @@ class Table:
         return [Room(groups=self.room)] if self.oldest > before else []
 
     def _finished(self) -> list[Instruction]:
-        """Who waits for the end of a closed stream may have come to it."""
+        """Wake the takers of a closed stream, which may have reached its end."""
         return [Ready(stage=stage) for stage in self._stages] if self.is_closed else []
 
     def _blame(self, group: int, place: int, now: float) -> str:

@@ -1,10 +1,10 @@
-"""Transport: how a client's requests come to a plane: over a socket, or by a call in the same process.
+"""Transport: send a client's requests to a plane, over a socket or by a call in the same process.
 
     Client ── ask(kind, request, arrays) ──> Socket ── frames ──> server ──> Session ──> Plane
                                          └─> Direct ─ the plane's thread ──> Session ──> Plane
 
-A request that cannot be carried out raises the same error either way. A socket that ends, and a call that is
-closed, is a holder that died.
+A failed request raises the same error in both. A socket that ends, or a closed call interface, counts as a
+dead holder.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from rillflow.errors import StreamError
 
 START_S = 20.0
 SLACK_S = 30.0
-"""A server that says nothing for so long after a request's own limit is gone."""
+"""Seconds after a request's own limit at which a silent server counts as lost."""
 
 
 class Transport(Protocol):
-    """The way to a plane, for one holder."""
+    """A connection of one holder to a plane."""
 
     segments: Files | Memory | None
-    """Where columns are read and written; None where they travel with the requests."""
+    """Shared memory for columns; None if they travel with the requests."""
 
     def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
-        """The answer to a request that waits for so long at most.
+        """Return the answer to a request that may wait ``wait_s`` seconds.
 
         Raises:
-            StreamError: it cannot be carried out, or nothing answers.
+            StreamError: the request failed, or there is no answer.
         """
 
     def close(self) -> None:
-        """End; what the holder has goes back."""
+        """End the connection; the holder's groups return."""
 
 
 class Socket:
     """Frames to a server's process.
 
     Args:
-        where: of a server on this machine the folder, of one elsewhere ``host:port``.
-        token: the secret of the server.
-        name: who asks.
-        store: the connection to the store that columns are written into, if it is another process's.
+        where: folder of a server on this machine, or ``host:port`` of a remote one.
+        token: token of the server.
+        name: name of the client.
+        store: connection to the store that columns are written into, if it is another process.
     """
 
     def __init__(self, where: Path | str, token: str, name: str, store: Socket | None = None) -> None:
@@ -80,14 +80,14 @@ class Socket:
         hello |= {"store": store.address, "there": store.holder} if store else {}
         says = self.ask(Kind.HELLO, hello, {}, START_S).says
         self.holder: str = says["holder"]
-        """Who this is, to the server."""
+        """Name of this client in the server."""
         self.address: str = says["address"]
-        """Where others fetch what is in its store."""
+        """Address for fetching columns from its store."""
         self.tables: str = says["tables"]
-        """Where the tables are, if elsewhere."""
+        """Address of the tables, if they are in another process."""
 
     def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
-        """Send a frame, and wait for the one that answers."""
+        """Send a frame, and wait for its answer."""
         with self._lock:
             try:
                 self._channel.wait_at_most(wait_s + SLACK_S)
@@ -108,28 +108,28 @@ class Socket:
 
 
 class InProcess:
-    """A plane in a thread of this process, whose segments are memory without a name; nothing listens.
+    """A plane in a thread of this process, with segments in anonymous memory and no listener.
 
     Args:
-        capacity_bytes: of all columns together.
+        capacity_bytes: largest total size of all columns.
     """
 
     def __init__(self, *, capacity_bytes: int) -> None:
         self.plane = Plane(Store(Memory(), capacity_bytes=capacity_bytes))
-        """The streams; the thread's alone to change."""
+        """The streams; only the thread may change them."""
         self.loop = asyncio.new_event_loop()
-        """What runs in the thread."""
+        """Event loop of the thread."""
         self._numbers = count()
         self._thread = threading.Thread(target=self._run, name="data plane", daemon=True)
         self._thread.start()
 
     def holder(self, name: str) -> str:
-        """A name that nobody else has."""
+        """Return a unique holder name."""
         checked_request(Hello, {"token": "", "name": name})
         return f"{name}#{next(self._numbers)}"
 
     def close(self) -> None:
-        """End; whoever waits is told."""
+        """End the plane; waiting calls get an error."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
@@ -151,11 +151,11 @@ class InProcess:
 
 
 class Direct:
-    """A session of a plane in this process; the calling thread waits for the plane's.
+    """A session of a plane in this process; the calling thread waits for the plane's thread.
 
     Args:
         home: the plane.
-        name: who asks.
+        name: name of the client.
     """
 
     def __init__(self, home: InProcess, name: str) -> None:
@@ -164,7 +164,7 @@ class Direct:
         self._session = Session(home.plane, home.holder(name))
 
     def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
-        """Have the plane's thread answer; what it keeps is not handed out."""
+        """Have the plane's thread answer; the answer's arrays are copies."""
         asked = self._session.answer(Message(kind=kind, says=dict(request), arrays=arrays))
         ended = StreamError(
             f"the data plane does not answer {kind.name.lower()}", why="its thread has ended, or hangs"
@@ -182,6 +182,6 @@ class Direct:
         return replace(answer, arrays={name: array.copy() for name, array in answer.arrays.items()})
 
     def close(self) -> None:
-        """The holder is gone."""
+        """End the session of the holder."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._session.end)

@@ -1,11 +1,11 @@
-"""Wire: one frame, on sockets and in shared memory: JSON says what is meant, arrays lie behind it.
+"""Wire: the frame format on sockets and in shared memory: JSON describes the message, arrays follow.
 
     0      4         6      8        12           16           24        64
     │ RILL │ version │ kind │ number │ JSON bytes │ body bytes │ (zeros) │ JSON │ (zeros) │ array │ ...
 
 Little-endian; never pickle. The JSON is an object of at most 64 KiB; its ``arrays`` list the name, type,
-shape and place of every array. Arrays begin at multiples of 64 bytes, do not overlap, and lie inside the
-body. Frames of one direction of a connection are numbered from 0, so that one said again is refused.
+shape and offset of every array. Arrays begin at multiples of 64 bytes, do not overlap, and lie inside the
+body. Frames of one direction of a connection are numbered from 0, so that a repeated frame is refused.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ VERSION = 1
 HEAD_BYTES = 64
 MAX_JSON_BYTES = 64 * 2**10
 MAX_BODY_BYTES = 2**30
-"""A body that is longer is refused before anything is read or reserved."""
+"""Largest body in bytes; a longer one is refused before anything is read or reserved."""
 SMALL_BYTES = 2**18
-"""Frames up to this length are put together before they are written."""
+"""Largest frame in bytes that is assembled in memory before it is written."""
 ALIGNMENT = 64
 ARRAY_TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _HEAD = struct.Struct("<4sHHIIQ")
@@ -41,25 +41,25 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class WireError(StreamError):
-    """Bytes that are no frame of this version, or one that is too long."""
+    """Bytes that are not a frame of this version, or a frame that is too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What stands in front of a frame."""
+    """The fixed header of a frame."""
 
     kind: int
-    """What the frame is for; requests and replies have their own."""
+    """Kind of the frame; requests and replies have different kinds."""
     number: int
-    """Of the frame in its connection, from 0."""
+    """Number of the frame in its connection, from 0."""
     json_bytes: int
     """Length of the JSON."""
     body_bytes: int
-    """Length of the arrays with what lies between them."""
+    """Length of the arrays, including padding."""
 
     @property
     def body_at(self) -> int:
-        """Where the body begins."""
+        """Offset of the body in the frame."""
         return HEAD_BYTES + _aligned(self.json_bytes)
 
 
@@ -68,36 +68,36 @@ class Message:
     """A frame that was read."""
 
     kind: int
-    """What it is for."""
+    """Kind of the frame."""
     says: dict[str, Any]
     """The JSON, without ``arrays``."""
     arrays: Arrays = field(default_factory=dict)
-    """By name, without a copy."""
+    """Arrays by name, without a copy."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packed:
-    """A frame to be written: the bytes in front, and which array goes where."""
+    """A frame to write: the bytes before the body, and the offsets of its arrays."""
 
     front: bytes
     """Head and JSON, up to the body."""
     places: tuple[tuple[int, NDArray[Any]], ...]
-    """Where in the frame an array begins, and the array."""
+    """Offset of each array in the frame, and the array."""
     nbytes: int
-    """Of the whole frame."""
+    """Length of the whole frame."""
 
     def write_into(self, buffer: memoryview | bytearray) -> None:
-        """Copy everything to where it belongs; bytes between arrays stay as they are."""
+        """Copy the frame into a buffer; padding between arrays is left unchanged."""
         buffer[: len(self.front)] = self.front
         for place, array in self.places:
             np.ndarray(array.shape, array.dtype, buffer, place)[...] = array
 
 
 def packed(kind: int, says: Mapping[str, Any], arrays: Arrays | None = None, *, number: int = 0) -> Packed:
-    """Lay a frame out.
+    """Lay out a frame.
 
     Raises:
-        WireError: the JSON or the body is too long, or an array is of no known type.
+        WireError: the JSON or the body is too long, or an array has an unknown type.
     """
     table: list[list[Any]] = []
     at = 0
@@ -117,10 +117,10 @@ def packed(kind: int, says: Mapping[str, Any], arrays: Arrays | None = None, *, 
 
 
 def head_of(data: bytes | memoryview, *, number: int | None = None) -> Head:
-    """Read the first 64 bytes.
+    """Parse the first 64 bytes of a frame.
 
     Raises:
-        WireError: they are no head, of another version or number, or announce too much.
+        WireError: they are not a head, have another version or number, or announce too much.
     """
     magic, version, kind, found, json_bytes, body_bytes = _HEAD.unpack_from(data)
     if magic != MAGIC:
@@ -138,10 +138,10 @@ def head_of(data: bytes | memoryview, *, number: int | None = None) -> Head:
 
 
 def message_of(head: Head, text: bytes, body: memoryview | bytes) -> Message:
-    """Read a frame's JSON, and see its arrays in the body.
+    """Parse a frame's JSON, and view its arrays in the body.
 
     Raises:
-        WireError: the JSON is none, or says of arrays what cannot be.
+        WireError: the JSON is invalid, or its list of arrays is inconsistent.
     """
     try:
         says = json.loads(text)
@@ -162,7 +162,7 @@ def message_of(head: Head, text: bytes, body: memoryview | bytes) -> Message:
 
 
 class Channel:
-    """One end of a connection; its errors are a socket's, and ``WireError`` of what is no frame.
+    """One end of a connection. It raises socket errors, and ``WireError`` for bytes that are not a frame.
 
     Args:
         connected: the socket.
@@ -174,13 +174,13 @@ class Channel:
         self._held = bytearray()
 
     def wait_at_most(self, seconds: float | None) -> None:
-        """Let a send or a receive that makes no progress for so long be a TimeoutError; None: wait on."""
+        """Set the time after which a send or receive without progress raises TimeoutError; None: no limit."""
         self._socket.settimeout(seconds)
 
     def send(
         self, kind: int, says: Mapping[str, Any], arrays: Arrays | None = None, *, later: bool = False
     ) -> None:
-        """Write a frame; a small one that may go later goes with the next."""
+        """Write a frame; with ``later``, a small frame is sent together with the next one."""
         frame = packed(kind, says, arrays, number=next(self._sent))
         is_small = frame.nbytes <= SMALL_BYTES
         if is_small:

@@ -126,7 +126,7 @@ def prompt_batch(rows: Sequence[Encoded], *, epoch: int | Sequence[int]) -> Batc
 def answered_batch(
     rows: Sequence[Encoded], *, epoch: int | Sequence[int], columns: Sequence[str] = ()
 ) -> Batch:
-    """Return answers to learn from: the fields of ``rollout_batch``, with a loss mask on answer and end token.
+    """Return answers to learn from: the fields of ``rollout_batch``, with a loss mask on answer and end.
 
     A row with two answers, a pair, becomes two rows: sample 0 is chosen, sample 1 rejected. Labelled rows
     have the field ``label`` [B] bool, which says whether the row's own answer, sample 0, is good.
