@@ -1,8 +1,8 @@
-"""Activations: what the units of a decoder say of some texts.
+"""Activations: record a decoder's activations on some texts.
 
 texts ─ tokens ─ model, one text at a time ─┬─ residual stream before every layer and after the last
-                                            ├─ what every output projection reads: heads
-                                            └─ what every down projection reads: feed-forward
+                                            ├─ inputs of every output projection: heads
+                                            └─ inputs of every down projection: feed-forward
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import choose_device, load_model
 
 MOST_TOKENS = 2_048
-"""Tokens that are looked at; units of as many as ten thousand are told apart by fewer."""
+"""Largest number of tokens to run; fewer suffice to distinguish up to ten thousand units."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Activations:
-    """What a decoder's units say of N tokens, float32."""
+    """Activations of a decoder on N tokens, float32."""
 
     residual: Sequence[Tensor]
     """[N, d] before each layer and after the last."""
@@ -36,11 +36,11 @@ class Activations:
 
 
 def activations(directory: Path, texts: Sequence[str]) -> Activations:
-    """What a decoder says of the first tokens of some texts.
+    """Return a decoder's activations on the first tokens of some texts.
 
     Args:
-        directory: of the model, which is loaded and let go.
-        texts: read in order until there are enough tokens.
+        directory: directory of the model, which is loaded for this call only.
+        texts: texts, read in order until there are enough tokens.
 
     Raises:
         DataError: there is no text.

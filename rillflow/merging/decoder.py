@@ -1,15 +1,16 @@
-"""Decoder: the units of one decoder put in the places of another's, so that the two can be averaged.
+"""Decoder: align the units of one decoder with those of another, so that their weights can be averaged.
 
     embed ─ R ─┬─ norm ─ q, k, v ─ heads ─ o ─┬─ norm ─ gate, up ─ F ─ down ─┬─ ... ─ norm ─ R ─ head
                └────────── residual ──────────┴────────── residual ──────────┘
 
-R   one transport for all that lies along the residual stream, since all layers add to it
-H   by layer: groups of heads, one a key/value head; within one its query heads, and the dims of its values.
-    Dims of queries and keys keep their order: rotary positions tell them apart.
-F   by layer: the units of the feed-forward layer
+R   one transport for the whole residual stream, since all layers add to it
+H   per layer: groups of heads, one per key/value head; within a group its query heads, and the dims of its
+    values. Dims of queries and keys keep their order: rotary positions depend on it.
+F   per layer: the units of the feed-forward layer
 
-By weights R begins with the embedding, whose tokens are the same in both; layers follow from R and R from
-them, a few times. By activations all follows from what the two say of the same texts (arXiv 2310.05719).
+By weights, R starts from the embedding, whose tokens are the same in both. Layers are then aligned given R,
+and R given the layers, for a few rounds. By activations, all transports follow from the activations of both
+models on the same texts (arXiv 2310.05719).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from rillflow.merging.parents import Parent, Stored
 from rillflow.merging.transport import Matching, distances, transport
 
 ROUNDS = 4
-"""How often, by weights, the residual stream and the layers are aligned by each other."""
+"""Number of rounds in which the residual stream and the layers are aligned by weights."""
 _NAME = re.compile(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)")
 _ALONG: Mapping[str, tuple[str, ...]] = {
     "embed_tokens.weight": ("", "R+"),
@@ -53,23 +54,23 @@ _ALONG: Mapping[str, tuple[str, ...]] = {
     "mlp.down_proj.weight": ("R+", "F-"),
     "mlp.down_proj.bias": ("R+",),
 }
-"""What lies along each dim of a weight, and whether the weight writes (+) or reads (-) it."""
+"""Units along each dim of a weight, and whether the weight writes (+) or reads (-) them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The heads of one decoder."""
+    """The attention heads of one decoder."""
 
     queries: int
-    """Query heads."""
+    """Number of query heads."""
     groups: int
-    """Key/value heads."""
+    """Number of key/value heads."""
     dims: int
     """Size of a head."""
 
     @staticmethod
     def of(parent: Parent) -> Heads:
-        """As the config says."""
+        """Return the heads that the config describes."""
         config = parent.config
         queries = int(config["num_attention_heads"])
         dims = config.get("head_dim") or int(config["hidden_size"]) // queries
@@ -79,12 +80,12 @@ class Heads:
 
 
 class Aligned:
-    """A decoder whose units stand where another's do; its weights are read like a parent's.
+    """A decoder with its units in another's order; its weights are read like a parent's.
 
     Args:
         parent: the decoder.
-        target: the other one.
-        moves: the transport of every kind of units: ``R``, and ``F0``, ``Q0``, ... by layer.
+        target: the other decoder.
+        moves: transport of every kind of units: ``R``, and ``F0``, ``Q0``, ... by layer.
     """
 
     def __init__(self, parent: Parent, target: Parent, moves: Mapping[str, Matching]) -> None:
@@ -92,23 +93,23 @@ class Aligned:
         self.weights: Mapping[str, Stored] = {
             name: replace(stored, dtype=parent.weights[name].dtype) for name, stored in target.weights.items()
         }
-        """Every weight, in the shape that the other has it."""
+        """Every weight, with the target's shape."""
         self._last: tuple[str, Tensor] | None = None
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """[count] the elements of a weight from ``first`` on, row after row."""
+        """Return [count] elements of a weight from ``first`` on, in row-major order."""
         if self._last is None or self._last[0] != name:
             self._last = None
             self._last = (name, self.whole(name).reshape(-1))
         return self._last[1][first : first + count]
 
     def whole(self, name: str) -> Tensor:
-        """A weight in its new shape."""
+        """Return a weight in its new shape."""
         return moved(name, self._parent.whole(name), self._moves)
 
 
 def moved(name: str, values: Tensor, moves: Mapping[str, Matching]) -> Tensor:
-    """A weight with the units along its dims moved, as far as there is a transport for them."""
+    """Return a weight with the units along its dims moved, for every dim that has a transport."""
     layer, along = units_of(name)
     for dim, kind in enumerate(along):
         found = moves.get(kind[:-1] if kind.startswith("R") else f"{kind[:-1]}{layer}") if kind else None
@@ -118,10 +119,10 @@ def moved(name: str, values: Tensor, moves: Mapping[str, Matching]) -> Tensor:
 
 
 def units_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """The layer of a weight, and what lies along its dims.
+    """Return the layer of a weight, and the units along its dims.
 
     Raises:
-        ModelError: that is not known.
+        ModelError: the weight is unknown.
     """
     match = _NAME.fullmatch(name)
     assert match is not None
@@ -135,10 +136,10 @@ def units_of(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def require_alignable(parent: Parent, target: Parent) -> None:
-    """Refuse two decoders that cannot be aligned.
+    """Raise ModelError for two decoders that cannot be aligned.
 
     Raises:
-        ModelError: a weight is of another kind, or heads or layers do not go together.
+        ModelError: a weight is of another kind, or heads or layers do not match.
     """
     for each in (parent, target):
         for name in each.weights:
@@ -162,7 +163,7 @@ def require_alignable(parent: Parent, target: Parent) -> None:
 
 
 def align_by_weights(parent: Parent, target: Parent, reg: float | None = None) -> Aligned:
-    """A decoder aligned to another by the distances of weights.
+    """Return a decoder aligned to another by the distances of weights.
 
     Raises:
         ModelError: as ``require_alignable``.
@@ -183,12 +184,12 @@ def align_by_weights(parent: Parent, target: Parent, reg: float | None = None) -
 def align_by_activations(
     parent: Parent, target: Parent, said: tuple[Activations, Activations], reg: float | None = None
 ) -> Aligned:
-    """A decoder aligned to another by what units say of the same tokens.
+    """Return a decoder aligned to another by the activations of units on the same tokens.
 
     Args:
         parent: the decoder.
-        target: the other one.
-        said: what each of the two says.
+        target: the other decoder.
+        said: activations of the two.
         reg: see ``transport``.
 
     Raises:
@@ -206,7 +207,7 @@ def align_by_activations(
 
 
 def layers_of(parent: Parent) -> list[str]:
-    """The numbers of a decoder's layers."""
+    """Return the numbers of a decoder's layers."""
     return sorted({layer for layer, _ in map(units_of, parent.weights) if layer}, key=int)
 
 
@@ -217,7 +218,7 @@ def _same(one: Matching | None, other: Matching) -> bool:
 
 
 def _residual_cost(parent: Parent, target: Parent, moves: Mapping[str, Matching]) -> Tensor:
-    """[d0, d1] between dims of the residual stream: all weights along it whose other dims are aligned."""
+    """Return distances [d0, d1] of residual-stream dims, over weights whose other dims are aligned."""
     cost: Tensor | None = None
     inner = {kind: found for kind, found in moves.items() if kind != "R"}
     for name in target.weights:
@@ -243,10 +244,10 @@ def _layer(
     said: tuple[Activations, Activations] | None,
     reg: float | None,
 ) -> dict[str, Matching]:
-    """The transports of one layer's units, given the residual stream's."""
+    """Return the transports of one layer's units, given the residual stream's."""
 
     def pair(part: str) -> tuple[Tensor, Tensor] | None:
-        """A weight of the layer in both, along the target's residual stream; None where there is none."""
+        """Return a weight of the layer in both, along the target's residual stream; None if there is none."""
         names = [name for name in target.weights if name.endswith(f"layers.{layer}.{part}")]
         if not names:
             return None
@@ -275,7 +276,7 @@ def _head_states(said: tuple[Activations, Activations], layer: int) -> tuple[Ten
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pairing:
-    """Two groups of heads, one a model, laid upon each other."""
+    """Two groups of heads, one per model, matched to each other."""
 
     cost: float
     queries: Matching
@@ -283,7 +284,7 @@ class _Pairing:
 
 
 _Pairings = list[list[_Pairing]]
-"""Of each group of one model with each of the other."""
+"""Pairings of each group of one model with each group of the other."""
 
 
 def _head_moves(
@@ -292,7 +293,7 @@ def _head_moves(
     states: tuple[Tensor, Tensor] | None,
     reg: float | None,
 ) -> dict[str, Matching]:
-    """The transports of a layer's queries, keys, values and what the output projection reads."""
+    """Return the transports of a layer's queries, keys, values and output projection inputs."""
     one, other = heads
     parts = {part: _by_head(pair, part, heads) for part in ("q", "k", "v", "o")}
     said = None
@@ -318,7 +319,7 @@ def _head_moves(
 def _by_head(
     pair: Callable[[str], tuple[Tensor, Tensor] | None], part: str, heads: tuple[Heads, Heads]
 ) -> tuple[Tensor, Tensor]:
-    """[groups, heads of one, dims, d1] of a projection in both models, its bias behind."""
+    """Return a projection of both models as [groups, heads per group, dims, d1], with its bias appended."""
     both, bias = pair(f"self_attn.{part}_proj.weight"), pair(f"self_attn.{part}_proj.bias")
     assert both is not None, "a decoder has projections"
     found = []
@@ -337,12 +338,12 @@ def _pairing(
     right: int,
     reg: float | None,
 ) -> _Pairing:
-    """How two groups fit: query heads first, then the dims of values under the outputs of those."""
+    """Match two groups: query heads first, then the dims of values given the matched outputs."""
     mine, theirs = ({part: both[i][g] for part, both in parts.items()} for i, g in ((0, left), (1, right)))
     if said is None:
         cost = distances(mine["q"].flatten(1), theirs["q"].flatten(1))
         keys = float((mine["k"] - theirs["k"]).square().sum())
-    else:  # what a head adds to the residual stream does not depend on the order of its dims
+    else:  # a head's contribution to the residual stream does not depend on the order of its dims
         added = [
             torch.einsum("nhd,hdr->hnr", each[:, group], of["o"]).flatten(1)
             for each, group, of in zip(said, (left, right), (mine, theirs), strict=True)
@@ -369,7 +370,7 @@ def _pairing(
 def _orders(
     order: list[int], pairings: list[list[_Pairing]], heads: tuple[Heads, Heads]
 ) -> dict[str, Matching]:
-    """Permutations of rows, from those of groups, of heads within them and of dims within these."""
+    """Return permutations of rows, from those of groups, of heads within them and of dims within these."""
     one, _ = heads
     size, dims = one.queries // one.groups, torch.arange(one.dims)
     found: dict[str, list[Tensor]] = {"Q": [], "K": [], "V": [], "O": []}
@@ -385,7 +386,7 @@ def _orders(
 
 
 def _plans(groups: Tensor, pairings: _Pairings, heads: tuple[Heads, Heads]) -> dict[str, Matching]:
-    """The same as plans: blocks of groups, in them blocks of heads, in them dims."""
+    """Return the same as plans: blocks of groups, containing blocks of heads, containing dims."""
     eye = torch.eye(heads[0].dims, dtype=torch.float64) / heads[0].dims
 
     def blocks(of: Callable[[_Pairing], Tensor]) -> Matching:

@@ -1,10 +1,10 @@
-"""Merge: several models' directories into one, tensor by tensor.
+"""Merge: merge several models' directories into one, tensor by tensor.
 
-    parents, base ─ opened, compared ─> layers ─ method looks at a layer ─┐
+    parents, base ─ opened, compared ─> layers ─ method reads a layer ────┐
                                            └──── a piece of every parent ─┴─ combine ─> stream ─> OUT
-    beside, in a thread: the SHA-256 of the parents' files ──────────────────────────> OUT/merge.json
+    concurrently, in a thread: the SHA-256 of the parents' files ────────────────────> OUT/merge.json
 
-Memory: a piece of every model, float64; with a transport the present weight of every aligned parent.
+Memory: a piece of every model, float64; with a transport also the current weight of every aligned parent.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from rillflow.merging.stream import copy_settings, new_directory, require_new, w
 from rillflow.models.model_files import layer_of
 
 METHODS = ("linear", "slerp", "ties", "dare", "ot", "greedy")
-"""What ``rillflow merge --method`` knows."""
+"""Methods of ``rillflow merge --method``."""
 TRIMS = ("tensor", "model")
-"""What ties keeps a share of: every tensor's changes, or those of the whole task vector, as the paper."""
+"""Scope of ties' trimming: the changes of each tensor, or of the whole task vector as in the paper."""
 OF_TASK_VECTORS = ("slerp", "ties", "dare")
-"""Methods that need the base which all parents were trained from."""
+"""Methods that need the base from which all parents were trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeSettings:
-    """How models are merged.
+    """Settings of a merge.
 
     Example:
         MergeSettings(method="ties", density=0.2)
@@ -47,20 +47,20 @@ class MergeSettings:
     method: str = "linear"
     """One of ``METHODS``."""
     weights: tuple[float, ...] | None = None
-    """One a parent, divided by their sum; equal ones if None."""
+    """One weight per parent, divided by their sum; equal ones if None."""
     density: float = 0.5
-    """The share of changes that ties and dare keep."""
+    """Share of changes that ties and dare keep."""
     scale: float = 1.0
-    """What ties and dare multiply the merged change with."""
+    """Factor of the merged change in ties and dare."""
     trim: str = "tensor"
-    """What ties keeps that share of: one of ``TRIMS``."""
+    """Scope of the share that ties keeps: one of ``TRIMS``."""
     seed: int = 0
-    """Of what dare drops."""
+    """Seed of the elements that dare drops."""
     reg: float | None = None
-    """Of ot: Sinkhorn's regularisation, in units of the mean cost; None for exact transport."""
+    """Sinkhorn's regularisation in ot, in units of the mean cost; None for exact transport."""
 
     def checked(self, count: int, *, has_base: bool, least: int = 2) -> MergeSettings:
-        """The same with weights that sum to 1; ``least`` is the fewest parents.
+        """Return valid settings whose weights sum to 1; ``least`` is the smallest number of parents.
 
         Raises:
             ConfigError: a value is out of range, or parents or base are missing.
@@ -109,19 +109,19 @@ def merge(
     said: Mapping[str, Any] | None = None,
     least: int = 2,
 ) -> Mapping[str, Any]:
-    """Write the model that is made of others; what its merge.json says.
+    """Write the merged model; return the content of its merge.json.
 
     Args:
-        parents: their directories.
-        out: the directory to write; it is not there yet.
-        settings: how.
-        base: the model that all parents were trained from, for methods of task vectors.
-        texts: for ot, to align by what the models say of them; none aligns by weights.
-        said: more for merge.json.
-        least: the fewest parents.
+        parents: directories of the parents.
+        out: directory to write; it must not exist.
+        settings: settings of the merge.
+        base: the model from which all parents were trained, for methods of task vectors.
+        texts: texts for ot, to align by the models' activations on them; without texts it aligns by weights.
+        said: further entries of merge.json.
+        least: smallest number of parents.
 
     Raises:
-        ConfigError: the settings cannot be used, or ``out`` is there.
+        ConfigError: the settings are invalid, or ``out`` exists.
         ModelError: the models cannot be merged.
         RunDirectoryError: ``out`` cannot be written.
     """
@@ -143,7 +143,7 @@ def merge(
 
 
 def _aligned(parents: Sequence[Parent], texts: Sequence[str], reg: float | None) -> list[Readable]:
-    """The parents with their units in the places of the last one's; one of them at a time is loaded."""
+    """Return the parents with units aligned to the last one's; at most one is loaded at a time."""
     from rillflow.merging.activations import activations
     from rillflow.merging.decoder import align_by_activations, align_by_weights, require_alignable
 
@@ -170,16 +170,16 @@ def write_merged(
     like: int = 0,
     said: Mapping[str, Any] | None = None,
 ) -> Mapping[str, Any]:
-    """Write what is made of opened parents; what its merge.json says.
+    """Write the merge of opened parents; return the content of its merge.json.
 
     Args:
         parents: the models.
-        aligned: their weights, or what an alignment makes of them; shapes are those of ``parents[like]``.
-        out: the directory to write.
-        settings: checked ones.
-        base: the model that all parents were trained from.
-        like: the parent whose config and tokeniser the merged model has.
-        said: more for merge.json.
+        aligned: their weights, or aligned versions of them; shapes are those of ``parents[like]``.
+        out: directory to write.
+        settings: valid settings from ``checked``.
+        base: the model from which all parents were trained.
+        like: index of the parent whose config and tokeniser the merged model gets.
+        said: further entries of merge.json.
 
     Raises:
         ModelError: a weight cannot be read, is not finite, or is an integer in which parents differ.
@@ -210,7 +210,7 @@ def write_merged(
 
 
 class _Merged:
-    """The numbers of the merged model, made as they are asked for."""
+    """The weights of the merged model, computed on demand."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class _Merged:
         self._method = _method(settings, partial(self._read, self._floats(kinds)))
 
     def pieces(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """The numbers of weights in their order, in the types that files have."""
+        """Yield the numbers of weights in order, with the dtypes of the files."""
         for _, layer in groupby(names, key=layer_of):
             inside = list(layer)
             combine = self._method(partial(self._read, self._floats(inside)))
@@ -265,7 +265,7 @@ class _Merged:
 
 
 def _method(settings: MergeSettings, model: Spans) -> Method:
-    """How layers are merged; ``model`` reads every float weight."""
+    """Return the merge method of the settings; ``model`` reads every float weight."""
     weights = settings.weights
     assert weights is not None, "the settings were not checked"
     match settings.method:
@@ -280,7 +280,7 @@ def _method(settings: MergeSettings, model: Spans) -> Method:
 
 
 def _type(name: str, parents: Sequence[Readable]) -> torch.dtype:
-    """The type that holds every parent's numbers of a weight."""
+    """Return the dtype that can hold a weight of every parent."""
     return reduce(torch.promote_types, (_stored(each, name).dtype for each in parents))
 
 

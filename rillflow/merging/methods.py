@@ -1,6 +1,6 @@
-"""Methods: what is made of the same piece of several models.
+"""Methods: combine the same piece of several models.
 
-    layer ── first look: angles, thresholds ──┐
+    layer ── first pass: angles, thresholds ──┐
     piece of parent 0, 1, ... and of the base ┴─ combine ─> the piece of the merged model
 
     linear  sum_i w_i x_i                                                       arXiv 2203.05482
@@ -8,8 +8,8 @@
     ties    b + s times the mean of the trimmed d_i that have the elected sign   arXiv 2306.01708
     dare    b + s sum_i w_i d_i m_i / p, m_i 1 with probability p                arXiv 2311.03099
 
-b is the base that all parents were trained from, d_i = x_i - b a task vector, w_i weights that sum to 1.
-Spans are float64 while they are combined: equal parents are given back bit for bit.
+b is the base from which all parents were trained, d_i = x_i - b a task vector, w_i weights that sum to 1.
+Spans are float64 while they are combined, so the merge of equal parents equals them bit for bit.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rillflow.errors import ConfigError
 from rillflow.formulas.counter import philox
 
 SMALL_ANGLE = 1e-4
-"""Radians from 0 or from half a turn within which slerp is a straight line."""
+"""Angle in radians to 0 or pi below which slerp interpolates linearly."""
 WHOLE = ""
-"""The name of the threshold that all weights of a model share."""
+"""Name of the threshold that all weights of a model share."""
 _WORD = 2**32
 
 
@@ -37,33 +37,34 @@ class Span:
     """The same elements of every model."""
 
     name: str
-    """The weight that they are of."""
+    """Name of their weight."""
     first: int
-    """The place of the first of them in the weight."""
+    """Index of the first element in the weight."""
     parents: Sequence[Tensor]
     """[n] float64 each."""
     base: Tensor | None = None
-    """[n] float64 of the base, where a method has one."""
+    """[n] float64 of the base, if the method uses one."""
 
     @property
     def changes(self) -> list[Tensor]:
-        """[n] each: what training changed, the parents' task vectors."""
+        """[n] each: the parents' task vectors."""
         assert self.base is not None, "a method of task vectors is given a base"
         return [parent - self.base for parent in self.parents]
 
 
 Spans = Callable[[], Iterator[Span]]
-"""Every piece of a layer, read anew at each call."""
+"""Iterates over every piece of a layer, read again at each call."""
 Combine = Callable[[Span], Tensor]
 Method = Callable[[Spans], Combine]
-"""Looks at a layer, and says how its pieces are combined."""
+"""Reads a layer, and returns the function that combines its pieces."""
 
 
 def normalised(weights: Sequence[float] | None, count: int) -> list[float]:
-    """The weights of so many parents, made to sum to 1; equal ones where none are given.
+    """Return the weights of ``count`` parents, divided by their sum; equal ones if None.
 
     Raises:
-        ConfigError: other than one a parent, not finite, or summing to 0 or less.
+        ConfigError: their number is not that of the parents, or they are not finite, or their sum is 0 or
+            less.
     """
     given = [1.0] * count if weights is None else list(weights)
     total = math.fsum(given)
@@ -83,7 +84,7 @@ def normalised(weights: Sequence[float] | None, count: int) -> list[float]:
 
 
 def linear(weights: Sequence[float]) -> Method:
-    """The weighted average (model soups, arXiv 2203.05482)."""
+    """Return the method that takes the weighted average (model soups, arXiv 2203.05482)."""
 
     def combine(piece: Span) -> Tensor:
         return _sum(weights, piece.parents)
@@ -92,10 +93,10 @@ def linear(weights: Sequence[float]) -> Method:
 
 
 def slerp(weights: Sequence[float]) -> Method:
-    """Task vectors turned towards each other, a layer at a time (WARP, arXiv 2406.16768, section 3.2).
+    """Return the method of spherical interpolation per layer (WARP, arXiv 2406.16768, section 3.2).
 
-    More than two are taken in turn: the k-th at l = w_k / (w_0 + ... + w_k). Since what is made of the ones
-    before is a sum of their task vectors, all angles follow from the products of each two of them.
+    More than two parents are merged in turn: the k-th at l = w_k / (w_0 + ... + w_k). Each intermediate
+    result is a sum of task vectors, so all angles follow from their pairwise products.
     """
 
     def of_layer(pieces: Spans) -> Combine:
@@ -115,10 +116,10 @@ def slerp(weights: Sequence[float]) -> Method:
 
 
 def slerp_shares(gram: Tensor, weights: Sequence[float]) -> list[float]:
-    """What each task vector is multiplied with.
+    """Return the factor of each task vector.
 
     Args:
-        gram: [M, M] float64, the products of each two task vectors.
+        gram: [M, M] float64, pairwise products of the task vectors.
         weights: [M] summing to 1.
     """
     shares = torch.zeros(len(weights), dtype=torch.float64)
@@ -140,17 +141,17 @@ def slerp_shares(gram: Tensor, weights: Sequence[float]) -> list[float]:
 
 
 def ties(weights: Sequence[float], density: float, scale: float, model: Spans | None = None) -> Method:
-    """Trimmed task vectors, averaged where they have the elected sign (arXiv 2306.01708).
+    """Return the method that averages trimmed changes with the elected sign (arXiv 2306.01708).
 
-    Each parent keeps its largest changes, a share of ``density``. The sign of their weighted sum is elected
-    for each element.
+    Each parent keeps its largest changes, a share of ``density``. The elected sign of each element is the
+    sign of the weighted sum of the kept changes.
 
     Args:
-        weights: one a parent, summing to 1.
+        weights: one per parent, summing to 1.
         density: the share of changes that a parent keeps.
-        scale: what the merged change is multiplied with.
-        model: every piece of the model, to keep this share of the whole task vector, as the paper does; it
-            is read twice. None: this share of every weight tensor.
+        scale: factor of the merged change.
+        model: every piece of the model, to trim the whole task vector as in the paper; it is read twice.
+            None: trim every weight tensor.
     """
     of_model = None if model is None else thresholds(model, density, together=True)
 
@@ -174,12 +175,12 @@ def ties(weights: Sequence[float], density: float, scale: float, model: Spans | 
 
 
 def thresholds(pieces: Spans, density: float, *, together: bool = False) -> dict[str, Tensor]:
-    """[M] float32 by weight: the least change that is among the largest, a share of ``density`` of them.
+    """Return [M] float32 by weight: the smallest change among the largest, which are a share of ``density``.
 
     ``together`` counts the changes of all weights as one vector, named ``WHOLE``.
 
-    Exact, and without a sort: the bits of a positive float32 are in the order of its size, so that the place
-    is found by counting their upper halves, then the lower halves under one upper half.
+    Exact, without a sort: the bits of positive float32 numbers have the order of their values. The position
+    is found by counting the upper halves, then the lower halves under one upper half.
     """
     high, sizes = dict[str, Tensor](), dict[str, int]()
     for piece in pieces():
@@ -204,7 +205,7 @@ def thresholds(pieces: Spans, density: float, *, together: bool = False) -> dict
 
 
 def _place(counts: Tensor, wanted: int) -> Tensor:
-    """[2] the bin in which the ``wanted``-th largest lies, and which one it is there, from the largest."""
+    """Return [2] the bin with the ``wanted``-th largest value, and its rank in the bin, from the largest."""
     above = counts.flip(0).cumsum(0)
     back = int(torch.searchsorted(above, wanted))
     before = int(above[back - 1]) if back else 0
@@ -212,14 +213,14 @@ def _place(counts: Tensor, wanted: int) -> Tensor:
 
 
 def _bits(piece: Span) -> Tensor:
-    """[M, n] int64: sizes of changes as the bits of float32."""
+    """Return [M, n] int64: absolute changes as the bits of float32."""
     return torch.stack(piece.changes).float().abs().view(torch.int32).long()
 
 
 def dare(weights: Sequence[float], density: float, scale: float, seed: int) -> Method:
-    """Task vectors of which elements are dropped at random, the others made larger (arXiv 2311.03099).
+    """Return the method that drops random changes and rescales the others (arXiv 2311.03099).
 
-    Which ones follows from (seed, weight's name, parent, place) alone, whatever is read at a time.
+    The dropped elements depend only on (seed, weight's name, parent, index), not on the piece size.
     """
 
     def combine(piece: Span) -> Tensor:
@@ -234,7 +235,7 @@ def dare(weights: Sequence[float], density: float, scale: float, seed: int) -> M
 
 
 def kept_elements(seed: int, piece: Span, parent: int, density: float) -> Tensor:
-    """[n] bool: which elements of a parent's piece stay; each with probability ``density``."""
+    """Return [n] bool: the elements of a parent's piece to keep, each with probability ``density``."""
     count = len(piece.parents[parent])
     assert piece.first % 4 == 0, "four elements have one counter"
     index = piece.first // 4 + torch.arange(-(-count // 4))
@@ -246,7 +247,7 @@ def kept_elements(seed: int, piece: Span, parent: int, density: float) -> Tensor
 
 
 def _sum(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:
-    """The weighted sum; what has weight 0 adds nothing."""
+    """Return the weighted sum; values with weight 0 are skipped."""
     found = torch.zeros_like(values[0])
     for weight, value in zip(weights, values, strict=True):
         if weight:

@@ -1,10 +1,10 @@
-"""Parents: the models that are merged, opened by their headers; numbers are read piece by piece.
+"""Parents: the models to merge, opened by their headers; weights are read piece by piece.
 
 directory ─┬─ config.json ──────── the same model? ─┐
-           ├─ tokeniser ────────── the same tokens? ─┼─> a Parent each, or an error that says what differs
-           └─ headers of weights ─ the same shapes? ─┘        └─ read(name, first, count) ─> numbers, checked
+           ├─ tokeniser ────────── the same tokens? ─┼─> a Parent each, or an error with the difference
+           └─ headers of weights ─ the same shapes? ─┘        └─ read(name, first, count) ─> checked numbers
 
-Files are read, not mapped, so a merge holds a piece of every parent and nothing else.
+Files are read, not memory-mapped, so a merge holds only one piece of every parent.
 """
 
 from __future__ import annotations
@@ -28,60 +28,60 @@ from rillflow.models.tensor_file import KINDS
 from rillflow.models.weight_files import check_weight_files, settings_in, unusable
 
 PIECE = 2**18
-"""Elements that are read of each parent at a time."""
+"""Number of elements read of each parent at a time."""
 _TYPES = {name: dtype for dtype, name in KINDS.items()}
 _SAYS_NOTHING = {
     *("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"),
     *("architectures", "pad_token_id", "bos_token_id", "eos_token_id"),
 }
-"""Settings of a config that change no weight's meaning."""
+"""Config settings that do not change the meaning of any weight."""
 WIDTHS = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
-"""Settings in which parents may differ where they are aligned first."""
+"""Settings in which parents may differ if they are aligned first."""
 _TOKENISER = "tokenizer.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Where one weight of a model is.
+    """The location of one weight of a model.
 
     Example:
         Stored(file=Path("m/model.safetensors"), dtype=torch.float32, shape=(4, 2), start=104)
     """
 
     file: Path
-    """The file of weights."""
+    """File of the weight."""
     dtype: torch.dtype
-    """The type of its elements."""
+    """Type of its elements."""
     shape: tuple[int, ...]
     """Its shape."""
     start: int
-    """The byte of the file at which it begins."""
+    """Offset of its first byte in the file."""
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class Readable(Protocol):
-    """Weights that are read piece by piece: a parent's, or what an alignment makes of them."""
+    """Weights that are read piece by piece: those of a parent, or aligned ones."""
 
     @property
     def weights(self) -> Mapping[str, Stored]:
-        """Every weight by name."""
+        """Location of every weight, by name."""
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """[count] the elements of a weight from ``first`` on, row after row."""
+        """Return [count] elements of a weight from ``first`` on, in row-major order."""
 
 
 class Parent:
-    """One model that is merged.
+    """One model of a merge.
 
     Args:
         directory: a plain Hugging Face directory with safetensors.
 
     Raises:
-        ModelError: it is none, or its weights are not numbers that can be merged.
+        ModelError: it is not a model directory, or its weights are not numbers that can be merged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -99,15 +99,15 @@ class Parent:
             )
         check_weight_files(str(directory))
         self.directory = directory
-        """Where it is."""
+        """Directory of the model."""
         self.config: dict[str, Any] = settings_in(directory / "config.json")
-        """What config.json says."""
+        """Content of config.json."""
         self.weights: Mapping[str, Stored] = _headers(directory)
-        """Every weight by its name in the files."""
+        """Location of every weight, by its name in the files."""
         self._open: dict[Path, int] = {}
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """[count] the elements of a weight from ``first`` on, row after row.
+        """Return [count] elements of a weight from ``first`` on, in row-major order.
 
         Raises:
             ModelError: the file cannot be read any more, or has numbers that are not finite.
@@ -130,7 +130,7 @@ class Parent:
         return found
 
     def whole(self, name: str) -> Tensor:
-        """A weight in its shape."""
+        """Return a weight in its shape."""
         stored = self.weights[name]
         return self.read(name, 0, stored.size).view(stored.shape)
 
@@ -140,7 +140,7 @@ class Parent:
             os.close(self._open.popitem()[1])
 
     def digest(self) -> dict[str, str]:
-        """The SHA-256 of every file of weights, as ``sha256sum`` prints it."""
+        """Return the SHA-256 of every file of weights, as ``sha256sum`` prints it."""
         found = {}
         for file in sorted({stored.file for stored in self.weights.values()}):
             with file.open("rb") as opened:
@@ -160,14 +160,14 @@ class Parent:
 
 
 def open_parents(directories: Sequence[Path], *, widths: bool = False) -> list[Parent]:
-    """Open the parents of a merge, which are models of one kind with the same tokens.
+    """Open the parents of a merge, which must have one architecture and the same tokens.
 
     Args:
-        directories: theirs.
+        directories: directories of the parents.
         widths: whether they may differ in width, because they are aligned first.
 
     Raises:
-        ModelError: one cannot be read, or they differ in what cannot be merged; the message says in what.
+        ModelError: a parent cannot be read, or two cannot be merged; the message names the difference.
     """
     parents = [Parent(directory) for directory in directories]
     for other in parents[1:]:
@@ -176,7 +176,7 @@ def open_parents(directories: Sequence[Path], *, widths: bool = False) -> list[P
 
 
 def require_alike(one: Parent, other: Parent, *, widths: bool = False) -> None:
-    """Refuse two models that cannot be merged.
+    """Raise ModelError for two models that cannot be merged.
 
     Raises:
         ModelError: as ``open_parents``.
@@ -217,7 +217,7 @@ def _shape_fix(key: str, widths: bool) -> str:
 
 
 def _follows_widths(key: str) -> bool:
-    """Whether a setting says how wide a model is in another way."""
+    """Return whether a setting depends on the width of a model."""
     return key in ("rope_parameters", "rope_scaling", "layer_types", "max_window_layers")
 
 
@@ -253,13 +253,13 @@ def _require_same_tokens(one: Parent, other: Parent) -> None:
 
 
 def _headers(directory: Path) -> dict[str, Stored]:
-    """Every weight of the directory's files, in their order."""
+    """Return the location of every weight of the directory's files, in their order."""
     index, found = directory / "model.safetensors.index.json", dict[str, Stored]()
     listed = set(settings_in(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     for name in sorted(listed):
         file = directory / name
         try:
-            with safe_open(file, framework="np"):  # the library looks whether the file is whole
+            with safe_open(file, framework="np"):  # the library checks that the file is complete
                 pass
             with file.open("rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")

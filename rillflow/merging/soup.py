@@ -1,9 +1,9 @@
-"""Soup: parents added one by one, as long as what is held out does not get worse.
+"""Soup: add parents one by one while the score on held-out rows does not drop.
 
-    scores of the parents ─ sorted ─> best ─ and the next: average of both ─ scored ─┬─ not lower: kept
-                                                                                     └─ lower: left out
+    scores of the parents ─ sorted ─> best ─ add the next: average ─ scored ─┬─ not lower: kept
+                                                                             └─ lower: left out
 
-Source: greedy soups, arXiv 2203.05482, algorithm 1. Each parent that is kept counts once.
+Source: greedy soups, arXiv 2203.05482, algorithm 1. Each kept parent has the same weight.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from rillflow.merging.merge import MergeSettings, merge
 from rillflow.merging.stream import require_new
 
 Score = Callable[[Path], float]
-"""How good a model's directory is on held-out rows; more is better."""
+"""Returns the score of a model's directory on held-out rows; higher is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What came of one parent."""
+    """The result of one parent."""
 
     parent: Path
-    """Its directory."""
+    """Directory of the parent."""
     alone: float
-    """Its own score."""
+    """Score of the parent alone."""
     together: float
-    """The score of the average with those that were kept before."""
+    """Score of its average with the parents kept before."""
     is_kept: bool
     """Whether it is in the soup."""
 
 
 def greedy_soup(parents: Sequence[Path], out: Path, score: Score) -> Mapping[str, Any]:
-    """Write the average of those parents that do not lower the score; what its merge.json says.
+    """Write the average of the parents that do not lower the score; return the content of its merge.json.
 
     Args:
-        parents: their directories.
-        out: the directory to write; it is not there yet.
-        score: is asked for every parent, and for every average that is tried.
+        parents: directories of the parents.
+        out: directory to write; it must not exist.
+        score: called for every parent, and for every average that is tried.
 
     Raises:
-        ConfigError: fewer than two parents, or ``out`` is there.
-        ModelError: the models cannot be merged, or a score is not a number.
+        ConfigError: fewer than two parents, or ``out`` exists.
+        ModelError: the models cannot be merged, or a score is not finite.
     """
     MergeSettings().checked(len(parents), has_base=False)
     require_new(out)

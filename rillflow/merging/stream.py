@@ -1,10 +1,10 @@
-"""Stream: the merged model's directory, written while its numbers are made.
+"""Stream: write the merged model's directory while its weights are computed.
 
-names, types, shapes ─ shards ─> a header a file ─┐
-pieces, one after the other ──────────────────────┴─> .OUT.draft/ ─ fsync ─ rename ─> OUT
+names, types, shapes ─ shards ─> one header per file ─┐
+pieces, one after the other ──────────────────────────┴─> .OUT.draft/ ─ fsync ─ rename ─> OUT
 
-A merge that fails or is killed leaves nothing under the name that was asked for. A draft that a killed one
-left is taken away by the next.
+A merge that fails or is killed leaves nothing under the requested name. The next merge to the same name
+removes the draft of a killed one.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from rillflow.models.tensor_file import header
 from rillflow.observe.durable import flush, publish_folder, write_error, write_flushed
 
 MERGE = "merge.json"
-"""What the merged model's directory says of where it is from."""
+"""File in the merged model's directory that records its origin."""
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _NOT_COPIED = (MERGE, "model.safetensors.index.json", "config.json")
 
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """A draft that gets its name when the block ends without an error.
+    """Yield a draft folder that gets its final name when the block ends without an error.
 
     Raises:
-        ConfigError: there is something of this name.
+        ConfigError: the name is taken.
         RunDirectoryError: it cannot be written.
     """
     require_new(out)
@@ -55,10 +55,10 @@ def new_directory(out: Path) -> Iterator[Path]:
 
 
 def require_new(out: Path) -> None:
-    """Refuse a directory that is there.
+    """Raise ConfigError if a directory exists.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: it exists.
     """
     if out.exists():
         raise ConfigError(f"{out} is there already", why="nothing is written over", fix="name another")
@@ -73,8 +73,8 @@ def write_weights(
 
     Args:
         draft: the directory.
-        weights: type and shape of each.
-        pieces: the numbers of some weights in this order, in pieces of their types.
+        weights: type and shape of each weight.
+        pieces: yields the numbers of some weights in the given order, in pieces of their types.
 
     Raises:
         OSError: the disk fails.
@@ -97,7 +97,7 @@ def write_weights(
 
 
 def copy_settings(source: Path, config: Mapping[str, Any], draft: Path) -> None:
-    """Put beside the weights what a model's directory says: config, tokeniser, templates.
+    """Copy the other files of a model's directory next to the weights: config, tokeniser, templates.
 
     Raises:
         OSError: the disk fails.
@@ -111,7 +111,7 @@ def copy_settings(source: Path, config: Mapping[str, Any], draft: Path) -> None:
 
 
 def write_merge(draft: Path, said: Mapping[str, Any]) -> None:
-    """Say how the model was made.
+    """Write merge.json, which records how the model was made.
 
     Raises:
         OSError: the disk fails.

@@ -1,11 +1,11 @@
-"""Transport: which units of one model are which units of another, as optimal transport.
+"""Transport: match the units of one model to those of another by optimal transport.
 
     units of 0: features [n0, f] ─┐ squared distances     POT           columns sum to 1 ─> weights that write
     units of 1: features [n1, f] ─┴─ [n0, n1] ─────────> plan [n0, n1] ─ rows sum to 1 ───> weights that read
 
-Exact transport between equally many units is a permutation. Between n0 and n1 units it is rectangular: a unit
-of model 1 is the average of those that are moved to it, and what reads a unit of model 0 is shared out over
-the units that it was moved to. Source: arXiv 1910.05653; where widths are equal the two are one.
+Exact transport between equal numbers of units is a permutation. Between n0 and n1 units it is rectangular: a
+unit of model 1 is the average of the units that are moved to it, and the weights that read a unit of model 0
+are divided among the units that it is moved to. Source: arXiv 1910.05653; for equal widths the two agree.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ _ITERATIONS = 300
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Matching:
-    """Where the units of one model go in another: exactly one of ``order`` and ``plan`` is there.
+    """A matching of the units of one model to another's: exactly one of ``order`` and ``plan`` is set.
 
     Example:
         Matching(order=torch.tensor([1, 0]))
     """
 
     order: Tensor | None = None
-    """[n1] int64: which unit of model 0 stands at each place of model 1, where it is a permutation."""
+    """[n1] int64: the unit of model 0 for each unit of model 1, if the matching is a permutation."""
     plan: Tensor | None = None
-    """[n0, n1] float64: how much of each unit goes where."""
+    """[n0, n1] float64: the mass of each unit that moves to each other unit."""
 
     def averaged(self, values: Tensor, dim: int) -> Tensor:
-        """What writes units, such as a layer's outputs: each new unit is an average of old ones."""
+        """Move units in weights that write them, such as outputs: each new unit averages old ones."""
         if self.order is not None:
             return values.index_select(dim, self.order)
         assert self.plan is not None
         return _along(values, dim, self.plan / self.plan.sum(0, keepdim=True).clamp_min(1e-300))
 
     def shared(self, values: Tensor, dim: int) -> Tensor:
-        """What reads units, such as a layer's inputs: each old unit's weight is shared out over new ones."""
+        """Move units in weights that read them, such as inputs: old units are divided among new ones."""
         if self.order is not None:
             return values.index_select(dim, self.order)
         assert self.plan is not None
         return _along(values, dim, self.plan / self.plan.sum(1, keepdim=True).clamp_min(1e-300))
 
     def dense(self) -> Tensor:
-        """[n0, n1] float64: the plan, whose sum is 1."""
+        """Return the plan [n0, n1] float64, whose sum is 1."""
         if self.plan is not None:
             return self.plan
         assert self.order is not None
@@ -61,7 +61,7 @@ class Matching:
 
 
 def transport(cost: Tensor, reg: float | None = None) -> Matching:
-    """The cheapest transport between units of equal mass.
+    """Return the cheapest transport between units of equal mass.
 
     Args:
         cost: [n0, n1] float64.
@@ -83,7 +83,7 @@ def transport(cost: Tensor, reg: float | None = None) -> Matching:
 
 
 def distances(one: Tensor, other: Tensor) -> Tensor:
-    """[n0, n1] float64: squared distances between the rows of [n0, f] and of [n1, f]."""
+    """Return squared distances [n0, n1] float64 between the rows of [n0, f] and of [n1, f]."""
     one, other = one.double(), other.double()
     lengths = one.square().sum(1)[:, None] + other.square().sum(1)[None]
     return (lengths - 2 * one @ other.T).clamp_min_(0)
@@ -111,18 +111,18 @@ def fuse(
     activation: Callable[[Tensor], Tensor] = torch.relu,
     reg: float | None = None,
 ) -> list[Dense]:
-    """One network of several: the hidden units of all aligned to the last one's, then averaged.
+    """Fuse several networks: align all hidden units to the last network's, then average.
 
     Args:
-        networks: of equally many layers, with the same inputs and outputs; widths between may differ.
-        weights: one a network, divided by their sum; equal ones if None.
-        inputs: [N, in] to compare units by what they say of them; None compares incoming weights.
+        networks: networks of equal depth, with the same inputs and outputs; inner widths may differ.
+        weights: one per network, divided by their sum; equal ones if None.
+        inputs: [N, in] to compare units by their activations; None compares incoming weights.
         activation: between the layers.
         reg: see ``transport``.
 
     Raises:
-        ModelError: the networks have other numbers of layers, inputs or outputs.
-        ConfigError: weights or ``reg`` cannot be used; POT is not installed.
+        ModelError: the networks differ in the number of layers, inputs or outputs.
+        ConfigError: weights or ``reg`` are invalid; POT is not installed.
     """
     from rillflow.merging.methods import normalised
 
@@ -149,7 +149,7 @@ def align(
     activation: Callable[[Tensor], Tensor] = torch.relu,
     reg: float | None = None,
 ) -> list[Dense]:
-    """``one`` with its hidden units in the places of those of ``other``; see ``fuse``."""
+    """Return ``one`` with its hidden units in the order of ``other``; see ``fuse``."""
     found, before = list[Dense](), Matching(order=torch.arange(one[0].weight.shape[1]))
     said = [None, None] if inputs is None else [inputs.double(), inputs.double()]
     for place, (mine, theirs) in enumerate(zip(one, other, strict=True)):
@@ -195,7 +195,7 @@ def _require_same_ends(one: Network, other: Network) -> None:
 
 
 def _permutation(plan: Tensor) -> Matching | None:
-    """The same as an order, where every unit goes to one place whole."""
+    """Return the plan as a permutation if each unit moves as a whole to one place, else None."""
     count = len(plan)
     if plan.shape != (count, count) or not bool((plan.amax(0) * count > 0.999).all()):
         return None
@@ -204,7 +204,7 @@ def _permutation(plan: Tensor) -> Matching | None:
 
 
 def _along(values: Tensor, dim: int, matrix: Tensor) -> Tensor:
-    """The units along a dim, mixed by [n0, n1]."""
+    """Mix the units along a dim by a matrix [n0, n1]."""
     found: Tensor = torch.tensordot(values.double().movedim(dim, -1), matrix, dims=1)
     return found.movedim(-1, dim)
 
