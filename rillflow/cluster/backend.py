@@ -106,7 +106,7 @@ class RankDied(ClusterError):
 
 
 class Backend(Protocol):
-    """Runs calls on the ranks of pools."""
+    """Interface for running calls on the ranks of pools."""
 
     traffic: Traffic
     """Traffic since the start."""

@@ -209,7 +209,7 @@ class Client:
         self._ask(Kind.DONE, request, arrays | _given(IDS, ids) | _given(TOKENS, tokens))
 
     def give_back(self, taken: Taken) -> None:
-        """Return the groups that are not done, for other workers to take."""
+        """Release the unfinished groups, so that other workers can take them."""
         self._ask(Kind.RETURN, {"stream": taken.stream, "lease": taken.lease})
 
     def drop(self, stream: str, ids: Sequence[int] | Tensor, reason: str) -> None:
@@ -232,7 +232,7 @@ class Client:
         return self._schemas[stream]
 
     def close(self) -> None:
-        """End the connection; groups that are not done are returned."""
+        """End the connection; unfinished groups become ready again."""
         for each in {self._tables, self._near, *self._fetching.values()}:
             each.close()
 

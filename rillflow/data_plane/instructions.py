@@ -20,7 +20,7 @@ class Begun:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Lease:
-    """Groups assigned to a holder until it is done with them, dies, or passes the deadline."""
+    """Groups held by one worker until it is done with them, dies, or passes the deadline."""
 
     number: int
     """Number of the lease, unique in the table."""
@@ -31,7 +31,7 @@ class Lease:
     since: float
     """Time of the lease."""
     deadline: float
-    """Time when the groups return."""
+    """Time at which the groups become ready again."""
     ids: Ids
     """[N] group numbers, in begin order."""
     rows: Ids

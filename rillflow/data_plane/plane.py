@@ -302,7 +302,7 @@ class Plane:
         self._obey(request.stream, out)
 
     def give_back(self, request: Return, holder: str) -> None:
-        """End a lease and return its groups."""
+        """End a lease; its groups become ready again."""
         table = self.table(request.stream)
         if (lease := table.lease(request.lease, np.zeros(0, np.int64))).holder != holder:
             raise StreamError(f"{holder} returns lease {request.lease}", why=f"it is {lease.holder}'s")
@@ -346,7 +346,7 @@ class Plane:
                 await self._elsewhere[home.store].give_up(home.there)
 
     def died(self, holder: str) -> None:
-        """Return the leases of a lost holder, and remove its reservations."""
+        """Release the leases and remove the reservations of a lost holder."""
         for name, stream in self._streams.items():
             self._obey(name, stream.table.died(holder, self._clock()))
         self._homes.pop(holder, None)

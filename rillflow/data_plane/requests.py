@@ -78,7 +78,7 @@ class Done(_Request):
 
 
 class Return(_Request):
-    """Return a lease's groups without completing them."""
+    """Release a lease's groups without completing them."""
 
     stream: Name = Field(description="whose")
     lease: int = Field(description="that ends")

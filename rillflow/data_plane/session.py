@@ -84,7 +84,7 @@ class Session:
             raise
 
     def end(self) -> None:
-        """Return the leases of the holder and free its reservations."""
+        """Release the leases and the reservations of the holder."""
         self._plane.died(self._holder)
 
     async def _answer(self, message: Message) -> Message:

@@ -161,7 +161,7 @@ class Table:
             count: largest number of groups.
             holder: name of the holder.
             now: the time.
-            deadline: time when the groups return.
+            deadline: time at which the groups become ready again.
             least: smallest number of groups; fewer only if a closed stream has no more.
             tokens: limit of the groups' total tokens, except for a single group.
             least_version: groups whose oldest token is from an older policy version are dropped.

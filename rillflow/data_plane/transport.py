@@ -48,7 +48,7 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """End the connection; the holder's groups return."""
+        """End the connection; the holder's groups become ready again."""
 
 
 class Socket:

@@ -63,7 +63,7 @@ class _Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class RowCells:
-    """Runs a function row by row, each row in a cell."""
+    """Runner of a function that puts each row in a cell."""
 
     rules: CellRules
     """Rules of the cells."""
