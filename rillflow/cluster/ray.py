@@ -55,7 +55,7 @@ from rillflow.observe.environment import usable_cores
 MAX_ARGUMENT_BYTES = 16 * 2**20
 """Largest size of an option; larger data must travel as batches."""
 MAX_BESIDE = 32
-"""References sent with every call; a longer table goes to the object store once for all ranks."""
+"""Largest number of references sent with a call; more go to the object store, once for all ranks."""
 _CLOSE_S = 3.0
 """Seconds that ranks have to close their resources before they are killed."""
 _START_S = 60.0
