@@ -284,7 +284,7 @@ class Table:
             self._note(now, "closed", np.arange(0))
         return [Ready(stage=stage) for stage in self._stages]
 
-    # Questions
+    # Queries
 
     def lease(self, number: int, ids: Ids) -> Lease:
         """Return the lease that has all of these groups.
@@ -362,7 +362,7 @@ class Table:
         found = self._blame(self.oldest, places[0], now) if places else "the store has not cleared it"
         return f"{self.story(self.oldest)}; {found}"
 
-    # Inside
+    # Internals
 
     def _place(self, stage: str) -> int:
         if stage not in self._stages:

@@ -198,7 +198,7 @@ class Loop:
                 self._progress.note(f"{what}; saving what is whole first")
                 try:  # running or stuck ranks may take a while
                     self._rescue(phase, cut)
-                except Exception as second:  # noqa: BLE001  what ended the run is the first error
+                except Exception as second:  # noqa: BLE001  the first error ended the run
                     self._progress.note(f"no checkpoint could be written after the error: {second}")
             kept, lost = self._saved_step, self._place.step - self._saved_step
             again = f"; {lost} steps after it are made again" if lost else ""

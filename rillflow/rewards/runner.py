@@ -217,7 +217,7 @@ def _status_of(run: Callable[[], None]) -> int:
             return int(ended.code or 0) & 0xFF
         sys.stderr.write(f"{ended.code}\n")
         return 1
-    except BaseException as error:  # noqa: BLE001  the supervision boundary: a program may raise anything
+    except BaseException as error:  # noqa: BLE001  a program may raise any error
         own = error.__traceback__
         while own is not None and own.tb_frame.f_code.co_filename != _FILE:
             own = own.tb_next
