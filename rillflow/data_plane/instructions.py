@@ -57,7 +57,7 @@ class Delete:
     ids: Ids
     """[N] group numbers."""
     is_unread: bool
-    """Whether no reader can have them mapped: False if a holder of one of the groups was lost."""
+    """Whether no reader can have them mapped: False if a lease on one of the groups ended early."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -30,7 +30,7 @@ class Hello(_Request):
 
 
 class Create(_Request):
-    """Create a stream; creating it again with the same columns and stages has no effect."""
+    """Create a stream; creating it again with the same columns, stages and capacity has no effect."""
 
     stream: Name = Field(description="its name")
     columns: dict[str, ColumnType] = Field(description="by name")

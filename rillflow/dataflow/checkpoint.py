@@ -11,7 +11,7 @@
 
 Ranks write and hash the large files (roles.saving) while they train on; the controller reads none of them. A
 checkpoint is written to a draft folder, flushed to disk, and renamed once the manifest exists. A reader takes
-the newest checkpoint of its own run whose files match the manifest, and warns about each one that does not
+the newest checkpoint of its own run whose files match the manifest, and warns about newer ones that do not
 match. The number of complete checkpoints never drops while a new one is written.
 """
 

@@ -106,7 +106,7 @@ class HardBound(Generic[GroupT]):
         return []
 
     def more(self, count: int) -> list[GroupT]:
-        """Return further groups for the last batch, earliest due first; none until all are complete."""
+        """Return further groups for the last batch, earliest due first; none until ``count`` are complete."""
         if sum(map(len, self._ready.values())) < count:
             return []
         taken: list[GroupT] = []
@@ -184,7 +184,7 @@ class MeanBound(HardBound[GroupT]):
         return taken
 
     def more(self, count: int) -> list[GroupT]:
-        """Return further groups for the last batch; none until all are complete."""
+        """Return further groups for the last batch; none until ``count`` are complete."""
         if len(self._queue) < count:
             return []
         self._alive -= count

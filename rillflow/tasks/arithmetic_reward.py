@@ -1,6 +1,6 @@
 """Reward of the arithmetic task: 1 for the exact answer, 0 for anything else.
 
-It runs in a child process that imports nothing else from Rillflow.
+It is loaded by path in a child process, and imports nothing from Rillflow.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reward of reasoning-gym tasks: the data set's own score of an answer.
 
-It runs in a child process that imports nothing else from Rillflow.
+It is loaded by path in a child process, and imports nothing from Rillflow.
 """
 
 from __future__ import annotations

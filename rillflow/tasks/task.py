@@ -43,7 +43,7 @@ class Task(Generic[RowOut]):
     train: tuple[RowOut, ...]
     """Rows to train on."""
     held_out: tuple[RowOut, ...]
-    """Rows for evaluation, in random order: any first part of them is an unbiased sample."""
+    """Rows for evaluation; drawn rows are in random order, so any first part of them is a random sample."""
     left_out: int
     """Training rows removed because the same row is held out."""
     shared_prompts: int
