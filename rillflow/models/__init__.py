@@ -3,7 +3,7 @@
     ModelConfig ─┬─ load_model ────────> LanguageModel ─┬─ save_model ─> a plain directory
                  └─ load_scalar_model ─> ScalarModel ───┘
 
-Either holds module, tokenizer and context.
+Both hold module, tokenizer and context.
 
 The only package that imports transformers and tokenizers.
 """

@@ -1,16 +1,16 @@
-"""Adapters: LoRA and its kin beside the linear layers of a frozen decoder, in PEFT's directory format.
+"""Adapters: LoRA, rsLoRA and DoRA for the linear layers of a frozen decoder, in PEFT's directory format.
 
     x ─┬─ linear, frozen: W x + b ────────────────┬─ + ─> y        LoRA     s = alpha / r     arXiv 2106.09685
        └─ down [r, in] ─> up [out, r] ─ times s ──┘                rsLoRA   s = alpha / √r    arXiv 2312.03732
                                                                    DoRA     below             arXiv 2402.09353
 
-    DoRA: each output of the sum, its bias aside, times m / |row of W + s up down|, the length a constant
+    DoRA: each output without bias, times m / |row of W + s up down|; the norm is a constant in the gradient
 
-    recipe: adapter = {...} ─> attach: down random, up 0: the model says what it said     ┐
+    recipe: adapter = {...} ─> attach: down random, up 0: outputs are unchanged         ┐
     directory ─ adapter_config.json ─> base, attach; adapter_model.safetensors ─> slices  ┘ base frozen
 
-An adapted layer keeps its name and its weights theirs; the adapter stands beside it, as ``NAME_adapter``.
-So what cuts, shards or samples a model finds the base as it knows it, and two small linear layers more.
+An adapted layer and its weights keep their names; the adapter is a sibling module named ``NAME_adapter``. So
+code that splits, shards or samples a model sees the usual base, and two more small linear layers.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from rillflow.models.scalar_head import head_of, head_weights
 from rillflow.models.unread import Read, Source, read_slice
 
 ADAPTER = "_adapter"
-"""What the name of an adapter has after its layer's."""
+"""Suffix of an adapter's name after the name of its layer."""
 _PREFIX = "base_model.model."
 _NAMES = {"down.weight": "lora_A.weight", "up.weight": "lora_B.weight", "length": "lora_magnitude_vector"}
-"""What files call the parts."""
+"""Names of an adapter's tensors in files."""
 
 
 class Adapter(nn.Module):
-    """What is learned beside one linear layer, on the meta device until it is read.
+    """Trained parameters for one linear layer, on the meta device until they are loaded.
 
     Args:
         linear: the layer.
         config: size and kind.
-        dtype: of its numbers.
+        dtype: dtype of the parameters.
     """
 
     def __init__(self, linear: nn.Linear, config: AdapterConfig, dtype: torch.dtype) -> None:
@@ -61,7 +61,7 @@ class Adapter(nn.Module):
             self.length = nn.Parameter(torch.empty(linear.out_features, device="meta", dtype=dtype))
 
     def forward(self, linear: nn.Linear, states: Tensor, found: Tensor) -> Tensor:
-        """What the layer found [..., out] for states [..., in], with the adapter's share."""
+        """Return the layer's output ``found`` [..., out] for ``states`` [..., in], plus the adapter's."""
         share: Tensor = self.up(self.down(states)) * self.scale
         if self.length is None:
             return found + share
@@ -72,17 +72,17 @@ class Adapter(nn.Module):
         return scaled
 
     def merged_weight(self, linear: nn.Linear) -> Tensor:
-        """[out, in] the layer's weight with the product of the adapter's, before DoRA's lengths."""
+        """Return [out, in] the layer's weight plus the adapter's product, before DoRA's scaling."""
         base = full_weight(linear, self.down.weight.dtype)
         whole: Tensor = base + self.scale * (self.up.weight @ self.down.weight)
         return whole
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with an adapter beside; its hooks see the layer alone."""
+    """A linear layer with an adapter; the layer's hooks see only the layer's own output."""
 
     beside: tuple[Adapter]
-    """In a tuple, so that it is no part of the layer: its names stay apart from the layer's."""
+    """The adapter, in a tuple so that it is not a submodule and its names stay apart from the layer's."""
 
     def __call__(self, states: Tensor) -> Tensor:
         found: Tensor = super().__call__(states)
@@ -91,7 +91,7 @@ class AdaptedLinear(nn.Linear):
 
 
 class AdaptedInt8Linear(AdaptedLinear, Int8Linear):
-    """The same beside a weight of 8 bits."""
+    """A linear layer with an int8 weight and an adapter."""
 
 
 _JOINED: dict[type[nn.Linear], type[AdaptedLinear]] = {
@@ -101,7 +101,7 @@ _JOINED: dict[type[nn.Linear], type[AdaptedLinear]] = {
 
 
 def join(linear: nn.Linear, adapter: Adapter) -> None:
-    """Let a layer's outputs have its adapter's share."""
+    """Add the adapter's output to the layer's."""
     kind = type(linear)
     linear.__class__ = _JOINED.get(kind) or type(kind.__name__, (AdaptedLinear, kind), {})
     assert isinstance(linear, AdaptedLinear)
@@ -109,19 +109,19 @@ def join(linear: nn.Linear, adapter: Adapter) -> None:
 
 
 def adapted(module: nn.Module) -> dict[str, AdaptedLinear]:
-    """The layers that have an adapter, by name."""
+    """Return the layers that have an adapter, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, AdaptedLinear)}
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
+    """Return whether a parameter of this name belongs to an adapter."""
     return f"{ADAPTER}." in name
 
 
 def attach(module: Any, config: AdapterConfig) -> None:
-    """Freeze a decoder but for a scalar head, and put an adapter beside every layer that the config names.
+    """Freeze a decoder except a scalar head, and add an adapter to every layer that the config names.
 
-    Of an int8 base all linear layers of the body are kept so, those without an adapter too.
+    With an int8 base, all linear layers of the body become int8, also those without an adapter.
 
     Raises:
         ModelError: the decoder has no such layer.
@@ -153,13 +153,13 @@ def attach(module: Any, config: AdapterConfig) -> None:
 
 
 def file_name(name: str) -> str:
-    """What files call a parameter of an adapter, or of a head that is trained beside."""
+    """Return the name in files of an adapter's parameter, or of a trained head's."""
     layer, beside, kind = name.partition(f"{ADAPTER}.")
     return f"{_PREFIX}{layer}.{_NAMES[kind]}" if beside else f"{_PREFIX}{name}"
 
 
 def trained_beside(module: Any) -> dict[str, Tensor]:
-    """What is trained of a frozen module: its adapters, and a scalar head; not copies."""
+    """Return the trained parameters of a frozen module, without copies: its adapters, and a scalar head."""
     head = frozenset[str]() if module.get_output_embeddings() is not None else head_weights(module)
     return {
         name: each.detach() for name, each in module.named_parameters() if is_adapter(name) or name in head
@@ -167,9 +167,9 @@ def trained_beside(module: Any) -> dict[str, Tensor]:
 
 
 def adapter_weights(module: Any, base: Source, adapter: AdapterSource, seed: int) -> Source:
-    """The weights of a decoder and of its adapters: those of a directory, or new ones.
+    """Return the weights of a decoder and its adapters; the adapters are read from a directory, or new.
 
-    New ones: ``down`` uniform as PEFT draws it, ``up`` 0, ``length`` the rows' of the layer.
+    New adapters: ``down`` uniform as in PEFT, ``up`` 0, ``length`` the norms of the layer's rows.
 
     Raises:
         ModelError: the directory has no such file, or adapters of another shape or layer.
@@ -208,7 +208,7 @@ def _drawn(name: str, kind: str, shape: torch.Size, seed: int) -> Tensor:
 
 
 def _held(directory: Path, module: Any) -> dict[str, Read]:
-    """How what a directory has of a module's adapters, and of its head, is read."""
+    """Return readers of a directory's adapter weights, and of its head's, by name in the module."""
     path = directory / WEIGHTS
     wanted = {file_name(name): (name, list(tensor.shape)) for name, tensor in trained_beside(module).items()}
     try:
@@ -234,7 +234,7 @@ def _held(directory: Path, module: Any) -> dict[str, Read]:
 
 
 def write_adapter_settings(adapter: AdapterSource, module: Any, directory: Path) -> None:
-    """Write what PEFT reads beside the weights.
+    """Write the adapter_config.json that PEFT reads next to the weights.
 
     Raises:
         OSError: the disk fails.
@@ -261,12 +261,12 @@ def write_adapter_settings(adapter: AdapterSource, module: Any, directory: Path)
 
 
 def restore(module: nn.Module, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Make plain layers, adapted or not, of those that are kept in int8.
+    """Turn int8 layers, adapted or not, back into plain ones.
 
     Args:
-        module: whose layers they are.
-        dtype: what their weights become.
-        weights: what to take in the place of what the whole numbers stand for, by name.
+        module: the module with these layers.
+        dtype: dtype of their new weights.
+        weights: weights to use by name; None to dequantise the present ones.
     """
     for name, linear in int8_layers(module).items():
         whole = full_weight(linear, dtype) if weights is None else weights[f"{name}.weight"].to(dtype)
@@ -277,7 +277,7 @@ def restore(module: nn.Module, dtype: torch.dtype, weights: Mapping[str, Tensor]
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Put every adapter into its layer's weight, and away; of an int8 base call ``restore`` first."""
+    """Merge every adapter into its layer's weight and remove it; call ``restore`` on an int8 base first."""
     for name, linear in adapted(module).items():
         adapter = linear.beside[0]
         whole = adapter.merged_weight(linear)

@@ -1,13 +1,14 @@
-"""Architecture: is this a decoder that Rillflow's attention can drive? Found out by trying it.
+"""Architecture: tests whether a decoder works with Rillflow's attention, by a trial.
 
     config ── causal_class, scalar_class ──> its module's class ── built_with: is its attention replaceable?
-    module ── short_copy: its first layers, with random weights, so that a trial is small however large it is
+    module ── short_copy: its first layers, with random weights, so that trials of large models are cheap
                  └─ settle_attention ── 8 tokens through an attention plan, the same through its own attention
-                       every layer asked the plan once, the outputs agree? ─ yes ─> Rillflow's, packed rows
-                       no: a row's outputs depend on no row beside it, no token behind it? ─> its own, padded
+                       every layer used the plan once, the outputs agree? ── yes ─> Rillflow's, packed rows
+                       no: a row's outputs depend on no other row and no later token? ─> its own, padded
                        no: refused
 
-What the trial cannot show, a long context would: attention in chunks is left to the module by its name.
+A short trial cannot detect chunked attention, whose effect appears only in long contexts. Such layers are
+recognised by name, and the module keeps its own attention.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from rillflow.errors import ModelError
 from rillflow.models.attention import ATTENTION, Scores, causal
 
 _TRIAL_TOKENS = 8
-"""How many tokens a module is tried on."""
+"""Number of tokens in a trial."""
 _TRIAL_VOCABULARY = 256
-"""How many of its tokens it knows there."""
+"""Maximum vocabulary of the trial copy."""
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Largest difference of the outputs, over their largest; rounding stays a tenth below it or less."""
+"""Largest difference of the outputs over the largest output; rounding stays below a tenth of it."""
 _LAYERS = {"full_attention", "sliding_attention"}
 
 
 class Witness:
-    """An attention plan that attends plainly and remembers who asked, and with what."""
+    """An attention plan that attends causally and records the calls of the layers."""
 
     def __init__(self) -> None:
         self.layers: list[int] = []
-        """Which layers asked, in the order of their calls."""
+        """Layers in the order of their calls."""
         self.states: dict[int, tuple[Tensor, Tensor]] = {}
-        """The keys and values of each, [N, K, T, D]."""
+        """Keys and values of each layer, [N, K, T, D]."""
         self.windows: dict[int, int | None] = {}
-        """How many tokens back each sees; None for all."""
+        """Window of each layer in tokens; None for no window."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """See AttentionPlan."""
@@ -56,10 +57,10 @@ class Witness:
 
 
 def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The module class of a config.
+    """Return the module class of a config.
 
     Raises:
-        ModelError: no causal language model.
+        ModelError: it is not a causal language model.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
@@ -72,27 +73,27 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def built_with(kind: type[PreTrainedModel], config: PreTrainedConfig) -> str:
-    """The attention that a module is made with: Rillflow's, or its own where that is known not to do."""
+    """Return the attention to build a module with: Rillflow's, or its own if Rillflow's cannot work."""
     return ATTENTION if _odd(kind, config) is None else _own(kind)
 
 
 def is_padded(module: PreTrainedModel) -> bool:
-    """Whether a module attends by itself, so that its rows lie side by side, filled up behind their ends."""
+    """Return whether a module uses its own attention and therefore padded rows."""
     return bool(module.config._attn_implementation != ATTENTION)
 
 
 def settle_attention(module: PreTrainedModel, tried: PreTrainedModel) -> str | None:
-    """Leave a module Rillflow's attention if that computes what its own does, else give it its own.
+    """Keep Rillflow's attention if it computes the same as the module's own; otherwise restore the own one.
 
     Args:
         module: the decoder; it may be on the meta device.
-        tried: its ``short_copy``, by which it is found out.
+        tried: its ``short_copy``, used for the trial.
 
     Returns:
-        Why it has its own; None where it has Rillflow's.
+        Why it uses its own attention; None if it uses Rillflow's.
 
     Raises:
-        ModelError: neither does: with its own, a row's outputs depend on tokens behind it or rows beside it.
+        ModelError: neither works: with its own, a row's outputs depend on later tokens or on other rows.
     """
     try:
         odd = _odd(type(module), module.config)
@@ -108,7 +109,7 @@ def settle_attention(module: PreTrainedModel, tried: PreTrainedModel) -> str | N
 
 
 def _check_rows(module: PreTrainedModel, met: ModelError) -> None:
-    """Show that a row says the same alone, before any other tokens and beside any other row."""
+    """Check that a row's outputs depend on no later tokens and no other rows."""
     first = trial_positions(module) % module.config.get_text_config().vocab_size
     half = (first.shape[1] + 1) // 2
     second = torch.cat([first[:, :half], first[:, half:].flip(1)], 1)
@@ -133,7 +134,7 @@ def _own(kind: type[PreTrainedModel]) -> str:
 
 
 def _odd(kind: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
-    """Why the attention of a type cannot be replaced, where that needs no trial."""
+    """Return why the attention of a type cannot be replaced, if that is known without a trial; else None."""
     if not kind.is_backend_compatible():
         return "it does not use transformers' attention interface"
     odd = sorted(set(config.get_text_config().to_dict().get("layer_types") or ()) - _LAYERS)
@@ -141,10 +142,10 @@ def _odd(kind: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
 
 
 def scalar_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class of a decoder of this config with a head of numbers.
+    """Return the class of a decoder of this config with a scalar head.
 
     Raises:
-        ModelError: as ``causal_class``; or transformers has none of this type.
+        ModelError: as ``causal_class``; or transformers has no such class for this type.
     """
     causal_class(config)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -158,12 +159,12 @@ def scalar_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def short_copy(module: PreTrainedModel) -> PreTrainedModel:
-    """What a decoder is tried on: its first layers with random weights, and a few of its tokens, on the CPU.
+    """Return a copy for trials: the first layers with random weights and a small vocabulary, on the CPU.
 
-    As many layers as show every kind that the decoder has, but two at least.
+    It has enough layers to include every kind of layer of the decoder, and at least two.
 
     Args:
-        module: it may be on the meta device; its config, its kinds of layers and its type are looked at.
+        module: the decoder, possibly on the meta device; only its config and its layers' types are used.
     """
     config = copy.deepcopy(module.config)
     text = config.get_text_config()
@@ -199,10 +200,10 @@ def _are_layers(part: nn.Module, count: int) -> bool:
 
 
 def check_attention(module: PreTrainedModel) -> None:
-    """Show that the module, built with Rillflow's attention, computes what it computes with its own.
+    """Check that the module gives the same outputs with Rillflow's attention as with its own.
 
     Raises:
-        ModelError: it does not, or a layer computes its attention elsewhere.
+        ModelError: it does not, or a layer bypasses Rillflow's attention.
     """
     layers = module.config.get_text_config().num_hidden_layers
     name, witness = type(module).__name__, Witness()
@@ -229,18 +230,18 @@ def check_attention(module: PreTrainedModel) -> None:
 def trial(
     module: Any, *, is_last: bool = True, graph: bool = False, tokens: int | None = None, **given: Any
 ) -> Tensor:
-    """[1, T, ...] what a module says to a few tokens: logits, or hidden states where it has a scalar head.
+    """Return [1, T, ...] logits for a few tokens, or hidden states if the module has a scalar head.
 
     Args:
-        module: a decoder or what is left of it.
-        is_last: whether its head is its own, and not another pipeline stage's.
-        graph: whether the pass is made as one that a backward pass follows.
-        tokens: of the first so many tokens alone.
-        given: the module's arguments in the place of tokens at positions from 0 on.
+        module: a decoder or a part of one.
+        is_last: whether the module has the head itself, not another pipeline stage.
+        graph: whether the pass records a graph for a backward pass.
+        tokens: use only this many tokens.
+        given: arguments of the module that replace the defaults.
     """
     positions = trial_positions(module)[:, :tokens]
     ids = positions % module.config.get_text_config().vocab_size
-    where = {} if is_padded(module) else {"position_ids": positions}  # not every module can be told
+    where = {} if is_padded(module) else {"position_ids": positions}  # some modules accept no positions
     inputs = {"input_ids": ids, **where, "use_cache": False, **given}
     output = _output(module) if is_last else "last_hidden_state"
     with torch.set_grad_enabled(graph):
@@ -249,7 +250,7 @@ def trial(
 
 
 def has_plain_head(module: Any) -> bool:
-    """Whether logits are the product of last hidden states and a head's weight, and nothing besides."""
+    """Return whether logits are just the product of last hidden states and the head's weight."""
     head = module.get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None or module.base_model is module:
         return False
@@ -258,17 +259,17 @@ def has_plain_head(module: Any) -> bool:
 
 
 def trial_positions(module: Any) -> Tensor:
-    """[1, T] the positions of the tokens that a module is tried on."""
+    """Return [1, T] the positions of the trial's tokens."""
     return torch.arange(min(_TRIAL_TOKENS, context_of(module)), device=module.device)[None]
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """The largest difference of two tensors of one shape, over the largest number expected."""
+    """Return the largest absolute difference over the largest absolute expected value."""
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
 
 
 def context_of(module: PreTrainedModel) -> int:
-    """The longest row a module has positions for, in tokens."""
+    """Return the maximum length of a row in tokens, from the module's number of positions."""
     try:
         return int(module.config.get_text_config().max_position_embeddings)
     except AttributeError:
@@ -280,18 +281,18 @@ def context_of(module: PreTrainedModel) -> int:
 
 
 def recomputing_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of which transformers can keep the inputs alone, and compute the rest a second time."""
+    """Return the layers that support transformers' gradient checkpointing."""
     return [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
 
 
 def vocabulary_of(module: nn.Module) -> int:
-    """How many tokens a module knows, wherever their embeddings lie."""
+    """Return the size of the module's vocabulary."""
     embedding: nn.Embedding = module.get_input_embeddings()  # type: ignore[operator]
     return embedding.num_embeddings
 
 
 def _output(module: Any) -> str:
-    """What is compared: the module's logits, or where the head says little, the body's last hidden states."""
+    """Return the name of the compared output: logits, or last hidden states without a vocabulary head."""
     return "last_hidden_state" if module.get_output_embeddings() is None else "logits"
 
 

@@ -1,4 +1,4 @@
-"""The one attention function every model is built with, and the seam engines plug into.
+"""The attention function of every model, and the interface through which engines replace it.
 
     transformers module ── query, key, value ──> rillflow attention ── attention_plan ──> an engine's own
                                                         └────────── no plan ───────────> plain causal SDPA
@@ -6,9 +6,10 @@
 A module stays unmodified: this function is registered with the library's public attention
 interface, and an engine passes an ``AttentionPlan`` as one more keyword of ``module(...)``.
 
-    query · key · scaling ─ softcap: c tanh(./c) ─ mask ─ softmax beside the head's sink ─> shares of values
+    query · key · scaling ─ softcap: c tanh(./c) ─ mask ─ softmax together with the head's sink ─> shares of
+    values
 
-Legend: N batch, H query heads, K key/value heads, G = H / K, T tokens, D head size, E that of values.
+Legend: N batch, H query heads, K key/value heads, G = H / K, T tokens, D head size, E head size of values.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ ATTENTION = "rillflow"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """How a layer's queries and keys become shares of its values."""
+    """How a layer computes attention weights from queries and keys."""
 
     scaling: float
-    """Factor on query times key."""
+    """Factor on the products of queries and keys."""
     window: int | None = None
-    """How many tokens back a token sees, itself included; None for all."""
+    """Number of positions that a token attends to, itself included; None for all."""
     softcap: float | None = None
-    """Scores beyond it are bent towards it (Gemma 2); None for none."""
+    """Scores are limited to this by tanh (Gemma 2); None for no limit."""
     sinks: Tensor | None = None
-    """[H] a learned score of each head, whose share goes to no value (gpt-oss); None for none."""
+    """[H] a learned score per head that joins the softmax without a value (gpt-oss); None for none."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether scores are scaled products and nothing besides."""
+        """Whether scores are only scaled products."""
         return self.softcap is None and self.sinks is None
 
     def shares(self, products: Tensor, bias: Tensor) -> Tensor:
-        """What each query takes of L values, in float32 or wider, in the shape of ``products``.
+        """Return attention weights over L values, in float32 or wider, in the shape of ``products``.
 
         Args:
-            products: [N, K, G, ..., L] of queries and keys, scaled.
-            bias: 0 where a query sees a key, -inf elsewhere.
+            products: [N, K, G, ..., L] scaled products of queries and keys.
+            bias: 0 where a query attends to a key, -inf elsewhere.
         """
         products = products.to(torch.promote_types(products.dtype, torch.float32))
         if self.softcap is not None:
@@ -62,7 +63,7 @@ class Scores:
 
 
 class AttentionPlan(Protocol):
-    """What an engine does with one layer's query, key and value."""
+    """An engine's computation of one layer's attention from query, key and value."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend causally.
@@ -72,7 +73,7 @@ class AttentionPlan(Protocol):
             query: [N, H, T, D].
             key: [N, K, T, D], positions already applied.
             value: [N, K, T, E].
-            scores: how these become shares.
+            scores: how to compute attention weights.
 
         Returns:
             [N, T, H, E].
@@ -94,12 +95,12 @@ def attention(
     s_aux: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """The registered function; see the module's drawing.
+    """Attend with the plan, or causally without one: the function registered with transformers.
 
     Raises:
-        ModelError: the architecture asks for something this function does not compute.
+        ModelError: the architecture needs something that this function does not compute.
     """
-    del attention_mask, dropout  # rows are causal and the plan knows their seams; we never train with dropout
+    del attention_mask, dropout  # rows are causal and plans know their boundaries; training uses no dropout
     _refuse_unknown(rest)
     scores = Scores(
         scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
@@ -114,9 +115,9 @@ def attention(
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, before: int = 0) -> Tensor:
-    """[N, H, T, E] causal attention over whole rows that start at position 0.
+    """Return [N, H, T, E] causal attention over whole rows that start at position 0.
 
-    So many keys ``before`` the first query's own belong to the same rows.
+    ``before`` is the number of keys of the same rows that precede the first query's own key.
 
     On a CPU narrower types are computed in float32: forward and backward take a half to a quarter of the
     time there, and the result is more exact.
@@ -139,7 +140,7 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, before: in
 
 
 def _reach(tokens: int, before: int, window: int | None, device: torch.device) -> Tensor:
-    """[T, before + T] which keys each token sees, of those before it and its own."""
+    """Return [T, before + T] bool: the keys that each token attends to, earlier ones and its own pass's."""
     seen = torch.ones(tokens, before + tokens, dtype=torch.bool, device=device).tril(before)
     return seen if window is None else seen.triu(before + 1 - window)
 
@@ -156,6 +157,6 @@ def _refuse_unknown(rest: dict[str, Any]) -> None:
 
 
 def register() -> None:
-    """Make ``attn_implementation="rillflow"`` known to transformers; calling it again changes nothing."""
+    """Register ``attn_implementation="rillflow"`` with transformers; repeated calls change nothing."""
     AttentionInterface.register(ATTENTION, attention)
-    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)  # rows know their own seams
+    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)  # plans know the boundaries of rows

@@ -1,14 +1,14 @@
-"""Bare: a tokeniser by the ``tokenizers`` library alone, for whoever needs tokens before there is a model.
+"""Bare: a tokeniser that uses only the ``tokenizers`` library, for code that needs tokens before a model.
 
-    tokenizer.json | an alphabet ──> BareTokenizer: encodes and decodes, there in milliseconds
-                                        └─ renders a template, saves: by transformers, read only then
+    tokenizer.json | an alphabet ──> BareTokenizer: encodes and decodes, loads in milliseconds
+                                        └─ renders a template, saves: by transformers, imported only then
 
-Of a directory it is what ``PreTrainedTokenizerFast.from_pretrained`` makes, token for token: one whose other
-files add to tokenizer.json is left to that class.
+For a directory, it gives the same tokens as ``PreTrainedTokenizerFast.from_pretrained``. If other files of
+the directory change tokenizer.json, it is not used, and that class is loaded instead.
 
-A new model's has one token a character of its alphabet, and one end token. It is byte-level and merges no
-two characters: ``AutoTokenizer`` rebuilds a Qwen2 directory's tokeniser as byte-level BPE whatever its files
-say; another kind would come back as one that encodes to nothing.
+A new model's tokeniser has one token per character of its alphabet, and one end token. It is byte-level and
+merges no two characters: ``AutoTokenizer`` rebuilds a Qwen2 directory's tokeniser as byte-level BPE
+whatever its files contain, and any other kind would then encode every text to nothing.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from tokenizers import Tokenizer as Backend
 from rillflow.models.weight_files import settings_in
 
 _OTHER_SOURCES = frozenset({"fast_tokenizer_files", "fix_mistral_regex", "post_processor"})
-"""Settings with which transformers takes another file, or changes what it has read."""
+"""Settings that make transformers read another file, or change what it has read."""
 _OLD_FILES = ("special_tokens_map.json", "added_tokens.json")
-"""Where tokens are added that tokenizer_config.json does not list."""
+"""Files that may add tokens which tokenizer_config.json does not list."""
 _PATCHED = 100_000
-"""Tokens above which transformers may mend a tokeniser of Mistral's."""
+"""Vocabulary size above which transformers may patch a Mistral tokeniser."""
 
 END = "<|end|>"
-"""The end token's text. Its id is 0; others pad with it too: lengths decide where a row ends, not values."""
+"""Text of the end token. Its id is 0 and it is also the padding token: lengths, not values, end a row."""
 
 
 class BareTokenizer:
-    """A tokeniser with as much of transformers' interface as ``Tokenizer`` asks for.
+    """A tokeniser with the part of transformers' interface that ``Tokenizer`` uses.
 
     Args:
-        backend: the tokeniser.
-        end: its end token's text.
-        special: further texts that stand for tokens.
-        **library: what transformers makes the same of, beside the backend or instead of it.
+        backend: the tokeniser of the ``tokenizers`` library.
+        end: text of its end token.
+        special: texts of further special tokens.
+        **library: arguments for building the same tokeniser with transformers: a folder, or further settings.
     """
 
     is_fast = True
@@ -56,8 +56,8 @@ class BareTokenizer:
 
     @cached_property
     def library(self) -> Any:
-        """The same tokeniser of transformers."""
-        from transformers import PreTrainedTokenizerFast  # importing it takes a second or two
+        """The same tokeniser, built by transformers."""
+        from transformers import PreTrainedTokenizerFast  # the import takes a second or two
 
         if "folder" in self._given:
             return PreTrainedTokenizerFast.from_pretrained(self._given["folder"])
@@ -72,21 +72,21 @@ class BareTokenizer:
         return {"input_ids": [each.ids for each in found], "special_tokens_mask": masks}
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool = False, **_: bool) -> str:
-        """The text of tokens."""
+        """Return the text of tokens."""
         text: str = self.backend_tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
 
 def bare_tokenizer(folder: Path) -> BareTokenizer | None:
-    """The tokeniser of a directory with a tokenizer.json; None where its other files add to that one.
+    """Return the tokeniser of a directory with a tokenizer.json; None if other files change its tokens.
 
     Raises:
-        ValueError, KeyError, TypeError: a file is not what its name says.
+        ValueError, KeyError, TypeError: a file's contents are invalid.
     """
     given, config = (settings_of(folder / name) for name in ("tokenizer_config.json", "config.json"))
     try:
         backend = Backend.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # the library has no type of its own for a file it cannot use
+    except Exception as error:  # the library has no exception type of its own for an unusable file
         raise ValueError(str(error)) from error
     own = backend.get_added_tokens_decoder().values()
     more = given.get("extra_special_tokens") or given.get("additional_special_tokens") or []
@@ -107,7 +107,7 @@ def bare_tokenizer(folder: Path) -> BareTokenizer | None:
 
 
 def character_tokenizer(alphabet: str, context: int) -> BareTokenizer:
-    """A tokeniser with one token for every character of the alphabet, and the end token."""
+    """Return a tokeniser with one token per character of the alphabet, and the end token."""
     pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     vocabulary = {END: 0}
     merges: list[tuple[str, str]] = []
@@ -127,10 +127,10 @@ def character_tokenizer(alphabet: str, context: int) -> BareTokenizer:
 
 
 def settings_of(file: Path) -> Mapping[str, Any]:
-    """The object in a JSON file; nothing where there is no file."""
+    """Return the object in a JSON file; empty if there is no file."""
     return settings_in(file) if file.is_file() else {}
 
 
 def _text(token: str | Mapping[str, str]) -> str:
-    """A token's text, which may stand among its properties."""
+    """Return a token's text, given as text or as an object with its properties."""
     return token if isinstance(token, str) else token["content"]

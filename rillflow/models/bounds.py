@@ -1,10 +1,10 @@
-"""Bounds: what a stranger's model directory may hold, looked at before anything believes it.
+"""Bounds: limits for untrusted model directories, checked before their contents are used.
 
 directory ─┬─ files ────── regular, and no larger than any known model's
            ├─ config.json ─ sizes are whole numbers within bounds
            └─ *.safetensors ─ the length of each header, before it is read
 
-The bounds are several times what the largest published models have. Imports no torch.
+The bounds are several times the values of the largest published models. Imports no torch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ FILE_BYTES = {
     "merges.txt": 128 * MIB,
     "tekken.json": 128 * MIB,
 }
-"""The most bytes of each file."""
+"""Maximum bytes of each file."""
 HEADER_BYTES = 32 * MIB
-"""The most bytes of a weight file's header: about 300,000 names."""
+"""Maximum bytes of a weight file's header: about 300,000 names."""
 _LAYERS, _WIDTH, _HEADS, _VOCABULARY, _CONTEXT, _EXPERTS = 1_024, 2**20, 2**13, 2**24, 2**28, 2**14
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), (1, _LAYERS)),
@@ -48,11 +48,11 @@ SIZES = {
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), (1, _CONTEXT)),
     "vocab_size": (1, _VOCABULARY),
 }
-"""The least and the most of each size in a config."""
+"""Minimum and maximum of each size in a config."""
 
 
 def check_files(directory: Path) -> None:
-    """Refuse a directory whose files are no files, or larger than any model's, before one of them is read.
+    """Refuse a directory with files that are not regular or too large, before any is read.
 
     Raises:
         ModelError: it names the file and its size.
@@ -66,7 +66,7 @@ def check_files(directory: Path) -> None:
 
 
 def check_file(file: Path, most: int) -> None:
-    """Refuse something that is no regular file, or one of more than ``most`` bytes; a missing one is fine.
+    """Refuse a file that is not regular or has more than ``most`` bytes; a missing file is accepted.
 
     Raises:
         ModelError: it names the file and its size.
@@ -88,7 +88,7 @@ def check_file(file: Path, most: int) -> None:
 
 
 def check_sizes(directory: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a config whose sizes cannot be.
+    """Refuse a config with impossible sizes.
 
     Raises:
         ModelError: it names the size and its value.
@@ -106,7 +106,7 @@ def check_sizes(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _listed(value: Any) -> Iterator[Any]:
-    """A size, or one a layer; nothing where it is null."""
+    """Yield a size, or each of a list of sizes; nothing for null."""
     if isinstance(value, list):
         yield from value
     elif value is not None:
@@ -114,7 +114,7 @@ def _listed(value: Any) -> Iterator[Any]:
 
 
 def _shown(value: Any) -> str:
-    """A value for an error, cut short; Python refuses to spell a number of many digits."""
+    """Return a value for an error, cut short; Python refuses to print integers with many digits."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a number of {value.bit_length():,} bits"
     return repr(value)[:40]

@@ -1,4 +1,4 @@
-"""Settings of a model: one that exists, or a small new one."""
+"""Settings of a model: an existing one, or a small new one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rillflow.placement.mesh import divisors
 
 
 class NewModel(Section):
-    """A small decoder made from a config, with random weights and a tokeniser of single characters."""
+    """A small new decoder with random weights and a tokeniser of single characters."""
 
     architecture: str = Field("qwen2", description="A causal language model type of transformers.")
     hidden: int = Field(128, gt=0, description="Hidden size.")
@@ -40,7 +40,7 @@ class NewModel(Section):
 
 
 class AdapterConfig(Section):
-    """What is trained in the place of the weights: two small matrices beside each linear layer."""
+    """An adapter that is trained in place of the weights: two small matrices for each linear layer."""
 
     rank: int = Field(16, gt=0, description="Rank of the adapter's matrices.")
     alpha: float = Field(32.0, gt=0, description="Scale of the adapter: alpha / rank multiplies its output.")
@@ -62,12 +62,12 @@ class AdapterConfig(Section):
 
     @property
     def untargeted(self) -> AdapterConfig:
-        """The same without targets, which a recipe may leave out and a directory names."""
+        """The same settings without targets, which a recipe may omit and a directory names."""
         return self.model_copy(update={"targets": ()})
 
 
 class ModelConfig(Section):
-    """Which model a role starts from: exactly one of ``path`` and ``new``."""
+    """The model a role starts from: exactly one of ``path`` and ``new``."""
 
     path: str | None = Field(None, description="A directory with a Hugging Face model, or a hub name.")
     new: NewModel | None = Field(None, description="Make a small new model instead.")
@@ -78,7 +78,7 @@ class ModelConfig(Section):
 
 
 def misfits(new: NewModel) -> Iterator[ConfigError]:
-    """Sizes of a new model that do not go together."""
+    """Yield an error for each pair of inconsistent sizes of a new model."""
     yield from _misfit("heads", new.heads, "hidden", new.hidden)
     yield from _misfit("kv_heads", new.kv_heads, "heads", new.heads)
     if new.hidden % new.heads == 0 and new.hidden // new.heads % 2:
@@ -90,7 +90,7 @@ def misfits(new: NewModel) -> Iterator[ConfigError]:
 
 
 def _misfit(part: str, count: int, of: str, whole: int) -> Iterator[ConfigError]:
-    """A size that does not divide the whole that it is a part of; the nearest one that does is shown."""
+    """Yield an error if ``count`` does not divide ``whole``; it suggests the nearest divisor."""
     if whole % count:
         yield ConfigError(
             f"policy.model.new.{part} is {count} and {of} is {whole}",

@@ -1,4 +1,4 @@
-"""End tokens: the tokens that end an answer, as a model's directory and its configs name them."""
+"""End tokens: the tokens that end a completion, as a model's directory and its configs name them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rillflow.models.weight_files import settings_in
 
 
 def end_tokens(source: str) -> list[int]:
-    """The end tokens that a directory's generation_config.json names, or else its config.json.
+    """Return the end tokens of a directory's generation_config.json, or else of its config.json.
 
     Raises:
-        ModelError: a file is no JSON object.
+        ModelError: a file is not a JSON object.
     """
     for name in ("generation_config.json", "config.json"):
         file = Path(source) / name
@@ -36,7 +36,7 @@ def _checked_ends(file: Path, ends: Any) -> list[int]:
 
 
 def listed(tokens: int | Sequence[int] | None) -> list[int]:
-    """End tokens as configs have them, one, several or none, as a list."""
+    """Return a config's end tokens (one, several or none) as a list."""
     if tokens is None:
         return []
     return [tokens] if isinstance(tokens, int) else list(tokens)

@@ -1,12 +1,12 @@
-"""Int8: a frozen linear layer's weight as whole numbers of 8 bits, with a scale for each output row.
+"""Int8: a frozen linear layer's weight as 8-bit integers, with a scale for each output row.
 
     reading    rows of W ── largest / 127 ──> scale [out, 1] ── W / scale, rounded ──> q [out, in]   by blocks
-    forward    q · scale = Ŵ ──> x Ŵᵀ + b ;  Ŵ is let go                                   a layer at a time
-    backward   q · scale = Ŵ ──> ∂x = ∂y Ŵ ; Ŵ is made again, of q and scale, which are there anyway
+    forward    q · scale = Ŵ ──> x Ŵᵀ + b ;  Ŵ is freed                                    a layer at a time
+    backward   q · scale = Ŵ ──> ∂x = ∂y Ŵ ; Ŵ is recomputed from q and scale
 
-A row's largest number decides its scale: the vector-wise quantisation of LLM.int8() (arXiv 2208.07339,
-section 2). ``scale`` is a parameter like any other, so what cuts, reads, moves or shards a model does so
-with both.
+A row's largest absolute weight determines its scale: the vector-wise quantisation of LLM.int8() (arXiv
+2208.07339, section 2). ``scale`` is an ordinary parameter, so code that splits, reads, moves or shards a
+model handles both.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from torch import Tensor, nn
 from rillflow.models.unread import Index, Read, Source, not_finite
 
 _MOST = 127
-"""The largest whole number, and less one the smallest: both signs have as many."""
+"""Largest integer used; the smallest is its negative, so that both signs have the same range."""
 _BLOCK = 2**24
 """Numbers of a weight that are read at once."""
 
 
 class Int8Linear(nn.Linear):
-    """A frozen linear layer that computes with what 8 bits keep of its weight."""
+    """A frozen linear layer that computes with an int8 weight."""
 
     scale: nn.Parameter
-    """[out, 1] what a row's whole numbers are multiplied by, float32."""
+    """[out, 1] float32 factor of each row's integers."""
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., out] for states [..., in]."""
+        """Return [..., out] for ``states`` [..., in]."""
         return product(self, states, self.bias)
 
 
 class _Product(torch.autograd.Function):
-    """x Ŵᵀ + b with a gradient for x alone; Ŵ is no longer there when the gradient is asked for."""
+    """x Ŵᵀ + b with a gradient for x only; the backward pass recomputes Ŵ."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -51,29 +51,29 @@ class _Product(torch.autograd.Function):
 
 
 def product(linear: nn.Linear, states: Tensor, bias: Tensor | None = None) -> Tensor:
-    """[..., out] states [..., in] times a layer's weight, whatever it is kept in, and a bias."""
+    """Return [..., out]: ``states`` [..., in] times a layer's weight, int8 or not, plus a bias."""
     if not isinstance(linear, Int8Linear):
         return nn.functional.linear(states, linear.weight, bias)
-    if not torch.is_grad_enabled():  # plain operations, which the native engine records
+    if not torch.is_grad_enabled():  # plain operations, which the native engine can record
         return nn.functional.linear(states, dequantised(linear.weight, linear.scale, states.dtype), bias)
     found: Tensor = _Product.apply(states, linear.weight, linear.scale, bias)  # type: ignore[no-untyped-call]
     return found
 
 
 def dequantised(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[out, in] the numbers that whole ones [out, in] stand for; multiplied in float32, then rounded."""
+    """Return [out, in] the weight that the integers represent, rounded from a float32 product."""
     return weight.to(dtype).mul_(scale)
 
 
 def full_weight(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """[out, in] what a layer multiplies by; the weight itself where it is whole."""
+    """Return [out, in] the weight of a layer, dequantised if it is int8."""
     if isinstance(linear, Int8Linear):
         return dequantised(linear.weight, linear.scale, dtype)
     return linear.weight
 
 
 def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The whole numbers [N, in] and scales [N, 1] of a weight's rows [N, in]; zeros have the scale 0."""
+    """Return integers [N, in] and scales [N, 1] of a weight's rows [N, in]; rows of zeros have scale 0."""
     wide = rows.float()
     least, most = torch.aminmax(wide, dim=1, keepdim=True)
     scale = torch.maximum(most, -least) / _MOST
@@ -82,7 +82,7 @@ def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keep_in_int8(linear: nn.Linear) -> None:
-    """Make of a layer one that keeps its weight so, on the meta device until it is read."""
+    """Turn a layer into an int8 layer, on the meta device until its weight is read."""
     kind = type(linear)
     how: dict[str, Any] = {"device": "meta"}
     weight = torch.empty(linear.weight.shape, dtype=torch.int8, **how)
@@ -93,12 +93,12 @@ def keep_in_int8(linear: nn.Linear) -> None:
 
 
 def int8_layers(module: nn.Module) -> dict[str, Int8Linear]:
-    """The layers that are kept so, by name."""
+    """Return the int8 layers, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, Int8Linear)}
 
 
 def widened(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights by name with what whole numbers stand for in their place, and without scales."""
+    """Return weights by name with int8 ones dequantised, and without their scales."""
     whole = {name for name, weight in weights.items() if weight.dtype == torch.int8}
     scales = {name: f"{name.removesuffix('weight')}scale" for name in whole}
     left = weights.keys() - scales.values()
@@ -110,10 +110,10 @@ def widened(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tens
 
 
 def int8_weights(module: nn.Module, base: Source) -> Source:
-    """The weights of a module, those of its int8 layers quantised as they are read.
+    """Return the weights of a module, with those of int8 layers quantised as they are read.
 
     Raises:
-        ModelError: when it is read, a weight has numbers that are not finite.
+        ModelError: on reading, a weight has non-finite numbers.
     """
     shapes = {f"{name}.weight": layer.weight.shape for name, layer in int8_layers(module).items()}
 
@@ -130,14 +130,14 @@ def int8_weights(module: nn.Module, base: Source) -> Source:
 
 
 class _Rows:
-    """The rows of a weight, quantised; a row's scale is of all its columns, whichever are wanted."""
+    """Quantised rows of a weight; a row's scale covers all its columns, whichever are read."""
 
     def __init__(self, name: str, read: Read, shape: torch.Size) -> None:
         self._name, self._read, self._shape = name, read, shape
         self._scales: dict[tuple[int, int], Tensor] = {}
 
     def weight(self, index: Index) -> Tensor:
-        """Whole numbers of a slice."""
+        """Return the integers of a slice."""
         rows, columns = index or (slice(0, self._shape[0]), slice(None))
         found = torch.empty(
             rows.stop - rows.start, len(range(*columns.indices(self._shape[1]))), dtype=torch.int8
@@ -155,7 +155,7 @@ class _Rows:
         return found
 
     def scale(self, index: Index) -> Tensor:
-        """Scales of a slice of rows."""
+        """Return the scales of a slice of rows."""
         rows = index[0] if index else slice(0, self._shape[0])
         if (rows.start, rows.stop) not in self._scales:
             self.weight((rows, slice(0, 0)))

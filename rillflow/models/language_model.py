@@ -1,13 +1,13 @@
-"""LanguageModel, ScalarModel: a module, its tokeniser and how long a text may be: what a role starts from.
+"""LanguageModel, ScalarModel: a module, its tokeniser and its context length, from which a role starts.
 
 ModelConfig ─┬─ path ─> pretrained ─┐                       ┌─ tried on a short copy
              └─ new ──> new_model ──┴─> module + tokeniser ─┴─ checked together ─> LanguageModel
-                          └ a scalar head: kept where there is one, else new ────> ScalarModel
+                          └ a scalar head: kept if there is one, else new ─────────> ScalarModel
 
-outline ─> module on the meta device ─┬─ cut (parallel) ─ each rank reads its slices    what a role has
+outline ─> module on the meta device ─┬─ cut (parallel) ─ each rank reads its slices    for roles
                                       └─ read whole                                     load_model
 
-either ─> .NAME.draft ─ fsync ─ rename ─> NAME     an older NAME: aside, then away
+save_model ─> .NAME.draft ─ fsync ─ rename ─> NAME     an older NAME is moved away, then deleted
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A decoder, whatever its head."""
+    """A decoder with any head."""
 
     module: PreTrainedModel
     """The unmodified transformers module, in evaluation mode."""
     tokenizer: Tokenizer
     """Its tokeniser."""
     context: int
-    """The longest row in tokens, prompt and answer together."""
+    """The longest row in tokens, prompt and completion together."""
     device: torch.device
-    """Where it belongs."""
+    """Device of the loaded module."""
     source: Source
-    """The weights that are to be read into the module, while it is on the meta device."""
+    """The weights to read into the module, which is on the meta device until then."""
     adapter: AdapterSource | None = None
-    """What is trained in the module's place, and alone is written, hashed and published."""
+    """The adapter, which alone is trained, written, hashed and published; None to train the module."""
     trained: frozenset[str] = frozenset()
-    """The names of its parameters."""
+    """Names of the adapter's parameters."""
     own: str | None = None
-    """Why its attention is its own, and its rows are padded; None where they are packed."""
+    """Why it uses its own attention and padded rows; None for Rillflow's attention and packed rows."""
 
     def read(self) -> Self:
         """Read the whole model.
@@ -84,17 +84,17 @@ class LoadedModel:
         return self
 
     def own_weights(self) -> dict[str, Tensor]:
-        """The weights of the whole module that belong in files, each tied one once; not copies."""
+        """Return the weights that belong in files, without copies, each tied weight once."""
         return own_weights(self.module) if self.adapter is None else trained_beside(self.module)
 
     def in_files(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Some shard's weights as files have them."""
+        """Return the weights of a shard under the names, and in the format, of files."""
         if self.adapter is None:
             return file_weights(self.module, weights)
         return {file_name(name): tensor.contiguous() for name, tensor in weights.items()}
 
     def file(self, index: int, count: int) -> str:
-        """The name of one of so many files, from 0."""
+        """Return the name of file ``index`` of ``count``, from 0."""
         return shard_file(index, count) if self.adapter is None else WEIGHTS
 
 
@@ -110,25 +110,25 @@ Model = TypeVar("Model", bound=LoadedModel)
 
 
 def load_model(config: ModelConfig, *, seed: int, device: torch.device, base: Path) -> LanguageModel:
-    """A whole model from a directory, the hub, or made anew; see ``outline``."""
+    """Load a whole model from a directory or the hub, or make a new one; see ``outline``."""
     return outline(LanguageModel, config, seed=seed, device=device, base=base, section="policy.model").read()
 
 
 def load_scalar_model(
     config: ModelConfig, *, seed: int, device: torch.device, base: Path, section: str = "critic.model"
 ) -> ScalarModel:
-    """A whole model with a scalar head: a directory's own, else a new one; see ``outline``."""
+    """Load a whole model with the directory's scalar head, or a new one; see ``outline``."""
     return outline(ScalarModel, config, seed=seed, device=device, base=base, section=section).read()
 
 
 def save_model(model: LoadedModel, directory: Path) -> None:
-    """Write the plain directory that everybody's ``from_pretrained`` loads.
+    """Write a directory that every ``from_pretrained`` loads.
 
-    A reader finds the old directory, or the new one whole; never a mixture. A run's ranks write theirs
+    A reader finds the old directory or the whole new one, never a mixture. The ranks of a run write theirs
     together (roles.saving).
 
     Raises:
-        OSError: the directory cannot be written; what was there before still is.
+        OSError: the directory cannot be written; the old one is still there.
     """
     draft = directory.with_name(f".{directory.name}.draft")
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def save_model(model: LoadedModel, directory: Path) -> None:
 
 
 def save_settings(model: LoadedModel, directory: Path) -> None:
-    """Write what a model's directory has beside the weights.
+    """Write a model's directory except its weights.
 
     Raises:
         OSError: the disk fails.
@@ -164,19 +164,19 @@ def save_settings(model: LoadedModel, directory: Path) -> None:
 def outline(
     kind: type[Model], config: ModelConfig, *, seed: int, device: torch.device, base: Path, section: str
 ) -> Model:
-    """A model whose weights are not read: its attention tried, its tokeniser's tokens in its embedding.
+    """Return a model without its weights; its attention has been tried, its embedding has a row per token.
 
     Args:
         kind: with logits, or with a scalar head.
         config: exactly one of ``path`` and ``new``.
-        seed: decides a new model's weights; the same on every device.
-        device: where the module belongs.
-        base: what a relative ``path`` is relative to.
-        section: what a recipe calls the config, for errors.
+        seed: determines a new model's weights, equal on every device.
+        device: device of the loaded module.
+        base: directory that a relative ``path`` is relative to.
+        section: the config's section in a recipe, for errors.
 
     Raises:
         ConfigError: both or none of ``path`` and ``new`` are given.
-        ModelError: the model is not there, is none that Rillflow can drive, or has a head of several numbers.
+        ModelError: the model is missing or unsupported, or its head gives several numbers.
     """
     if (config.path is None) == (config.new is None):
         raise ConfigError(
@@ -225,7 +225,7 @@ def outline(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back transformers' messages, but for errors, and bars; what the caller had set stands again."""
+    """Silence transformers' progress bars and all messages but errors; restore the settings afterwards."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -238,10 +238,10 @@ def quiet() -> Iterator[None]:
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto`` (a GPU where there is one), ``cpu``, ``cuda`` or ``cuda:1``.
+    """Return the device named ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:1``.
 
     Raises:
-        ConfigError: there is no such device; the message names those that are.
+        ConfigError: there is no such device; the message names the existing ones.
     """
     there = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if name == "auto":
@@ -258,12 +258,12 @@ def choose_device(name: str) -> torch.device:
 
 
 def require_same_tokens(model: ScalarModel, tokenizer: Tokenizer, name: str) -> None:
-    """Refuse a model that would read the tokens of ``tokenizer`` as other text.
+    """Refuse a model that would decode the tokens of ``tokenizer`` to other text.
 
     Args:
-        model: what reads the tokens.
-        tokenizer: what wrote them, the policy's.
-        name: what the model is called, for the error.
+        model: the model that reads the tokens.
+        tokenizer: the policy's tokeniser, which made them.
+        name: the model's name, for the error.
 
     Raises:
         ModelError: the two vocabularies differ.

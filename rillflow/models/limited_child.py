@@ -1,6 +1,6 @@
-"""Limited child: run a stranger's file in a process with bounds before this process uses it.
+"""Limited child: process an untrusted file in a child with limits before this process uses it.
 
-driver ─ JSON ─> python -m MODULE: limit(processor time, address space), work ─> "" | what it exceeded
+driver ─ JSON ─> python -m MODULE: limit(processor time, address space), work ─> "" | the limit exceeded
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 TOO_MUCH = 3
-"""The exit code of a child whose file needs more memory or makes more output than is allowed."""
+"""Exit code of a child whose file needs more memory or produces more output than allowed."""
 _WAIT_S = 60.0
 
 
@@ -21,12 +21,12 @@ def run_limited(module: str, asked: Any, cpu_s: int) -> str:
     """Run a module with JSON on its standard input.
 
     Args:
-        module: run as ``python -m``; it calls ``limit`` first.
-        asked: what it is told.
-        cpu_s: its limit, for the words.
+        module: module for ``python -m``; it calls ``limit`` first.
+        asked: its input.
+        cpu_s: its limit of processor time in seconds, for the message.
 
     Returns:
-        What it exceeded, in words; empty where it ended within its bounds.
+        Name of the limit that it exceeded; empty if it ended within its limits.
     """
     command = [sys.executable, "-m", module]
     one_thread = {**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -47,7 +47,7 @@ def run_limited(module: str, asked: Any, cpu_s: int) -> str:
 
 
 def limit(cpu_s: int, address_bytes: int) -> None:
-    """Limit what this process may use from here on."""
+    """Limit the further processor time and the address space of this process."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(used.ru_utime + used.ru_stime)
     resource.setrlimit(resource.RLIMIT_CPU, (spent + cpu_s, spent + cpu_s + 1))

@@ -1,7 +1,7 @@
-"""Locate: where a model is, said before anything heavy is imported.
+"""Locate: find a model before anything heavy is imported.
 
-path ─> a directory under the recipe's folder | a name of the hub | an error that says where was looked
-           └─ an adapter's, in PEFT's format ─> the model that it stands beside
+path ─> a directory under the recipe's folder | a name on the hub | an error with the paths tried
+           └─ an adapter's, in PEFT's format ─> its base model
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rillflow.models.bounds import FILE_BYTES, check_file
 from rillflow.models.config import AdapterConfig
 
 SETTINGS = "adapter_config.json"
-"""The file that makes a directory an adapter's."""
+"""The file that marks a directory as an adapter."""
 BASE = "rillflow_base"
-"""What the file calls what the base was kept in, where that is not what it has; PEFT does not read it."""
+"""Setting in that file for the base's format in training, if it is not full; PEFT does not read it."""
 WEIGHTS = "adapter_model.safetensors"
-"""The file of its weights."""
+"""The file of the adapter's weights."""
 MOST_RANK = 2**14
-"""The largest rank of an adapter."""
+"""Maximum rank of an adapter."""
 _REFUSED = (
     "bias",
     "alpha_pattern",
@@ -36,29 +36,29 @@ _REFUSED = (
     "fan_in_fan_out",
 )
 _PLAIN: tuple[Any, ...] = (None, "none", False, [], {}, ["score"])
-"""Settings of PEFT's that could make an adapter something else, and what they say where they do not."""
+"""Values with which PEFT's settings of ``_REFUSED`` leave an adapter plain."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSource:
-    """Where an adapter is from."""
+    """Source of an adapter."""
 
     base: str
-    """The directory or hub name of the model that it stands beside."""
+    """Directory or hub name of the base model."""
     config: AdapterConfig
-    """Its size and kind."""
+    """Size and kind of the adapter."""
     directory: Path | None = None
-    """Where its weights are; None for a new one."""
+    """Directory of its weights; None for a new adapter."""
 
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def locate(path: str, base: Path) -> str:
-    """The directory ``path`` under ``base``, or ``path`` itself where it can be a hub name.
+    """Return the directory ``path`` under ``base``, or ``path`` itself if it can be a hub name.
 
     Raises:
-        ModelError: a file, a directory that is not there, or a hub that cannot be reached.
+        ModelError: it is a file, a missing directory, or the hub cannot be reached.
     """
     local = base / Path(path).expanduser()
     if local.is_dir():
@@ -76,7 +76,7 @@ def locate(path: str, base: Path) -> str:
             why=f"there is no directory {local.resolve()}",
             fix="paths are relative to the recipe; a hub name is written owner/name",
         )
-    from huggingface_hub import try_to_load_from_cache  # a directory needs none of the hub
+    from huggingface_hub import try_to_load_from_cache  # a directory needs no hub library
 
     if not isinstance(try_to_load_from_cache(path, "config.json"), str):
         _require_hub(path, local)
@@ -84,7 +84,7 @@ def locate(path: str, base: Path) -> str:
 
 
 def _require_hub(path: str, local: Path) -> None:
-    """Ask for the hub's address first: the library would try for half a minute."""
+    """Resolve the hub's address first: without it, the library would retry for half a minute."""
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
@@ -101,11 +101,11 @@ def _require_hub(path: str, local: Path) -> None:
 
 
 def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | None:
-    """What a directory's adapter stands beside, or a new one beside the model of a directory; None for none.
+    """Return a directory's adapter, or a new one for the directory's model; None for neither.
 
     Raises:
-        ModelError: the settings cannot be read, or say what Rillflow's adapters cannot be; or the directory
-            has an adapter, and another one is wanted.
+        ModelError: the settings cannot be read or are not supported; or the directory has an adapter and
+            another one is wanted.
     """
     path = Path(source) / SETTINGS
     if not path.exists():
@@ -144,7 +144,7 @@ def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | 
 
 
 def base_of(source: str) -> str:
-    """The directory or hub name of what ``locate`` found, or of what an adapter there stands beside."""
+    """Return the model's directory or hub name; for an adapter's directory, those of its base."""
     adapter = found_adapter(source, None)
     if adapter is None:
         return source

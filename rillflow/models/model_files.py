@@ -1,10 +1,10 @@
-"""Model files: a plain Hugging Face directory by its parts, so that several ranks write it, beside training.
+"""Model files: the parts of a Hugging Face directory, which several ranks write while training continues.
 
     config, generation config, tokeniser      small files, on one rank
     weights ─ shards ─> the names of a file ─> model.safetensors, or model-00001-of-00003.safetensors
-                                               and an index of what is where
+                                               and an index with the file of every weight
 
-The weights of a layer lie in one shard: what a file calls them may be made of several together.
+All weights of a layer are in one shard, because a weight in a file may combine several of the module's.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 SHARD_BYTES = 2**31
-"""What a file of weights holds at most, a larger layer aside."""
+"""Maximum bytes of a weight file, unless a single layer is larger."""
 METADATA = {"format": "pt"}
-"""What every file of weights says of itself."""
+"""Metadata of every weight file."""
 _LAYER = re.compile(r".*?\.\d+\.")
 
 
 def own_weights(module: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of a whole module that belong in files, each tied one once; not copies."""
+    """Return the weights of a whole module that belong in files, without copies, each tied weight once."""
     weights = module.state_dict()
     for ignored in module._keys_to_ignore_on_save or ():
         weights.pop(ignored, None)
@@ -37,7 +37,7 @@ def own_weights(module: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def shards(num_bytes: Mapping[str, int]) -> list[list[str]]:
-    """The weights of each file, in the order in which they are given."""
+    """Return the names of each file's weights, in the given order."""
     found: list[list[str]] = []
     held = SHARD_BYTES
     for _, layer in groupby(num_bytes, key=layer_of):
@@ -52,18 +52,18 @@ def shards(num_bytes: Mapping[str, int]) -> list[list[str]]:
 
 
 def shard_file(index: int, count: int) -> str:
-    """The name of one of so many files, from 0."""
+    """Return the name of file ``index`` of ``count``, from 0."""
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def file_weights(module: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Some shard's weights as files have them: by the names, and cut as, from_pretrained finds them."""
+    """Return the weights of a shard under the names and in the shapes that from_pretrained expects."""
     found: dict[str, Tensor] = revert_weight_conversion(module, dict(weights))
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
 def write_index(directory: Path, files: Mapping[str, Iterable[str]], total_bytes: int) -> None:
-    """Say which weight is in which of several files.
+    """Write the index that maps weights to files.
 
     Raises:
         OSError: the disk fails.
@@ -91,6 +91,6 @@ def write_settings(module: PreTrainedModel, directory: Path) -> None:
 
 
 def layer_of(name: str) -> str:
-    """What the weights of one layer have in common; other weights stand alone."""
+    """Return the common prefix of a layer's weights; any other weight's own name."""
     found = _LAYER.match(name)
     return found[0] if found else name

@@ -1,7 +1,7 @@
 """A small new decoder: any causal type of transformers, with random weights.
 
 NewModel ─ sizes ─> config, by the type's own names ─ seed ─> module, with logits or a scalar head
-                                                              weights: drawn where they are wanted
+                                                              weights: drawn when they are read
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from rillflow.models.scalar_head import require_one_number, start_head
 from rillflow.models.unread import Drawing, Source, taken_out
 
 _FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
-"""What the types call the feed-forward size; the first that a type knows is used."""
+"""Names of the feed-forward size in configs; the first that a type has is used."""
 _EXPERT_WIDTHS = ("moe_intermediate_size", "shared_expert_intermediate_size")
 _INIT_STD = ("initializer_range", "init_std")
-"""What the types call the deviation of first weights."""
+"""Names of the initial weights' standard deviation in configs."""
 _EXPERTS = {"num_experts": 8, "num_local_experts": 8, "n_routed_experts": 8, "num_experts_per_tok": 2}
-"""What a small mixture has at most: a type's own 128 experts would be a thousand times its other weights."""
+"""Limits for a small mixture of experts; a type's default of 128 experts would dwarf its other weights."""
 
 
 def new_module(
     new: NewModel, *, vocabulary: int, seed: int, dtype: torch.dtype, is_scalar: bool
 ) -> tuple[PreTrainedModel, Source]:
-    """A module on the meta device; its weights follow from settings, vocabulary and seed alone.
+    """Return a module on the meta device; its weights depend only on settings, vocabulary and seed.
 
     Args:
         new: its sizes.
-        vocabulary: how many tokens it knows.
-        seed: of its weights.
-        dtype: of its weights.
-        is_scalar: whether it has a scalar head in the place of logits.
+        vocabulary: number of tokens.
+        seed: seed of its weights.
+        dtype: dtype of its weights.
+        is_scalar: whether it has a scalar head in place of logits.
 
     Raises:
-        ModelError: the type is unknown or no decoder we can drive, or its sizes do not fit together.
+        ModelError: the type is unknown or not supported, or its sizes do not fit together.
     """
     config = _config(new, vocabulary)
     kind, made = AutoModelForCausalLM, causal_class(config)
@@ -82,7 +82,7 @@ def _config(new: NewModel, vocabulary: int) -> PreTrainedConfig:
 
 
 def _settings(new: NewModel, vocabulary: int, kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """The config's arguments, for those a type knows under these names or by its ``attribute_map``."""
+    """Return the config's arguments under names that the type has, directly or in its ``attribute_map``."""
     for misfit in misfits(new):
         raise ModelError(misfit.what, misfit.why, misfit.fix)
     own = kind().to_dict()

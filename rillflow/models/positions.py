@@ -1,12 +1,12 @@
-"""Positions: what a place in a row does to a token must not depend on the other rows of a pass.
+"""Positions: keep a row's position embeddings independent of the other rows in a pass.
 
-    8 tokens ── the last at position 7, or at the context's last ── the others' logits differ?
+    8 tokens ── the last at position 7, or at the context's last ── do the other logits differ?
                                                  no ──> the module as it is
                                                  yes ─> AtContext ─ still? refused
 
 Some rotary embeddings (``longrope``, ``dynamic``) choose their frequencies by the longest position of a pass.
-Each pass would be another model: the sampler's, the trainer's, that of another cut into micro-batches. They
-are given the context's last position in every pass, so that a row is read as one that fills the context.
+Then sampler, trainer and every division into micro-batches would run different models. So these embeddings
+get the context's last position in every pass: every row is computed as if it filled the context.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rillflow.errors import ModelError
 from rillflow.models.architecture import context_of, is_padded, relative_difference, trial, trial_positions
 
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-"""Largest difference of the outputs, over their largest: company turns the last bits at most."""
+"""Largest difference of the outputs over the largest output; other rows change only the last bits."""
 
 
 class AtContext(nn.Module):
-    """A rotary embedding that always sees the context's last position beside those of a pass.
+    """A rotary embedding that always gets the context's last position in addition to those of a pass.
 
     Args:
-        rotary: transformers' own; called with a tensor and positions [..., T] it gives tensors [..., T, D].
-        context: tokens of a row at most.
+        rotary: transformers' embedding; for a tensor and positions [..., T] it returns tensors [..., T, D].
+        context: maximum tokens of a row.
     """
 
     def __init__(self, rotary: nn.Module, context: int) -> None:
@@ -39,24 +39,24 @@ class AtContext(nn.Module):
         self.context = context
 
     def forward(self, x: Tensor, position_ids: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:
-        """What the embedding gives these positions."""
+        """Return the embedding of these positions."""
         last = torch.full_like(position_ids[..., :1], self.context - 1)
         found = self.rotary(x, torch.cat([position_ids, last], -1), *rest, **named)
         return tuple(part[..., :-1, :] for part in found)
 
 
 def settle_positions(module: PreTrainedModel, tried: PreTrainedModel) -> None:
-    """Give a row the same outputs beside any others, as one that fills the context has them.
+    """Make a row's outputs independent of other rows: always those of a full context.
 
     Args:
         module: the decoder; it may be on the meta device.
-        tried: its ``architecture.short_copy``, by which it is found out.
+        tried: its ``architecture.short_copy``, used for the trial.
 
     Raises:
-        ModelError: the module looks at the longest row elsewhere than in its rotary embeddings.
+        ModelError: the module uses the longest row elsewhere than in its rotary embeddings.
     """
     if is_padded(tried) and "position_ids" not in signature(type(tried).forward).parameters:
-        return  # it counts tokens itself, or does not
+        return  # positions cannot be passed to it
     if _difference(tried) == 0:
         return
     for each in (tried, module):
@@ -73,7 +73,7 @@ def settle_positions(module: PreTrainedModel, tried: PreTrainedModel) -> None:
 
 
 def _difference(module: PreTrainedModel) -> float:
-    """How far a row's outputs move, over their largest, when the pass ends at the context's last position."""
+    """Return the relative change of a row's outputs when the pass ends at the context's last position."""
     far = trial_positions(module)
     far[:, -1] = context_of(module) - 1
     return relative_difference(
@@ -83,6 +83,6 @@ def _difference(module: PreTrainedModel) -> float:
 
 
 def _is_rotary(part: nn.Module) -> bool:
-    """Whether a module turns positions into frequencies: it alone keeps those."""
+    """Return whether the module itself is a rotary embedding: it has a buffer of frequencies."""
     own = dict(part.named_buffers(recurse=False))
     return any(name.endswith("inv_freq") for name in own)

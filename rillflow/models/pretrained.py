@@ -1,6 +1,6 @@
-"""Pretrained: a Hugging Face directory or hub name, looked at before it is loaded.
+"""Pretrained: a Hugging Face directory or hub name, checked before it is loaded.
 
-    directory | hub name ─ config: a decoder? ─> weights: safetensors, all there? ─> module, unread
+    directory | hub name ─ config: a decoder? ─> weights: safetensors, complete? ─> module, unread
                                   └─ with a scalar head, or without: then the head is new
 
 Nothing in a directory is executed: no custom code, no pickle.
@@ -38,10 +38,10 @@ from rillflow.models.weight_files import (
 
 
 def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model, its weights not read (``models.unread``).
+    """Return a causal language model with unread weights (``models.unread``).
 
     Raises:
-        ModelError: the directory holds none we can drive, or not all of its weights.
+        ModelError: the directory has no supported model, or lacks weights.
     """
     config = _config(source)
     kind = causal_class(config)
@@ -59,13 +59,13 @@ def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_scalar_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A decoder with a scalar head, its weights not read, but for a new head.
+    """Return a decoder with a scalar head, with unread weights except those of a new head.
 
-    A causal language model gets a new head in the place of its logits. A directory that has a head keeps it,
-    and its class: ForTokenClassification has a bias that ForSequenceClassification would drop.
+    A causal language model gets a new head in place of its logits. A directory with a head keeps it, and its
+    class: ForTokenClassification has a bias that ForSequenceClassification would drop.
 
     Raises:
-        ModelError: as ``load_module``; or the head gives another number of labels than one.
+        ModelError: as ``load_module``; or the head has more than one label.
     """
     config = _config(source)
     causal, scalar = causal_class(config).__name__, scalar_class(config).__name__
@@ -100,7 +100,7 @@ def load_scalar_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _config(source: str) -> PreTrainedConfig:
-    """The config of a decoder whose weights can be read."""
+    """Return the config of a supported decoder."""
     if Path(source).is_dir():
         check_files(Path(source))
         if (settings := Path(source) / "config.json").exists():
@@ -123,7 +123,7 @@ def _config(source: str) -> PreTrainedConfig:
 def _weights(
     source: str, config: PreTrainedConfig, kind: Any, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, frozenset[str]]:
-    """The module, and the names of the weights that its files lack."""
+    """Return the module, and the names of the weights that its files lack."""
     check_weight_files(source)
     unread = unread_weights(source)
     try:
@@ -138,7 +138,7 @@ def _weights(
     except LIBRARY_ERRORS as error:
         raise unusable(source, "weights", error) from error
     module.config.name_or_path = source
-    with suppress(OSError):  # where there is no such file its config says how it is sampled from
+    with suppress(OSError):  # without this file, transformers takes these settings from the config
         if module.can_generate():
             module.generation_config = GenerationConfig.from_pretrained(source)
     return module, frozenset(found["missing_keys"])

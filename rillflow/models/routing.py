@@ -1,12 +1,12 @@
-"""Routing: which experts the tokens of a mixture take, seen from outside, and said where it is known.
+"""Routing: observe which experts the tokens of a mixture take, or prescribe them.
 
-    decoder layer ── routing_plan among its arguments, in every pass and when it is computed again
+    decoder layer ── routing_plan among its arguments, in every pass and in its recomputation
       router ── logits [U, E], weights [U, k], chosen [U, k] ── plan.routed ──> weights
-        └ its last choice of k among E scores ── plan.choices ──> the experts that are said
+        └ its last topk of k among E scores ── plan.choices ──> the prescribed experts
 
-A module stays unmodified: hooks on its layers and routers, there while somebody watches. A router is what
-transformers records ``router_logits`` of. The weights of choices that are said are the module's own of
-these experts: its code goes on behind the choice.
+A module stays unmodified: its layers and routers get hooks while it is watched. Routers are the modules for
+which transformers records ``router_logits``. For prescribed experts, the module's own code computes the
+weights from its scores.
 
 Legend: U tokens of a pass, E experts, k of them taken by a token, R routers.
 """
@@ -28,20 +28,20 @@ from torch.overrides import TorchFunctionMode
 from rillflow.errors import ModelError
 
 PLAN = "routing_plan"
-"""The keyword of ``module(...)`` that a plan is given under."""
+"""Keyword of ``module(...)`` for a plan."""
 
 
 class RoutingPlan(Protocol):
-    """What an engine sees of one pass, and says in it."""
+    """An engine's view of the routing in one pass."""
 
     def choices(self, router: int) -> Tensor | None:
-        """[U, k] the experts that tokens take, below 0 where the router chooses; None where it always does.
+        """Return [U, k] prescribed experts, below 0 where the router chooses; None if it always does.
 
         Routers are counted from 0 over the whole module.
         """
 
     def routed(self, router: int, logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Take what a router said; the weights [U, k] to go on with."""
+        """Receive a router's outputs; return the weights [U, k] to continue with."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,9 +49,9 @@ class Router:
     """One router of a module."""
 
     name: str
-    """Of the router."""
+    """Name of the router."""
     layer: str
-    """Of the decoder layer that has it."""
+    """Name of its decoder layer."""
     experts: int
     """E."""
 
@@ -68,7 +68,7 @@ class Routers:
         first = recorded[0] if isinstance(recorded, list) else recorded
         kind = first if isinstance(first, type) or first is None else first.target_class
         self.all: list[Router] = []
-        """In the order of layers."""
+        """The routers, in the order of layers."""
         parts: dict[str, nn.Module] = dict(module.named_modules()) if kind is not None else {}
         for name, part in parts.items():
             layer = re.match(r".+?\.\d+(?=\.)", name)
@@ -76,18 +76,18 @@ class Routers:
                 experts = next(each.shape[0] for each in part.parameters() if each.dim() == 2)
                 self.all.append(Router(name=name, layer=layer[0], experts=experts))
         self._module, self._known = module, set[int]()
-        self._current = threading.local()  # lanes of one process pass through one module at a time each
+        self._current = threading.local()  # each lane of a process runs its own pass through the one module
 
     @property
     def experts(self) -> int:
-        """The most experts that a router chooses among; 0 of a dense model."""
+        """Largest number of experts of a router; 0 for a dense model."""
         return max((each.experts for each in self.all), default=0)
 
     def require(self, asked: str) -> None:
-        """Show that there is something to route.
+        """Check that the model has routers.
 
         Raises:
-            ModelError: the model is dense; it says what was asked.
+            ModelError: the model is dense; the message names the setting that needs routers.
         """
         if not self.all:
             raise ModelError(
@@ -99,11 +99,11 @@ class Routers:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While entered, plans among a module's arguments are asked."""
+        """Apply the plans among the module's arguments inside the context."""
         parts = dict(self._module.named_modules())
         with ExitStack() as hooks:
             for number, router in enumerate(self.all):
-                if router.name in parts:  # else another stage has it
+                if router.name in parts:  # otherwise another pipeline stage has it
                     layer, part = parts[router.layer], parts[router.name]
                     hooks.callback(layer.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
                     hooks.callback(part.register_forward_pre_hook(partial(self._before, number)).remove)
@@ -128,7 +128,7 @@ class Routers:
             saying.__exit__(None, None, None)
         if plan is None or output is None:  # None: the router raised
             return output
-        if number not in self._known:  # a recording of the pass could not look at shapes
+        if number not in self._known:  # in a recorded pass, shapes must not be read
             _check_said(router, output, self.all[number])
             self._known.add(number)
         logits, weights, chosen = output
@@ -139,7 +139,7 @@ class Routers:
 
 
 class _Saying(TorchFunctionMode):
-    """While entered, ``topk`` of a router's scores [U, E] takes the experts that are said."""
+    """Mode in which ``topk`` of a router's scores [U, E] returns the prescribed experts."""
 
     def __init__(self, said: Tensor, router: Router) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _Saying(TorchFunctionMode):
 
 
 def _check_said(router: nn.Module, output: Any, known: Router) -> None:
-    """Refuse a router that gives something else than logits, weights and choices."""
+    """Refuse a router that does not return logits, weights and choices."""
     match output:
         case (Tensor() as logits, Tensor() as weights, Tensor() as chosen) if (
             not chosen.is_floating_point()

@@ -1,21 +1,21 @@
-"""Sampling shard: one rank's part of a decoder, for passes without gradients.
+"""Sampling shard: one rank's shard of a decoder, for passes without gradients.
 
     like ── copied, its parameters on the meta device ── plan ──> modules of the local sizes
                                                                             │
     {logical name: local tensor} ── assign, nothing is copied ──────────────┴──> a module to sample from
 
-    COLUMNS               x ─> w_r x                        own outputs; here: own heads, own hidden units
+    COLUMNS               x ─> w_r x                        own outputs: own heads, own hidden units
     ROWS                  x_r ─> w_r x_r ─ sum ─> + bias    the same bits on every rank
-    SPLIT_ROWS            x ─ own part ─> as ROWS
-    GATHERED              x ─> w_r x ─ everyone's side by side
-    LOOKED_UP             token ─ foreign ones count as 0 ─> row ─ sum
-    SUMMED, and the rest  whole, nothing to say
+    SPLIT_ROWS            x ─ own slice ─> as ROWS
+    GATHERED              x ─> w_r x ─ concatenated over ranks
+    LOOKED_UP             token ─ other ranks' tokens give 0 ─> row ─ sum
+    SUMMED, and the rest  replicated, without communication
 
-Where a fused projection gives every rank all heads (Phi3, OLMo2), a rank attends with its own alone, and the
-output projection that split its inputs gets them split already: the cache is 1 / tp there too.
+If a fused projection gives every rank all heads (Phi3, OLMo2), a rank attends with its own heads only, and
+the output projection then gets inputs that are already split: the cache is 1 / tp there too.
 
-Sums are added in the order of ranks and everything else is computed alike, so all ranks have the same
-logits, bit by bit, and draw the same token without a word.
+Sums are added in the order of ranks, and all other computation is the same on every rank. So all ranks have
+bitwise equal logits and draw the same token without communication.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from rillflow.placement.sbp import Placement
 from rillflow.placement.slices import Interval, slices
 
 Bounds = tuple[Interval, ...]
-"""What a rank holds of a parameter: start and stop (excluded) in every dim."""
+"""Start and stop (excluded) of a rank's slice of a parameter, in every dim."""
 
 
 def sampling_module(like: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> PreTrainedModel:
-    """A decoder of this rank's sizes, in evaluation mode; parameters are on the meta device until ``assign``.
+    """Return a decoder of this rank's sizes in evaluation mode; parameters stay meta until ``assign``.
 
-    Its ranks call it together, with the same. ``attention_plan`` sees this rank's heads alone.
+    All ranks call it together with the same arguments. ``attention_plan`` receives only this rank's heads.
 
     Args:
         like: the whole decoder, with Rillflow's attention; its config and buffers are copied, its weights
-            are not looked at.
-        plan: ``tensor_plan(like)``; of no importance for one rank.
-        tp: the ranks that share every weight. One of them alone has the decoder as it is.
+            are not read.
+        plan: ``tensor_plan(like)``; unused for one rank.
+        tp: the ranks that share every weight. A single rank gets the whole decoder.
 
     Raises:
-        ModelError: the model has no plan, heads do not divide by the ranks, a weight is too short to be
-            shared out over them.
+        ModelError: the model has no plan, heads do not divide by the ranks, or a weight is too short to be
+            split over them.
     """
     away = {
         id(each): nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=False)
@@ -75,10 +75,10 @@ def sampling_module(like: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks)
 def local_bounds(
     module: PreTrainedModel, plan: Mapping[str, Style], rank: int, size: int
 ) -> dict[str, Bounds]:
-    """What one of ``size`` ranks holds of every parameter of a whole decoder, by logical name.
+    """Return the slice that one of ``size`` ranks holds of every parameter, by logical name.
 
     Raises:
-        ModelError: a weight is too short to give every rank something.
+        ModelError: a weight is too short to give every rank a slice.
     """
     mesh, found = Mesh.of(tp=size), {}
     parts = weight_parts(dict(plan), module)
@@ -97,15 +97,15 @@ def local_bounds(
 def assign(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     """Make these tensors the module's weights; nothing is copied, and ties are kept.
 
-    The first time parameters are made. Afterwards they are the same objects with other storages, so
-    whoever holds on to a parameter sees its new value.
+    The first call creates the parameters. Later calls give the same parameter objects new storages, so
+    references to a parameter see its new value.
 
     Args:
-        module: what ``sampling_module`` made.
+        module: a module made by ``sampling_module``.
         tensors: the local tensor of every parameter, by its logical name; all on one device.
 
     Raises:
-        ModelError: a name is missing or unknown, or a shape is another one.
+        ModelError: a name is missing or unknown, or a shape differs.
     """
     places: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -129,7 +129,7 @@ def assign(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _shard(module: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> None:
-    """Put the parts that the plan names in their local form."""
+    """Replace the submodules that the plan names by their local form."""
     everyone = [local_bounds(module, plan, rank, tp.size) for rank in range(tp.size)]
     fused = _fused(module, plan)
     logical = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -169,19 +169,19 @@ def _linear(part: nn.Linear, style: Style, bounds: list[Bounds], tp: Ranks) -> n
 
 
 def _look_up(part: nn.Embedding, bounds: Bounds, tp: Ranks) -> None:
-    """``num_embeddings`` stays the number of all tokens."""
+    """Shard an embedding; ``num_embeddings`` stays the size of the whole vocabulary."""
     rows, size = bounds
     part.weight = nn.Parameter(torch.empty(rows[1] - rows[0], size[1], device="meta"))
-    part.padding_idx = None  # it has a gradient of its own and no other value, and may be foreign
+    part.padding_idx = None  # it only concerns gradients, and its row may be another rank's
     lookup = Lookup(rows, tp)
     part.register_forward_pre_hook(lookup.before)
     part.register_forward_hook(lookup.after)
 
 
 def _fused(module: PreTrainedModel, plan: Mapping[str, Style]) -> dict[str, int]:
-    """Output projections of attention that are given all heads, and the layer of each.
+    """Return the attention output projections that receive all heads, with their layers.
 
-    What asks Rillflow's attention says which layer it belongs to, as ``layer_idx``; nothing else does.
+    Only modules that call Rillflow's attention have a ``layer_idx``, so this attribute identifies them.
     """
     owners = {name: name.rpartition(".")[0] for name in plan if plan[name] is Style.SPLIT_ROWS}
     layers = {name: vars(module.get_submodule(owner)).get("layer_idx") for name, owner in owners.items()}
@@ -189,7 +189,7 @@ def _fused(module: PreTrainedModel, plan: Mapping[str, Style]) -> dict[str, int]
 
 
 def _tie(module: PreTrainedModel, like: PreTrainedModel) -> None:
-    """Make one parameter of what is one parameter there."""
+    """Tie the parameters of ``module`` that are tied in ``like``."""
     first: dict[int, nn.Parameter] = {}
     for name, parameter in like.named_parameters(remove_duplicate=False):
         owner, _, kind = name.rpartition(".")
@@ -208,14 +208,14 @@ def _check_names(wanted: set[str], given: set[str]) -> None:
 
 
 class RowsLinear(nn.Linear):
-    """A linear layer whose inputs are shared out: outputs are added up, then the bias.
+    """A linear layer with its inputs split over ranks: outputs are summed, then the bias is added.
 
     Args:
-        inputs: which ones are this rank's.
-        outputs: how many.
-        bias: whether it has one.
-        split: whether it is given all inputs, and takes its own.
-        ranks: those who share the inputs.
+        inputs: this rank's inputs.
+        outputs: number of outputs.
+        bias: whether it has a bias.
+        split: whether it receives all inputs and takes its own slice.
+        ranks: the ranks that share the inputs.
     """
 
     def __init__(self, inputs: Interval, outputs: int, bias: bool, split: bool, ranks: Ranks) -> None:
@@ -224,7 +224,7 @@ class RowsLinear(nn.Linear):
         self._ranks = ranks
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., outputs]."""
+        """Return [..., outputs]."""
         if self._inputs is not None:
             states = states[..., self._inputs]
         total = product(self, states)
@@ -233,13 +233,13 @@ class RowsLinear(nn.Linear):
 
 
 class GatheredLinear(nn.Linear):
-    """A linear layer whose outputs are shared out and put side by side again.
+    """A linear layer with its outputs split over ranks and then gathered.
 
     Args:
-        inputs: how many.
+        inputs: number of inputs.
         widths: outputs of every rank.
-        bias: whether it has one.
-        ranks: those who share the outputs.
+        bias: whether it has a bias.
+        ranks: the ranks that share the outputs.
     """
 
     def __init__(self, inputs: int, widths: tuple[int, ...], bias: bool, ranks: Ranks) -> None:
@@ -248,7 +248,7 @@ class GatheredLinear(nn.Linear):
         self._ranks = ranks
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., outputs of all ranks]."""
+        """Return [..., outputs of all ranks]."""
         own = super().forward(states)
         filled = nn.functional.pad(own, (0, max(self._widths) - own.shape[-1]))
         everyone = self._ranks.stack(filled)
@@ -256,11 +256,11 @@ class GatheredLinear(nn.Linear):
 
 
 class Lookup:
-    """Hooks around an embedding that has the rows of some tokens.
+    """Hooks of an embedding that has the rows of some tokens.
 
     Args:
-        rows: which tokens are this rank's.
-        ranks: those who share them.
+        rows: this rank's tokens.
+        ranks: the ranks that share all tokens.
     """
 
     def __init__(self, rows: Interval, ranks: Ranks) -> None:
@@ -269,13 +269,13 @@ class Lookup:
         self._foreign: Tensor | None = None
 
     def before(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The tokens as rows of this rank; foreign ones as its first."""
+        """Return tokens as row indices of this rank; those of other ranks become row 0."""
         (tokens,) = inputs
         self._foreign = (tokens < self._start) | (tokens >= self._stop)
         return (torch.where(self._foreign, 0, tokens - self._start),)
 
     def after(self, _: nn.Module, __: tuple[Tensor, ...], found: Tensor) -> Tensor:
-        """[..., size] the rows, whoever has them."""
+        """Return [..., size] the rows, summed over ranks."""
         assert self._foreign is not None  # ``before`` has run
         found = found.masked_fill(self._foreign[..., None], 0.0)
         self._foreign = None
@@ -284,13 +284,13 @@ class Lookup:
 
 
 class OwnHeads:
-    """An attention plan that is given all heads in some layers and attends with this rank's.
+    """An attention plan that receives all heads in some layers and attends with this rank's only.
 
     Args:
-        plan: attends; None for plain causal attention.
-        layers: those that give all heads.
-        rank: which part is this rank's.
-        size: how many parts there are.
+        plan: the inner plan; None for plain causal attention.
+        layers: the layers with all heads.
+        rank: index of this rank's part.
+        size: number of parts.
     """
 
     def __init__(self, plan: AttentionPlan | None, layers: frozenset[int], rank: int, size: int) -> None:
@@ -309,5 +309,5 @@ class OwnHeads:
         return self._plan.attend(layer, query, key, value, scores)
 
     def _own(self, heads: Tensor) -> Tensor:
-        """This rank's part of [N, heads, ...]."""
+        """Return this rank's part of [N, heads, ...]."""
         return heads.chunk(self._size, dim=1)[self._rank]

@@ -1,9 +1,9 @@
-"""Scalar head: one number a token, on top of a decoder's body.
+"""Scalar head: one number per token, on top of a decoder's body.
 
     tokens ── module.base_model ──> hidden states [U, D] ── head, a linear layer to one number ──> [U]
 
-The module is transformers' own (ForSequenceClassification, ForTokenClassification), unmodified. Its
-forward pass would give one number a row, or drop some of them; body and head are asked in turn instead.
+The module is transformers' own (ForSequenceClassification, ForTokenClassification), unmodified. Its own
+forward pass returns one number per row, or applies dropout, so body and head are called separately.
 Legend: U tokens of all rows, laid end to end; D hidden size.
 """
 
@@ -19,7 +19,7 @@ from rillflow.errors import ModelError
 
 
 def head_of(module: Any) -> nn.Linear:
-    """The head: the one linear layer beside the body.
+    """Return the head: the only linear layer outside the body.
 
     Raises:
         ModelError: there is none, or it gives more than one number.
@@ -37,13 +37,13 @@ def head_of(module: Any) -> nn.Linear:
 
 
 def head_weights(module: PreTrainedModel) -> frozenset[str]:
-    """The names of the head's parameters in the module."""
+    """Return the names of the head's parameters in the module."""
     own = {id(parameter) for parameter in head_of(module).parameters()}
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in own)
 
 
 def start_head(module: PreTrainedModel) -> None:
-    """Let a new head give 0 for every token."""
+    """Set a new head to return 0 for every token."""
     for parameter in head_of(module).parameters():
         nn.init.zeros_(parameter)
 
@@ -51,15 +51,15 @@ def start_head(module: PreTrainedModel) -> None:
 def require_one_number(config: PreTrainedConfig) -> None:
     """Set a config to a head of one number, read at a row's last token.
 
-    A padding token would have transformers read the number before it. A row's last token may be the end
-    token, which many models pad with too.
+    With a padding token, transformers would skip trailing ones to find the last token. A row's last token may
+    be the end token, which many models also use for padding.
     """
     config.num_labels = 1
     config.get_text_config().pad_token_id = None
 
 
 def token_scores(body: Any, head: nn.Linear, inputs: dict[str, Any]) -> Tensor:
-    """[U] the head's number at every token, row after row, in float32 or wider."""
+    """Return [U] the head's number at every token, row after row, in float32 or wider."""
     hidden = body(**inputs).last_hidden_state.flatten(0, 1)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     bias = None if head.bias is None else head.bias.to(wide)

@@ -1,12 +1,12 @@
-"""Template probe: render a stranger's chat template in a limited child before this process renders it.
+"""Template probe: render an untrusted chat template in a limited child before this process renders it.
 
     driver ─ template, variables, a chat ─> child: 1 s of processor time, 1 GiB ─┬─ ended ────> rendered here
                                                                                  └─ killed ───> ModelError
 
-A template is a program: it can loop or allocate without end. The child renders the first chat that the driver
-is about to render, and that chat with many turns, in a sandbox like the one of transformers. What a template
-writes or raises does not matter here; that it ends within the bounds does. A template that waits for a
-certain date or message to misbehave is not found.
+A template is a program: it can loop or allocate without end. The child renders the driver's first chat, and a
+longer version of it with many turns, in a sandbox like the one of transformers. It checks only that the
+template ends within the limits, not its output or its exceptions. A template that misbehaves only on a
+certain date or message is not detected.
 
 ``python -m rillflow.models.template_probe`` is the child. Imports neither torch nor transformers.
 """
@@ -28,27 +28,27 @@ from rillflow.errors import ModelError
 from rillflow.models.limited_child import TOO_MUCH, limit, run_limited
 
 CPU_S = 1
-"""Processor time of the child for all of its renderings."""
+"""Processor time in seconds for all renderings of the child."""
 ADDRESS_BYTES = 2**30
-"""Address space of the child."""
+"""Address space of the child in bytes."""
 GROWTH, LEAST_CHARACTERS = 64, 2**20
-"""A text may be so many times as long as its chat, or at least so many characters."""
+"""Limit of a rendered text: this many times the chat's length, or at least this many characters."""
 TURNS = 32
 """Turns of the long chat."""
 TEMPLATE_ERRORS = (
     *(TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
     *(RecursionError, MemoryError),
 )
-"""What a template raises, which is a program of a stranger's."""
+"""Exceptions of a template, which is an untrusted program."""
 
 
 def probe(template: str, variables: Mapping[str, Any], chat: Sequence[Mapping[str, Any]]) -> None:
-    """Show that a template ends within the bounds.
+    """Check that a template ends within the limits.
 
     Args:
         template: its text.
-        variables: what it is given beside the messages.
-        chat: the first messages that it will be given.
+        variables: its variables besides the messages.
+        chat: the first messages to be rendered.
 
     Raises:
         ModelError: it does not.
@@ -64,7 +64,7 @@ def probe(template: str, variables: Mapping[str, Any], chat: Sequence[Mapping[st
 
 
 def main() -> None:
-    """Render what standard input says, within limits."""
+    """Render the chat from standard input, within limits."""
     asked = json.loads(sys.stdin.buffer.read())
     limit(CPU_S, ADDRESS_BYTES)
     chat, variables = asked["chat"], asked["variables"]
@@ -80,17 +80,17 @@ def main() -> None:
     except MemoryError:
         sys.exit(TOO_MUCH)
     except TEMPLATE_ERRORS:
-        return  # whoever renders it meets the same, and says so
+        return  # the driver meets the same error and reports it
 
 
 def _long(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The chat with its last message and an answer said again and again."""
+    """Return the chat with an answer and its last message repeated many times."""
     answer = {"role": "assistant", "content": "word " * 20}
     return [*chat, *([answer, chat[-1]] * (TURNS // 2))]
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """A sandbox like the one in which transformers renders templates."""
+    """Return a sandbox like the one in which transformers renders templates."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -105,7 +105,7 @@ class _Generation(Extension):
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Take the tag off; its body stays."""
+        """Replace the tag by its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body).set_lineno(line)

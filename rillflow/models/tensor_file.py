@@ -1,10 +1,10 @@
-"""Tensor file: safetensors, written as its own library does, byte for byte, but in a thread beside training.
+"""Tensor file: safetensors, byte for byte like the library's, but written in a thread during training.
 
     header {name: dtype, shape, offsets} ─┬─> file, flushed at the end
     tensors on the host, 16 MiB at a time ┴─> SHA-256
 
-The library holds Python's lock while it writes, so that nothing else of the process goes on; and its files
-have to be read again to be hashed.
+The library holds Python's lock while it writes, which stops all other threads; and its files would have to
+be read again for hashing.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ KINDS = {
     torch.float16: "F16",
     torch.uint8: "U8",
 }
-"""Types as safetensors calls them, in the order in which a file has them."""
+"""Names of dtypes in safetensors, in the order of tensors in a file."""
 _ORDER = list(KINDS)
 _CHUNK = 2**24
 Digest = dict[str, Any]
-"""The ``bytes`` and the ``sha256`` of a file."""
+"""``bytes`` and ``sha256`` of a file."""
 
 
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> Digest:
-    """Write tensors that lie on the host, contiguous.
+    """Write contiguous tensors in host memory; return the file's size and hash.
 
     Raises:
         OSError: the disk fails.
@@ -59,7 +59,7 @@ def write_tensors(
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, for a thread to write while the tensor changes."""
+    """Return a copy in host memory, to be written by a thread while the tensor changes."""
     held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return held.copy_(tensor.detach())
 
@@ -67,11 +67,11 @@ def on_host(tensor: Tensor) -> Tensor:
 def header(
     weights: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
-    """A file's first bytes, and its weights in the order in which their numbers follow.
+    """Return a file's first bytes, and its weights in the order of their data.
 
     Args:
-        weights: type and shape of each.
-        metadata: what the file says of itself.
+        weights: dtype and shape of each.
+        metadata: metadata of the file.
     """
     names = sorted(weights, key=lambda name: (_ORDER.index(weights[name][0]), name.encode()))
     said: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}

@@ -1,21 +1,21 @@
-"""Tensor plan: which weights of a decoder tensor parallelism cuts, and along which dim.
+"""Tensor plan: the weights of a decoder that tensor parallelism splits, and along which dim.
 
     config.base_model_tp_plan, _tp_plan     "layers.*.self_attn.q_proj": "colwise"
               │ expanded over the module
               v
     {"model.layers.0.self_attn.q_proj": COLUMNS, ...} ─ weight_parts ─> {"...q_proj.weight": Split(0), ...}
 
-COLUMNS     a linear layer's outputs are shared out: weight and bias are cut along dim 0
-ROWS        its inputs are shared out, its outputs added up: the weight is cut along dim 1, the bias is whole
-            (and an int8 weight's scales, which are of its rows)
+COLUMNS     outputs of a linear layer are split: weight and bias are split along dim 0
+ROWS        inputs are split and outputs summed: the weight is split along dim 1; the bias is replicated
+            (and an int8 weight's scales, one per row, too)
 GATHERED    COLUMNS, and every rank gets all outputs: the language model's head, fused projections
-SPLIT_ROWS  ROWS of inputs that every rank has whole: what follows a GATHERED layer
-LOOKED_UP   an embedding whose tokens are shared out (dim 0), its outputs added up
-SUMMED      whole on every rank, which uses it on its own heads alone: its gradients are added up
+SPLIT_ROWS  ROWS with inputs that every rank has whole: the layer after a GATHERED one
+LOOKED_UP   an embedding whose tokens are split (dim 0), its outputs summed
+SUMMED      replicated, but every rank uses it on its own heads only: its gradients are summed
 
-The plan is the model's own. The input embedding is cut only where it is tied to a head that is cut: the two
+The plan is the model's own. The input embedding is split only if it is tied to a head that is split: the two
 are one weight. Releases of transformers differ in whether the plan names it; that entry changes nothing here.
-A module without an entry is whole on every rank.
+A module without an entry is replicated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rillflow.placement.sbp import Broadcast, Part, Split
 
 
 class Style(StrEnum):
-    """What tensor parallelism does with one module."""
+    """Treatment of one module by tensor parallelism."""
 
     COLUMNS = "colwise"
     ROWS = "rowwise"
@@ -46,17 +46,17 @@ class Style(StrEnum):
 
 
 _NAMES = {style.value: style for style in Style} | {"colwise_rep": Style.GATHERED}
-"""Styles as transformers calls them, today and before."""
+"""Styles by transformers' names, present and earlier ones."""
 _LINEAR = (nn.Linear, AdaptedLinear, Int8Linear, AdaptedInt8Linear)
 _DIMS = {Style.COLUMNS: 0, Style.GATHERED: 0, Style.LOOKED_UP: 0, Style.ROWS: 1, Style.SPLIT_ROWS: 1}
-"""The dim along which a style cuts a weight; a bias is cut where it is the outputs that are shared out."""
+"""Dim along which a style splits a weight; a bias is split only if the outputs are."""
 
 
 def tensor_plan(module: PreTrainedModel) -> dict[str, Style]:
-    """The style of every module that tensor parallelism cuts, by its name.
+    """Return the style of every module that tensor parallelism splits, by name.
 
     Raises:
-        ModelError: the model has no plan, or one with a style that Rillflow does not know.
+        ModelError: the model has no plan, or one with an unknown style.
     """
     body = module.base_model_prefix
     written = {f"{body}.{name}": style for name, style in (module.config.base_model_tp_plan or {}).items()}
@@ -87,7 +87,7 @@ def tensor_plan(module: PreTrainedModel) -> dict[str, Style]:
 
 
 def weight_parts(plan: dict[str, Style], module: nn.Module) -> dict[str, Part]:
-    """How tensor parallelism lays every parameter, by name; tied ones under their first name."""
+    """Return the placement of every parameter in tensor parallelism, by name; tied ones by their first."""
     found: dict[str, Part] = {}
     for name, _ in module.named_parameters():
         owner, _, kind = name.rpartition(".")
@@ -97,7 +97,7 @@ def weight_parts(plan: dict[str, Style], module: nn.Module) -> dict[str, Part]:
 
 
 def require_heads(module: PreTrainedModel, tp: int) -> None:
-    """Refuse a tensor-parallel size that attention heads cannot be shared out over.
+    """Refuse a tensor-parallel size that does not divide the attention heads.
 
     Raises:
         ModelError: query or key/value heads do not divide by ``tp``; it shows the division.
@@ -114,13 +114,13 @@ def require_heads(module: PreTrainedModel, tp: int) -> None:
 
 
 def _matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names a pattern stands for; its star is a layer's number."""
+    """Return the names that match a pattern; its star is a layer's number."""
     shape = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
     return [name for name in names if shape.fullmatch(name)]
 
 
 def _beside(module: nn.Module, plan: dict[str, Style]) -> dict[str, Style]:
-    """Of an adapter the half whose outputs, or inputs, are its layer's; the other half is whole."""
+    """Return the styles of adapters: the half at a layer's split outputs or inputs is split like it."""
     found: dict[str, Style] = {}
     for name, layer in adapted(module).items():
         if layer.beside[0].length is not None:
@@ -138,7 +138,7 @@ def _beside(module: nn.Module, plan: dict[str, Style]) -> dict[str, Style]:
 
 
 def _tied(module: PreTrainedModel, plan: dict[str, Style]) -> dict[str, Style]:
-    """The input embedding, where it is the weight of a head that is cut."""
+    """Return the style of the input embedding if it shares its weight with a head that is split."""
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     names = {id(part): name for name, part in module.named_modules()}
     if head is None or head.weight is not embedding.weight or names[id(head)] not in plan:

@@ -1,15 +1,17 @@
 """Tokenizer: text to tokens and back, without surprises.
 
-    prompt ── encode ─────────────> [begin] text    the model's begin token, where its tokeniser adds one
+    prompt ── encode ─────────────> [begin] text    the model's begin token, if its tokeniser adds one
     chat ──── encode_chats ───────> the model's template, up to where the assistant speaks
     answer ── encode_completions ─> text end        no begin token
-              encode_replies ─────> what the template writes for an answer, to its end
+              encode_replies ─────> the template's text of an answer, to its end
     tokens ── decode ─────────────> text            without special tokens
 
-Text from data is only ever text: what spells a special token is cut into ordinary ones, or refused
-where a chat template would not; text that its author rendered with the template is the exception, and is
-said to be. Rows end by their length, never by a token's value, so padding may be the same token as the end.
-Imports no torch, but for a tokeniser that a model's own class must load; and transformers only for what
+Text from data never becomes a special token: a special token's text is split into ordinary tokens, or
+refused if a chat template would keep it. The exception is text that its author has already rendered with
+the template (``is_rendered``). Rows end by their length, never by a token's value, so the padding token may
+be the end token.
+
+Imports torch only for tokenisers that a model's own class must load, and transformers only for what
 ``BareTokenizer`` cannot do.
 """
 
@@ -29,16 +31,16 @@ from rillflow.models.bounds import check_files
 from rillflow.models.weight_files import LIBRARY_ERRORS
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase  # importing it takes a second or two
+    from transformers import PreTrainedTokenizerBase  # the import takes a second or two
 
 _AS_WRITTEN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Declared classes that mean: everything is in tokenizer.json."""
+"""Declared classes that add nothing to tokenizer.json."""
 _SHOWN = 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """A conversation, as a chat template is given it.
+    """A conversation to be rendered by a chat template.
 
     Example:
         Chat(turns=[{"role": "user", "content": "17+25="}])
@@ -47,7 +49,7 @@ class Chat:
     turns: Sequence[Mapping[str, Any]]
     """The messages; contents are text."""
     tools: Sequence[Mapping[str, Any]] | None = None
-    """What the assistant may call, as JSON objects."""
+    """Tools for the assistant, as JSON objects."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template, such as ``enable_thinking``."""
 
@@ -60,7 +62,7 @@ class Tokenizer:
 
     Args:
         inner: transformers' tokeniser, or a bare one.
-        stop_tokens: end tokens the model names, besides the tokeniser's own.
+        stop_tokens: the model's end tokens besides the tokeniser's own.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Tokenizer:
         self.stop_tokens: frozenset[int] = frozenset([*own, *stop_tokens])
         """Tokens that end an answer."""
         self.vocabulary_size: int = 1 + max(inner.get_vocab().values(), default=-1)
-        """One more than the largest token."""
+        """Largest token plus one."""
         self._inner = inner
         self._end = own[0] if own else min(self.stop_tokens, default=None)
         added = inner.added_tokens_decoder.values()
@@ -82,37 +84,36 @@ class Tokenizer:
         self._probed: dict[str, ModelError | None] = {}
 
     def encode(self, text: str) -> list[int]:
-        """A prompt's tokens; see ``encode_texts``."""
+        """Return a prompt's tokens; see ``encode_texts``."""
         return self.encode_texts([text])[0]
 
     @property
     def begin(self) -> int | None:
-        """The token that the tokeniser puts before every text; None where it puts none."""
+        """The begin token that the tokeniser puts before every text; None if it adds none."""
         found: list[int] = self._inner(
             [""], add_special_tokens=True, split_special_tokens=True, return_special_tokens_mask=True
         )["input_ids"][0]
         return found[0] if found else None
 
     def encode_texts(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[list[int]]:
-        """The tokens of several prompts, each with the model's own begin token where its tokeniser adds one.
+        """Return the tokens of prompts, each with the model's begin token if its tokeniser adds one.
 
         Args:
             texts: the prompts.
-            is_rendered: whether the chat template wrote them: then special tokens that they spell are read as
-                such, and a begin token that they spell is not added again.
+            is_rendered: whether the chat template wrote them: then special tokens in the text are read as
+                such, and a begin token in the text is not added again.
 
         Raises:
-            ModelError: a text that is not empty encodes to nothing, or has a character the tokeniser lacks.
+            ModelError: a non-empty text encodes to nothing, or has a character the tokeniser lacks.
         """
         return self._encode(texts, begin=True, is_rendered=is_rendered)
 
     def encode_completions(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[list[int]]:
-        """The tokens of several answers, each without a begin token and with the end token.
+        """Return the tokens of answers, each without begin token and with the end token.
 
         Args:
             texts: the answers.
-            is_rendered: whether they may spell special tokens, as in ``encode_texts``; one that has an end
-                token already gets no other.
+            is_rendered: as in ``encode_texts``; an answer that already has an end token gets no other.
 
         Raises:
             ModelError: as ``encode_texts``; or the model has no end token.
@@ -120,17 +121,17 @@ class Tokenizer:
         return self._ended(self._encode(texts, begin=False, is_rendered=is_rendered))
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[list[int]]:
-        """The tokens of conversations, up to where the assistant answers.
+        """Return the tokens of conversations, up to where the assistant answers.
 
         Raises:
-            ModelError: the model has no chat template or the template refuses the messages; a message
-                spells a special token.
+            ModelError: the model has no chat template, the template refuses the messages, or a message
+                contains a special token.
         """
         texts = [self.rendered(chat, opens=True) for chat in chats]
         return self._encode(texts, begin=False, is_rendered=True)
 
     def rendered(self, chat: Chat, *, opens: bool) -> str:
-        """What the template makes of a conversation; ``opens``: with the beginning of an answer.
+        """Return a conversation as the template's text; with ``opens``, including the beginning of an answer.
 
         Raises:
             ModelError: as ``encode_chats``.
@@ -160,7 +161,7 @@ class Tokenizer:
         return text
 
     def _probe(self, chat: Chat, *, opens: bool) -> None:
-        """Render the first chat in a limited child; a template may have been given since the last one."""
+        """Render the first chat in a limited child, once for each template."""
         library = self._library
         template = library.get_chat_template(tools=chat.tools)
         if template not in self._probed:
@@ -172,23 +173,23 @@ class Tokenizer:
                 probe(template, {**library.special_tokens_map, **given}, chat.turns)
             except ModelError as error:
                 self._probed[template] = error
-        if (refused := self._probed[template]) is not None:  # for each of many rows, at once
+        if (refused := self._probed[template]) is not None:  # fails at once for the other rows
             raise ModelError(refused.what, why=refused.why, fix=refused.fix)
 
     def encode_replies(self, chats: Sequence[Chat], answers: Sequence[str]) -> list[list[int]]:
-        """The tokens of an answer to each conversation, as the template writes and ends them.
+        """Return the tokens of an answer to each conversation, with the template's text at its end.
 
-        An answer in which the template writes none of the model's end tokens gets one.
+        If the template writes none of the model's end tokens after an answer, one is added.
 
         Raises:
-            ModelError: as ``encode_chats`` and ``encode_completions``; or the template writes the
-                conversation otherwise once it is answered.
+            ModelError: as ``encode_chats`` and ``encode_completions``; or the template changes the
+                conversation's text once it is answered.
         """
         texts = [self._reply(chat, answer) for chat, answer in zip(chats, answers, strict=True)]
         return self._ended(self._encode(texts, begin=False, is_rendered=True))
 
     def encode_more(self, text: str, *, is_rendered: bool = False) -> list[int]:
-        """The tokens of a text in the middle of a row, without begin and end token.
+        """Return the tokens of a text in the middle of a row, without begin and end token.
 
         Raises:
             ModelError: as ``encode_texts``.
@@ -196,16 +197,16 @@ class Tokenizer:
         return self._encode([text], begin=False, is_rendered=is_rendered)[0]
 
     def encode_next(self, chat: Chat, answer: str, later: Chat, *, is_ended: bool) -> list[int]:
-        """The tokens between a sampled answer to a conversation and the next one, by the template.
+        """Return the template's tokens between a sampled answer and the next answer.
 
         Args:
-            chat: the conversation that was answered.
+            chat: the conversation before the answer.
             answer: the answer's text.
-            later: the same with the answer, and what was said since.
-            is_ended: whether an end token was sampled; else it is among these tokens.
+            later: the conversation with the answer and all later messages.
+            is_ended: whether an end token was sampled; otherwise it is among the returned tokens.
 
         Raises:
-            ModelError: as ``encode_replies``; or the template writes the conversation otherwise later.
+            ModelError: as ``encode_replies``; or the template changes the earlier text of the conversation.
         """
         reply, text = self._reply(chat, answer), self.rendered(later, opens=True)
         before = self.rendered(chat, opens=True) + reply
@@ -220,33 +221,33 @@ class Tokenizer:
         return self.encode_more(reply + text[len(before) :], is_rendered=True)
 
     def to_end(self, tokens: list[int]) -> list[int]:
-        """An answer's tokens up to its first end token, with it: where a sampled one stops."""
+        """Return an answer's tokens up to and including its first end token."""
         ends = (place for place, token in enumerate(tokens, 1) if token in self.stop_tokens)
         return tokens[: next(ends, None)]
 
     def special_in(self, text: str) -> str | None:
-        """The first special token that a text spells; None where it spells none."""
+        """Return the first special token in a text; None if there is none."""
         found = self._special.search(text)
         return None if found is None else found[0]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special tokens left out."""
+        """Return the text of tokens, without special tokens."""
         text: str = self._inner.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Each token's own text, special tokens too, to show it; a part of a character is shown as U+FFFD."""
+        """Return each token's own text for display, special tokens too; partial characters become U+FFFD."""
         for token in set(tokens) - self._pieces.keys():
             self._pieces[token] = self._inner.decode([token], clean_up_tokenization_spaces=False)
         return [self._pieces[token] for token in tokens]
 
     def token_of(self, text: str) -> int | None:
-        """The one token a text is, an added one of this name or what it encodes to; None where it is several.
+        """Return the single token of a text, added or encoded; None if it encodes to several.
 
         Raises:
-            ModelError: the text is no token.
+            ModelError: the text encodes to no token.
         """
         for token, added in self._inner.added_tokens_decoder.items():
             if added.content == text:
@@ -257,12 +258,12 @@ class Tokenizer:
         return tokens[0] if len(tokens) == 1 else None
 
     def reads_as(self, other: Tokenizer) -> bool:
-        """Whether rows that ``other`` made are rows of this tokeniser: same tokens, template and ends."""
+        """Return whether rows of ``other`` are valid here: same tokens, template and end tokens."""
         is_same = self.first_difference(other) is None and self.stop_tokens == other.stop_tokens
         return is_same and self._library.chat_template == other._library.chat_template
 
     def first_difference(self, other: Tokenizer) -> int | None:
-        """The smallest token that the two read as different text; None where there is none."""
+        """Return the smallest token with different text in the two; None if there is none."""
         mine, theirs = self._inner.get_vocab().items(), other._inner.get_vocab().items()
         return min((token for _, token in mine ^ theirs), default=None)
 
@@ -274,14 +275,14 @@ class Tokenizer:
         """
         try:
             self._library.save_pretrained(directory)
-        except Exception as error:  # the library of tokens has no type of its own for what a disk refuses
+        except Exception as error:  # tokenizers has no exception type of its own for disk errors
             if (refused := re.search(r"os error (\d+)", str(error))) is None:
                 raise
             raise OSError(int(refused[1]), str(error)) from error
 
     @property
     def _library(self) -> PreTrainedTokenizerBase:
-        """The whole of it, of transformers."""
+        """The same tokeniser of transformers, with all its methods."""
         return self._inner.library if isinstance(self._inner, BareTokenizer) else self._inner
 
     def _encode(self, texts: Sequence[str], *, begin: bool, is_rendered: bool = False) -> list[list[int]]:
@@ -303,8 +304,8 @@ class Tokenizer:
         ):
             length = len(tokens)
             while length and special[length - 1]:
-                length -= 1  # an end token the tokeniser adds is no part of a prompt
-            # Does the text spell the begin token that the tokeniser adds?
+                length -= 1  # an end token that the tokeniser adds is not part of a prompt
+            # Does the text already contain the begin token that the tokeniser adds?
             start = int(is_rendered and special[:1] == [1] and tokens[:1] == tokens[1:2])
             if text and not length:
                 raise _lost(text)
@@ -312,7 +313,7 @@ class Tokenizer:
         return rows
 
     def _ended(self, rows: Sequence[list[int]]) -> list[list[int]]:
-        """Answers, each with an end token."""
+        """Return answers, each with an end token."""
         if self._end is None:
             raise ModelError(
                 "the model has no end token",
@@ -322,7 +323,7 @@ class Tokenizer:
         return [row if self.stop_tokens.intersection(row) else [*row, self._end] for row in rows]
 
     def _reply(self, chat: Chat, answer: str) -> str:
-        """What the template adds to a conversation when the assistant has answered."""
+        """Return the text that the template adds to a conversation for the assistant's answer."""
         before = self.rendered(chat, opens=True)
         turn = {"role": "assistant", "content": answer}
         whole = self.rendered(replace(chat, turns=[*chat.turns, turn]), opens=False)
@@ -342,7 +343,7 @@ class Tokenizer:
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Every text within plain data."""
+    """Yield every text in nested plain data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | Sequence):
@@ -351,7 +352,7 @@ def _strings(value: object) -> Iterator[str]:
 
 
 class _Alphabet:
-    """The characters of a byte-level tokeniser that has not all bytes; others have every character."""
+    """The characters of a byte-level tokeniser that lacks some bytes; others have every character."""
 
     def __init__(self, inner: PreTrainedTokenizerBase | BareTokenizer) -> None:
         is_bytes = inner.is_fast and isinstance(inner.backend_tokenizer.decoder, decoders.ByteLevel)
@@ -362,7 +363,7 @@ class _Alphabet:
         self._split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def check(self, texts: Iterable[str]) -> None:
-        """Refuse a character that would silently be left out."""
+        """Refuse a character that the tokeniser would silently drop."""
         if self._is_whole:
             return
         for character in sorted(set().union(*texts) - self._known):
@@ -380,18 +381,19 @@ class _Alphabet:
 def load_tokenizer(
     source: str, *, as_written: bool = False, whole: bool = True
 ) -> PreTrainedTokenizerBase | BareTokenizer:
-    """The tokeniser of a directory or hub name.
+    """Return the tokeniser of a directory or hub name.
 
-    A directory whose tokenizer.json is not claimed by a model's own class is read as it is written:
-    ``AutoTokenizer`` would rebuild it as the class of the model's type, and lose what that class lacks.
+    A tokenizer.json that no model class claims is read unchanged: ``AutoTokenizer`` would rebuild it as the
+    class of the model's type, and lose everything that this class lacks.
 
     Args:
         source: the directory or hub name.
-        as_written: read tokenizer.json as it is whoever claims it, which needs no torch.
-        whole: of transformers, to be saved whatever becomes of the directory; a bare one has the same tokens.
+        as_written: read tokenizer.json unchanged even if a class claims it; this needs no torch.
+        whole: return transformers' tokeniser, which can be saved without the directory; a bare one has the
+            same tokens.
 
     Raises:
-        ModelError: there is none, or it has no vocabulary.
+        ModelError: there is no tokeniser, or it has no vocabulary.
     """
     if Path(source).is_dir():
         check_files(Path(source))
@@ -404,7 +406,7 @@ def load_tokenizer(
 
                 inner = PreTrainedTokenizerFast.from_pretrained(source)
         else:
-            from transformers import AutoTokenizer  # it imports torch
+            from transformers import AutoTokenizer  # imports torch
 
             inner = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (*LIBRARY_ERRORS, KeyError, TypeError) as error:
@@ -429,9 +431,9 @@ def require_rows(tokenizer: Tokenizer, rows: int) -> None:
 
 
 def _declared_class(source: str) -> str | None:
-    """The class that tokenizer_config.json names."""
+    """Return the class that tokenizer_config.json names."""
     if not Path(source).is_dir():
-        from transformers.models.auto.tokenization_auto import get_tokenizer_config  # it imports torch
+        from transformers.models.auto.tokenization_auto import get_tokenizer_config  # imports torch
 
         found: Mapping[str, Any] = get_tokenizer_config(source)
     else:

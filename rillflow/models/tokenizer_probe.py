@@ -1,12 +1,12 @@
-"""Tokeniser probe: load a stranger's tokenizer.json in a limited child before this process does.
+"""Tokeniser probe: load an untrusted tokenizer.json in a limited child before this process loads it.
 
     driver ─ file, texts ─> child: 15 s of processor time, 2 GiB ─┬─ ended ────> loaded and encoded here
                                                                   └─ killed ───> ModelError
 
 A tokeniser is a program too: patterns may backtrack without end, replacements may multiply a text. The child
-encodes some of the texts that the driver is about to encode, and a text of printable characters. Whether the
-file is a tokeniser does not matter here: whoever loads it says that. A pattern that waits for a certain text
-is not found.
+encodes some of the driver's texts, and a text of printable characters. It does not check that the file is a
+valid tokeniser; the driver's own loading does. A pattern that misbehaves only on a certain text is not
+detected.
 
 ``python -m rillflow.models.tokenizer_probe`` is the child. Imports neither torch nor transformers.
 """
@@ -23,21 +23,21 @@ from rillflow.errors import ModelError
 from rillflow.models.limited_child import TOO_MUCH, limit, run_limited
 
 CPU_S = 15
-"""Processor time of the child: the largest tokenisers load in 2 s."""
+"""Processor time of the child in seconds; the largest tokenisers load in 2 s."""
 ADDRESS_BYTES = 2 * 2**30
-"""Address space of the child."""
+"""Address space of the child in bytes."""
 GROWTH, LEAST_TOKENS = 16, 2**12
-"""A text may have so many times as many tokens as bytes, or at least so many."""
+"""Limit of a text's tokens: this many per byte, or at least this many."""
 TEXTS, CHARACTERS = 64, 4_000
-"""Texts that are tried, and characters of each."""
+"""Number of texts tried, and maximum characters of each."""
 
 
 def probe_tokenizer(directory: Path, texts: Sequence[str]) -> None:
-    """Show that a directory's tokeniser loads and encodes within the bounds; nothing without tokenizer.json.
+    """Check that a directory's tokeniser loads and encodes within the limits; skip it without tokenizer.json.
 
     Args:
-        directory: the model's.
-        texts: what will be encoded; up to TEXTS of them are tried, evenly from the first to the last.
+        directory: the model's directory.
+        texts: the texts to encode later; about TEXTS of them are tried, evenly from the first to the last.
 
     Raises:
         ModelError: the tokeniser does not.
@@ -58,7 +58,7 @@ def probe_tokenizer(directory: Path, texts: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Encode what standard input says, within limits."""
+    """Encode the texts from standard input, within limits."""
     asked = json.loads(sys.stdin.buffer.read())
     limit(CPU_S, ADDRESS_BYTES)
     from tokenizers import Tokenizer

@@ -1,13 +1,14 @@
-"""Unread: the weights of a model, of which nothing is read or drawn before somebody asks for a slice.
+"""Unread: a model's weights that are read or drawn only when a slice is requested.
 
     files ─ headers ─> {name: Unread} ─ transformers: names, casts, stacks ─> module on the meta device
     config ─ init under ``Drawing``: every draw made, none kept ─────────────────^     │ taken_out
                                                                                        v
-    rank ─ the slices it wants ─ fill ───────────────────────────────────────────> Source
-                                 ^── a slice of a file, or a draw made again ─────────┘
+    rank ─ the slices it needs ─ fill ───────────────────────────────────────────> Source
+                                 ^── a slice of a file, or a repeated draw ───────────┘
 
-An ``Unread`` is on the meta device and remembers what was done to it; a slice is had by doing that to the
-slice of the file. What is not done to elements one by one is done to whole tensors, one weight at a time.
+An ``Unread`` tensor is on the meta device and records the operations applied to it. Elementwise operations
+are applied to the requested slice only; any other operation is applied to whole tensors, one weight at a
+time.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ from rillflow.errors import ModelError
 from rillflow.models.weight_files import unusable
 
 ALONE = threading.RLock()
-"""One thread at a time makes or draws a model: generator and the library's settings are the process's."""
+"""Lets one thread at a time build or draw a model: generator and library settings are global."""
 aten = torch.ops.aten
 _FILLS = {aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar}
-"""What leaves nothing of what a tensor was before."""
+"""Operations that overwrite a tensor completely."""
 Index = tuple[slice, ...]
-"""A slice a dim; none for all there is."""
+"""One slice per dim; an empty tuple for the whole tensor."""
 Read = Callable[[Index], Tensor]
-"""A slice of a weight."""
+"""Function that returns a slice of a weight."""
 Source = Callable[[], Iterator[tuple[str, Read]]]
-"""The weights of a model by name, in the order in which they are had best."""
+"""Function that yields the weights of a model by name, in an order that is efficient to read."""
 
 _ELEMENTWISE = (Tensor.to, Tensor.detach)
-"""What is done to elements one by one, so that a slice can be read alone."""
+"""Elementwise operations, for which a slice can be read alone."""
 
 
 class Unread(Tensor):
-    """A tensor of the meta device that can be read; what is made of it is another one."""
+    """A meta tensor that can be read; operations on it return another one."""
 
     read: Read
 
@@ -54,10 +55,10 @@ class Unread(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do it on the meta device, and remember it."""
+        """Apply the operation on the meta device, and record it."""
         named = dict(kwargs or {})
         if function == Tensor.device.__get__:
-            return torch.device("cpu")  # whoever asks decides by it whether there are numbers to compare
+            return torch.device("cpu")  # transformers compares values only on non-meta devices
         if function is torch.equal:
             return torch.equal(*map(_whole, args))
         if function is Tensor.to:
@@ -70,10 +71,10 @@ class Unread(Tensor):
 
 
 def unread_weights(source: str) -> dict[str, Unread]:
-    """The weights of a directory or hub name under their names in its files; only headers are read.
+    """Return the weights of a directory or hub name by their names in files; only headers are read.
 
     Raises:
-        ModelError: a file is missing or not whole.
+        ModelError: a file is missing or incomplete.
     """
     found: dict[str, Unread] = {}
     for path in _files(source):
@@ -90,12 +91,12 @@ def unread_weights(source: str) -> dict[str, Unread]:
 def taken_out(
     module: nn.Module, dtype: torch.dtype, whole: Callable[[Tensor], Tensor] | None = None
 ) -> Source:
-    """The weights of a module, which keeps places for them on the meta device; ties and buffers stay.
+    """Return the weights of a module; its parameters become empty meta tensors, ties and buffers stay.
 
     Args:
-        module: its weights are not read, real, or what ``whole`` makes real.
-        dtype: of the places; buffers, such as rotary frequencies, stay exact.
-        whole: a weight's numbers, where they are still to be made.
+        module: its weights are unread, real, or made by ``whole``.
+        dtype: dtype of the new parameters; buffers, such as rotary frequencies, keep theirs.
+        whole: function that makes a weight's values; None if they exist.
     """
     make = whole or _whole
 
@@ -111,13 +112,13 @@ def taken_out(
 
 
 def on_device(module: nn.Module, device: torch.device) -> None:
-    """Give what is left of a module memory of its own, where parameters hold nothing yet."""
+    """Allocate a module's parameters and move its buffers, on the device."""
     replace(module, lambda parameter: torch.empty_like(parameter, device=device))
-    module.to(device)  # buffers; and FSDP looks at its parameters anew
+    module.to(device)  # buffers; FSDP also updates its references to parameters here
 
 
 def replace(module: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
-    """Put other tensors in the place of a module's parameters; those that are one parameter stay one."""
+    """Replace a module's parameters by the tensors of ``make``; tied parameters stay tied."""
     places: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         places[id(parameter)].append(name)
@@ -131,14 +132,14 @@ def replace(module: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
 
 @torch.no_grad()
 def fill(source: Source, wanted: Callable[[str], Iterable[tuple[Tensor, Index]]]) -> None:
-    """Read what is wanted of every weight.
+    """Read the requested slices of every weight.
 
     Args:
         source: the weights.
-        wanted: of a weight by its name, tensors to fill and the slice that belongs in each.
+        wanted: returns, for a weight's name, the tensors to fill and their slices.
 
     Raises:
-        ModelError: a file cannot be read any more, or numbers in it are not finite.
+        ModelError: a file can no longer be read, or has non-finite numbers.
     """
     for name, read in source():
         for target, index in wanted(name):
@@ -151,7 +152,7 @@ def fill(source: Source, wanted: Callable[[str], Iterable[tuple[Tensor, Index]]]
 
 
 def not_finite(name: str) -> ModelError:
-    """What is wrong with a weight that has numbers that are not finite."""
+    """Return the error for a weight with non-finite numbers."""
     return ModelError(
         f"the weight {name} has numbers that are not finite",
         why="nothing can be computed or learned with them",
@@ -160,10 +161,10 @@ def not_finite(name: str) -> ModelError:
 
 
 class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Building a module on the meta device, with every random number drawn for real.
+    """Mode that builds a module on the meta device but draws every random number.
 
-    Numbers are drawn, so that the next ones are those of a module built as usual, and let go. What was done
-    to each tensor is kept with the generator's state before it, so that its numbers can be drawn again.
+    Numbers are drawn, so that the generator advances as in a normal build, and discarded. The operations on
+    each tensor are recorded with the generator's state before them, so that its values can be drawn again.
     """
 
     def __init__(self) -> None:
@@ -173,7 +174,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Make, or change, a tensor."""
+        """Create or modify a tensor, and record the operation."""
         named = dict(kwargs or {})
         if function is aten.empty.memory_format:
             found = function(*args, **named | {"device": "meta"})
@@ -199,7 +200,7 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return first
 
     def drawn(self, tensor: Tensor) -> Tensor:
-        """A tensor's numbers, drawn again; what has numbers already has those."""
+        """Return a tensor's values, drawn again; a tensor that has values is returned unchanged."""
         if not tensor.is_meta:
             return tensor
         found = torch.empty_like(tensor, device="cpu")
@@ -214,7 +215,7 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _reader(function: Any, args: tuple[Any, ...], named: dict[str, Any], place: int | None) -> Read:
-    """How what a function makes of tensors that are not read is read."""
+    """Return a reader of a function's result on unread tensors."""
     if function in _ELEMENTWISE or (function is Tensor.__getitem__ and args[1] is ...):
         return lambda index: function(args[0].read(index), *args[1:], **named)
 
@@ -227,21 +228,21 @@ def _reader(function: Any, args: tuple[Any, ...], named: dict[str, Any], place: 
 
 
 def _whole(value: Any) -> Any:
-    """The same with all that is in it read."""
+    """Return the value with all unread tensors in it read."""
     if isinstance(value, Unread):
         return value.read(())
     return type(value)(map(_whole, value)) if isinstance(value, list | tuple) else value
 
 
 def read_slice(path: str, name: str, index: Index) -> Tensor:
-    """A slice of a file's tensor; the file is closed, so that the pages that were looked at can go."""
+    """Return a slice of a file's tensor; close the file afterwards, so that its mapped pages can be freed."""
     with safe_open(path, framework="pt") as file:
         found: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
         return found
 
 
 def _files(source: str) -> list[str]:
-    """The files of a model's weights: one, or those that its index names."""
+    """Return the files of a model's weights: a single one, or those in its index."""
     one = _file(source, SAFE_WEIGHTS_NAME)
     if one is not None:
         return [one]

@@ -1,7 +1,7 @@
-"""Weight files: which files of a model's directory hold its weights, looked at before torch is imported.
+"""Weight files: find and check a directory's weight files before torch is imported.
 
-directory ─┬─ index ───────── names files beside it, all of them there
-           └─ *.safetensors ─ headers: the type and shape of every weight, by its name
+directory ─┬─ index ───────── names files next to it, none missing
+           └─ *.safetensors ─ headers: dtype and shape of every weight, by name
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from rillflow.errors import ModelError
 from rillflow.models.bounds import FILE_BYTES, check_file, check_files
 
 LIBRARY_ERRORS = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
-"""What transformers raises for a directory it cannot use."""
+"""Exceptions of transformers for a directory it cannot use."""
 _INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""Types of weights that can be trained."""
+"""Dtypes of weights that can be trained."""
 _MOST_DIMS = 16
-"""Dims of a weight."""
+"""Maximum dims of a weight."""
 _NAMED = 3
-"""Missing files that an error names."""
+"""Maximum missing files that an error lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightHeader:
-    """A weight as the header of its file describes it."""
+    """Description of a weight in its file's header."""
 
     file: Path
     """The file."""
     dtype: str
-    """The type of its numbers, by safetensors' name: F32, BF16, I32."""
+    """Dtype by safetensors' name, such as F32, BF16 or I32."""
     shape: tuple[int, ...]
-    """Its sizes."""
+    """Shape of the weight."""
 
 
 def check_weight_files(source: str) -> None:
-    """Refuse a directory whose weights are a pickle, or missing, or listed in an index that is none.
+    """Refuse a directory with pickled weights, missing weights or an invalid index.
 
     Raises:
-        ModelError: the weights cannot be read; a hub name is not looked at.
+        ModelError: the weights cannot be read; hub names are not checked.
     """
     directory = Path(source)
     if not directory.is_dir():
@@ -95,7 +95,7 @@ def weight_headers(directory: Path) -> dict[str, WeightHeader]:
 
 
 def _require_floats(headers: dict[str, WeightHeader]) -> None:
-    """Refuse weights of whole numbers or 8 bits; a mask that a module keeps beside them may be either."""
+    """Refuse weights of integers or 8 bits; other tensors, such as masks, may have any dtype."""
     for name, header in headers.items():
         if name.endswith(".weight") and header.dtype not in _FLOATS:
             raise ModelError(
@@ -107,7 +107,7 @@ def _require_floats(headers: dict[str, WeightHeader]) -> None:
 
 
 def _check_index(directory: Path) -> None:
-    """An index of weights names files beside it, all of them there, and nothing else."""
+    """Check that an index of weights lists only files next to it, and that all of them exist."""
     path = directory / _INDEX
     if not path.is_file():
         return
@@ -144,10 +144,10 @@ def _check_index(directory: Path) -> None:
 
 
 def settings_in(file: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model's directory.
+    """Return the JSON object in a file of a model's directory.
 
     Raises:
-        ModelError: it cannot be read, is too large, or is none.
+        ModelError: it cannot be read, is too large, or is not an object.
     """
     check_file(file, FILE_BYTES.get(file.name, FILE_BYTES["model.safetensors.index.json"]))
     try:
@@ -160,7 +160,7 @@ def settings_in(file: Path) -> dict[str, Any]:
 
 
 def refuse_quantised(source: str, settings: Mapping[str, Any]) -> None:
-    """Refuse a model whose config says that its weights are quantised.
+    """Refuse a model whose config declares quantised weights.
 
     Raises:
         ModelError: it names the directory or hub name.
@@ -174,7 +174,7 @@ def refuse_quantised(source: str, settings: Mapping[str, Any]) -> None:
 
 
 def unusable(source: str, part: str, error: BaseException) -> ModelError:
-    """What a library says of a part of a model that it cannot use."""
+    """Return the error for a part of a model that a library cannot use, with the library's message."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return ModelError(
         f"the {part} of the model {source} cannot be used",

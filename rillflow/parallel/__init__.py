@@ -1,4 +1,4 @@
 """Parallel: a decoder over a mesh of ranks: data (dp), pipeline (pp) and tensor (tp) parallel.
 
-module ─ tensor plan ─ stages ─ shards ─> this rank's part ─ micro-batches ─> what its last stage says
+module ─ tensor plan ─ stages ─ shards ─> this rank's part ─ micro-batches ─> outputs on the last stage
 """

@@ -1,17 +1,17 @@
-"""Buckets: rows of like length, which attention computes side by side. No torch here: plans count them."""
+"""Buckets: rows of similar length, for which attention is computed together. Imports no torch, for plans."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 _FILL = 0.75
-"""A row joins a bucket when it is at least this share of the bucket's longest row."""
+"""Minimum length of a row in a bucket, as a share of the bucket's longest row."""
 _SHORT = 32
-"""A bucket whose longest row is this short takes all the rest."""
+"""A bucket whose longest row has at most this length takes all remaining rows."""
 
 
 def bucket_bounds(lengths: Sequence[int]) -> list[int]:
-    """Where buckets begin among rows in falling order, and where the last ends; no empty row is in one.
+    """Return the first index of each bucket, for lengths in falling order, and the end; omit empty rows.
 
     Example: ``bucket_bounds([100, 80, 40, 0]) == [0, 2, 3]``
     """

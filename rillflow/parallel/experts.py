@@ -1,4 +1,4 @@
-"""Experts over ranks: every rank of ep has 1/ep of each layer's experts, and tokens go to them and back.
+"""Expert parallelism: each rank of ep has 1/ep of each layer's experts; tokens are sent to them and back.
 
     this rank's tokens [U, D] ─ router ─> chosen [U, k], weights
          │ a copy for each choice, sorted by expert [S, D]
@@ -9,9 +9,9 @@
          v
     times the weights, summed over k ─> [U, D]
 
-A module stays unmodified: hooks on its experts send before, and bring back after. Ranks of ep have other
-rows, make as many passes, and meet in every such layer, forward, backward and where it is computed again.
-An expert's gradient has the tokens of all ranks of its ep group then, and is summed over the groups.
+A module stays unmodified: hooks on its experts send tokens before, and bring results back after. The ranks of
+ep have different rows but run equally many passes, and communicate in every such layer: forward, backward and
+in recomputation. So an expert's gradient covers the tokens of its whole ep group, and is summed over groups.
 
 Legend: U tokens, D hidden size, k experts of a token, S = U k, E experts, e = E / ep of them here.
 """
@@ -31,25 +31,25 @@ from rillflow.placement.mesh import divisors
 
 
 def experts_of(module: nn.Module) -> dict[str, nn.Module]:
-    """The parts of a module that hold a layer's experts, as transformers' interface for these marks them."""
+    """Return the submodules that hold a layer's experts, recognised by transformers' experts interface."""
     return {name: part for name, part in module.named_modules() if "is_concatenated" in vars(part)}
 
 
 def expert_weights(module: nn.Module) -> set[str]:
-    """The names of their parameters."""
+    """Return the names of the experts' parameters."""
     parts = experts_of(module).items()
     return {f"{name}.{weight}" for name, part in parts for weight, _ in part.named_parameters()}
 
 
 def cut_experts(module: nn.Module, ranks: ProcessRanks) -> None:
-    """Leave this rank its experts, in place, and have tokens sent to where theirs are.
+    """Keep this rank's experts, in place, and route tokens to the ranks of the other experts.
 
     Args:
         module: a mixture of experts, whole and the same on every rank; it may be on the meta device.
-        ranks: of ep.
+        ranks: the ranks of ep.
 
     Raises:
-        ModelError: the model is dense, or a layer's experts do not divide by the ranks.
+        ModelError: the model is dense, or the ranks do not divide a layer's experts.
     """
     parts = experts_of(module)
     if not parts:
@@ -80,14 +80,14 @@ def cut_experts(module: nn.Module, ranks: ProcessRanks) -> None:
 
 
 class _Trip:
-    """The way of one layer's tokens to their experts and back, pass after pass."""
+    """Sends one layer's tokens to their experts and back, in every pass."""
 
     def __init__(self, ranks: ProcessRanks, experts: int) -> None:
         self._ranks, self._experts = ranks, experts
         self._weights: list[Tensor] = []
 
     def there(self, _part: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens of all ranks for this rank's experts, one choice each, in the place of its own tokens."""
+        """Replace this rank's tokens by those of all ranks for its experts, one copy per choice."""
         hidden, chosen, weights = given
         self._weights = [weights]
         ids, self._order = torch.sort(chosen.flatten(), stable=True)
@@ -99,13 +99,13 @@ class _Trip:
         tokens = _exchange(copies, self._received, self._sent, self._ranks)
         own = torch.arange(counts.shape[1], device=hidden.device).repeat(self._ranks.size)
         places = torch.repeat_interleave(own, theirs.flatten())
-        # One token more: products of no rows at all are not defined everywhere.
+        # One extra token, because products of no rows are not defined everywhere.
         tokens = torch.cat([tokens, tokens.new_zeros(1, tokens.shape[1])])
         places = torch.cat([places, own[:1]])
         return tokens, places[:, None], tokens.new_ones(len(tokens), 1, dtype=weights.dtype)
 
     def back(self, _part: nn.Module, _given: Any, output: Tensor) -> Tensor:
-        """[U, D] what this rank's tokens were made into, weighed and summed."""
+        """Return [U, D] the outputs for this rank's tokens, weighted and summed."""
         found = _exchange(output[:-1], self._sent, self._received, self._ranks)
         home = torch.empty_like(self._order)
         home[self._order] = torch.arange(len(home), device=home.device)
@@ -115,7 +115,7 @@ class _Trip:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to other ranks; their gradients the way back."""
+    """Exchange of rows between ranks; the backward pass sends gradients the other way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, received: list[int], sent: list[int], ranks: ProcessRanks) -> Tensor:
@@ -133,7 +133,7 @@ def _exchange(rows: Tensor, received: list[int], sent: list[int], ranks: Process
 
 
 def _crossed(rows: Tensor, received: Iterable[int], sent: Iterable[int], ranks: ProcessRanks) -> Tensor:
-    """[S', D] what other ranks send, in their order, for the rows [S, D] that they are sent."""
+    """Send the rows [S, D]; return [S', D] the rows received from other ranks, in rank order."""
     counts = list(received)
     found = rows.new_empty(sum(counts), rows.shape[1])
     dist.all_to_all_single(found, rows.contiguous(), counts, list(sent), group=ranks.group)

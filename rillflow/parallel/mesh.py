@@ -1,4 +1,4 @@
-"""RankGroups: one rank of a training mesh, and the ranks it makes a group with along every axis.
+"""RankGroups: one rank's groups along every axis of a training mesh.
 
     dp 2, pp 2, tp 2      stage 0   tp 0 1     dp 0: ranks 0 1
                           stage 1   tp 0 1           ranks 2 3     (dp 1: 4 5, 6 7)
@@ -7,7 +7,7 @@
 
     dp 4, of which fsdp 2      dp 0 1 2 3    fsdp 0 1, 2 3    copies 0 2, 1 3
 
-What is to be said once of a replica, its results and metrics, the rank with ``speaks`` says.
+The rank with ``speaks`` reports its replica's results and metrics.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh, divisors, require_whole_beside_experts
 
 AXES = ("dp", "pp", "tp")
-"""The axes of a training mesh, the slowest first."""
+"""The axes of a training mesh, the slowest-varying first."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,31 +34,31 @@ class RankGroups:
         rank_groups(Mesh.of(dp=2, pp=1, tp=2), ranks).tp.size == 2
 
     Raises:
-        PlacementError: ep is above 1 beside fsdp, pp or tp.
+        PlacementError: ep is above 1 together with fsdp, pp or tp.
     """
 
     mesh: Mesh
     """All ranks of the pool by dp, pp and tp."""
     everyone: Ranks
-    """All of them."""
+    """All ranks."""
     dp: Ranks
-    """Those that hold the same weights, or other slices of them, and other rows."""
+    """Ranks with the same weights, or other shards of them, and other rows."""
     fsdp: Ranks
-    """Those of dp that hold the other slices of one copy; alone where each holds all of it."""
+    """Ranks of dp with the other shards of one copy; this rank alone if it has all of it."""
     copies: Ranks
-    """Those of dp that hold the same slices."""
+    """Ranks of dp with the same shards."""
     ep: Ranks
-    """Those of dp that hold the other experts of one copy; alone where each holds all of them."""
+    """Ranks of dp with the other experts of one copy; this rank alone if it has all of them."""
     twins: Ranks
-    """Those of dp that hold the same experts."""
+    """Ranks of dp with the same experts."""
     pp: Ranks
-    """Those that hold the other stages of the same replica."""
+    """Ranks with the other stages of the same replica."""
     tp: Ranks
-    """Those that hold the other parts of the same layers."""
+    """Ranks with the other parts of the same layers."""
     ends: Ranks
-    """On the first and the last stage, the two of them; alone on those between."""
+    """The first and the last stage, on these two; this rank alone on stages between."""
     _made: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
-    """Torch's mesh by the kind of its devices, once it was asked for."""
+    """Torch's device meshes by kind of device, created on request."""
 
     def __post_init__(self) -> None:
         sizes = {"ep": self.ep.size, "fsdp": self.fsdp.size, "pp": self.pp.size, "tp": self.tp.size}
@@ -67,7 +67,7 @@ class RankGroups:
 
     @staticmethod
     def whole(ranks: Ranks) -> RankGroups:
-        """The groups of a rank that has the whole module, among ranks that have it too and other rows."""
+        """Return the groups of a rank with the whole module, among others with it and other rows."""
         mesh, alone = Mesh.of(dp=ranks.size, pp=1, tp=1), SingleRank()
         return RankGroups(
             mesh=mesh,
@@ -84,38 +84,38 @@ class RankGroups:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no rank has less than all of the model."""
+        """Whether every rank has the whole model."""
         return self.pp.size == self.tp.size == self.fsdp.size == self.ep.size == 1
 
     @property
     def stage(self) -> int:
-        """Which pipeline stage, from 0."""
+        """Index of the pipeline stage, from 0."""
         return self.pp.rank
 
     @property
     def first(self) -> bool:
-        """Whether tokens come in here."""
+        """Whether this is the first stage, which receives tokens."""
         return self.pp.rank == 0
 
     @property
     def last(self) -> bool:
-        """Whether logits, scores and losses are here."""
+        """Whether this is the last stage, which has logits, scores and losses."""
         return self.pp.rank == self.pp.size - 1
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank says what its replica has to say: the first of the last stage."""
+        """Whether this rank reports for its replica: the first rank of the last stage."""
         return self.last and self.tp.rank == 0
 
     def device_mesh(self, kind: str, *axes: str) -> DeviceMesh:
-        """Axes of the mesh as torch's parts want them; those of one rank are left out.
+        """Return axes of the mesh as torch's DeviceMesh; axes of one rank are omitted.
 
         Args:
-            kind: of the devices: ``cpu`` or ``cuda``.
-            axes: of copies, fsdp, pp and tp, in this order; one at least has several ranks.
+            kind: kind of the devices: ``cpu`` or ``cuda``.
+            axes: some of copies, fsdp, pp and tp, in this order; at least one has several ranks.
 
         Raises:
-            PlacementError: the ranks are no processes.
+            PlacementError: the ranks are not processes.
         """
         if kind not in self._made:
             self._made[kind] = self._device_mesh(kind)
@@ -133,17 +133,17 @@ class RankGroups:
 
 
 def rank_groups(mesh: Mesh, ranks: Ranks, fsdp: int = 1, ep: int = 1) -> RankGroups:
-    """This rank's groups; every rank calls it with the same mesh.
+    """Return this rank's groups; every rank calls it with the same mesh.
 
     Args:
         mesh: dp, pp and tp, in this order, over ranks 0, 1, ...
-        ranks: all of them.
-        fsdp: how many ranks of dp that follow one another share one copy of the parameters.
-        ep: how many share one copy of the experts.
+        ranks: all ranks.
+        fsdp: number of consecutive dp ranks that share one copy of the parameters.
+        ep: number of consecutive dp ranks that share one copy of the experts.
 
     Raises:
-        PlacementError: the mesh has other axes, or not as many places as there are ranks; fsdp or ep does
-            not divide dp; ep is above 1 beside fsdp, pp or tp.
+        PlacementError: the mesh has other axes, or another size than the ranks; fsdp or ep does
+            not divide dp; ep is above 1 together with fsdp, pp or tp.
     """
     if mesh.names != AXES:
         raise PlacementError(
@@ -179,7 +179,7 @@ def rank_groups(mesh: Mesh, ranks: Ranks, fsdp: int = 1, ep: int = 1) -> RankGro
 def _cut(
     rows: Sequence[Sequence[int]], axis: str, size: int
 ) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
-    """Groups of dp by who holds the same, and by who holds one copy together."""
+    """Return the dp groups of ranks with the same shard, and those of ranks that share one copy."""
     if len(rows[0]) % size:
         raise PlacementError(
             f"{axis} {size} of dp {len(rows[0])}",
@@ -192,7 +192,7 @@ def _cut(
 
 
 def require_processes(ranks: Ranks) -> ProcessRanks:
-    """The ranks, where torch.distributed joins them.
+    """Return the ranks if they are processes of torch.distributed.
 
     Raises:
         PlacementError: they are threads of one process.

@@ -1,16 +1,16 @@
-"""Parallel: a decoder's part on one rank of a mesh, and the passes that all ranks make together.
+"""Parallel: a decoder's part on one rank of a mesh, and the passes that all ranks run together.
 
-    whole module, unread ─ tp: weights cut ─ pp: layers dropped ─ fsdp: shards ─> part(state, inputs, wanted)
-                                └ tried on a short copy: the outputs are the whole's, or it is refused
-
+    whole module, unread ─ tp: weights split ─ pp: layers dropped ─ fsdp: shards ─> part(state, inputs,
+    wanted)
+                                └ tried on a short copy: outputs must equal the whole module's
     micro-batches ─ lay_out ─> readings ─ part ─> outputs on the last stage ─ finish ─> shares of the loss
-                                                  an error? kept, passes go on ─ agree ─> raised everywhere
+                                                  an error is kept, passes go on ─ agree ─> raised everywhere
 
-One device is a mesh of one rank, and so is each of several that hold the whole module and other rows.
-All ranks of a replica give the same micro-batches; replicas give their own. Where parameters are sharded
-over dp every replica makes as many passes: those that have fewer micro-batches make empty ones, whose share
-of the loss is 0. An error in the middle would leave the other ranks waiting: the rank that met it goes on
-with shares of 0, and all give up together when the passes are done.
+One device is a mesh of one rank, and so is each of several that hold the whole module and different rows. All
+ranks of a replica pass the same micro-batches; each replica passes its own. If parameters are sharded over
+dp, every replica runs equally many passes: those with fewer micro-batches add empty ones, whose share of the
+loss is 0. An error in the middle would leave the other ranks waiting. So a rank with an error continues with
+shares of 0, and all ranks raise together after the passes.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ from rillflow.placement.sbp import Broadcast, Part
 from rillflow.records.batch import Batch
 
 Output = Tensor | HeadLogits
-"""Of the last stage: [N, V] logits, or what they are made of where they are many; a scalar head's [N]."""
+"""Output of the last stage: [N, V] logits, or their factors if they are large; a scalar head's [N]."""
 LossShare = Callable[[Batch, Output], Tensor]
-"""On the last stage: a micro-batch and its outputs to its share of the loss, a number."""
+"""Function on the last stage that returns a micro-batch's share of the loss from its outputs."""
 _SEPARATOR = "\0"
 
 
 def first_said(ranks: Ranks, said: str) -> str:
-    """The first text of a rank that has one, on all ranks."""
+    """Return, on all ranks, the first non-empty text of a rank."""
     texts = ranks.gather(torch.tensor(list(said.encode()), dtype=torch.uint8))
     return bytes(next(text for text in texts if len(text)).tolist()).decode()
 
 
 def own_attention_is_whole(name: str) -> tuple[str, str, str]:
-    """What is wrong, why and what to do where a module that attends by itself is to be cut."""
+    """Return error, reason and fix for splitting a module that uses its own attention."""
     return (
         f"{name} trains with its own attention, and is to be cut over ranks (tp, pp, fsdp or ep above 1)",
         "its rows lie side by side, and only packed rows travel between the parts of a model",
@@ -80,16 +80,17 @@ class Parallel:
     """One rank's part of a decoder.
 
     Args:
-        module: a decoder with Rillflow's attention, whole and the same on every rank; it is cut in place.
-            Of one on the meta device only what is left takes memory; its numbers are the caller's to read.
+        module: a decoder with Rillflow's attention, whole and the same on every rank; it is split in place.
+            On the meta device, only the remaining part gets memory, and the caller reads its weights.
         groups: the rank's groups.
-        sequence: whether ranks of tp share out tokens where a layer is whole.
-        device: where the parts belong; where the module is, if that is not the meta device.
-        most_logits: what a pass holds at once; more are made in slices, where the head is one plain product.
+        sequence: whether tp ranks divide tokens where a layer is replicated (sequence parallelism).
+        device: device of the part; by default the module's, unless that is the meta device.
+        most_logits: maximum logits held by a pass; more are computed in slices if the head is a plain
+            product.
 
     Raises:
-        ModelError: heads, layers or outputs do not divide, the model says not how it may be cut, or says
-            something else once it is.
+        ModelError: heads, layers or outputs do not divide, the model has no plan for splitting, or it
+            gives other outputs once it is split.
         PlacementError: the ranks are threads of one process, and not each of them has the whole module.
     """
 
@@ -103,32 +104,32 @@ class Parallel:
         most_logits: int = MOST_LOGITS,
     ) -> None:
         self.module = module.eval()
-        """What is left of it; parameters have the names they have in the whole module."""
+        """The remaining module; parameters keep their names from the whole module."""
         self.groups = groups
         self.device = device or next(module.parameters()).device
         self.sharded = groups.fsdp.size > 1
-        """Whether parameters are cut over ranks of dp."""
+        """Whether parameters are sharded over ranks of dp."""
         self.is_whole = groups.is_whole
-        """Whether nothing is cut, so that this rank makes its passes alone."""
+        """Whether nothing is split, so that this rank runs its passes alone."""
         self.padded = is_padded(module)
-        """Whether the module attends by itself, over rows side by side."""
+        """Whether the module uses its own attention, over padded rows."""
         self._unit = groups.tp.size if sequence else 1
-        """Packed tokens of a pass are a multiple of it."""
+        """The number of packed tokens in a pass is a multiple of this."""
         self._partial: set[str] = set()
         plan = tensor_plan(module) if groups.tp.size > 1 else {}
         self.parts: dict[str, Part] = weight_parts(plan, module)
-        """How tp lays every parameter of the whole module."""
+        """Placement along tp of every parameter of the whole module."""
         self.stages: dict[str, tuple[int, ...]] = {name: (0,) for name, _ in module.named_parameters()}
-        """The stages that every parameter of the whole module lies on."""
+        """Stages of every parameter of the whole module."""
         self.routers = Routers(module)
-        """Those of the whole module; none of a dense one, or where nothing says that plans reach layers."""
+        """Routers of the whole module; none for a dense or padded one, whose layers may receive no plans."""
         if self.padded:
             self.routers.all.clear()
         self.experts = frozenset(expert_weights(module) if groups.ep.size > 1 else ())
-        """The parameters that ranks of ep share out."""
+        """Parameters sharded over ranks of ep."""
         self._error: RillflowError | None = None
         self.part = _Part(module, groups, most_logits)
-        """What a pass calls."""
+        """The module that a pass calls."""
         if not self.is_whole:
             if self.padded:
                 raise ModelError(*own_attention_is_whole(type(module).__name__))
@@ -139,21 +140,21 @@ class Parallel:
         if any(parameter.is_meta for parameter in module.parameters()):
             on_device(self.part, self.device)
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
-        """This rank's parameters, DTensors where they are cut."""
+        """This rank's parameters; DTensors if they are sharded."""
         self.gradients = self._gradients(plan)
-        """How their gradients are completed."""
+        """Completes their gradients."""
 
     @staticmethod
     def whole(module: Any, ranks: Ranks | None = None) -> Parallel:
-        """The whole module on one rank, or on each of several that have other rows."""
+        """Return the whole module on one rank, or on each of several with different rows."""
         return Parallel(module, RankGroups.whole(ranks or SingleRank()))
 
     def local_weights(self) -> dict[str, Tensor]:
-        """What this rank holds of every parameter, by its name in the whole module; not copies."""
+        """Return this rank's tensor of every parameter, by its name in the whole module, without copies."""
         return {name: own(parameter) for name, parameter in self.parameters.items()}
 
     def require_head(self) -> None:
-        """Show that the last stage has a scalar head.
+        """Check that the last stage has a scalar head.
 
         Raises:
             ModelError: it has none.
@@ -169,17 +170,17 @@ class Parallel:
         after: Callable[[], None] | None = None,
         routing: Routing | None = None,
     ) -> None:
-        """Every micro-batch forward, and its share of the loss backward where ``after`` is given.
+        """Run every micro-batch forward and, if ``after`` is given, its share of the loss backward.
 
         Args:
             parts: the micro-batches of this replica, each with a loss token.
-            back: how many tokens before a loss token its output stands.
-            finish: see LossShare; without ``after`` nobody uses what it returns.
+            back: number of tokens between an output and its loss token.
+            finish: see LossShare; without ``after`` its result is unused.
             after: called after every backward pass.
-            routing: what sees the choices of a mixture's routers, and evens them out.
+            routing: observes the choices of a mixture's routers, and balances them.
 
         Raises:
-            RillflowError: what ``finish`` raised, where the module is whole; else ``agree`` raises it.
+            RillflowError: an error of ``finish``, if the module is whole; otherwise ``agree`` raises it.
             TrainingError: the module has an attention of its own.
         """
         routing = routing if self.routers.all else None
@@ -188,20 +189,20 @@ class Parallel:
             self._run(parts, back, finish, after, routing)
 
     def outputs(self, part: Batch, back: int) -> Output:
-        """What a whole module puts out for a micro-batch, where ``run`` would read it."""
+        """Return a whole module's outputs for a micro-batch, at the positions that ``run`` reads."""
         reading = lay_out(part, self.device, back=back, padded=self.padded)
         found: Output = self.part(None, reading.inputs, reading.wanted)
         reading.check(self.module)
         return found
 
     def agree(self, met: RillflowError | None = None) -> None:
-        """Raise on every rank what was met on any since the last call.
+        """Raise on every rank an error that any rank met since the last call.
 
         Args:
-            met: on this rank, outside the passes.
+            met: this rank's error outside the passes.
 
         Raises:
-            NotFiniteError: on every rank, where that is all that was met.
+            NotFiniteError: on every rank, if no other kind of error was met.
             RillflowError: this rank's own error.
             TrainingError: another rank's.
         """
@@ -252,9 +253,9 @@ class Parallel:
                 after()
 
     def _readings(self, parts: Sequence[Batch], back: int, routing: Routing | None) -> Iterator[Reading]:
-        """The micro-batches as the module reads them, and empty passes that only other replicas need."""
+        """Yield the micro-batches as module inputs, and empty passes if other replicas have more of them."""
         passes = len(parts)
-        if self.sharded or self.experts:  # a word with the other replicas, so before the first pass
+        if self.sharded or self.experts:  # communicates with other replicas, so before the first pass
             passes = max(int(count) for count in self.groups.dp.gather(torch.tensor([passes])))
         for index in range(passes):
             found = empty_reading(self.device)
@@ -265,7 +266,7 @@ class Parallel:
             yield found if routing is None else found.routed(routing)
 
     def _cut(self, plan: dict[str, Style]) -> None:
-        """Leave in the module what this rank runs, after a trial of its short copy."""
+        """Reduce the module to this rank's part, after a trial on its short copy."""
         module, groups = self.module, self.groups
         tried: Any = short_copy(module).to(self.device)
         parts = anatomy(module, tried) if self.sharded or groups.pp.size > 1 or self._unit > 1 else None
@@ -315,7 +316,7 @@ class Parallel:
 
 
 class _Part(nn.Module):
-    """One pass of what a rank has: the unit that sharded parameters are gathered for."""
+    """One pass of the rank's part; the unit for which sharded parameters are gathered."""
 
     def __init__(self, module: Any, groups: RankGroups, most_logits: int) -> None:
         super().__init__()
@@ -325,7 +326,7 @@ class _Part(nn.Module):
         self._padded = is_padded(module)
         self._scalar = module.get_output_embeddings() is None
         self.is_plain: bool | None = None
-        """See ``has_plain_head``; None where nobody has asked yet."""
+        """Result of ``has_plain_head``; None before the first call."""
 
     def forward(
         self,
@@ -334,9 +335,9 @@ class _Part(nn.Module):
         wanted: Tensor,
         read: Callable[[Output], Tensor] | None = None,
     ) -> Any:
-        """[1, U, D] hidden states for the next stage; on the last one its output, or what is read of that.
+        """Return [1, U, D] hidden states for the next stage; on the last one, the output or ``read`` of it.
 
-        Reading comes first here because weights that are cut over dp are whole for the length of this call.
+        Reading happens here because weights sharded over dp are gathered only during this call.
         """
         module: Any = self.module
         if state is not None:
@@ -356,7 +357,7 @@ class _Part(nn.Module):
         return output if read is None else read(output)
 
     def _makes_many(self, rows: int) -> bool:
-        """Whether logits of so many tokens are too many to be held."""
+        """Return whether logits of this many rows exceed the limit."""
         return bool(rows * self.module.config.get_text_config().vocab_size > self._most)
 
     def _has_plain_head(self) -> bool:
@@ -366,17 +367,17 @@ class _Part(nn.Module):
 
 
 def _chosen(states: Tensor, wanted: Tensor) -> Tensor:
-    """[N, D] the wanted of [A, U, D] states; rows that share a prompt want its last one several times.
+    """Return [N, D] the wanted of [A, U, D] states; rows that share a prompt repeat its last state.
 
-    The gradient is added up in the order of ``wanted``; that of ``states[wanted]`` by several threads
-    in no order, so that equal runs would differ by rounding.
+    The gradient is accumulated in the order of ``wanted``. For ``states[wanted]``, several threads would
+    accumulate it in no fixed order, so that equal runs would differ by rounding.
     """
     return states.flatten(0, 1).index_select(0, wanted)
 
 
 @contextmanager
 def _head_reads(module: Any, wanted: Tensor) -> Iterator[None]:
-    """Within it the module's head makes [1, N, V] logits of the wanted states alone."""
+    """Make the module's head compute [1, N, V] logits of the wanted states only, inside the context."""
 
     def choose(_head: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (_chosen(given[0], wanted)[None], *given[1:])
@@ -389,11 +390,11 @@ def _head_reads(module: Any, wanted: Tensor) -> Iterator[None]:
 
 
 def _shard(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-    """Cut parameters, gradients and optimiser state over ranks of dp, in place (FSDP2).
+    """Shard parameters, gradients and optimiser state over ranks of dp, in place (FSDP2).
 
-    A unit is a layer; embedding, norm and head are one more. Gradients are summed, never averaged: a loss
-    travels as a sum over the denominator of all ranks. Each micro-batch gathers and sums anew, so that a rank
-    never holds more than its own share and one unit.
+    A unit is a layer; embedding, norm and head form one more. Gradients are summed, never averaged, because
+    the loss is a sum divided by the denominator of all ranks. Each micro-batch gathers and reduces again, so
+    that a rank never holds more than its own shard and one unit.
     """
     wide = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # narrow gradients are summed in float32
     for unit in (*layers, root):
@@ -407,12 +408,12 @@ def _shard(root: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh) -> No
 
 
 def _cut_modules(module: nn.Module, plan: dict[str, Style]) -> set[nn.Module]:
-    """The modules that tp cuts, but for those that other stages have."""
+    """Return the modules that tp splits, without those of other stages."""
     return {part for name, part in module.named_modules() if plan.get(name, Style.SUMMED) is not Style.SUMMED}
 
 
 def _check_cut_ranks(module: Any, way: str, expected: Tensor, unit: int = 1) -> None:
-    """Refuse a cut whose ranks say something else of the trial's tokens, of a multiple of ``unit``."""
+    """Refuse a split whose outputs for the trial's tokens, a multiple of ``unit``, differ."""
     why = "its code reads sizes that are the whole model's"
     fix = f"leave {way.partition(' ')[0]} at 1; dp and fsdp work with every decoder"
     try:

@@ -1,24 +1,24 @@
-"""Packed rows: a micro-batch as one long row, in which rows that begin alike are computed once.
+"""Packed rows: a micro-batch as one long row, in which a shared prefix is computed once.
 
-    rows      a b c d        packed tokens [U]    a b c d | e | x y        one for every distinct beginning
+    rows      a b c d        packed tokens [U]    a b c d | e | x y        one for every distinct prefix
               a b c e        positions            0 1 2 3 | 3 | 0 1
               x y            places of the rows   0 1 2 3, 0 1 2 4, 5 6
 
     rows ── cut after the last token that is read ── pack ──> [1, U], positions, attention plan ┐ Reading
     loss tokens ── ``back`` tokens before each ──> [N] places among the packed tokens           ┘
 
-Rows sampled from one prompt share it, and equal answers share themselves. Everything a decoder does
-to one token at a time runs on U tokens; attention alone sees rows, gathered side by side with rows of like
-length, and hands each packed token's result back once. Of a row of which much is there for another one, its
-own tokens alone ask, and the whole row answers; on a CPU alone, elsewhere kernels want whole rows:
+Rows sampled from one prompt share the prompt, and equal answers share their tokens. Every token-wise
+operation of a decoder runs on U tokens. Only attention distinguishes rows: it gathers rows of similar length,
+and returns each packed token's result once. On a CPU, rows that share a long prefix compute queries only for
+their own suffix; keys and values cover the whole row. On other devices, kernels need whole rows:
 
-    a b c d    asked by a, b, c and d            a b c e    asked by e alone
+    a b c d    queries a, b, c and d                 a b c e    query e only
 
-A token is predicted from the state one token before it (back = 1), as its value is; a row is scored at
-its last token itself (back = 0).
+A token is predicted from the state one token before it (back = 1), and so is its value; a row is scored at
+its last token (back = 0).
 
-Where a module attends by itself, its rows lie side by side: [B, L], each filled up behind its end, where a
-causal decoder never looks. What rows share is computed as often as it is there.
+A module with its own attention gets padded rows instead, [B, L], with padding after each row's end, where a
+causal decoder never looks. There, shared prefixes are computed once for every row.
 
 Legend: B rows, T tokens of all rows, U packed tokens, N loss tokens, L longest row; H, K heads, D head size.
 """
@@ -46,7 +46,7 @@ from rillflow.records.ragged import Ragged
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedRows:
-    """Rows as a model reads them.
+    """Rows in the format of the model's input.
 
     Example:
         packed = pack(Ragged.from_rows([[1, 2], [1, 3]]))
@@ -57,18 +57,18 @@ class PackedRows:
     tokens: Tensor
     """[U] int64."""
     positions: Tensor
-    """[U] int64 the place of each packed token within its rows."""
+    """[U] int64 position of each packed token in its rows."""
     places: Ragged
-    """int64, for every token of every row its place among the packed tokens."""
+    """int64 index among the packed tokens, for every token of every row."""
     shared: Tensor
-    """[B] int64 how many of each row's tokens, its first, are there for a row before."""
+    """[B] int64 length of the prefix that each row shares with an earlier row."""
 
 
 def pack(rows: Ragged) -> PackedRows:
-    """Lay rows end to end, each beginning that several share only once.
+    """Return rows laid end to end, with each shared prefix only once.
 
-    Rows are sorted, so that a row's neighbour is the one it shares most with; how far the two agree
-    decides which of the row's tokens are new.
+    Rows are sorted, so that a row's neighbour is the row with the longest common prefix; the tokens after
+    this prefix are new.
     """
     padded = rows.padded(-1)
     texts = rows.lists()
@@ -97,7 +97,7 @@ class PackedAttention:
 
     Args:
         rows: the packed rows.
-        device: where the module computes.
+        device: device of the module.
     """
 
     def __init__(self, rows: PackedRows, device: torch.device) -> None:
@@ -120,7 +120,7 @@ class PackedAttention:
         self._home = _Pick.of(home, size, device)
 
     def padded(self, size: int) -> PackedAttention:
-        """The plan with packed tokens that no row sees, up to ``size``; what it gives those is any row's."""
+        """Return the plan with padding tokens, up to ``size``, whose outputs are arbitrary."""
         found = copy(self)
         found.layers = set()
         found._buckets = [
@@ -131,7 +131,7 @@ class PackedAttention:
         return found
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """[1, U, H, D] each packed token attends to the beginning of its rows; see AttentionPlan."""
+        """Return [1, U, H, D]: each packed token attends to its prefix in its rows; see AttentionPlan."""
         self.layers.add(layer)
         found = []
         for bucket in self._buckets:
@@ -145,24 +145,24 @@ class PackedAttention:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Reading:
-    """What one pass needs."""
+    """Inputs of one pass."""
 
     inputs: dict[str, Any]
-    """The module's arguments: tokens, positions and the attention plan."""
+    """Arguments of the module: tokens, positions and the attention plan."""
     wanted: Tensor
-    """[N] int64 the tokens, row after row, at which the outputs for the loss tokens stand."""
+    """[N] int64 indices of the tokens at which outputs for the loss tokens are read, row after row."""
     copies: Tensor
-    """[U] float32 how many rows have each token of the pass; none has what rows are filled up with."""
+    """[U] float32 number of rows that contain each token of the pass; 0 for padding."""
     routes: Tensor | None = None
-    """[U, R, k] int64 the experts each packed token takes, -1 where its routers choose; None where all do."""
+    """[U, R, k] int64 experts of each packed token, -1 where its routers choose; None if all choose."""
 
     @property
     def size(self) -> int:
-        """Packed tokens."""
+        """Number of packed tokens."""
         return int(self.inputs["input_ids"].shape[1])
 
     def padded(self, size: int) -> Reading:
-        """The same pass with packed tokens that no row sees, up to ``size``."""
+        """Return the pass with padding tokens, up to ``size``."""
         more = (0, size - self.size)
         grown: dict[str, Any] = {name: pad(self.inputs[name], more) for name in ("input_ids", "position_ids")}
         grown["attention_plan"] = self.inputs["attention_plan"].padded(size)
@@ -172,11 +172,11 @@ class Reading:
         return replace(self, inputs={**self.inputs, **grown}, copies=pad(self.copies, more), routes=routes)
 
     def routed(self, routing: Routing) -> Reading:
-        """The same pass, its routing seen."""
+        """Return the pass with a plan for its routing."""
         return replace(self, inputs={**self.inputs, PLAN: routing.plan(self.copies, self.routes)})
 
     def check(self, module: nn.Module) -> None:
-        """Show after the pass that the module asked the plan.
+        """Check after the pass that the module used the attention plan.
 
         Raises:
             TrainingError: it has an attention of its own.
@@ -190,13 +190,13 @@ class Reading:
 
 
 def lay_out(part: Batch, device: torch.device, *, back: int, padded: bool = False) -> Reading:
-    """The part's rows, with nothing behind the last token that is read.
+    """Return the inputs for the part's rows, without tokens after the last one that is read.
 
     Args:
-        part: rows with ``tokens`` and ``loss_mask``, at least one loss token among them.
-        device: where the module computes.
-        back: how many tokens before a loss token its output stands.
-        padded: whether rows lie side by side.
+        part: rows with ``tokens`` and ``loss_mask``, with at least one loss token.
+        device: device of the module.
+        back: number of tokens between an output and its loss token.
+        padded: whether to pad rows instead of packing them.
     """
     tokens, mask = part.ragged("tokens"), part.ragged("loss_mask")
     index = mask.values.nonzero().squeeze(1)
@@ -230,21 +230,21 @@ def lay_out(part: Batch, device: torch.device, *, back: int, padded: bool = Fals
 
 
 def routes_of(part: Batch, *, back: int) -> Tensor:
-    """[T, R, k] int64 the experts that those tokens took that ``lay_out`` reads; -1 where nobody knows."""
+    """Return [T, R, k] int64 experts of the tokens that ``lay_out`` reads; a single -1 if unknown."""
     if "routes" not in part.fields:
         return torch.full((1, 1, 1), -1)
     return part.ragged("routes").values[_are_read(part.ragged("loss_mask"), back)].long()
 
 
 def _are_read(mask: Ragged, back: int) -> Tensor:
-    """[T] bool the tokens up to the last one of each row at which an output for a loss token stands."""
+    """Return [T] bool, true up to each row's last token with an output for a loss token."""
     last = (mask.values * (mask.positions + 1 - back)).clamp_min(0)
     needed = torch.zeros_like(mask.lengths).scatter_reduce(0, mask.row_of, last, "amax")
     return mask.positions < mask.expand(needed)
 
 
 def _pack_routed(rows: Ragged, routes: Tensor) -> tuple[PackedRows, Tensor]:
-    """Rows that share a beginning as far as their tokens took the same experts [T, R, k]; and [U, R, k]."""
+    """Pack rows, sharing a prefix while its tokens took the same experts [T, R, k]; return [U, R, k] too."""
     texts = torch.cat([rows.values[:, None], routes.flatten(1)], 1)
     packed = pack(rows.with_values(torch.unique(texts, dim=0, return_inverse=True)[1]))
     source = torch.empty_like(packed.tokens)
@@ -253,7 +253,7 @@ def _pack_routed(rows: Ragged, routes: Tensor) -> tuple[PackedRows, Tensor]:
 
 
 def empty_reading(device: torch.device) -> Reading:
-    """A pass over one token of no row, for a rank that has none while others have."""
+    """Return a pass over one token of no row, for a rank without rows while others have some."""
     rows, mask = Ragged.from_rows([[0]]), Ragged.from_rows([[1]], torch.bool)
     part = Batch(ids=torch.zeros(1, 3, dtype=torch.int64), fields={"tokens": rows, "loss_mask": mask})
     found = lay_out(part, device, back=0)
@@ -261,7 +261,7 @@ def empty_reading(device: torch.device) -> Reading:
 
 
 def last_tokens(batch: Batch) -> Batch:
-    """The rows' ``tokens``, and a ``loss_mask`` that is True at each row's last token alone.
+    """Return the rows' ``tokens``, and a ``loss_mask`` that is True only at each row's last token.
 
     Raises:
         TrainingError: a row is empty.
@@ -279,33 +279,33 @@ def last_tokens(batch: Batch) -> Batch:
 
 
 _MUCH = 1 / 3
-"""A row of which at least this share is there for another asks with its own tokens alone."""
+"""Minimum shared part of a row for computing queries only for its suffix."""
 
 
 def _side_by_side(lengths: Tensor, silent: Tensor) -> Iterator[Tensor]:
-    """Rows of like ``lengths`` and as many ``silent`` tokens, by their places; none of length 0."""
+    """Yield indices of rows with similar ``lengths`` and ``silent`` tokens; omit rows of length 0."""
     order = torch.argsort(lengths, descending=True, stable=True)
     for start, end in pairwise(bucket_bounds(lengths[order].tolist())):
         alike = order[start:end]
         alike = alike[torch.argsort(silent[alike], descending=True, stable=True)]
-        for first, last in pairwise(bucket_bounds((silent[alike] + 1).tolist())):  # 0 would be left out
+        for first, last in pairwise(bucket_bounds((silent[alike] + 1).tolist())):  # 0 would be omitted
             yield alike[first:last]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Pick:
-    """Rows of a matrix chosen by index, and for each row of the matrix who chose it."""
+    """Rows of a matrix chosen by index, with the inverse mapping."""
 
     index: Tensor
-    """[M] int64 the source of each result."""
+    """[M] int64 source of each result."""
     order: Tensor
-    """[R] int64 the results that count, by source."""
+    """[R] int64 results that are not padding, ordered by source."""
     offsets: Tensor
-    """[sources] int64 where each source's results begin in ``order``."""
+    """[sources] int64 first index of each source's results in ``order``."""
 
     @staticmethod
     def of(places: Tensor, sources: int, device: torch.device) -> _Pick:
-        """The pick of ``places``, those below 0 being padding."""
+        """Return the pick of ``places``; those below 0 are padding."""
         index = places.flatten()
         real = (index >= 0).nonzero().squeeze(1)
         chosen = index[real]
@@ -315,7 +315,7 @@ class _Pick:
         return _Pick(**dict(zip(("index", "order", "offsets"), parts, strict=True)))
 
     def with_more(self, *, sources: int = 0, results: int = 0) -> _Pick:
-        """The pick with sources that nobody chooses, and results that are padding, up to so many."""
+        """Return the pick extended to ``sources`` with unchosen sources, and to ``results`` with padding."""
         unchosen = self.offsets.new_full((max(0, sources - len(self.offsets)),), len(self.order))
         more = self.index.new_zeros(max(0, results - len(self.index)))
         return replace(self, index=torch.cat([self.index, more]), offsets=torch.cat([self.offsets, unchosen]))
@@ -323,19 +323,19 @@ class _Pick:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Bucket:
-    """Rows side by side, [rows, longest]."""
+    """Rows of a rectangle [rows, longest]."""
 
     keys: _Pick
-    """Of all their places, from packed tokens [U]."""
+    """Pick of all their places from the packed tokens [U]."""
     queries: _Pick
-    """Of the places that ask."""
+    """Pick of the places that compute queries."""
     rows: int
-    """How many."""
+    """Number of rows."""
     before: int
-    """How many tokens of each do not ask."""
+    """Number of leading tokens per row without queries."""
 
     def rows_of(self, states: Tensor, pick: _Pick) -> Tensor:
-        """[rows, heads, chosen places, size] the bucket's rows of packed states [1, heads, U, size]."""
+        """Return the bucket's rows [rows, heads, chosen places, size] of states [1, heads, U, size]."""
         flat = states[0].transpose(0, 1).flatten(1)
         return _gather(flat, pick).view(self.rows, -1, *states.shape[1::2]).transpose(1, 2)
 
@@ -346,7 +346,7 @@ def _gather(values: Tensor, pick: _Pick) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """values[index], whose gradient is summed source by source: on a CPU many times faster than scattered."""
+    """values[index] with gradients summed source by source; on a CPU many times faster than scattering."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, pick: _Pick) -> Tensor:

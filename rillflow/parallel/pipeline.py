@@ -1,11 +1,12 @@
-"""Pipeline: micro-batches through the stages of a module, torch's 1F1B schedule over its PipelineStage.
+"""Pipeline: micro-batches through the stages of a module, by torch's 1F1B schedule over its PipelineStage.
 
-    stage 0   F0 F1 F2 B0 F3 B1 ..   only hidden states [1, U, D] and their gradients cross
+    stage 0   F0 F1 F2 B0 F3 B1 ..   only hidden states [1, U, D] and their gradients are sent
     stage 1      F0 F1 B0 F2 B1 ..   every stage knows each micro-batch's tokens and attention by its number
     stage 2         F0 B0 F1 B1 ..   the last one turns outputs into shares of the loss
 
-What crosses has one shape: micro-batches are filled up to the longest one's packed tokens. With fewer
-micro-batches than stages all go forward, then all backward; 1F1B would save no memory there.
+All sent tensors have one shape: micro-batches are padded to the packed tokens of the longest one. With fewer
+micro-batches than stages, all run forward, then all backward; 1F1B would save no memory there.
+
 Legend: U packed tokens of the longest micro-batch, D hidden size.
 """
 
@@ -24,7 +25,7 @@ from rillflow.cluster.ranks import ProcessRanks
 from rillflow.parallel.packed import Reading
 
 NumberedShare = Callable[[int, Any], Tensor]
-"""A micro-batch's number and output to its share of the loss, a number."""
+"""Function that returns a micro-batch's share of the loss from its number and its output."""
 
 
 def run_pipeline(
@@ -35,18 +36,18 @@ def run_pipeline(
     finish: NumberedShare,
     after: Callable[[], None] | None = None,
 ) -> list[Reading]:
-    """All micro-batches forward, and backward where ``after`` is given.
+    """Run all micro-batches forward, and backward if ``after`` is given.
 
     Args:
-        ranks: the stages, one a rank.
-        module: the decoder, or what is left of it here.
-        part: what this stage runs: ``part(state, inputs, wanted, read)``.
-        readings: the micro-batches, the same on every stage; there may be none.
+        ranks: the stages, one per rank.
+        module: the decoder, or this stage's part of it.
+        part: runs this stage: ``part(state, inputs, wanted, read)``.
+        readings: the micro-batches, the same on every stage; may be empty.
         finish: called on the last stage, in the order of micro-batches.
         after: called after every backward pass.
 
     Returns:
-        The readings as they were run.
+        The readings as they were run, padded.
     """
     if not readings:
         return []
@@ -54,7 +55,7 @@ def run_pipeline(
     filled = [reading.padded(longest) for reading in readings]
     first, last = ranks.rank == 0, ranks.rank == ranks.size - 1
     trains = after is not None
-    # Shapes are all that is asked for: nothing is run to find them out.
+    # Only shapes are needed, so meta tensors avoid a pass to infer them.
     width = int(module.config.get_text_config().hidden_size)
     state = torch.empty(1, longest, width, dtype=module.dtype, device="meta", requires_grad=trains)
     share = torch.empty((), device="meta", requires_grad=trains)
@@ -81,7 +82,7 @@ def run_pipeline(
 
 
 class _Step(nn.Module):
-    """What torch's stage calls: a micro-batch by its number."""
+    """Module called by torch's stage, with a micro-batch's number."""
 
     def __init__(self, part: nn.Module, readings: Sequence[Reading], finish: NumberedShare | None) -> None:
         super().__init__()
@@ -90,7 +91,7 @@ class _Step(nn.Module):
         self._finish = finish
 
     def forward(self, given: Tensor, number: Tensor | None = None) -> Tensor:
-        """The next stage's hidden states, or the share of the loss; ``given`` is the number on the first."""
+        """Return the next stage's hidden states, or the loss's share; ``given`` is a number on the first."""
         index = int(given if number is None else number)
         reading = self._readings[index]
         state = None if number is None else given
@@ -100,7 +101,7 @@ class _Step(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """Torch's stage, that tells of every backward pass."""
+    """Torch's stage with a callback after every backward pass."""
 
     after: Callable[[], None] | None = None
 

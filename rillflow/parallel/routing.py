@@ -1,16 +1,16 @@
-"""Routing of training passes: how much each expert is asked for, and the loss that evens this out.
+"""Routing of training passes: the load of each expert, and the load-balancing loss.
 
     passes over the rows ── routers' choices ──> counts [R, E] of tokens ── summed over ranks ──> metrics
+
     with ``policy.balance``:
-      before the passes  counts C of all rows that teach, N tokens        forward, unless they are known
+      before the passes  counts C of all rows with a gradient, N tokens   forward, unless they are known
       in each pass       L = E sum_e C_e / N x P_e / N     its share: P of the pass's own tokens [E]
+    router ── weights ──┬──> experts            a share of L joins the backward pass at its router,
+               share ───┘ its gradient: 1       so that it need not reach the last stage
 
-    router ── weights ──┬──> experts            a share of L joins the backward pass where its router is,
-               share ───┘ its gradient: 1       so that it needs no way to the last stage
-
-The loss is Switch's (arXiv 2101.03961, equations 4 to 6) of each router, their mean, over the whole
-minibatch (arXiv 2501.11873): C is that of all rows, so shares add up to one loss and one gradient however
-rows are cut into micro-batches and dealt to ranks. A token counts once in every row that has it.
+The loss is that of Switch (arXiv 2101.03961, equations 4 to 6), averaged over routers, over the whole
+minibatch (arXiv 2501.11873): C counts all rows, so shares add up to one loss and one gradient for any
+division into micro-batches and ranks. A token counts once for every row that contains it.
 
 Legend: U packed tokens, E experts, k of them taken by a token, R routers, P summed probabilities.
 """
@@ -31,11 +31,11 @@ from rillflow.records.metrics import Max, Mean, Metric
 
 
 class Routing:
-    """What is seen of a mixture's routers, on this rank until ``sum_`` is called.
+    """Counts of a mixture's routing, for this rank until ``sum_`` is called.
 
     Args:
-        routers: of the whole module.
-        device: where it computes.
+        routers: routers of the whole module.
+        device: device of the module.
     """
 
     def __init__(self, routers: Routers, device: torch.device) -> None:
@@ -44,41 +44,41 @@ class Routing:
         self.counts = torch.zeros(shape, dtype=torch.float64, device=device)
         """[R, E] tokens that took each expert."""
         self.tokens = torch.zeros(len(routers.all), dtype=torch.float64, device=device)
-        """[R] tokens that were routed."""
+        """[R] routed tokens."""
         self.loss = torch.zeros(1, dtype=torch.float64, device=device)
-        """What evens out, as it is added."""
+        """Sum of the balancing loss's shares."""
         self.pull: Tensor | None = None
-        """[R, E] what a token's probability of an expert costs; None where nothing is evened out."""
+        """[R, E] derivative of the balancing loss by a token's probability; None without balancing."""
 
     def plan(self, copies: Tensor, routes: Tensor | None) -> PassRouting:
-        """The plan of one pass, of whose packed tokens so many rows each have a copy [U]; see ``Reading``."""
+        """Return the plan of one pass; ``copies`` [U] counts each packed token's rows, see ``Reading``."""
         return PassRouting(self, copies, routes)
 
     def count(self, router: int, copies: Tensor, chosen: Tensor) -> None:
-        """Take the choices [U, k] of one router."""
+        """Count the choices [U, k] of one router."""
         each = copies.double()[:, None].expand_as(chosen)
         self.counts[router].index_add_(0, chosen.flatten(), each.flatten())
         self.tokens[router] += copies.double().sum()
 
     def count_all(self, routes: Tensor) -> None:
-        """Take the choices [T, R, k] of all routers for the tokens of rows."""
+        """Count the choices [T, R, k] of all routers for the tokens of rows."""
         each = torch.ones(len(routes))
         for router in range(routes.shape[1]):
             chosen = routes[:, router].to(self.counts.device)
             self.count(router, each.to(chosen.device), chosen)
 
     def sum_(self, ranks: Ranks) -> None:
-        """Add what all ranks saw; all of them call it, and a dense model's need not meet."""
+        """Sum the counts over ranks; all ranks call it, and a dense model needs no communication."""
         if self.counts.numel():
             ranks.sum_([self.counts, self.tokens, self.loss])
 
     def balanced(self, coefficient: float) -> Tensor:
-        """[R, E] the ``pull`` of a loss over these counts of all ranks."""
+        """Return [R, E] the ``pull`` of a loss over the present counts, which are summed over all ranks."""
         squares = self.tokens.clamp_min(1.0).square()[:, None]
         return (coefficient * self._sizes[:, None] / len(self._sizes) * self.counts / squares).float()
 
     def metrics(self) -> dict[str, Metric]:
-        """How evenly tokens lie on experts; none where no token was routed."""
+        """Return metrics of the experts' load; empty if no token was routed."""
         total = self.counts.sum(1)
         if not total.numel() or not bool((total > 0).all()):
             return {}
@@ -101,9 +101,9 @@ class PassRouting:
     """The routing plan of one pass (see models.routing.RoutingPlan).
 
     Args:
-        routing: where it is counted.
-        copies: [U] float32 rows that have each packed token.
-        routes: [U, R, k] the experts that each takes, see ``Reading``.
+        routing: counter of the choices.
+        copies: [U] float32 number of rows with each packed token.
+        routes: [U, R, k] prescribed experts, see ``Reading``.
     """
 
     def __init__(self, routing: Routing, copies: Tensor, routes: Tensor | None) -> None:
@@ -112,7 +112,7 @@ class PassRouting:
         self._seen = set[int]()
 
     def padded(self, size: int) -> PassRouting:
-        """The plan with packed tokens that no row sees, up to ``size``."""
+        """Return the plan with padding tokens, up to ``size``."""
         found = copy(self)
         more = (0, size - len(self._copies))
         found._copies, found._seen = pad(self._copies, more), set()
@@ -125,7 +125,7 @@ class PassRouting:
         return None if self._routes is None else self._routes[:, router]
 
     def routed(self, router: int, logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Count the choices, once though a layer may be computed again; the share of the loss goes along."""
+        """Count the choices, once even with recomputation; return weights with the loss's share attached."""
         routing, is_new = self._routing, router not in self._seen
         if is_new:
             self._seen.add(router)
@@ -141,7 +141,7 @@ class PassRouting:
 
 
 class _Joined(torch.autograd.Function):
-    """Weights as they are; in the backward pass a share of a loss has the gradient 1."""
+    """Identity of the weights; in the backward pass, a share of a loss gets gradient 1."""
 
     @staticmethod
     def forward(_: Any, weights: Tensor, _share: Tensor) -> Tensor:

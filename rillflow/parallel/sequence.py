@@ -1,11 +1,11 @@
-"""Sequence parallelism: between the products of a layer every tp rank keeps its share of the tokens.
+"""Sequence parallelism: between a layer's matrix products, every tp rank keeps its part of the tokens.
 
-    [1, U/t, D] ─ norm ─ join ─> [1, U, D] ─ attention, cut by tp ─ own share ─ + ─> [1, U/t, D]
-                       ─ norm ─ join ─> [1, U, D] ─ feed-forward, cut by tp ─ own share ─ + ─> [1, U/t, D]
+    [1, U/t, D] ─ norm ─ join ─> [1, U, D] ─ attention, split by tp ─ own part ─ + ─> [1, U/t, D]
+                       ─ norm ─ join ─> [1, U, D] ─ feed-forward, split by tp ─ own part ─ + ─> [1, U/t, D]
 
-What tp leaves whole in a layer, its norms and sums, takes 1 / t of the memory and of the work, and so do the
-layers' inputs, which are all that recomputation keeps. The first layer of a stage takes its share, the last
-one joins. Megatron's, arXiv 2205.05198, section 4.2.2; by hooks, so that the module's own code runs.
+The replicated parts of a layer, its norms and sums, take 1 / t of the memory and of the work, and so do the
+layers' inputs, which recomputation keeps. The first layer of a stage splits the tokens, the last one joins
+them. Method of Megatron, arXiv 2205.05198, section 4.2.2; by hooks, so that the module's own code runs.
 
 Legend: U packed tokens, a multiple of t; t ranks of tp; D hidden size.
 """
@@ -22,16 +22,16 @@ from rillflow.cluster.ranks import Ranks
 
 
 def share_tokens(layers: Sequence[nn.Module], cut: Collection[nn.Module], tp: Ranks) -> set[int]:
-    """Let the layers of a stage share its tokens.
+    """Split the tokens over tp ranks in the layers of a stage.
 
     Args:
-        layers: in the order of their calls; what they are called with first, or as ``hidden_states``, and
-            what they return, alone or first, is [1, U, D], and so it is with their parts that are cut.
-        cut: the modules whose weights tp cuts.
-        tp: the ranks that share.
+        layers: layers in the order of their calls. Their first argument, or ``hidden_states``, and their
+            result, alone or first, is [1, U, D]; so it is for their submodules that are split.
+        cut: modules whose weights tp splits.
+        tp: the ranks that divide the tokens.
 
     Returns:
-        The ids of the parameters that see this rank's tokens alone: their gradients lack the others' shares.
+        Ids of the parameters used on this rank's tokens only: their gradients lack the other ranks' parts.
     """
 
     def own(states: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 def _wrap(part: nn.Module, *, before: Change | None = None, after: Change | None = None) -> None:
-    """Change the states that a module is called with, or those that it returns."""
+    """Hook a module to change its input states, its output states, or both."""
 
     def given(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         assert before is not None
@@ -75,9 +75,9 @@ def _wrap(part: nn.Module, *, before: Change | None = None, after: Change | None
 
 
 class _Crossing(Function):
-    """Everyone's [1, U, D] to this rank's [1, U/t, D], or the other way; gradients go the way back.
+    """Map [1, U, D] of all ranks to this rank's [1, U/t, D], or back; gradients take the reverse way.
 
-    Each rank has the whole gradient of what was joined: what is cut by tp adds it up.
+    Each rank has the whole gradient of joined states: modules split by tp sum it.
     """
 
     @staticmethod

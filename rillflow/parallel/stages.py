@@ -1,12 +1,13 @@
-"""Stages: a decoder cut into pipeline stages that all run the module's own forward pass.
+"""Stages: a decoder split into pipeline stages that all run the module's own forward pass.
 
     stage 0    embed   layer 0, 1   ....   ....   ─ hidden [1, U, D] ─>     embedding first
-    stage 1    ─ inputs_embeds ─>   ....   2, 3   ....              ─>     "...." hands its input on
+    stage 1    ─ inputs_embeds ─>   ....   2, 3   ....              ─>     "...." returns its input
     stage 2    ─ inputs_embeds ─>   ....   ....   4     norm   head ─>     norm and head last
 
-A dropped layer becomes a pass-through in its place, so layers keep their indices and parameters their
-names; a tied embedding stays on the last stage too, as the head's weight. How the decoder is built is found
-out by running it, and the cut is tried on the whole module: chained stages must say what the whole says.
+A dropped layer is replaced by a pass-through, so layers keep their indices and parameters their names; a tied
+embedding stays on the last stage too, as the head's weight. The decoder's structure is found by running it,
+and the split is tried on the whole module: chained stages must give the whole module's outputs.
+
 Legend: U packed tokens, D hidden size.
 """
 
@@ -24,30 +25,30 @@ from rillflow.errors import ModelError
 from rillflow.models.architecture import relative_difference, trial
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
-"""Largest difference of two ways to run a module, over the largest output."""
+"""Largest difference between two ways to run a module, over the largest output."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Anatomy:
-    """Where a decoder's parts are; names within the whole module."""
+    """Names of a decoder's parts in the whole module."""
 
     layers: str
-    """The list of layers."""
+    """Name of the list of layers."""
     count: int
-    """How many there are."""
+    """Number of layers."""
     embedding: str
-    """From tokens to hidden states."""
+    """Name of the input embedding."""
     after: tuple[str, ...]
-    """Parts of the body that run behind the layers: the final norm."""
+    """Parts of the body that run after the layers: the final norm."""
     heads: tuple[str, ...]
-    """Parts beside the body."""
+    """Parts outside the body."""
     tied: bool
-    """Whether a head has the embedding's weight."""
+    """Whether a head shares the embedding's weight."""
     tuples: bool
     """Whether a layer returns a tuple."""
 
     def parts_of(self, stage: int, stages: int) -> dict[str, bool]:
-        """The parts that stages are cut from, and whether this stage runs them."""
+        """Return the parts that are divided among stages, and whether this stage runs them."""
         first, last = stage == 0, stage == stages - 1
         own = layers_of(stage, stages, self.count)
         return {
@@ -58,7 +59,7 @@ class Anatomy:
 
 
 def layers_of(stage: int, stages: int, count: int) -> range:
-    """The layers of a stage; sizes differ by at most one, and the first stages have the more.
+    """Return the layers of a stage; sizes differ by at most one, and earlier stages have more.
 
     Raises:
         ModelError: there are more stages than layers.
@@ -75,9 +76,9 @@ def layers_of(stage: int, stages: int, count: int) -> range:
 
 
 def weight_stages(module: Any, parts: Anatomy, stages: int) -> dict[str, tuple[int, ...]]:
-    """The stages that every parameter of the whole module lies on, by its first name.
+    """Return the stages of every parameter of the whole module, by its first name.
 
-    A tied embedding lies on the first and the last. Raises as ``layers_of``.
+    A tied embedding is on the first and the last stage. Raises as ``layers_of``.
     """
     names = [name for name, _ in module.named_parameters()]
     runs = [parts.parts_of(stage, stages) for stage in range(stages)]
@@ -93,7 +94,7 @@ def anatomy(module: Any, tried: Any) -> Anatomy:
         tried: its ``models.architecture.short_copy``.
 
     Raises:
-        ModelError: it is not built as embedding, layers, norm, head.
+        ModelError: it does not consist of embedding, layers, norm and head.
     """
     body: nn.Module = tried.base_model
     count = tried.config.get_text_config().num_hidden_layers
@@ -124,16 +125,16 @@ def anatomy(module: Any, tried: Any) -> Anatomy:
 
 
 def check_cut(module: Any, parts: Anatomy, stages: int, expected: Tensor) -> None:
-    """Run a module stage by stage and compare.
+    """Run a module stage by stage and compare its outputs.
 
     Args:
-        module: whole: a decoder, or its short copy.
+        module: a whole decoder, or its short copy.
         parts: its anatomy.
-        stages: how many.
-        expected: what the whole module said, see ``trial``.
+        stages: number of stages.
+        expected: outputs of the whole module, see ``trial``.
 
     Raises:
-        ModelError: the stages say something else.
+        ModelError: the outputs differ.
     """
     state: Tensor | None = None
     for stage in range(stages):
@@ -149,7 +150,7 @@ def check_cut(module: Any, parts: Anatomy, stages: int, expected: Tensor) -> Non
 
 
 def require_same(module: Any, found: Tensor, expected: Tensor, way: str, why: str, fix: str) -> None:
-    """Refuse a way to run a module that says something else.
+    """Refuse a way to run a module that gives other outputs.
 
     Raises:
         ModelError: the outputs differ by more than rounding.
@@ -161,7 +162,7 @@ def require_same(module: Any, found: Tensor, expected: Tensor, way: str, why: st
 
 
 def cut_stage(module: Any, parts: Anatomy, stage: int, stages: int) -> None:
-    """Drop in place what other stages run."""
+    """Replace, in place, the parts that other stages run."""
     for name, own in parts.parts_of(stage, stages).items():
         if not own:
             part, is_layer = module.get_submodule(name), name.startswith(f"{parts.layers}.")
@@ -169,10 +170,10 @@ def cut_stage(module: Any, parts: Anatomy, stage: int, stages: int) -> None:
 
 
 class PassThrough(nn.Module):
-    """In the place of a layer of another stage: gives what it is given.
+    """Stand-in for another stage's layer; returns its input.
 
     Args:
-        layer: whose plain attributes are kept, for the loop that reads them.
+        layer: the layer; its plain attributes are kept for the loop over layers, which reads them.
         as_tuple: whether layers return tuples.
     """
 
@@ -184,13 +185,13 @@ class PassThrough(nn.Module):
         self._as_tuple = as_tuple
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        """The hidden states as they are."""
+        """Return the hidden states unchanged."""
         return (hidden_states,) if self._as_tuple else hidden_states
 
 
 @contextmanager
 def _as_stage(module: Any, parts: Anatomy, stage: int, stages: int) -> Iterator[None]:
-    """The module as one of its stages, for a while."""
+    """Reduce the module to one of its stages inside the context."""
     kept = {name: module.get_submodule(name) for name in parts.parts_of(stage, stages)}
     try:
         cut_stage(module, parts, stage, stages)
@@ -201,7 +202,7 @@ def _as_stage(module: Any, parts: Anatomy, stage: int, stages: int) -> Iterator[
 
 
 def _order(module: Any, layers: nn.ModuleList) -> tuple[list[nn.Module], bool]:
-    """The layers and the body's other parts in the order of their calls; whether a layer returns a tuple."""
+    """Return the layers and other parts of the body in call order, and whether a layer returns a tuple."""
     seen: list[nn.Module] = []
     tuples: list[bool] = []
     others = [part for part in module.base_model.children() if part is not layers]

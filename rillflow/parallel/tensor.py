@@ -1,10 +1,11 @@
-"""Tensor parallelism: a decoder's linear layers cut over the ranks of tp by its own plan.
+"""Tensor parallelism: a decoder's linear layers split over the ranks of tp by its own plan.
 
     [1, U, D] ── q, k, v: COLUMNS ──> heads of this rank ─ attention ─ o: ROWS ─ sum over tp ─> [1, U, D]
-              └─ gate, up: COLUMNS ─> its share of the middle ────── down: ROWS ─ sum over tp ─> [1, U, D]
+              └─ gate, up: COLUMNS ─> its hidden units ─────────── down: ROWS ─ sum over tp ─> [1, U, D]
 
-Each cut layer has torch's own style on it: a DTensor weight, plain tensors in and out. What stays whole
-stays a plain parameter, but for the bias of a ROWS layer, which torch makes a replicated DTensor.
+Each split layer uses torch's own parallel style: a DTensor weight, plain tensors in and out. Replicated
+parameters stay plain, except the bias of a ROWS layer, which torch makes a replicated DTensor.
+
 Legend: U packed tokens, D hidden size.
 """
 
@@ -25,11 +26,11 @@ from rillflow.models.tensor_plan import Style
 from rillflow.placement.mesh import divisors
 
 _EVEN = {Style.COLUMNS: 0, Style.ROWS: 1, Style.SPLIT_ROWS: 1}
-"""The dim that has to divide: what comes out of one layer's piece goes into the next one's."""
+"""Dim that tp must divide, because one layer's output slice is the next one's input slice."""
 
 
 def cut_tensors(module: nn.Module, plan: Mapping[str, Style], mesh: DeviceMesh) -> None:
-    """Cut the module's weights in place; every rank has the same whole ones before.
+    """Split the module's weights in place; before, every rank has the same whole weights.
 
     Args:
         module: a decoder.
@@ -37,7 +38,7 @@ def cut_tensors(module: nn.Module, plan: Mapping[str, Style], mesh: DeviceMesh) 
         mesh: the tp axis.
 
     Raises:
-        ModelError: a layer's outputs or inputs cannot be shared out evenly.
+        ModelError: a layer's outputs or inputs cannot be split evenly.
     """
     require_even(module, plan, mesh.size())
     parts = dict(module.named_modules())
@@ -50,9 +51,9 @@ def cut_tensors(module: nn.Module, plan: Mapping[str, Style], mesh: DeviceMesh) 
 
 
 def require_even(module: nn.Module, plan: Mapping[str, Style], tp: int) -> None:
-    """Refuse a size that layers cannot be shared out over evenly.
+    """Refuse a size of tp that does not divide a layer's split dim.
 
-    The outputs of a head, and an embedding's tokens, may be shared out unevenly.
+    A head's outputs and an embedding's tokens may be split unevenly.
 
     Raises:
         ModelError: it shows the division.
@@ -72,17 +73,17 @@ def require_even(module: nn.Module, plan: Mapping[str, Style], tp: int) -> None:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, the same memory; without a gradient."""
+    """Return this rank's shard of a tensor, in the same memory, without a gradient."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
-    """Where tensors lie; the processor where there are none."""
+    """Return the device of the tensors; the CPU if there are none."""
     return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of a parameter's gradient, cut as the parameter is."""
+    """Return this rank's shard of a parameter's gradient, split like the parameter."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -92,7 +93,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 
 def _cut(part: nn.Module, style: Style, mesh: DeviceMesh) -> None:
     parallelize_module(part, mesh, _style(style), src_data_rank=None)
-    if isinstance(part, Int8Linear) and not isinstance(part.scale, DTensor):  # torch knows of weight and bias
+    if isinstance(part, Int8Linear) and not isinstance(part.scale, DTensor):  # torch splits no scales
         whole = distribute_tensor(part.scale, mesh, [Replicate()], src_data_rank=None)
         part.scale = nn.Parameter(whole, requires_grad=False)
 
@@ -109,7 +110,7 @@ def _style(style: Style) -> ParallelStyle:
 
 
 def _twins(parts: Iterable[nn.Module]) -> list[tuple[nn.Module, nn.Module]]:
-    """Modules that have one weight."""
+    """Return pairs of modules that share a weight."""
     found: dict[int, nn.Module] = {}
     return [
         (found[id(part.weight)], part)

@@ -1,22 +1,22 @@
 """Boxing: the moves that turn one placement into another, with the fewest bytes received.
 
-    source       {"tp": Split(0)}       0 0 0 1 1 1          one cell, and who holds it
-    destination  {"tp": Split(1)}  x    0 0 1 1 2 2   ──>    before and who has to hold it
-                                                             afterwards, is one problem
+    source       {"tp": Split(0)}       0 0 0 1 1 1          each cell, with its holders
+    destination  {"tp": Split(1)}  x    0 0 1 1 2 2   ──>    before and afterwards, is
+                                                             solved on its own
 
-    cell ─> who holds it, who is to hold it ─┬─ one contribution ──> copies                    stage 1
-                                             └─ several ─ owners ──> contributions, added up   stage 1
-                                                            └──────> copies of the result      stage 2
+    cell ─> holders before and after ─┬─ one contribution ──> copies                       stage 1
+                                      └─ several ─ owners ──> contributions, summed        stage 1
+                                                     └──────> copies of the result         stage 2
 
-A cell is a box of the value that no cut of either placement goes through: within it every rank holds all or
-nothing. Its holders are told apart by contribution: the ranks of one contribution hold copies of the same
-numbers, and the value is the sum of all contributions.
+A cell is a box of the value that no cut of either placement crosses: every rank holds all of it or nothing.
+Its holders are grouped by contribution: the ranks of one contribution hold copies of the same numbers, and
+the value is the sum of all contributions.
 
-- What a rank holds already stays there; among copies elsewhere the load is spread evenly.
-- Contributions are added up once, at an owner that then has to hold the result: one that brings a
-  contribution of its own, if there is such a rank. All such ranks share a cell, so that Partial to Broadcast
-  is a reduce-scatter and an all-gather.
-- A partial destination takes every contribution at one coordinate, where it costs least; the others
+- Data that a destination rank already holds stays there; other copies share the load of sending evenly.
+- Contributions are summed once, at an owner that must hold the result: a rank with a contribution of its own,
+  if there is one. All such ranks divide a cell among them, so that Partial to Broadcast is a reduce-scatter
+  and an all-gather.
+- A partial destination receives every contribution at one coordinate, where it costs least; the others
   hold zeros.
 """
 
@@ -32,26 +32,26 @@ from rillflow.placement.sbp import Placement
 from rillflow.placement.slices import Coordinates, Cuts, Interval, Slice, cuts, keys
 
 Copies = tuple[int, ...]
-"""The ranks that hold the same contribution."""
+"""Ranks that hold the same contribution."""
 Holders = tuple[Copies, ...]
-"""Every contribution; one only where nothing is partial."""
+"""Holders of every contribution; a single one if nothing is partial."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """A box of a value, before and afterwards."""
+    """A box of a value, with its holders before and afterwards."""
 
     slice: Slice
     """The box."""
     source: Holders
-    """Who holds it."""
+    """Its holders before."""
     destination: Holders
-    """Who is to hold it."""
+    """Its holders afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Segment:
-    """A run of one dim that neither placement cuts."""
+    """A part of one dim that neither placement cuts."""
 
     interval: Interval
     source: Coordinates
@@ -60,55 +60,57 @@ class _Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A slice that goes from one rank to another, or stays."""
+    """A slice that is sent from one rank to another, or stays."""
 
     source: int
-    """The rank that sends."""
+    """The sending rank."""
     destination: int
-    """The rank that receives; the sender itself of what is kept."""
+    """The receiving rank; the sender itself for a kept slice."""
     slice: Slice
-    """What is sent, in the value's own coordinates."""
+    """The slice, in coordinates of the whole value."""
     adds: bool = False
-    """Whether it is added to all that has this destination and slice; else it is the value."""
+    """Whether it is added to other moves with this destination and slice; otherwise it is the value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fill:
-    """A slice of zeros that a rank makes up: it brings nothing to the contributions of the others."""
+    """A slice of zeros on a destination rank, because another coordinate holds the value."""
 
     rank: int
     """The rank that holds it."""
     slice: Slice
-    """Where."""
+    """The slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boxing:
     """The moves from one placement to another.
 
-    Every slice a destination rank holds is covered once: by what is kept, moved or filled without adding,
-    or by one set of contributions of the first stage that share destination and slice.
+    Every slice on a destination rank is covered once: by a kept, moved or filled slice without adding, or by
+    one set of contributions of the first stage with the same destination and slice.
     """
 
     stages: tuple[tuple[Move, ...], ...]
-    """The moves between ranks: the first stage sends what the source holds, the second what the first has
-    added up. Contributions are added in the order they stand in, after the one that is kept."""
+    """Moves between ranks: the first stage sends slices of the source, the second sums of the first.
+
+    Contributions are added in their order here, after the kept one.
+    """
     kept: tuple[Move, ...]
-    """What the destination rank holds already, perhaps a contribution of its own."""
+    """Slices that a destination rank already holds, possibly a contribution of its own."""
     fills: tuple[Fill, ...]
-    """What a partial destination holds where another coordinate holds the value."""
+    """Zeros of a partial destination where another coordinate holds the value."""
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """The moves between ranks, of all stages."""
+        """Moves between ranks, of all stages."""
         return tuple(chain.from_iterable(self.stages))
 
     def bytes(self, itemsize: int) -> int:
-        """Bytes received by all ranks together, of elements of ``itemsize`` bytes."""
+        """Return the bytes received by all ranks together, for elements of ``itemsize`` bytes."""
         return itemsize * sum(self._received.values())
 
     def received(self, rank: int, itemsize: int) -> int:
-        """Bytes a rank receives, of elements of ``itemsize`` bytes."""
+        """Return the bytes that a rank receives, for elements of ``itemsize`` bytes."""
         return itemsize * self._received.get(rank, 0)
 
     @cached_property
@@ -120,7 +122,7 @@ class Boxing:
 
 
 def boxing(source: Placement, destination: Placement, shape: Sequence[int]) -> Boxing:
-    """The moves that bring every rank of ``destination`` its slices of a value of this shape.
+    """Return the moves that give every rank of ``destination`` its slices of a value of this shape.
 
     Raises:
         PlacementError: a placement does not fit the shape.
@@ -135,7 +137,7 @@ def boxing(source: Placement, destination: Placement, shape: Sequence[int]) -> B
 
 
 def _bring_partial(moves: _Moves, cell: Cell) -> None:
-    """Contributions go one by one to where they add least."""
+    """Assign each contribution to the coordinate where it adds the least cost."""
     items: list[Holders] = [(copies,) for copies in cell.source]
     items.sort(key=lambda item: min(_cost(item, ranks) for ranks in cell.destination))
     taken: list[Holders] = [() for _ in cell.destination]
@@ -160,7 +162,7 @@ def _bring_partial(moves: _Moves, cell: Cell) -> None:
 
 
 def _cost(source: Holders, ranks: Copies) -> int:
-    """How many copies of a cell are received until all of ``ranks`` hold the contributions' sum."""
+    """Return the copies of a cell received until all of ``ranks`` hold the sum of the contributions."""
     if len(source) == 1:
         return len(set(ranks).difference(source[0]))
     owned = not set(ranks).isdisjoint(chain.from_iterable(source))
@@ -168,7 +170,7 @@ def _cost(source: Holders, ranks: Copies) -> int:
 
 
 class _Moves:
-    """The moves found so far, and what they load the ranks with."""
+    """The moves found so far, and the load of the ranks."""
 
     def __init__(self) -> None:
         self.first: list[Move] = []
@@ -187,7 +189,7 @@ class _Moves:
         )
 
     def bring(self, piece: Slice, source: Holders, ranks: Copies) -> None:
-        """Let all of ``ranks`` hold these contributions, added up if they are several."""
+        """Give all of ``ranks`` the sum of these contributions."""
         if len(source) == 1:
             self._keep_or_send(source[0], dict.fromkeys(ranks, piece))
             return
@@ -200,7 +202,7 @@ class _Moves:
             self.second += [self._move(owner, rank, part) for rank in ranks if rank != owner]
 
     def _keep_or_send(self, copies: Copies, wanted: dict[int, Slice], *, adds: bool = False) -> None:
-        """Let every rank have its slice of a contribution."""
+        """Give every rank its slice of a contribution."""
         away = [rank for rank in wanted if rank not in copies]
         for rank, sender in zip(away, self._senders(copies, len(away)), strict=True):
             self.first.append(self._move(sender, rank, wanted[rank], adds))
@@ -212,10 +214,10 @@ class _Moves:
             ]
 
     def _senders(self, copies: Copies, count: int) -> Sequence[int]:
-        """``count`` times one of the copies, each as often, and the same ones side by side.
+        """Return ``count`` senders among the copies, each equally often, equal ones adjacent.
 
-        What is left over goes to those that have sent least. As ranks stand in the order of their mesh,
-        most are served by a copy of their own replica.
+        Copies that have sent least get the remainder. As ranks are in the order of their mesh, most receive
+        from a copy in their own replica.
         """
         if len(copies) == 1:
             return copies * count
@@ -230,7 +232,7 @@ class _Moves:
 
 
 def cells(source: Placement, destination: Placement, shape: Sequence[int]) -> Iterator[Cell]:
-    """The cells of a value of this shape; none is empty, and together they are the value.
+    """Yield the cells of a value of this shape; none is empty, and together they are the value.
 
     Raises:
         PlacementError: a placement does not fit the shape.
@@ -247,7 +249,7 @@ def cells(source: Placement, destination: Placement, shape: Sequence[int]) -> It
 
 
 def _holders(placement: Placement, dims: int) -> dict[tuple[Coordinates, ...], Holders]:
-    """Who holds the box that lies at these coordinates of the axes that cut, dim by dim."""
+    """Return the holders of each box, by its coordinates along the splitting axes, dim by dim."""
     found: dict[tuple[Coordinates, ...], dict[Coordinates, list[int]]] = {}
     for rank in placement.mesh.ranks:
         at = placement.mesh.coordinates(rank)

@@ -1,4 +1,4 @@
-"""Mesh: a grid of ranks with named axes, the last axis running fastest.
+"""Mesh: a grid of ranks with named axes; the last axis varies fastest.
 
 Mesh.of(dp=2, tp=4)        tp 0  1  2  3
                     dp 0      0  1  2  3     coordinates(6) == {"dp": 1, "tp": 2}
@@ -19,12 +19,12 @@ from rillflow.errors import PlacementError, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One direction of a mesh."""
+    """One dimension of a mesh."""
 
     name: str
-    """What the direction is for: ``dp``, ``pp``, ``tp``."""
+    """Name of the axis, such as ``dp``, ``pp`` or ``tp``."""
     size: int
-    """How many coordinates it has."""
+    """Number of its coordinates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,14 @@ class Mesh:
         Mesh.of(dp=2, tp=4, first=8).groups("tp") == ((8, 9, 10, 11), (12, 13, 14, 15))
 
     Raises:
-        PlacementError: an axis has a size below 1 or stands twice; a rank stands twice or is negative;
-            the ranks do not fill the axes.
+        PlacementError: an axis has a size below 1 or occurs twice; a rank occurs twice or is negative; the
+            ranks do not fill the axes.
     """
 
     axes: tuple[Axis, ...]
-    """The axes, the slowest one first; a mesh without axes is one rank."""
+    """The axes, the slowest-varying first; a mesh without axes is one rank."""
     ranks: tuple[int, ...]
-    """The global ids of the ranks, row-major."""
+    """Global ids of the ranks, row-major."""
 
     def __post_init__(self) -> None:
         for axis in self.axes:
@@ -64,23 +64,23 @@ class Mesh:
 
     @staticmethod
     def of(*, first: int = 0, ranks: Iterable[int] | None = None, **sizes: int) -> Mesh:
-        """A mesh of axes by name, of the ranks from ``first`` on or of ``ranks``, row-major."""
+        """Return a mesh with these axes, over ranks from ``first`` on or over ``ranks``, row-major."""
         axes = tuple(Axis(name=name, size=size) for name, size in sizes.items())
         count = prod(max(size, 0) for size in sizes.values())
         return Mesh(axes=axes, ranks=tuple(range(first, first + count) if ranks is None else ranks))
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes, the slowest one first."""
+        """Names of the axes, the slowest-varying first."""
         return tuple(axis.name for axis in self.axes)
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """Number of ranks."""
         return len(self.ranks)
 
     def axis(self, name: str) -> Axis:
-        """The axis of this name; PlacementError names the nearest one when there is none."""
+        """Return the axis of this name; if there is none, PlacementError suggests the nearest name."""
         for axis in self.axes:
             if axis.name == name:
                 return axis
@@ -91,7 +91,7 @@ class Mesh:
         )
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is, by axis.
+        """Return the coordinates of a rank, by axis.
 
         Raises:
             PlacementError: the rank is not in the mesh.
@@ -103,7 +103,7 @@ class Mesh:
         return dict(zip(self.names, self._coordinates[rank], strict=True))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks that differ in this axis only, group by group; both in the order of the mesh."""
+        """Return groups of ranks that differ only in this axis; groups and ranks in the order of the mesh."""
         place = self.names.index(self.axis(axis).name)
         found: dict[tuple[int, ...], list[int]] = {}
         for rank, at in self._coordinates.items():
@@ -117,15 +117,15 @@ class Mesh:
 
 
 def divisors(*counts: int) -> list[int]:
-    """The numbers that divide all of ``counts``: the sizes of an axis that they can be shared out over."""
+    """Return the common divisors of ``counts``: the sizes of an axis that can split all of them evenly."""
     return [part for part in range(1, min(counts) + 1) if not any(count % part for count in counts)]
 
 
 def require_whole_beside_experts(where: str, *, ep: int, fsdp: int, pp: int, tp: int) -> None:
-    """Refuse expert parallelism on ranks that cut other weights too.
+    """Refuse expert parallelism on ranks that split other weights too.
 
     Args:
-        where: how the error names the mesh.
+        where: description of the mesh, for the error.
         ep: ranks that share one copy of the experts.
         fsdp: ranks that share one copy of the parameters.
         pp: pipeline stages.
@@ -144,7 +144,7 @@ def require_whole_beside_experts(where: str, *, ep: int, fsdp: int, pp: int, tp:
 
 
 def _twice(values: Iterable[Hashable]) -> list[Hashable]:
-    """Those that stand there more than once."""
+    """Return the values that occur more than once."""
     return [value for value, times in Counter(values).items() if times > 1]
 
 

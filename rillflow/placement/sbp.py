@@ -1,10 +1,10 @@
-"""Placement: how a value lies on a mesh; for every axis Split, Broadcast or Partial.
+"""Placement: the distribution of a value over a mesh: Split, Broadcast or Partial for every axis.
 
     mesh dp 2, tp 2, ranks 0 1    {"tp": Split(0)}         the upper half on 0 and 2, the lower on 1 and 3
                            2 3    {"dp": Partial()}       the value is rank 0's plus rank 2's
 
-Several axes may split one dim: the first of ``Placement.order`` cuts the dim, the next one cuts every
-piece of it. By default that is the order of the mesh, as in DTensor. FSDP2 over tensor parallelism cuts
+Several axes may split one dim: the first of ``Placement.order`` splits the dim, the next one splits every
+piece of it. The default is the order of the mesh, as in DTensor. FSDP2 over tensor parallelism splits
 with ``tp`` first, so its ``(_StridedShard(0, split_factor=tp), Shard(0))`` on a mesh (dp, tp) is
 
     Placement(mesh, {"dp": Split(0), "tp": Split(0)}, order=("tp", "dp"))
@@ -23,20 +23,22 @@ from rillflow.placement.mesh import Mesh
 
 @dataclass(frozen=True)
 class Split:
-    """The axis cuts a dim: every coordinate holds its piece.
+    """The axis splits a dim: every coordinate holds its piece.
 
     Raises:
-        PlacementError: the dim, a size or the number of runs cannot be.
+        PlacementError: the dim, a size or the number of runs is invalid.
     """
 
     dim: int
-    """Which dim of the value."""
+    """Index of the dim."""
     _: KW_ONLY
     sizes: tuple[int, ...] | None = None
-    """The length of the piece of every coordinate, where the cut is not torch.chunk's: pieces of
-    ceil(length / coordinates), the last ones shorter or empty."""
+    """Length of every coordinate's piece; None for the pieces of torch.chunk.
+
+    Those have ceil(length / coordinates) elements, the last ones fewer or none.
+    """
     runs: int = 1
-    """Cut into so many runs first, and give every coordinate its piece of each (a fused weight)."""
+    """Number of runs to cut the dim into first; every coordinate gets its piece of each (a fused weight)."""
 
     def __post_init__(self) -> None:
         if self.dim < 0:
@@ -55,7 +57,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Every coordinate of the axis holds the same."""
+    """Every coordinate of the axis holds the same value."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +70,23 @@ Part = Split | Broadcast | Partial
 
 @dataclass(frozen=True)
 class Placement:
-    """How a value lies on a mesh. Axes that are not named are Broadcast.
+    """Distribution of a value over a mesh. Axes that are not named are Broadcast.
 
     Example:
         Placement(Mesh.of(dp=2, tp=4), {"tp": Split(0)})
 
     Raises:
-        PlacementError: the mesh has not an axis; sizes are not one a coordinate; the order names an axis that
-            does not split, or one twice.
+        PlacementError: the mesh lacks an axis; the number of sizes differs from the coordinates; the order
+            names an axis that does not split, or an axis twice.
     """
 
     mesh: Mesh
-    """The ranks."""
+    """The mesh of ranks."""
     parts: Mapping[str, Part] = field(default_factory=dict)
-    """What every axis does with the value; complete and in the order of the mesh once it is made."""
+    """Split, Broadcast or Partial by axis; complete and in mesh order after construction."""
     _: KW_ONLY
     order: tuple[str, ...] = ()
-    """The axes that split, the one that cuts first in front; those not given follow in mesh order."""
+    """The splitting axes, the first to cut in front; omitted ones follow in mesh order."""
 
     def __post_init__(self) -> None:
         for name, part in self.parts.items():
@@ -110,13 +112,13 @@ class Placement:
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """The axes whose coordinates hold contributions, in mesh order; an axis of one is none."""
+        """Axes whose coordinates hold contributions, in mesh order, without axes of size 1."""
         parts = self.parts.items()
         return tuple(
             name for name, part in parts if isinstance(part, Partial) and self.mesh.axis(name).size > 1
         )
 
     def splits(self, dim: int) -> dict[str, Split]:
-        """The axes that cut a dim, in the order they cut."""
+        """Return the axes that split a dim, in the order of their cuts."""
         cutting = ((name, self.parts[name]) for name in self.order)
         return {name: part for name, part in cutting if isinstance(part, Split) and part.dim == dim}

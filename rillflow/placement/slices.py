@@ -1,12 +1,12 @@
-"""Slices: which part of a value each rank holds.
+"""Slices: the part of a value that each rank holds.
 
     length 10, {"dp": Split(0), "tp": Split(0)}, dp 2, tp 2
 
-        dp 0 [0:5]           dp 1 [5:10]             every axis cuts what the one before it left
+        dp 0 [0:5]           dp 1 [5:10]             every axis splits the pieces of the one before it
         tp 0 [0:3]  [3:5]    [5:8]  [8:10]
 
-Dims are cut apart from each other, so a rank holds the product of its intervals of every dim. Its own
-tensor is these intervals joined dim by dim, in ascending order.
+Dims are split independently, so a rank holds the product of its intervals of every dim. Its own tensor is
+the concatenation of these intervals, dim by dim, in ascending order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Interval = tuple[int, int]
 """Start, and stop (excluded)."""
 Coordinates = tuple[int, ...]
 Cuts = dict[Coordinates, list[Interval]]
-"""What of one dim goes to which coordinates of the axes that cut it; ascending, without the empty ones."""
+"""Intervals of one dim by coordinates of the axes that split it; ascending, without empty ones."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,25 @@ class Slice:
     """
 
     bounds: tuple[Interval, ...]
-    """Start and stop (excluded) in every dim; of a number there is none."""
+    """Start and stop (excluded) in every dim; empty for a scalar."""
 
     @cached_property
     def size(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return prod([max(stop - start, 0) for start, stop in self.bounds])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How long it is in every dim."""
+        """Length in every dim."""
         return tuple([stop - start for start, stop in self.bounds])
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no element."""
+        """Whether it has no elements."""
         return self.size == 0
 
     def intersection(self, other: Slice) -> Slice:
-        """The elements that are in both; it may be empty.
+        """Return the box of common elements; it may be empty.
 
         Raises:
             PlacementError: they have different numbers of dims.
@@ -65,9 +65,9 @@ class Slice:
         return Slice(tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in pairs))
 
     def piece(self, place: int, count: int) -> Slice:
-        """The ``place``-th of ``count`` boxes that make it up, as equal as one cut allows; it may be empty.
+        """Return box ``place`` of ``count`` that divide this one as evenly as one cut allows; may be empty.
 
-        The cut goes through the first dim that is long enough, or else through the longest.
+        The cut divides the first dim that is long enough, or else the longest.
         """
         if count == 1:
             return self
@@ -79,7 +79,7 @@ class Slice:
         return Slice((*self.bounds[:dim], (first, last), *self.bounds[dim + 1 :]))
 
     def pieces(self, count: int) -> list[Slice]:
-        """At most ``count`` boxes that make it up, none empty; see ``piece``."""
+        """Return at most ``count`` boxes that divide this one, none empty; see ``piece``."""
         boxes = [self.piece(place, count) for place in range(count)] if self.bounds else [self]
         return [box for box in boxes if not box.is_empty]
 
@@ -88,7 +88,7 @@ class Slice:
 
 
 def slices(placement: Placement, shape: Sequence[int]) -> dict[int, tuple[Slice, ...]]:
-    """What every rank holds of a value of this shape; nothing empty, and several only where runs are split.
+    """Return every rank's non-empty slices of a value; a rank has several only if runs are split.
 
     Raises:
         PlacementError: see ``cuts``.
@@ -102,17 +102,17 @@ def slices(placement: Placement, shape: Sequence[int]) -> dict[int, tuple[Slice,
 
 
 def keys(placement: Placement, rank: int, dims: int) -> tuple[Coordinates, ...]:
-    """For every dim, the rank's coordinates along the axes that cut it."""
+    """Return, for every dim, the rank's coordinates along the axes that split it."""
     at = placement.mesh.coordinates(rank)
     return tuple(tuple(at[name] for name in placement.splits(dim)) for dim in range(dims))
 
 
 def cuts(placement: Placement, shape: Sequence[int]) -> list[Cuts]:
-    """How each dim is cut.
+    """Return the intervals of each dim, by coordinates.
 
     Raises:
-        PlacementError: a length is negative, the placement splits a dim that the shape has not, or given
-            sizes do not add up to what they cut.
+        PlacementError: a length is negative, the placement splits a dim that the shape lacks, or given sizes
+            do not add up to the length they split.
     """
     for name in placement.order:
         part = placement.parts[name]
@@ -139,7 +139,7 @@ def _cut(placement: Placement, dim: int, length: int) -> Cuts:
 
 
 def _dealt(intervals: list[Interval], split: Split, count: int, name: str) -> list[list[Interval]]:
-    """The intervals of every coordinate of an axis."""
+    """Return the intervals of every coordinate of an axis."""
     length = _length(intervals)
     if split.sizes is not None:
         if sum(split.sizes) != length:
@@ -158,13 +158,13 @@ def _length(intervals: Iterable[Interval]) -> int:
 
 
 def _chunks(length: int, count: int) -> list[int]:
-    """The lengths of torch.chunk's pieces, with 0 for those it leaves out."""
+    """Return the lengths of torch.chunk's pieces, with 0 for omitted ones."""
     size = -(-length // count)
     return [min(size, max(0, length - place * size)) for place in range(count)]
 
 
 def _parted(intervals: Sequence[Interval], lengths: Sequence[int]) -> list[list[Interval]]:
-    """The intervals one behind the other, cut into pieces of these lengths."""
+    """Return the concatenated intervals, cut into pieces of these lengths."""
     rest = list(reversed(intervals))
     parts: list[list[Interval]] = []
     for wanted in lengths:
@@ -180,7 +180,7 @@ def _parted(intervals: Sequence[Interval], lengths: Sequence[int]) -> list[list[
 
 
 def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Neighbours made one."""
+    """Return the intervals with adjacent ones merged."""
     found: list[Interval] = []
     for start, stop in intervals:
         if found and found[-1][1] == start:

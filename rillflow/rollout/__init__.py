@@ -1,5 +1,5 @@
 """Rollout: prompts in, token trajectories out.
 
 prompts [B] ── engine.generate(samples=G) ──> rollouts [B x G]
-                 native/: the embedded engine, on the trainer's own module
+                 native/: the embedded engine, which runs the trainer's own module
 """

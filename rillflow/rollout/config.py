@@ -1,4 +1,4 @@
-"""Settings of generation: how a token is drawn, and how the engine works."""
+"""Settings of generation: token sampling and the rollout engine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pydantic_core import PydanticCustomError
 from rillflow.config.section import Section
 
 LEAST_TEMPERATURE = 1e-3
-"""Below it float32 logits overflow when they are divided; 0 takes the likeliest token instead."""
+"""Smallest temperature above 0; below it, divided float32 logits overflow. 0 takes the likeliest token."""
 MOST_PENALTY = 1e4
-"""The largest penalty, either way, and the largest factor of one: beyond, float32 logits may overflow."""
+"""Largest absolute penalty and largest penalty factor: larger ones could overflow float32 logits."""
 MOST_TOP_K = 2**31 - 1
-"""The largest top-k, beyond every vocabulary."""
+"""Largest top-k, larger than any vocabulary."""
 
 
 def _divides(value: float) -> float:
@@ -27,22 +27,22 @@ def _divides(value: float) -> float:
 
 
 Temperature = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_divides)]
-"""0, or a temperature that float32 logits can be divided by."""
+"""A sampling temperature: 0, or large enough to divide float32 logits by."""
 Penalty = Annotated[float, Field(ge=-MOST_PENALTY, le=MOST_PENALTY, allow_inf_nan=False)]
-"""What is taken off a logit."""
+"""A number subtracted from a logit."""
 Factor = Annotated[float, Field(ge=1 / MOST_PENALTY, le=MOST_PENALTY, allow_inf_nan=False)]
-"""What a logit is divided or multiplied by."""
+"""A number that logits are divided or multiplied by."""
 TopK = Annotated[int, Field(ge=0, le=MOST_TOP_K)]
-"""A number of likeliest tokens."""
+"""A top-k value."""
 StopText = Annotated[str, Field(min_length=1)]
-"""A text that ends a row; the empty one would end every row before its first token."""
+"""A stop text. It is not empty, because an empty one would end every row before its first token."""
 
 
 class SamplingConfig(Section):
-    """How a token is drawn.
+    """Settings of token sampling.
 
-    Log probabilities are those of the whole vocabulary, after temperature, before all else: what the policy
-    says, by which it is trained.
+    Recorded log probabilities are over the whole vocabulary, after temperature and before every other
+    setting: the distribution that the policy is trained on.
     """
 
     temperature: Temperature = Field(1.0, description="Sampling temperature; 0 is greedy.")
@@ -75,28 +75,28 @@ class SamplingConfig(Section):
 
     @property
     def is_cut(self) -> bool:
-        """Whether unlikely tokens are left out."""
+        """Whether top-k, top-p or min-p leaves out unlikely tokens."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p is not None
 
     @property
     def is_penalised(self) -> bool:
-        """Whether a token's chance depends on those before it by more than the model."""
+        """Whether a penalty changes logits by the tokens that the row already has."""
         return any((self.repetition_penalty, self.presence_penalty, self.frequency_penalty))
 
 
 def answering(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """How prompts are to be answered, by name, as a call of ``generate`` says it after the prompts."""
+    """Return the arguments that follow the prompts in a call of ``generate``, by name."""
     return {**dict(zip(("samples", "sampling"), args, strict=False)), **options}
 
 
 NATIVE = "native"
-"""The embedded engine."""
+"""Name of the embedded engine."""
 VLLM = "vllm"
-"""vLLM in the rank's own process, or in a server beside it."""
+"""Name of the vLLM engine: in the rank's own process, or in a server process next to it."""
 
 
 class AgentConfig(Section):
-    """A function that writes rows by talking to the policy, in killable children."""
+    """A function that writes rows by calling the policy. It runs in child processes that can be killed."""
 
     function: str = Field(
         description="file.py:name of the agent, relative to the recipe; called once per row."
@@ -120,7 +120,7 @@ class AgentConfig(Section):
 
 
 class RolloutConfig(SamplingConfig):
-    """Sampling, and the engine's size."""
+    """Settings of sampling and of the rollout engine."""
 
     engine: str = Field(
         NATIVE, description="Rollout engine: native, vllm, or package.module:Class for your own."

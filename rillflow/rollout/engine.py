@@ -1,8 +1,8 @@
-"""Engine: what a sampler asks of a rollout engine, whoever makes it.
+"""Engine: the interface between a sampler and a rollout engine.
 
     wake ─> load, once a version ─> generate, or add, step, abort ─> sleep, while the trainer needs the room
 
-The native engine is one, vLLM another; ``rollout.engine = "package.module:Class"`` names one more.
+The native engine and vLLM implement it; ``rollout.engine = "package.module:Class"`` selects another one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rillflow.rollout.stops import Stops
 
 
 class Capability(StrEnum):
-    """What not every engine can do."""
+    """A feature that some engines lack."""
 
     GREEDY = "take the likeliest token"
     """``temperature`` 0."""
@@ -47,24 +47,24 @@ class Capability(StrEnum):
     ADAPTERS = "run an adapter beside its base"
     """``policy.model.adapter``."""
     LOOK = "show a row that runs"
-    """``look``: answers can be streamed, and texts that end a single answer are seen before it ends."""
+    """``look``: answers can be streamed, and stop texts of a single answer are detected while it runs."""
     ROUTES = "say which experts a token took"
     """``replay_routing``."""
     SCORE = "say the log probabilities of a given text"
-    """``score``: after each publish they are compared with the trainer's."""
+    """``score``: after each publish, its log probabilities are compared with the trainer's."""
 
 
 class Engine(Protocol):
-    """Continues prompts with the weights it was given.
+    """Continues prompts with the loaded weights.
 
     Args:
-        module: the decoder, or this rank's part of it.
-        config: how tokens are drawn.
+        module: the decoder, or this rank's shard of it.
+        config: settings of sampling and of the engine.
         stop_tokens: token ids that end a row.
-        seed: of the run; random numbers follow from it and from row ids.
-        context: tokens of a row at most, prompt included.
-        tp: the ranks that share a copy of the weights; they are given the same calls.
-        stops: texts that end a row, ``stop_tokens`` among them.
+        seed: the run's seed; random numbers depend on it and on row ids.
+        context: maximum tokens of a row, prompt included.
+        tp: the ranks that share a copy of the weights; all of them receive the same calls.
+        stops: all texts that end a row, including those of ``stop_tokens``.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Engine(Protocol):
     ) -> None: ...
 
     can: ClassVar[frozenset[Capability]]
-    """Known before a process starts: a recipe that needs more is refused."""
+    """Capabilities of the engine, known before a process starts: a recipe that needs others is refused."""
 
     @property
     def has_work(self) -> bool:
@@ -88,15 +88,15 @@ class Engine(Protocol):
 
     @property
     def held_bytes(self) -> int:
-        """What it holds beside the weights: keys and values of its rows."""
+        """Bytes that the engine holds besides the weights: keys and values of its rows."""
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """Sample with these weights from now on.
 
         Args:
-            version: what they are called; it is written beside every sampled token.
-            weights: this rank's part of every one, by its name in the whole model; the memory stays the
-                same from version to version, its numbers do not.
+            version: the policy version of the weights; it is recorded with every sampled token.
+            weights: this rank's shard of every weight, by its name in the whole model. The memory stays the
+                same from version to version; only its contents change.
         """
 
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
@@ -108,32 +108,32 @@ class Engine(Protocol):
     def generate_parts(
         self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
     ) -> Iterator[Batch]:
-        """As ``generate`` of all prompts at once; the rows of each part as soon as all of them have ended."""
+        """Generate like ``generate`` for all prompts together; yield a part's rows once all have ended."""
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
-        """Let a row run: a prompt, or a row that was taken out, which goes on where it stopped."""
+        """Add a row: a prompt, or an aborted row, which continues where it stopped."""
 
     def step(self) -> list[Rollout]:
-        """Go on by a token or more; the rows that ended."""
+        """Generate at least one token per running row; return the rows that ended."""
 
     def abort(self, row: RowId) -> Rollout:
-        """Take a waiting or running row out, its tokens kept."""
+        """Remove a waiting or running row and return it with its tokens so far."""
 
     def look(self, row: RowId) -> Rollout:
-        """A waiting or running row with its tokens so far; it runs on."""
+        """Return a waiting or running row with its tokens so far; it continues to run."""
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The log probability, at temperature 1, of every token but the first of each text."""
+        """Return the log probability, at temperature 1, of every token but the first of each text."""
 
     def sleep(self) -> None:
-        """Give room back until ``wake``: no row runs; the trainer is about to work."""
+        """Free memory for the trainer until ``wake``; called only when no row runs."""
 
     def wake(self) -> None:
-        """Take what ``sleep`` gave back."""
+        """Allocate again the memory that ``sleep`` freed."""
 
 
 class RowByRow:
-    """``generate`` and ``generate_parts`` of an engine that has ``add`` and ``step``: see Engine."""
+    """Implements ``generate`` and ``generate_parts`` with an engine's ``add`` and ``step``: see Engine."""
 
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """See Engine."""
@@ -143,7 +143,7 @@ class RowByRow:
     def generate_parts(
         self, parts: Sequence[Batch], samples: int = 1, sampling: SamplingConfig | None = None
     ) -> Iterator[Batch]:
-        """See Engine; whoever stops asking for parts leaves no row behind."""
+        """See Engine; if the caller stops iterating, all rows are removed."""
         begun = [starts(part, samples) for part in parts]
         check_ids([each.row for part in begun for each in part])
         finished = dict[RowId, Rollout]()
@@ -167,8 +167,8 @@ class RowByRow:
 
     @abstractmethod
     def _clear(self) -> None:
-        """Forget every row."""
+        """Remove every row."""
 
     def _some_steps(self) -> list[Rollout]:
-        """The rows that ended since the last call; as many steps as suit the engine."""
+        """Run as many steps as suit the engine; return the rows that ended since the last call."""
         return self.step()

@@ -4,6 +4,6 @@
         micro-batch ── Scorer.forward ──> log probabilities of its loss tokens ── loss ──> terms [N]
         sum of terms / denominator ── backward ──> gradients ── Optimizer.step ──> weights
 
-``minibatches`` cuts what one iteration sampled; ``Trainer`` does one optimiser step a minibatch;
-``Scorer`` alone serves a model that is not trained.
+``minibatches`` divides one iteration's rows; ``Trainer`` does one optimiser step per minibatch; ``Scorer``
+alone serves a model that is not trained.
 """

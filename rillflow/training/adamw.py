@@ -1,11 +1,11 @@
-"""AdamW over masters, whose moments and masters may be small or far away between two steps.
+"""AdamW over master weights, with optional bfloat16 moments and offload to host memory between steps.
 
-    kept: moments [as ``moments`` says, where ``offload`` says], masters ── taken ──> float32, on the device
-                      one parameter at a time ── AdamW ── publish ── laid back, moments rounded ──> kept
+    kept: moments [dtype ``moments``, place ``offload``], masters ── loaded ──> float32, on the device
+                      one parameter at a time ── AdamW ── publish ── stored, moments rounded ──> kept
 
-With nothing set all parameters take their step at once, and what is kept is what is stepped. Rounding to
-bfloat16 is stochastic, or a second moment that changes by less than its last bit would stand still: up with
-the probability of the part that is cut off, by counter-based random numbers, so a resumed run draws the same.
+With neither setting, all parameters step together and in place. Rounding to bfloat16 is stochastic: a number
+is rounded up with the probability of the part that is cut off. Otherwise a second moment that changes by less
+than its last bit would never change. The random numbers are counter-based, so a resumed run draws the same.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class AdamW:
     """AdamW by parameter name.
 
     Args:
-        masters: what is stepped.
-        apart: the names of those that are no weights themselves; ``offload`` takes them too.
-        config: decays, and how the state is kept.
+        masters: the parameters to step.
+        apart: names of masters that are not the weights themselves; ``offload`` moves them too.
+        config: decays and storage of the state.
     """
 
     def __init__(
@@ -44,19 +44,19 @@ class AdamW:
         self.hosts: dict[str, OnHost] = {
             name: OnHost([masters[name]], changes=True) for name in apart if self._far
         }
-        """Masters that lie in host memory."""
+        """Masters in host memory."""
         self.state: dict[str, dict[str, Tensor]] = {}
-        """Of every parameter that was stepped its ``step`` and ``MOMENTS``, as they are kept."""
+        """Stored ``step`` and ``MOMENTS`` of every parameter that was stepped."""
         self.moved_bytes = 0 if self._far else None
-        """Bytes of the last step that crossed between host and device, there and back."""
+        """Bytes moved between host and device in the last step, both ways; None without offload."""
 
     def step(self, steps: int, lr: float, publish: Callable[[Sequence[str]], None]) -> None:
         """Step every parameter that has a gradient.
 
         Args:
-            steps: optimiser steps before.
+            steps: number of earlier optimiser steps.
             lr: the learning rate.
-            publish: told which masters are new, while they are there.
+            publish: called with the names of new masters while they are on the device.
         """
         stepped = []
         for names, decay in self._batches():
@@ -91,16 +91,16 @@ class AdamW:
             kept = [self.state[name][kind].nbytes for name in stepped for kind in MOMENTS]
             self.moved_bytes = 2 * sum(hosts + kept)
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # what lies in host memory may be read from now on
+                torch.cuda.synchronize()  # after this, host memory may be read
 
     def load(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the state of one parameter: its ``step`` and ``MOMENTS``."""
+        """Load the state of one parameter: its ``step`` and ``MOMENTS``."""
         kept = {kind: self._empty(self._masters[name]).copy_(tensors[kind]) for kind in MOMENTS}
         step = tensors["step"].to(self._masters[name].device, copy=True)
         self.state[name] = {"step": step, **kept}
 
     def _batches(self) -> Iterator[tuple[list[str], float]]:
-        """Names that take their step together, and their weight decay; vectors are not decayed."""
+        """Yield names that step together, with their weight decay; vectors have none."""
         there = [name for name, master in self._masters.items() if master.grad is not None]
         for decay, is_matrix in ((self._config.weight_decay, True), (0.0, False)):
             alike = [name for name in there if (self._masters[name].dim() >= 2) == is_matrix]
@@ -108,12 +108,12 @@ class AdamW:
             yield from ((alike[start : start + size], decay) for start in range(0, len(alike), size))
 
     def _empty(self, master: Tensor) -> Tensor:
-        """Where a moment is kept."""
+        """Allocate storage for a moment."""
         like = torch.empty_like(master, dtype=self._dtype, device="meta")
         return host_memory(like, master.device) if self._far else torch.empty_like(like, device=master.device)
 
     def _taken(self, name: str) -> list[Tensor]:
-        """The moments as they are stepped; those that are kept, where these lie here in full width."""
+        """Return the moments in the masters' dtype on the device; the stored tensors if they already are."""
         master = self._masters[name]
         if name not in self.state:
             step = torch.zeros((), dtype=torch.float32, device=master.device)
@@ -124,7 +124,7 @@ class AdamW:
         return [each.to(master.device, master.dtype, copy=True, non_blocking=True) for each in kept]
 
     def _lay(self, name: str, moments: Sequence[Tensor], steps: int) -> None:
-        """Keep what was stepped, as it is kept between steps."""
+        """Store a parameter's moments, and its master if offloaded, between steps."""
         if name in self.hosts:
             self.hosts[name].leave()
         for place, (kind, moment) in enumerate(zip(MOMENTS, moments, strict=True)):
@@ -136,17 +136,17 @@ class AdamW:
 
 
 def rounded(numbers: Tensor, drawn: tuple[int, int, int]) -> Tensor:
-    """The numbers in bfloat16, each up or down so that its mean is the number.
+    """Return the numbers in bfloat16, rounded up or down at random so that the expectation is exact.
 
     Args:
-        numbers: finite, of any float type.
+        numbers: finite numbers of any float type.
         drawn: key, stream and step of the random numbers.
     """
     key, stream, step = drawn
     found = torch.empty_like(numbers, dtype=torch.bfloat16).view(-1)
     for start in range(0, numbers.numel(), _AT_ONCE):
         part = numbers.reshape(-1)[start : start + _AT_ONCE].float().view(torch.int32)
-        # one counter has four words of 32 bits: eight numbers' 16 bits that are cut off
+        # one counter gives four words of 32 bits: random bits for the 16 cut-off bits of eight numbers
         counters = torch.arange(start // 8, start // 8 + -(-len(part) // 8), device=numbers.device)
         parts = (counters, *(torch.full_like(counters, each) for each in (step, stream, 0)))
         words = philox(torch.stack(parts, dim=-1), (key, 0))

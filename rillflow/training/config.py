@@ -10,7 +10,7 @@ from rillflow.config.section import Section
 
 
 class RateConfig(Section):
-    """What each phase has of its own: the learning rate, and how soon AdamW forgets."""
+    """Settings that each phase has of its own: learning rate, warm-up and AdamW's second decay."""
 
     lr: float = Field(1e-5, gt=0, description="Peak learning rate.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the second moment.")
@@ -40,7 +40,7 @@ class OptimizerConfig(RateConfig):
 
 
 class TrainConfig(OptimizerConfig):
-    """The optimiser, and how a minibatch is cut."""
+    """The optimiser, and the division of a minibatch into micro-batches."""
 
     tokens_per_micro_batch: int = Field(
         16384, gt=0, description="Tokens of one micro-batch; a longer row is a micro-batch of its own."
@@ -55,17 +55,17 @@ class TrainConfig(OptimizerConfig):
     )
 
     def as_train(self) -> TrainConfig:
-        """These settings without what a section adds to them."""
+        """Return only the settings of TrainConfig, without those of a subclass."""
         return TrainConfig.model_validate(self.model_dump(include=set(TrainConfig.model_fields)))
 
     def with_rate(self, rate: RateConfig) -> TrainConfig:
-        """These settings with another phase's learning rate, which stays as it is after the warm-up."""
+        """Return these settings with another phase's learning rate, constant after the warm-up."""
         settings = rate.model_dump(include=set(RateConfig.model_fields))
         return self.as_train().model_copy(update={**settings, "schedule": "constant", "final_lr": 0.0})
 
 
 class PassesConfig(Section):
-    """How often a batch is gone through, and in how many optimiser steps."""
+    """Passes over a batch, and optimiser steps in each."""
 
     epochs: int = Field(1, gt=0, description="Passes over the rows of a step.")
     minibatches: int = Field(1, gt=0, description="Optimiser steps in one pass.")
@@ -75,16 +75,16 @@ class PassesConfig(Section):
 
     @property
     def is_off_policy(self) -> bool:
-        """Whether some optimiser step uses rows of other weights than those it changes."""
+        """Whether some optimiser step uses rows that were sampled with other weights."""
         return self.epochs * self.minibatches > 1
 
     def goes_by(self, parts: int) -> bool:
-        """Whether rows that come in so many parts are trained on part by part: whole minibatches of each."""
+        """Return whether rows that arrive in ``parts`` are trained on part by part, in whole minibatches."""
         return not self.shuffle and self.epochs == 1 and self.minibatches % parts == 0
 
 
 class UpdateConfig(PassesConfig):
-    """How sampled rows are used: what the ratio is taken against, and how exact it has to be."""
+    """Use of sampled rows: the old policy of the ratio, and limits of staleness and mismatch."""
 
     old_logprobs: Literal["trainer", "sampler"] = Field(
         "trainer",
@@ -140,15 +140,15 @@ class UpdateConfig(PassesConfig):
 
     @property
     def oldest(self) -> int | None:
-        """Versions behind that a trained token may be; None: any."""
+        """Versions that a trained token may be behind; None for any number."""
         return self.freshness
 
     @property
     def is_off_policy(self) -> bool:
-        """See PassesConfig; with a bound above 0 also the first step's rows are of older weights."""
+        """See PassesConfig; with freshness above 0, even the first step's rows come from older weights."""
         return self.freshness > 0 or super().is_off_policy
 
     @property
     def reads_sampler(self) -> bool:
-        """Whether the ratio is taken against the sampler's own log probabilities."""
+        """Whether the ratio uses the sampler's own log probabilities."""
         return self.is_off_policy and self.old_logprobs == "sampler"

@@ -1,4 +1,4 @@
-"""Guards: numbers that must not be trained on are refused by the name of their row and token."""
+"""Guards: refuse numbers that must not be trained on, and name their row and token."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rillflow.records.metrics import Max, Mean, Metric
 from rillflow.records.ragged import Ragged
 
 FIRST_RATIO, FIRST_GAP = "mismatch/first_ratio/max", "mismatch/first_gap/mean"
-"""What the contract on-policy-ratio measured: the largest |ratio - 1|, or the mean |log ratio|."""
+"""Metrics of the contract on-policy-ratio: the largest |ratio - 1|, or the mean |log ratio|."""
 BEHIND = "versions_behind"
-"""The field that says how many versions old a token is, where some may be."""
+"""Field with the number of versions that each token is behind, present when some may be."""
 ROUTES = {"routes"}
-"""The field that says which experts tokens took, where the rows' own model is to take these again."""
+"""Field with the tokens' experts, present when the model must replay the routing."""
 _ENOUGH = 100
-"""Tokens over which a mean says something."""
+"""Minimum tokens for a meaningful mean."""
 
 
 def loss_tokens(batch: Batch) -> Batch:
-    """The batch with its ragged fields cut down to the loss tokens, and their ``places`` in their rows added.
+    """Return the batch with ragged fields reduced to the loss tokens, plus their ``places`` in the rows.
 
     Every ragged field of the batch must be aligned to ``tokens``.
 
@@ -47,7 +47,7 @@ def loss_tokens(batch: Batch) -> Batch:
 
 
 def describe_token(tokens: Batch, index: int) -> str:
-    """Which token entry ``index`` [N] of a ``loss_tokens`` batch is."""
+    """Return a description of token ``index`` [N] of a ``loss_tokens`` batch."""
     places = tokens.ragged("places")
     row = tokens.row_id(int(places.row_of[index]))
     token = int(tokens.ragged("tokens").values[index])
@@ -55,10 +55,10 @@ def describe_token(tokens: Batch, index: int) -> str:
 
 
 def check_finite(tokens: Batch, *names: str) -> None:
-    """Refuse fields of a ``loss_tokens`` batch, dense or ragged, that hold NaN or infinity.
+    """Refuse fields of a ``loss_tokens`` batch, dense or ragged, that contain NaN or infinity.
 
     Raises:
-        NotFiniteError: it names the field, the value, and the first row and token that has it.
+        NotFiniteError: it names the field, the value, and the first row and token with it.
     """
     for name in names:
         field = tokens.field(name)
@@ -84,9 +84,9 @@ def check_freshness(rows: Batch, version: int, bound: int | None) -> Tensor:
     Contract bounded-staleness: version - bound <= the version of every loss token.
 
     Args:
-        rows: rows, sampled ones with ``versions``; others have no age.
-        version: of the weights that are to be trained.
-        bound: the versions that a token may be behind; None: any, where a loss weighs none of theirs.
+        rows: sampled rows with ``versions``; rows without this field have no age.
+        version: version of the weights to be trained.
+        bound: maximum versions that a token may be behind; None for any, if no loss weights old tokens.
 
     Returns:
         [N] int64 how many versions each sampled token is behind.
@@ -111,18 +111,18 @@ def check_freshness(rows: Batch, version: int, bound: int | None) -> Tensor:
 
 
 def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, Metric]:
-    """Refuse a batch that was not sampled by the policy that is about to be trained.
+    """Refuse a batch that was not sampled by the policy about to be trained.
 
     Contract on-policy-ratio: |exp(trainer - sampler) - 1| <= tolerance for every loss token of the present
-    version; tokens of older ones are not looked at.
+    version; tokens of older versions are not checked.
 
     Args:
         tokens: a ``loss_tokens`` batch with ``sampler_logprobs``.
-        logprobs: [N] the trainer's.
+        logprobs: [N] the trainer's log probabilities.
         tolerance: the largest deviation.
 
     Returns:
-        The largest deviation, by the metric's name; nothing where there is no such token.
+        The largest deviation, by the metric's name; empty if no token has the present version.
 
     Raises:
         TrainingError: it names the worst token, its row and both log probabilities.
@@ -132,7 +132,7 @@ def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, 
         return {}
     deviation = torch.expm1(gaps).abs()
     worst = int(deviation.argmax())
-    if float(deviation[worst]) > tolerance:  # one that is NaN is the loss's to name
+    if float(deviation[worst]) > tolerance:  # a NaN is reported by the loss
         at = int(places[worst])
         own, sampled = float(logprobs[at].detach()), float(tokens.ragged("sampler_logprobs").values[at])
         raise TrainingError(
@@ -146,18 +146,19 @@ def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, 
 
 
 def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, Metric]:
-    """The contract on-policy-ratio where rounding is rough: the mean of |trainer - sampler| <= tolerance.
+    """Refuse a bfloat16 batch that is not on-policy, by the mean difference of log probabilities.
 
-    A single token may be far off, such as where rounding sends it to another expert. For the same reason
-    fewer than 100 tokens are judged as if as many as there lack agreed. Older versions' tokens are left out.
+    Contract on-policy-ratio for bfloat16: mean |trainer - sampler| <= tolerance. A single token may differ
+    much, for example when rounding sends it to another expert. For the same reason, a batch of fewer than 100
+    tokens is filled up to 100 with tokens of difference 0. Tokens of older versions are not checked.
 
     Args:
         tokens: a ``loss_tokens`` batch with ``sampler_logprobs``.
-        logprobs: [N] the trainer's.
+        logprobs: [N] the trainer's log probabilities.
         tolerance: the largest mean.
 
     Returns:
-        The mean, by the metric's name; nothing where there is no such token.
+        The mean, by the metric's name; empty if no token has the present version.
 
     Raises:
         TrainingError: it names the mean, and the worst token with its row.
@@ -178,7 +179,7 @@ def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, Me
 
 
 def _gaps(tokens: Batch, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """[M] which of a ``loss_tokens`` batch the present weights sampled, and their trainer - sampler."""
+    """Return [M] indices of tokens that the present weights sampled, and their trainer - sampler."""
     gaps = logprobs.detach() - tokens.ragged("sampler_logprobs").values
     behind = tokens.ragged(BEHIND).values if BEHIND in tokens.fields else torch.zeros(len(gaps))
     places = (behind == 0).nonzero().squeeze(1)

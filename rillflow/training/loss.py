@@ -1,11 +1,12 @@
-"""Losses: a function of loss tokens made into terms that any partition adds up alike.
+"""Losses: turn a function of loss tokens into terms whose sum is the same for every partition.
 
     minibatch ── prepare ──> checked fields, loss_weights, loss_denominator (one for all rows), loss_active
-    what the model says [N], the part's fields at its loss tokens ── function ──> losses x weights: terms [N]
+    the model's outputs [N], the part's fields at its loss tokens ── function ──> losses x weights: terms [N]
 
-The function is of ``formulas.losses`` or of one's own: its parameters name what it reads. It sees loss tokens
-alone, laid end to end, and knows neither modules nor micro-batches.
+The function is from ``formulas.losses`` or the user's own; its parameters name its inputs. It receives only
+loss tokens, laid end to end, and knows neither modules nor micro-batches.
 Losses of pairs: ``training.pairs``.
+
 Legend: B rows, N loss tokens of one micro-batch.
 """
 
@@ -33,30 +34,30 @@ from rillflow.training.terms import SAMPLED, LossPart, checked_losses, measured,
 from rillflow.training.unpaired import UnpairedLoss
 
 LENGTHS = "row_lengths"
-"""The parameter for how many loss tokens each row has."""
+"""Parameter name for the number of loss tokens of each row."""
 
 
 class TokenLoss:
     """A loss of each loss token, aggregated.
 
     Args:
-        function: the losses [N] of tokens, or ``TokenLosses``.
-        says: what the model says, of the function's parameters.
+        function: returns the losses [N] of tokens, or ``TokenLosses``.
+        says: the model's outputs that the function may read.
         name: the area of its metrics.
-        options: arguments that are no fields.
+        options: arguments that are not fields.
         also: fields for parameters that have a default.
-        aggregation: how tokens add up to one loss.
-        constant: the divisor of a row, for the constant aggregation.
-        resting: a field whose rows of nothing but 0 have no gradient; empty where every row may have one.
+        aggregation: how token losses are combined to one loss.
+        constant: divisor of a row, for the constant aggregation.
+        resting: a field; rows in which it is 0 everywhere have no gradient. Empty if every row may have one.
 
     Example:
         TokenLoss(cross_entropy, says=("logprobs", "likeliest"), name="supervised")
     """
 
     back = 1
-    """How many tokens before a loss token the module is read."""
+    """Number of tokens before a loss token at which the module's output is read."""
     where_there: tuple[str, ...] = ()
-    """Fields of tokens for parameters that have a default, where rows have them."""
+    """Token fields for parameters with a default, used if the rows have them."""
 
     def __init__(
         self,
@@ -73,15 +74,15 @@ class TokenLoss:
         self.name, self.function = name, function
         self.options = dict(options or {})
         self.reads = (*field_parameters(function, self.options), *also)
-        """Fields, and what the model says."""
+        """Names of fields and of the model's outputs that the function reads."""
         self.says, self.is_scalar, self._resting = says, "values" in says, resting
         self._aggregation, self._constant = aggregation, constant
 
     def prepare(self, minibatch: Batch) -> Batch:
-        """The fields the loss reads, checked, with three more.
+        """Return the loss's fields, checked, and three more.
 
         ``loss_weights`` of the tokens; ``loss_denominator`` [B], the same number in every row;
-        ``loss_active`` [B] bool, False where a row's terms have no gradient and it is only measured.
+        ``loss_active`` [B] bool, False if a row's terms have no gradient and are only measured.
 
         Raises:
             NotFiniteError: a number is not finite.
@@ -106,7 +107,7 @@ class TokenLoss:
         return prepared(rows, weights.values, weights.denominator, active)
 
     def __call__(self, read: TokenLogprobs | Tensor, part: Batch, /) -> LossPart:
-        """The terms of one part: ``read`` is what the model says of the N tokens, ``part`` their fields."""
+        """Return the terms of one part: ``read`` has the outputs at N tokens, ``part`` their fields."""
         says = vars(read) if isinstance(read, TokenLogprobs) else {"values": read}
         weights = part.ragged("loss_weights")
         dtype = says[next(iter(says))].dtype
@@ -124,7 +125,7 @@ class TokenLoss:
 
 
 class SupervisedLoss(TokenLoss):
-    """Cross entropy of the loss tokens, their mean."""
+    """Mean cross entropy of the loss tokens."""
 
     name = "supervised"
 
@@ -133,7 +134,7 @@ class SupervisedLoss(TokenLoss):
 
 
 class PolicyLoss(TokenLoss):
-    """The clipped policy loss with its companions, as a recipe's section has it.
+    """The clipped policy loss with its optional terms, from a recipe's section.
 
     Args:
         config: the loss family's options.
@@ -159,10 +160,10 @@ class PolicyLoss(TokenLoss):
 
 
 class ValueLoss(TokenLoss):
-    """The clipped value loss, its mean over the loss tokens, as a recipe's section has it.
+    """The mean clipped value loss over the loss tokens, from a recipe's section.
 
     Args:
-        config: the clip; where it is 0, ``old_values`` are not read.
+        config: the clip; with 0, ``old_values`` are not read.
     """
 
     name = "critic"
@@ -175,20 +176,20 @@ class ValueLoss(TokenLoss):
 
 
 Loss = TokenLoss | PairLoss | PolicyPairLoss | UnpairedLoss
-"""What a trainer minimises."""
+"""A loss that a trainer minimises."""
 
 
 def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 0) -> Loss:
-    """The loss that a step asked for: a recipe's section, or a function.
+    """Return the loss for a step's term: a recipe's section, or a function.
 
     Args:
-        term: what was asked for.
-        says: what the model says.
-        name: the area of a function's metrics, if it was given none.
+        term: the requested loss.
+        says: the model's outputs.
+        name: the area of a function's metrics, if it has none.
         max_tokens: longest answer.
 
     Raises:
-        TrainingError: the section is of another kind of model.
+        TrainingError: the section is for another kind of model.
     """
     match term.loss:
         case PolicyLossConfig() if "logprobs" in says:
@@ -207,14 +208,14 @@ def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 
 
 
 def settled(loss: Loss, rows: Batch | None, ranks: Ranks) -> Batch | None:
-    """The rows with what takes a whole minibatch to say: the tokens that m2po keeps; every rank calls it.
+    """Add ``is_kept``, m2po's selection of tokens over the whole minibatch; every rank calls it.
 
-    Where nobody made ``old_logprobs``, the old policy is the present one, and nothing is left out.
+    Without ``old_logprobs``, the old policy is the present one, and every token is kept.
 
     Args:
-        loss: what is minimised.
-        rows: this rank's part of the minibatch, prepared; None where it has none.
-        ranks: those that have the other parts.
+        loss: the loss; for any other than m2po the rows are returned unchanged.
+        rows: this rank's prepared part of the minibatch; None if it has none.
+        ranks: the ranks with the other parts.
     """
     if not isinstance(loss, PolicyLoss) or loss.second_moment is None:
         return rows
@@ -230,21 +231,21 @@ def settled(loss: Loss, rows: Batch | None, ranks: Ranks) -> Batch | None:
 
 
 def are_sampled(rows: Batch) -> bool:
-    """Whether a policy sampled these rows; demonstrations have loss tokens of no version."""
+    """Return whether a policy sampled these rows; loss tokens of demonstrations have no version."""
     if "versions" not in rows.fields:
         return SAMPLED in rows.fields
     return bool((rows.ragged("versions").values[rows.ragged("loss_mask").values] >= 0).any())
 
 
 def about(loss: Loss) -> dict[str, Any]:
-    """What a replay needs to know of a loss, as JSON."""
+    """Return the facts about a loss that a replay needs, as JSON."""
     plain = {name: value for name, value in loss.options.items() if isinstance(value, int | float | str)}
     where = f"{loss.function.__module__}:{loss.function.__qualname__}"
     return {"loss": loss.name, "says": [*loss.says], "function": where, "options": plain}
 
 
 def _not_zero(rows: Batch, name: str) -> Tensor:
-    """[B] bool, True where the field is other than 0 at a loss token of the row."""
+    """Return [B] bool, true if the field is not 0 at some loss token of the row."""
     field = rows.field(name)
     if not isinstance(field, Ragged):
         return field != 0
@@ -253,6 +254,6 @@ def _not_zero(rows: Batch, name: str) -> Tensor:
 
 
 def _of_tokens(field: Tensor | Ragged, rows: Ragged, dtype: torch.dtype) -> Tensor:
-    """[N] a field of the loss tokens, or of their rows and the same for all tokens of one."""
+    """Return [N] a field at the loss tokens; a field of rows is repeated for each of their tokens."""
     values: Tensor = field.values if isinstance(field, Ragged) else rows.expand(field)
     return values.to(dtype) if values.is_floating_point() else values

@@ -1,4 +1,4 @@
-"""Minibatches: the rows of one iteration, in an order that depends on the seed and the step alone."""
+"""Minibatches: the rows of one iteration, in an order that depends only on the seed and the step."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def minibatches(
     *,
     shuffle: bool = True,
 ) -> Iterator[Batch]:
-    """Every row once in every epoch, in ``parts`` minibatches whose sizes differ by at most one unit.
+    """Yield ``parts`` minibatches per epoch, with every row once; their sizes differ by at most one unit.
 
-    Each epoch has another order, unless rows are not to be mixed. Where there are fewer units than parts,
-    each unit is a minibatch; a whole pass in one minibatch keeps the batch's order, which no loss depends on.
+    Each epoch has another order if ``shuffle`` is set. If there are fewer units than parts, each unit is a
+    minibatch. A single minibatch keeps the batch's order, which no loss depends on.
 
     Args:
         batch: rows of one iteration.
         epochs: passes over them.
         parts: minibatches of one pass.
         seed: the run's seed.
-        step: the iteration, so that no two are cut alike.
-        units: [B] int64; rows that share a number stay in one minibatch. Each row is a unit without it.
-        ranks: those that have the rest of the rows, laid end to end, each unit whole. Minibatches are those
-            of one rank with all rows, each rank yields its own rows of them, perhaps none.
-        shuffle: whether rows are mixed; else minibatches are cut from the batch as it is.
+        step: the iteration, which gives each its own order.
+        units: [B] int64; rows with the same number stay in one minibatch. None makes each row a unit.
+        ranks: the ranks with the rest of the rows, laid end to end, each unit whole. Minibatches are those
+            of one rank with all rows; each rank yields its own rows of them, perhaps none.
+        shuffle: whether rows are mixed; otherwise minibatches are cut from the batch in its order.
     """
     ranks = ranks or SingleRank()
     if parts == 1:
@@ -58,7 +58,7 @@ def minibatches(
 
 
 def gathered(rows: Iterable[int], units: Tensor | None) -> list[list[int]]:
-    """The rows by unit; units in the order of their first rows, the rows of one in the order given."""
+    """Return the rows grouped by unit; units in the order of their first rows, rows in the given order."""
     if units is None:
         return [[row] for row in rows]
     numbers = units.tolist()
@@ -69,6 +69,6 @@ def gathered(rows: Iterable[int], units: Tensor | None) -> list[list[int]]:
 
 
 def prompt_units(batch: Batch) -> Tensor:
-    """[B] int64 the units of a batch whose rows of one (epoch, prompt) stay together."""
+    """Return [B] int64 units that keep the rows of one (epoch, prompt) together."""
     units: Tensor = torch.unique(batch.ids[:, :2], dim=0, return_inverse=True)[1]
     return units

@@ -1,8 +1,8 @@
-"""Offload: tensors that have their device's memory only while they are used.
+"""Offload: tensors that occupy device memory only while they are used.
 
-    bring ─ memory again, bytes from the host ─> used ─ leave ─ bytes to the host, if changed; memory freed
+    bring ─ allocate, copy from the host ─> used ─ leave ─ copy to the host, if changed; free
 
-A tensor stays the same object, as does every view of its memory: what is given back is the storage.
+A tensor stays the same object, and so do its views: only the storage is freed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rillflow.parallel.tensor import own
 
 
 class OnHost:
-    """Tensors that lie in host memory but while they are used; on a processor the same, in memory of its own.
+    """Tensors in host memory except while they are used; on a CPU, copies in separate memory.
 
     Args:
-        tensors: on one device, of any size; those that share memory, or are views of more, do so afterwards.
-        changes: whether their numbers change while they are used.
+        tensors: on one device, of any size; shared memory and views stay shared.
+        changes: whether their values change while they are used.
 
     Raises:
-        TrainingError: some lie in memory that somebody else gave; all are as they were.
+        TrainingError: some use memory that torch does not own; then nothing is changed.
 
     Example:
         with OnHost(module.parameters()):
@@ -34,7 +34,7 @@ class OnHost:
     def __init__(self, tensors: Iterable[Tensor], *, changes: bool = False) -> None:
         self._changes = changes
         stores = {each.data_ptr(): each for each in (own(tensor).untyped_storage() for tensor in tensors)}
-        # torch calls all memory on devices shared
+        # torch reports all device memory as shared
         lent = [s for s in stores.values() if not s.resizable() or (s.device.type == "cpu" and s.is_shared())]
         if lent:
             raise TrainingError(
@@ -46,27 +46,27 @@ class OnHost:
         with torch.no_grad():
             self._near = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in stores.values()]
             self.far = [host_memory(near, near.device).copy_(near) for near in self._near]
-        """The bytes of each memory."""
+        """The bytes of each storage, in host memory."""
         self._free()
 
     @property
     def num_bytes(self) -> int:
-        """Of all memories."""
+        """Bytes of all storages together."""
         return sum(far.nbytes for far in self.far)
 
     def bring(self) -> None:
-        """Have the numbers where they are used."""
+        """Allocate device memory and copy the values there."""
         for near, far in zip(self._near, self.far, strict=True):
             near.untyped_storage().resize_(far.nbytes)
             near.copy_(far, non_blocking=True)
 
     def keep(self) -> None:
-        """Have the host's bytes as those that are used now have become."""
+        """Copy the present device values to the host."""
         for near, far in zip(self._near, self.far, strict=True):
             far.copy_(near)
 
     def leave(self) -> None:
-        """Give the device's memory back."""
+        """Copy changed values to the host and free the device memory."""
         for near, far in zip(self._near, self.far, strict=True):
             if self._changes:
                 far.copy_(near, non_blocking=True)
@@ -84,5 +84,5 @@ class OnHost:
 
 
 def host_memory(like: Tensor, device: torch.device) -> Tensor:
-    """Host memory for a tensor of this shape and type, pinned where it crosses to a device of CUDA."""
+    """Return host memory with this shape and dtype, pinned for transfers if the device is CUDA."""
     return torch.empty_like(like, device="cpu", pin_memory=device.type == "cuda")

@@ -1,13 +1,13 @@
-"""Optimizer: AdamW over float32 masters, global-norm clipping, the schedule, and the state to go on from.
+"""Optimizer: AdamW over float32 masters, clipping by global norm, the schedule, and the state to resume from.
 
     module parameter ── float32 or wider ──> is its own master
-                     ├─ bfloat16 ──> float32 master; gradients are added up in float32,
+                     ├─ bfloat16 ──> float32 master; gradients are accumulated in float32,
                      │               the stepped master is rounded back into the module
-                     └─ cut over a mesh (DTensor) ──> the same, with what this rank holds of it
+                     └─ sharded over a mesh (DTensor) ──> the same, with this rank's shard
 
-    training.adamw steps the masters; moments and masters lie between steps as ``moments``, ``offload`` say
+    training.adamw steps the masters; ``moments`` and ``offload`` say how the state is kept between steps
 
-A small learning rate moves a bfloat16 weight by less than its last bit: without masters such steps
+A small learning rate changes a bfloat16 weight by less than its last bit: without masters such steps
 would be lost.
 """
 
@@ -29,19 +29,19 @@ from rillflow.training.adamw import MOMENTS, AdamW
 from rillflow.training.config import OptimizerConfig
 
 COUNTER = "counter"
-"""The kind of numbers in a training state that belong to no weight."""
+"""Prefix of entries in a training state that belong to no parameter."""
 _STEPS = f"{COUNTER}/step"
-"""Optimiser steps made."""
+"""Key of the number of optimiser steps."""
 
 
 class Optimizer:
     """AdamW over the trainable parameters of a module.
 
     Args:
-        module: whose parameters are trained.
-        config: rates, decay, schedule, clipping, and how moments are kept.
+        module: the module to train.
+        config: rates, decay, schedule, clipping, and storage of moments.
         total_steps: optimiser steps of the whole phase, for the schedule.
-        gradients: how they are completed.
+        gradients: completes gradients over ranks.
 
     Raises:
         TrainingError: the module has no trainable parameter.
@@ -66,7 +66,7 @@ class Optimizer:
                 fix="call requires_grad_(True) on what should be trained",
             )
         self.masters = {name: _master(weight) for name, weight in self._weights.items()}
-        """What is stepped, by parameter name; a weight itself where that is wide enough."""
+        """Stepped tensors by parameter name; a weight of float32 or wider is its own master."""
         self._apart = [name for name, weight in self._weights.items() if self.masters[name] is not weight]
         self._narrow = [name for name in self._apart if self._weights[name].dtype.itemsize < 4]
         self._adamw = AdamW(self.masters, self._narrow, config)
@@ -75,17 +75,17 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next step."""
+        """Learning rate of the next step."""
         return self._config.lr * lr_factor(self.steps, self._total_steps, self._config)
 
     def collect(self) -> None:
-        """Move gradients to the masters that are not the weights; call it after every backward pass."""
+        """Move gradients to the masters that are not the weights; called after every backward pass."""
         for name in self._apart:
             self._collect(name)
 
     @contextmanager
     def last_pass(self) -> Iterator[None]:
-        """For the last backward pass of a step on this rank: sums over ranks begin while it goes on."""
+        """Wrap the rank's last backward pass of a step: sums over ranks start during the pass."""
         self._sums = self._gradients.early(self.masters)
         weights = {} if self._sums is None else self._weights
         hooks = [
@@ -99,14 +99,14 @@ class Optimizer:
                 hook.remove()
 
     def sum_over_ranks(self, *, learns: bool, is_sound: bool = True) -> bool:
-        """Replace the gathered gradients by their sums over all ranks.
+        """Replace the accumulated gradients by their sums over all ranks.
 
         Args:
-            learns: whether any rank has gradients; the same on all.
-            is_sound: whether this rank's are fit to be summed.
+            learns: whether any rank has gradients; equal on all ranks.
+            is_sound: whether this rank's gradients are finite.
 
         Returns:
-            Whether those of every rank are sound; else the sums are not.
+            Whether the gradients of every rank are finite; otherwise the sums are invalid.
         """
         everyone = self._gradients.groups.everyone
         if everyone.size == 1:
@@ -121,7 +121,7 @@ class Optimizer:
         return not unsound
 
     def step(self) -> float:
-        """Clip the gathered gradients and apply them.
+        """Clip the accumulated gradients and apply them.
 
         Returns:
             Their global norm before clipping.
@@ -141,20 +141,20 @@ class Optimizer:
 
     @property
     def moved_bytes(self) -> int | None:
-        """Bytes of the last step that crossed between host and device; None where nothing is offloaded."""
+        """Bytes of the last step that crossed between host and device; None without offload."""
         return self._adamw.moved_bytes
 
     def discard(self) -> None:
-        """Drop all gradients, and sums that are not finished."""
+        """Drop all gradients and unfinished sums."""
         self._sums = None
         for parameter in (*self._weights.values(), *self.masters.values()):
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """What training goes on from, besides the weights, by ``kind/parameter name``.
+        """Return the state to resume from, besides the weights, by ``kind/parameter name``.
 
-        Moments, masters where they are wider than the weights, and the number of steps. Not copies; of a
-        parameter that is cut over a mesh what this rank holds, by the name it has in the whole module.
+        It has the moments, masters wider than their weights, and the number of steps, without copies. For a
+        sharded parameter it has this rank's shard, by the name in the whole module.
         """
         tensors = {f"master/{name}": self._kept_master(name) for name in self._narrow}
         for name in self.masters:
@@ -164,7 +164,7 @@ class Optimizer:
         return {_STEPS: torch.tensor(self.steps), **tensors}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a state; the module's weights are those of the same moment.
+        """Load a state; the module must already have the weights of the same step.
 
         Raises:
             TrainingError: the state is another module's.
@@ -192,14 +192,14 @@ class Optimizer:
             weight.grad = None
 
     def _complete(self, name: str, weight: Tensor) -> None:
-        """The hook on a weight in the last backward pass."""
+        """Handle a weight's gradient in the last backward pass; called as its hook."""
         if self.masters[name] is not weight:
             self._collect(name)
         if self._sums is not None:
             self._sums.complete(name)
 
     def _found(self) -> dict[str, Tensor]:
-        """The gathered gradients."""
+        """Return the accumulated gradients."""
         return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
 
     def _publish(self, names: Sequence[str]) -> None:
@@ -208,7 +208,7 @@ class Optimizer:
                 own(self._weights[name]).copy_(self.masters[name])
 
     def _kept_master(self, name: str) -> Tensor:
-        """A master between steps, not a copy."""
+        """Return a master as stored between steps, without a copy."""
         master = self.masters[name].detach()
         if name not in self._adamw.hosts:
             return master
@@ -253,7 +253,7 @@ class Optimizer:
 
 
 def lr_factor(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """The share of the peak learning rate that optimiser step ``step`` (from 0) uses.
+    """Return the factor on the peak learning rate at optimiser step ``step`` (from 0).
 
     Warm-up step s of w uses (s + 1) / w. Linear and cosine then go from 1 at the first step after the
     warm-up to ``final_lr`` at step ``total_steps``, and stay there.

@@ -1,10 +1,10 @@
-"""Pairs: losses of two answers to one prompt, one better than the other.
+"""Pairs: losses over a chosen and a rejected answer to one prompt.
 
-    rows of one (epoch, prompt) ─ prepare ─> loss_units, is_chosen: a pair is never parted
+    rows of one (epoch, prompt) ─ prepare ─> loss_units, is_rejected: a pair is never split
     PairLoss         scores at last tokens [2P] ─ by pair ─> function(chosen, rejected) [P]
     PolicyPairLoss   log probabilities [N] ─ summed by row ─ by pair ─> formulas.pair_loss [P]
 
-Legend: B rows, N loss tokens of one micro-batch, P pairs of it.
+Legend: B rows, N loss tokens of one micro-batch, P pairs in it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rillflow.training.terms import SAMPLED, LossPart, checked_losses, measured,
 
 
 class PairLoss:
-    """A loss of pairs, their mean: of the scores of the better answers and of the others.
+    """Mean loss of pairs, from the scores of the chosen and the rejected answers.
 
     The rows of one (epoch, prompt) are a pair: sample 0 is chosen, sample 1 rejected. Each is scored at its
-    last token and carries half of the pair's loss; a pair is never parted.
+    last token and has half of the pair's loss; a pair is never split.
 
     Args:
-        function: the losses [P] of ``chosen`` and ``rejected`` [P], or ``TokenLosses``; its other parameters
-            without a default are dense fields of the rows, of which a pair has its chosen row's.
+        function: returns the losses [P] of ``chosen`` and ``rejected`` [P], or ``TokenLosses``; its other
+            parameters without a default are dense fields, taken from a pair's chosen row.
         options: further arguments.
     """
 
@@ -54,7 +54,7 @@ class PairLoss:
         self._fields = [name for name in field_parameters(function, self.options) if name not in self.says]
 
     def prepare(self, minibatch: Batch) -> Batch:
-        """As ``TokenLoss.prepare``, and ``loss_units`` [B] int64: rows that share a number come in one part.
+        """Prepare as ``TokenLoss.prepare``; add ``loss_units`` [B] int64, equal for rows of the same part.
 
         Raises:
             TrainingError: a row has no partner, or is neither sample 0 nor 1; a row is empty.
@@ -67,7 +67,7 @@ class PairLoss:
         return prepared(rows, halves, len(rows) / 2).with_fields(**pairs)
 
     def __call__(self, read: Tensor, part: Batch, /) -> LossPart:
-        """The terms of one part: ``read`` [2P] are the scores, one a row."""
+        """Return the terms of one part: ``read`` [2P] are the scores, one per row."""
         order = _by_pair(part)
         chosen, rejected = read[order].view(-1, 2).unbind(1)
         known = {name: part.dense(name).to(read)[order].view(-1, 2)[:, 0] for name in self._fields}
@@ -79,11 +79,11 @@ class PairLoss:
 
 
 class PolicyPairLoss:
-    """A loss of pairs over a policy's own log probabilities, their mean: DPO and its kin.
+    """Mean loss of pairs over the policy's log probabilities: DPO and related losses.
 
-    The rows of one (epoch, prompt) are a pair: sample 0 is chosen, sample 1 rejected, or, where rows have the
-    field ``preferred`` [B] bool, the one that it names. A row's total is the sum over its loss tokens. Sums
-    travel over any cut as (sum over pairs, number of pairs); a pair is never parted, so that its two answers
+    The rows of one (epoch, prompt) are a pair: sample 0 is chosen, sample 1 rejected. If rows have the field
+    ``preferred`` [B] bool, it marks the chosen one instead. A row's total is the sum over its loss tokens.
+    Any partition adds up as (sum over pairs, number of pairs); a pair is never split, so that its two answers
     share their prompt in one pass.
 
     Args:
@@ -100,12 +100,7 @@ class PolicyPairLoss:
         self.options: dict[str, Any] = {}
 
     def prepare(self, minibatch: Batch) -> Batch:
-        """As ``PairLoss.prepare``, of log probabilities and the reference's totals where the kind reads them.
-
-        Raises:
-            NotFiniteError: a reference's total is not finite.
-            TrainingError: a row has no partner or no loss token, or nobody made the reference's totals.
-        """
+        """Prepare as ``PairLoss.prepare``, for log probabilities, with reference totals if they are read."""
         pairs, there = _paired(minibatch), minibatch.fields
         require_fields(self.function, self.reads, there)
         guarded = [name for name in (SAMPLED, BEHIND, *ROUTES) if name in there]
@@ -124,7 +119,7 @@ class PolicyPairLoss:
         return prepared(rows, weights, len(rows) / 2).with_fields(**pairs)
 
     def __call__(self, read: TokenLogprobs, part: Batch, /) -> LossPart:
-        """The terms of one part: each of a row's N tokens carries its share of half the pair's loss."""
+        """Return the terms of one part: each of a row's N tokens has its share of half the pair's loss."""
         tokens, order = part.ragged("tokens"), _by_pair(part)
         totals = tokens.with_values(read.logprobs.double()).sums()
         columns = [totals, tokens.lengths, *(part.dense(name).double() for name in self.reads)]
@@ -138,7 +133,7 @@ class PolicyPairLoss:
 
 
 def _paired(rows: Batch) -> dict[str, Tensor]:
-    """``loss_units`` [B] int64 and ``is_rejected`` [B] bool of rows that come as pairs."""
+    """Return ``loss_units`` [B] int64 and ``is_rejected`` [B] bool for rows that form pairs."""
     units = prompt_units(rows)
     preferred = rows.fields.get("preferred")
     if isinstance(preferred, Tensor):
@@ -151,12 +146,12 @@ def _paired(rows: Batch) -> dict[str, Tensor]:
 
 
 def _by_pair(part: Batch) -> Tensor:
-    """[2P] the rows pair after pair, the chosen one first."""
+    """Return [2P] row indices, pair after pair, the chosen row first."""
     return torch.argsort(part.dense("loss_units") * 2 + part.dense("is_rejected").long())
 
 
 def _check_pairs(rows: Batch, units: Tensor, samples: Tensor, rule: str) -> None:
-    """Refuse rows that do not come as a chosen (0) and a rejected (1) answer of their prompt."""
+    """Refuse rows that are not one chosen (0) and one rejected (1) answer per prompt."""
     if not len(rows):
         raise TrainingError("a minibatch of 0 rows has no pair", why="there is nothing to learn from")
     odd = ((samples != 0) & (samples != 1)).nonzero()

@@ -1,4 +1,4 @@
-"""Recomputation of activations in the backward pass, for modules of transformers."""
+"""Recomputation of activations in the backward pass, for transformers' modules."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rillflow.parallel.stages import require_same
 
 
 class Recompute:
-    """While entered, the module's layers keep their inputs alone and compute the rest a second time.
+    """Context in which the module's layers keep only their inputs and recompute the rest.
 
-    To be entered for passes that a backward pass follows. transformers recomputes a layer whose ``training``
-    is set. That one flag is set, on the layers alone, and taken away again while a layer computes: whatever
-    else a model does in training (dropout, noise in the routing of experts) stays off, as everywhere here.
-    With it the trainer would train another function than the one that was sampled from.
+    Enter it for passes that a backward pass follows. transformers recomputes layers whose ``training`` flag
+    is set. Only this flag is set, only on the layers, and it is cleared while a layer computes: everything
+    else that a model does in training mode (dropout, noise in the routing of experts) stays off. Otherwise
+    the trainer would train another function than the sampled one.
 
     Args:
         module: a decoder, or a rank's part of one.
         whole: whether the module can be tried alone.
 
     Raises:
-        ModelError: no layer of it recomputes, or its outputs are others when layers do.
+        ModelError: no layer supports recomputation, or recomputation changes the outputs.
     """
 
     def __init__(self, module: Any, *, whole: bool = True) -> None:
@@ -38,7 +38,7 @@ class Recompute:
             )
         expected = trial(module) if whole else None
         settings = {"use_reentrant": False, "context_fn": lambda: (self._resting(), self._resting())}
-        with warnings.catch_warnings():  # newer versions rename it, older ones know this name alone
+        with warnings.catch_warnings():  # newer versions rename it, older ones know only this name
             warnings.simplefilter("ignore", FutureWarning)
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
         if expected is not None:
@@ -59,7 +59,7 @@ class Recompute:
 
     @contextmanager
     def _resting(self) -> Iterator[None]:
-        """The flags are down while a layer computes, forward or again."""
+        """Clear the flags while a layer computes, in both passes."""
         self._flag(False)
         try:
             yield

@@ -1,11 +1,11 @@
-"""Scorer: what a module says about the loss tokens of a batch.
+"""Scorer: read a module's outputs at the loss tokens of a batch.
 
     rows ── lay_out ──> [1, U] ── module ──> logits [N, V] ── LogprobReader ──> log probability, entropy [N]
                                   body, head ──> numbers [N] ── ScalarReader ──> the same numbers
 
-    logprobs  what the state one token before each loss token makes of that token
-    values    the scalar head there: the worth of the state the token was chosen in
-    scores    the scalar head at a row's last token: the worth of the whole row
+    logprobs  of each loss token, from the state one token before it
+    values    the scalar head at that state: the value of the state in which the token was chosen
+    scores    the scalar head at a row's last token: the score of the whole row
 
 Legend: B rows, T tokens, U packed tokens, N loss tokens, V vocabulary.
 """
@@ -34,23 +34,23 @@ from rillflow.training.minibatches import gathered
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobReader:
-    """Log probabilities of a language model."""
+    """Reads log probabilities of a language model."""
 
     temperature: float = 1.0
-    """The one the tokens were sampled at."""
+    """Temperature at which the tokens were sampled."""
     ratio_tolerance: float | None = None
-    """Where rows are on-policy, how far trainer and sampler may differ at a token."""
+    """Largest deviation of the trainer/sampler ratio at a token, checked if set; for on-policy rows."""
     gap_tolerance: float | None = None
-    """Where they are and rounding is rough, how far they may differ in the mean."""
+    """Largest mean difference of trainer and sampler, checked if set; for on-policy bfloat16 rows."""
     back = 1
-    """How many tokens before a loss token the module is read."""
+    """Number of tokens before a loss token at which the module's output is read."""
 
     def read(self, tokens: Batch, output: Output) -> TokenLogprobs:
-        """What the output says about the loss tokens; ``tokens`` are the rows at these alone."""
+        """Return log probabilities and entropy at the loss tokens; ``tokens`` is reduced to these tokens."""
         return token_logprobs(output, tokens.ragged("tokens").values, self.temperature)
 
     def checked(self, tokens: Batch, read: TokenLogprobs) -> dict[str, Metric]:
-        """Hold what was read to the contract on-policy-ratio; return what was measured.
+        """Check the contract on-policy-ratio; return the measured metrics.
 
         Raises:
             TrainingError: a row is not on-policy.
@@ -63,25 +63,25 @@ class LogprobReader:
         return found
 
     def describe(self, read: TokenLogprobs, index: int) -> str:
-        """What was read for loss token ``index``, in words, for an error."""
+        """Return a description, for an error, of the output at loss token ``index``."""
         return f"its log probability is {float(read.logprobs[index].detach())}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarReader:
-    """Numbers of a scalar head."""
+    """Reads the numbers of a scalar head."""
 
     back: int
     """1 for values, 0 for scores."""
 
     def read(self, tokens: Batch, output: Output) -> Tensor:
-        """The output itself."""
-        del tokens  # there is nothing that the numbers could be compared with
+        """Return the output itself."""
+        del tokens  # the numbers need no token ids
         assert isinstance(output, Tensor)
         return output
 
     def checked(self, tokens: Batch, read: Tensor) -> dict[str, Metric]:
-        """Nothing: no contract is about the numbers of a head."""
+        """Return no metrics: no contract concerns the numbers of a head."""
         del tokens, read
         return {}
 
@@ -91,16 +91,16 @@ class ScalarReader:
 
 
 OutputReader = LogprobReader | ScalarReader
-"""What is read of a module: log probabilities, or the numbers of a scalar head."""
+"""Reader of a module's outputs: log probabilities, or the numbers of a scalar head."""
 
 
 class Scorer:
-    """Runs a module over batches, a micro-batch at a time.
+    """Runs a module over batches, one micro-batch at a time.
 
     Args:
         module: a decoder with Rillflow's attention; it is put in evaluation mode.
-        config: how a batch is cut into micro-batches.
-        parallel: where the module is a rank's part of one, that part.
+        config: how a batch is divided into micro-batches.
+        parallel: this rank's part of the module, if it is split over ranks.
     """
 
     def __init__(self, module: nn.Module, config: TrainConfig, *, parallel: Parallel | None = None) -> None:
@@ -109,15 +109,15 @@ class Scorer:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float = 1.0) -> Ragged:
-        """Log probabilities of the loss tokens.
+        """Return log probabilities of the loss tokens.
 
         Args:
-            batch: rows with ``tokens`` and ``loss_mask``; where they have ``routes``, these are taken.
-            temperature: the one the tokens were sampled at.
+            batch: rows with ``tokens`` and ``loss_mask``; if they have ``routes``, the routing is replayed.
+            temperature: temperature at which the tokens were sampled.
 
         Returns:
-            float32, aligned to ``tokens``; 0 where the loss mask is False. Over pipeline stages the last
-            has them, and the others zeros.
+            float32, aligned to ``tokens``; 0 where the loss mask is False. With pipeline stages the last one
+            returns them, and the others zeros.
 
         Raises:
             TrainingError: a row's first token is a loss token.
@@ -128,7 +128,7 @@ class Scorer:
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Ragged:
-        """The value of the state before each loss token; otherwise as ``logprobs``."""
+        """Return the value of the state before each loss token; otherwise as ``logprobs``."""
         self._parallel.require_head()
         rows = batch.only("tokens", "loss_mask")
         loss_tokens(rows)
@@ -136,7 +136,7 @@ class Scorer:
 
     @torch.no_grad()
     def scores(self, batch: Batch) -> Tensor:
-        """[B] float32 the score of each row, read at its last token; over stages as ``logprobs``.
+        """Return [B] float32 scores of the rows, read at their last tokens; with stages as ``logprobs``.
 
         Args:
             batch: rows with ``tokens``.
@@ -148,22 +148,22 @@ class Scorer:
         return self._aligned(last_tokens(batch), ScalarReader(back=0), lambda read: read).sums()
 
     def forward(self, part: Batch, reader: OutputReader) -> Any:
-        """What a whole module says about the part's N loss tokens, in row order; one pass of the module.
+        """Return a whole module's outputs at the part's N loss tokens, in row order; one pass of the module.
 
         Args:
-            part: rows with ``tokens`` and ``loss_mask``, at least one loss token among them.
-            reader: what is read.
+            part: rows with ``tokens`` and ``loss_mask``, with at least one loss token.
+            reader: what to read.
         """
         tokens = _loss_tokens_alone(part).to(self._parallel.device)
         return reader.read(tokens, self._parallel.outputs(part, reader.back))
 
     def _aligned(self, rows: Batch, reader: OutputReader, number: Callable[[Any], Tensor]) -> Ragged:
-        """A number of each loss token, aligned to ``tokens``, in the rows' own order."""
+        """Return one number per loss token, aligned to ``tokens``, in the rows' own order."""
         index = micro_batches(rows, self._budget, padded=self._parallel.padded)
         parts = [rows.select(each) for each in index]
         masks = [part.ragged("loss_mask") for part in parts]
         taught = [part for part, mask in zip(parts, masks, strict=True) if bool(mask.values.any())]
-        numbers = iter(self._numbers(taught, reader, number))  # over a mesh all ranks meet, with rows or not
+        numbers = iter(self._numbers(taught, reader, number))  # every rank of a mesh takes part
         if not index:
             return rows.ragged("tokens").with_values(torch.zeros(0))
         found = [mask.with_values(torch.zeros(mask.values.shape[0])) for mask in masks]
@@ -175,7 +175,7 @@ class Scorer:
     def _numbers(
         self, parts: Sequence[Batch], reader: OutputReader, number: Callable[[Any], Tensor]
     ) -> list[Tensor]:
-        """[N] of each part; zeros on the stages before the last."""
+        """Return [N] for each part; zeros on the stages before the last."""
         found: list[Tensor] = []
 
         def finish(part: Batch, output: Output) -> Tensor:
@@ -191,23 +191,23 @@ class Scorer:
 
 
 def _loss_tokens_alone(part: Batch) -> Batch:
-    """The rows with the ids of their loss tokens, and no other field."""
+    """Return the rows with the ids of their loss tokens, and no other field."""
     return Batch(ids=part.ids, fields={"tokens": completions(part)})
 
 
 def micro_batches(
     batch: Batch, budget: int, units: Tensor | None = None, *, padded: bool = False
 ) -> list[Tensor]:
-    """Indices of rows, cut so that no part has more than ``budget`` tokens unless one unit alone does.
+    """Return indices of rows, in parts of at most ``budget`` tokens unless one unit alone has more.
 
-    Rows of one prompt stay neighbours, because what they share is computed once in each part. Where rows
-    are padded it is those of like length, and what they are filled up with counts.
+    Rows of one prompt stay neighbours, because each part computes their shared prefix once. Padded rows are
+    sorted by length instead, and padding counts.
 
     Args:
         batch: rows with ``tokens``.
         budget: tokens of a part.
-        units: [B] int64; rows that share a number stay in one part. Each row is a unit without it.
-        padded: whether each row takes as much as the longest of its part.
+        units: [B] int64; rows with the same number stay in one part. None makes each row a unit.
+        padded: whether each row counts as the longest of its part.
     """
     ids = batch.ids.tolist()
     lengths = batch.ragged("tokens").lengths.tolist()

@@ -1,11 +1,12 @@
-"""Skipping: an update that is not finite is left out on all ranks, told, and kept as a bundle.
+"""Skipping: leave out a non-finite update on all ranks, report it, and save it as a bundle.
 
 Trainer.step ─ NotFiniteError, here or on another rank ─> Skipped.add ─┬─> Skip: the reason, the rows
-                                                                       └─> bundle: what a replay needs
+                                                                       └─> bundle: everything a replay needs
+
 bundle/
-  bundle.json                      the reason, and of each aim its loss and weight
-  rows-0-00000.safetensors         the rows of the first aim on the first rank, every field of them
-  policy/, policy.optimizer/       the role at that moment, as a checkpoint has it
+  bundle.json                      the reason, and each aim's loss and weight
+  rows-0-00000.safetensors         the rows of the first aim on the first rank, with all fields
+  policy/, policy.optimizer/       the role at that moment, in checkpoint format
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class Skip:
     """One update that was left out."""
 
     reason: str
-    """What was not finite, and where."""
+    """The non-finite number and its place."""
     rows: list[list[int]]
-    """The ids (epoch, prompt, sample) of its rows, those of all ranks."""
+    """Ids (epoch, prompt, sample) of its rows, from all ranks."""
 
 
 class Skipped:
-    """What is done with updates that are not finite.
+    """Collects non-finite updates, and saves the first one.
 
     Args:
-        folder: where the first one of a step is kept as a bundle.
+        folder: folder of the bundle, for the first update of a step.
         save: writes the role into a folder; every rank calls it.
     """
 
@@ -51,13 +52,13 @@ class Skipped:
         self._skips: list[Skip] = []
 
     def add(self, skip: Skip, rows: Sequence[Batch], aims: list[dict[str, Any]], rank: int) -> None:
-        """Note a skip; the first since ``take`` is kept as a bundle, as far as the disk allows.
+        """Record a skip; save the first one since ``take`` as a bundle, and only warn if the disk fails.
 
         Args:
-            skip: what was left out.
-            rows: this rank's, by aim.
-            aims: what a replay needs to know of each.
-            rank: which part of the rows this one has; -1 where another rank has the same.
+            skip: the update that was left out.
+            rows: this rank's rows, by aim.
+            aims: each aim's facts for a replay.
+            rank: index of this rank's part of the rows; -1 if another rank has the same part.
         """
         self._skips.append(skip)
         if len(self._skips) > 1:
@@ -73,16 +74,16 @@ class Skipped:
             _log.warning("the bundle %s is not whole: %s", self._folder, error)
 
     def take(self) -> list[Skip]:
-        """The skips since the last call."""
+        """Return the skips since the last call."""
         taken, self._skips = self._skips, []
         return taken
 
 
 def leave_out(role: Any, folder: Path) -> None:
-    """Let a role that is trained leave updates out and keep them in a folder; on all ranks."""
+    """Make a trained role skip non-finite updates and save them in a folder; called on all ranks."""
     role.trainer.skipped = Skipped(folder, role.save)
 
 
 def taken_skips(role: Any) -> list[Skip]:
-    """What a role has left out since the last call."""
+    """Return the updates that a role has skipped since the last call."""
     return list(role.trainer.skipped.take())

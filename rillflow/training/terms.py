@@ -1,7 +1,7 @@
-"""Terms: what any loss hands to the trainer, and how its numbers become metrics.
+"""Terms: the interface of every loss to the trainer, and metrics of a loss's values.
 
     rows ─ prepared ─> the same with loss_weights, loss_denominator, loss_active
-    what a loss function returned ─ checked_losses ─> TokenLosses ─ measured ─> metrics
+    result of a loss function ─ checked_losses ─> TokenLosses ─ measured ─> metrics
 
 Legend: B rows, N loss tokens, P pairs.
 """
@@ -23,23 +23,23 @@ from rillflow.records.metrics import LargestShare, Max, Mean, Metric, Variance, 
 from rillflow.records.ragged import Ragged
 
 SAMPLED = "sampler_logprobs"
-"""The field of rows that a policy sampled; the guards need it, as ``BEHIND``, beside what a loss reads."""
+"""Field of rows that a policy sampled; the guards need it and ``BEHIND`` besides the loss's own fields."""
 LOG_RATIOS = (-2.0, -1.0, -0.5, -0.2, -0.1, -0.05, -0.01, -0.001, 0.001, 0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-"""The edges of histograms of log ratios, in nats."""
+"""Bin edges for histograms of log ratios, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossPart:
-    """One micro-batch's share of a loss."""
+    """One micro-batch's part of a loss."""
 
     terms: Tensor
     """[N] weighted losses; their sum over all parts, divided by the denominator, is the loss."""
     metrics: Mapping[str, Metric]
-    """Measurements of these tokens."""
+    """Metrics of these tokens."""
 
 
 def prepared(rows: Batch, weights: Ragged, denominator: float, active: Tensor | None = None) -> Batch:
-    """The rows with one denominator for all; each may have a gradient, or those that are ``active`` alone."""
+    """Return the rows with one denominator; only the ``active`` ones, or all, have a gradient."""
     each = torch.full((len(rows),), denominator, dtype=torch.float64)
     active = torch.ones(len(rows), dtype=torch.bool) if active is None else active
     return rows.with_fields(loss_weights=weights, loss_denominator=each, loss_active=active)
@@ -48,7 +48,7 @@ def prepared(rows: Batch, weights: Ragged, denominator: float, active: Tensor | 
 def require_fields(
     function: Callable[..., Any], names: Collection[str], there: Collection[str], says: Collection[str] = ()
 ) -> None:
-    """Refuse rows that lack a field which a loss reads."""
+    """Refuse rows that lack a field which the loss reads."""
     missing = [each for each in names if each not in there]
     if missing:
         known = f"; the model says {', '.join(says)}" if says else ""
@@ -60,7 +60,7 @@ def require_fields(
 
 
 def checked_losses(found: Any, function: Callable[..., Any], count: int) -> TokenLosses:
-    """What a loss returned: as many numbers as it was to judge."""
+    """Return a loss function's result as ``TokenLosses``, after checking that it has ``count`` losses."""
     losses = found if isinstance(found, TokenLosses) else TokenLosses(losses=found)
     made = losses.losses
     if not isinstance(made, Tensor) or made.shape != (count,):
@@ -74,7 +74,7 @@ def checked_losses(found: Any, function: Callable[..., Any], count: int) -> Toke
 
 
 def measured(found: TokenLosses, weights: Tensor | None = None) -> dict[str, Metric]:
-    """Metrics of [N] or [P] values, fetched from the device at once; ``weights`` are those of the losses."""
+    """Return metrics of [N] or [P] values, with one transfer from the device; ``weights`` are the losses'."""
     asked = {name: _asked(name, values.detach(), weights) for name, values in found.metrics.items()}
     wanted = [number for _, numbers in asked.values() for number in numbers]
     fetched = iter(torch.stack(wanted).tolist() if wanted else ())
@@ -84,7 +84,7 @@ def measured(found: TokenLosses, weights: Tensor | None = None) -> dict[str, Met
 def _asked(
     name: str, values: Tensor, weights: Tensor | None
 ) -> tuple[Callable[..., Metric], tuple[Tensor, ...]]:
-    """What makes a metric of values [N], one at least, and the numbers [] that it makes the metric of."""
+    """Return a function that makes a metric, and its arguments [] computed from values [N] with N >= 1."""
     wide, count = values.double(), float(values.numel())
     match name.rpartition("/")[2]:
         case "histogram":

@@ -1,20 +1,19 @@
-"""Trainer: one optimiser step a minibatch, whatever is read from the module and whatever the loss.
+"""Trainer: one optimiser step per minibatch, for any output of the module and any loss.
 
-    minibatch ─ prepare ─> rows ─ micro_batches ─> part ─ reader ─> what is read [N] ─ loss ─> terms
+    minibatch ─ prepare ─> rows ─ micro_batches ─> part ─ reader ─> outputs [N] ─ loss ─────> terms
                                                      └ guards: finite?         weight │ sum / denominator
-                      weights <─ Optimizer.step <─ gradients, added up <─ backward <──┘
+                      weights <─ Optimizer.step <─ accumulated gradients <── backward ┘
 
 A step may minimise several losses, each over rows of its own: an ``Aim`` each, with its own denominator.
-The gradients of all are added up before the one clip and the one step.
+Their gradients are accumulated before one clipping and one step.
 
-What is read is one type for the reader and the loss: log probabilities, or numbers of a scalar head. Rows
-whose terms have no gradient (groups of equal rewards) are measured and not trained on: no backward pass.
-Where no row has one, the weights stay and the step is counted. Any error leaves weights, moments and step
-count as they were.
+Reader and loss use the same type of output: log probabilities, or numbers of a scalar head. Rows whose terms
+have no gradient (groups of equal rewards) are only measured, without a backward pass. If no row has a
+gradient, the step still counts. Any error leaves weights, moments and step count unchanged.
 
-Over several ranks each has a part of the minibatch's rows, perhaps none: the denominator and the
-gradients are summed over them, in the order of ranks, so all take the same step. Where the module itself
-is cut over ranks, they make all passes together and then the same step, each on its part.
+With several ranks each has a part of the minibatch's rows, perhaps none: the denominator and the gradients
+are summed over them, in the order of ranks, so all take the same step. If the module itself is split over
+ranks, they make all passes and the step together, each on its part.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ _ELSEWHERE = "a number is not finite on another rank"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Aim:
-    """One loss over some rows, and its weight in the step's sum; ``Trainer.aim`` makes them."""
+    """One loss over some rows, and its weight in the step's sum; made by ``Trainer.aim``."""
 
     rows: Batch
-    """This rank's part of the minibatch; perhaps none."""
+    """This rank's part of the minibatch, perhaps empty."""
     loss: Loss
-    """What is minimised."""
+    """The loss to minimise."""
     reader: OutputReader
-    """Reads of the module what the loss is over."""
+    """Reads the module's outputs for the loss."""
     weight: float = 1.0
-    """What its gradient is multiplied by; metrics are those of the loss itself."""
+    """Factor on its gradient; metrics are of the unweighted loss."""
 
 
 class Trainer:
@@ -67,9 +66,9 @@ class Trainer:
     Args:
         module: a causal language model, or a decoder with a scalar head, with Rillflow's attention; its
             parameters are changed in place, and it is put in evaluation mode.
-        config: the optimiser, and how a minibatch is cut.
+        config: the optimiser, and the division into micro-batches.
         total_steps: optimiser steps of the whole phase, for the schedule.
-        parallel: this rank's part of the module, where it is not one rank's alone.
+        parallel: this rank's part of the module, if it is split over ranks.
 
     Example:
         trainer = Trainer(module, TrainConfig(lr=1e-4), total_steps=100)
@@ -88,13 +87,13 @@ class Trainer:
         self._ranks = self._parallel.groups.dp
         self._budget, self._balance = config.tokens_per_micro_batch, config.balance
         self.skipped: Skipped | None = None
-        """What is done with a step that is not finite; None: it is an error."""
+        """Collector of non-finite steps; with None they raise an error."""
         self.scorer = Scorer(module, config, parallel=self._parallel)
-        """What the present weights say."""
+        """Scores with the present weights."""
         self.optimizer = Optimizer(
             module, config, total_steps=total_steps, gradients=self._parallel.gradients
         )
-        """Its steps, and what a resumed one needs besides the weights."""
+        """The optimiser, with its steps and its state for checkpoints."""
         self._recompute: AbstractContextManager[None] = nullcontext()
         if config.gradient_checkpointing:
             self._recompute = Recompute(module, whole=self._parallel.is_whole)
@@ -102,7 +101,7 @@ class Trainer:
     def update(
         self, minibatch: Batch, loss: Loss, temperature: float = 1.0, *, ratio_tolerance: float | None = None
     ) -> dict[str, Metric]:
-        """Make one optimiser step: ``step`` of the one aim that ``aim`` makes.
+        """Do one optimiser step: ``step`` with the single aim that ``aim`` makes.
 
         Raises:
             TrainingError: a number is not finite, a row is not on-policy, or there is no loss token;
@@ -120,15 +119,16 @@ class Trainer:
         gap_tolerance: float | None = None,
         weight: float = 1.0,
     ) -> Aim:
-        """A loss over what the module says, for a ``step``.
+        """Return a loss over the model's outputs, for ``step``.
 
         Args:
             minibatch: rows with the fields the loss reads.
-            loss: what is minimised.
-            temperature: the one the tokens were sampled at.
-            ratio_tolerance: where the rows are on-policy, how far trainer and sampler may differ at a token.
-            gap_tolerance: where they are and rounding is rough, how far they may differ in the mean.
-            weight: what its gradient counts beside that of another aim.
+            loss: the loss to minimise.
+            temperature: temperature at which the tokens were sampled.
+            ratio_tolerance: for on-policy rows, the largest deviation of the trainer/sampler ratio at a
+                token.
+            gap_tolerance: for on-policy rows with rough rounding, the largest mean difference.
+            weight: factor on its gradient relative to other aims.
         """
         reader: OutputReader = LogprobReader(
             temperature=temperature, ratio_tolerance=ratio_tolerance, gap_tolerance=gap_tolerance
@@ -139,12 +139,12 @@ class Trainer:
         return Aim(rows=minibatch, loss=loss, reader=reader, weight=weight)
 
     def step(self, *aims: Aim) -> dict[str, Metric]:
-        """Make one optimiser step along the weighted sum of the aims' gradients.
+        """Do one optimiser step along the weighted sum of the aims' gradients.
 
         Returns:
             The losses' metrics, ``{loss.name}/loss/mean`` of each, ``train/grad_norm/mean`` and
-            ``train/lr/mean``, or ``train/skipped/sum`` where a number is not finite and ``skipped`` is set;
-            over a mesh nothing on the ranks that do not speak for their replica.
+            ``train/lr/mean``, or ``train/skipped/sum`` if a number is not finite and ``skipped`` is set;
+            on a mesh, nothing on the ranks that do not report for their replica.
 
         Raises:
             NotFiniteError: a number is not finite, on this rank or another one; nothing was changed.
@@ -161,7 +161,7 @@ class Trainer:
         return metrics if self._parallel.groups.speaks else {}
 
     def _attempt(self, aims: Sequence[Aim]) -> dict[str, Metric]:
-        """The step, or the same error on all ranks where one met a number that is not finite."""
+        """Do the step; if one rank met a non-finite number, raise an error on all ranks."""
         problem: NotFiniteError | None = None
         metrics: dict[str, Metric] = {}
         prepared: list[Batch | None] = []
@@ -185,7 +185,7 @@ class Trainer:
             problem = problem or error
         if not self.optimizer.sum_over_ranks(learns=learns, is_sound=problem is None):
             raise problem or NotFiniteError(_ELSEWHERE, why="all ranks take the same step, or none does")
-        routing.sum_(self._parallel.groups.everyone)  # not before: sums may have begun in the last pass
+        routing.sum_(self._parallel.groups.everyone)  # not earlier: sums may have started in the last pass
         lr, norm = self.optimizer.lr, self.optimizer.step()
         if self.optimizer.moved_bytes is not None:
             metrics["train/moved_bytes/mean"] = Mean(total=self.optimizer.moved_bytes, count=1)
@@ -197,7 +197,7 @@ class Trainer:
         }
 
     def _skip(self, skipped: Skipped, aims: Sequence[Aim], error: NotFiniteError) -> dict[str, Metric]:
-        """Note the step that was not made; every rank does."""
+        """Record the step that was left out; every rank calls it."""
         groups = self._parallel.groups
         reason = first_said(groups.everyone, "" if error.what == _ELSEWHERE else error.what)
         own = torch.cat([aim.rows.ids for aim in aims]).flatten()
@@ -208,15 +208,15 @@ class Trainer:
         return {"train/skipped/sum": Sum(value=1 / self._ranks.size)}
 
     def _settled(self, aim: Aim, rows: Batch | None) -> Batch | None:
-        """The rows with what takes the whole minibatch to say; every rank calls it."""
+        """Add fields that depend on the whole minibatch; every rank calls it."""
         if not isinstance(aim.loss, UnpairedLoss):
             return settled(aim.loss, rows, self._ranks)
-        assert isinstance(aim.reader, LogprobReader)  # as of any loss of log probabilities
+        assert isinstance(aim.reader, LogprobReader)  # as for any loss of log probabilities
         score = partial(self.scorer.logprobs, temperature=aim.reader.temperature)
         return aim.loss.settled(rows, aim.rows, score, self._ranks)
 
     def _agreed(self, prepared: Sequence[Batch | None], learns: bool) -> tuple[list[float], bool]:
-        """What each aim's sum of terms is divided by, and whether any rank learns."""
+        """Return the denominator of each aim's sum of terms, and whether any rank has gradients."""
         own = [0.0 if rows is None else float(rows.dense("loss_denominator")[0]) for rows in prepared]
         sums = torch.tensor([*own, float(learns)], dtype=torch.float64)
         self._ranks.sum_([sums])
@@ -224,7 +224,7 @@ class Trainer:
         return denominators, learners > 0
 
     def _parts(self, rows: Batch) -> Iterator[Batch]:
-        """Micro-batches with loss tokens; rows that have a gradient and rows that have none come apart."""
+        """Yield micro-batches with loss tokens; rows with and without a gradient are kept apart."""
         active = rows.dense("loss_active")
         for kind in (True, False):
             alike = rows.select((active == kind).nonzero().squeeze(1))
@@ -238,9 +238,9 @@ class Trainer:
         return Routing(self._parallel.routers, self._parallel.device)
 
     def _pull(self, aim: Aim, rows: Batch | None) -> Tensor | None:
-        """What evens out an aim's routing, from the choices of all its rows that teach; every rank calls it.
+        """Return the balancing pull on an aim's routing, from rows with a gradient; every rank calls it.
 
-        Choices that nobody recorded take a pass to know.
+        If the choices of experts were not recorded, a pass determines them.
         """
         if self._balance is None or not self._parallel.routers.all:
             return None
@@ -260,7 +260,7 @@ class Trainer:
     def _gather(
         self, aim: Aim, rows: Batch | None, denominator: float, routing: Routing, *, last: bool
     ) -> dict[str, Metric]:
-        """Add up one aim's gradient, whether as the last one that this rank has; its metrics."""
+        """Accumulate one aim's gradient and return its metrics; ``last`` marks this rank's last aim."""
         total, metrics = 0.0, list[Mapping[str, Metric]]()
 
         def finish(part: Batch, output: Output) -> Tensor:
@@ -289,12 +289,12 @@ class Trainer:
 
 
 def _learns(rows: Batch) -> bool:
-    """Whether a loss token's term has a gradient."""
+    """Return whether a loss token's term has a gradient."""
     return bool((rows.dense("loss_active") & (rows.ragged("loss_mask").sums() > 0)).any())
 
 
 def _share(tokens: Batch, read: Any, aim: Aim, denominator: float) -> tuple[Tensor, Mapping[str, Metric]]:
-    """A part's share of the loss, finite, and its metrics."""
+    """Return a part's share of the loss, checked to be finite, and its metrics."""
     found = aim.loss(read, tokens)
     share = found.terms.sum() / denominator
     value = float(share.detach())

@@ -1,7 +1,9 @@
-"""Unpaired: the loss of single answers, each good or bad, against how far the policy has moved as a whole.
+"""Unpaired: the loss of single good or bad answers, relative to the policy's overall divergence.
 
     rows of one (epoch, prompt): sample 0 the answer, sample 1 another prompt's answer, if there is one
-        samples 1 of the minibatch ─ what the weights say now ─ settled ─> divergence, one number for all rows
+
+        samples 1 of the minibatch ─ present log probabilities ─ settled ─> divergence, one number for all
+        rows
         samples 0 ─ log probabilities [N] ─ summed by row ─> formulas.unpaired_loss [B]
 
 Legend: B rows, N loss tokens of one micro-batch.
@@ -27,10 +29,10 @@ from rillflow.training.terms import LossPart, checked_losses, measured, prepared
 
 
 class UnpairedLoss:
-    """A loss of single answers over a policy's own log probabilities, their mean: KTO.
+    """Mean loss of single answers over a policy's log probabilities: KTO.
 
-    Sums travel over any cut as (sum over answers, number of answers). The divergence is the whole
-    minibatch's, over all ranks, of the weights before the step.
+    Any partition adds up as (sum over answers, number of answers). The divergence is computed over the whole
+    minibatch of all ranks, with the weights before the step.
 
     Args:
         config: its scale and weights.
@@ -46,10 +48,10 @@ class UnpairedLoss:
         self.options: dict[str, Any] = {}
 
     def prepare(self, minibatch: Batch) -> Batch:
-        """As ``TokenLoss.prepare``, of the answers alone: what another prompt's answer says is not learnt.
+        """Prepare as ``TokenLoss.prepare``, for sample 0 only: other prompts' answers are not trained on.
 
         Raises:
-            NotFiniteError: a reference's total is not finite.
+            NotFiniteError: a reference total is not finite.
             TrainingError: an answer has no loss token, or rows lack a field.
         """
         require_fields(self.function, self.reads, minibatch.fields)
@@ -72,15 +74,15 @@ class UnpairedLoss:
     def settled(
         self, rows: Batch | None, minibatch: Batch, score: Callable[[Batch], Ragged], ranks: Ranks
     ) -> Batch | None:
-        """The prepared rows with ``divergence`` [B]: max(0, mean of log pi - log ref) of others' answers.
+        """Add ``divergence`` [B] to the rows: max(0, mean of log pi - log ref) over other prompts' answers.
 
         Every rank calls it.
 
         Args:
-            rows: this rank's part, prepared; None where it has none.
-            minibatch: the same as it came.
-            score: what the present weights give the loss tokens.
-            ranks: those that have the other parts.
+            rows: this rank's prepared part; None if it has none.
+            minibatch: the same part before ``prepare``.
+            score: returns the present log probabilities of the loss tokens.
+            ranks: the ranks with the other parts.
         """
         others = minibatch.select((minibatch.ids[:, 2] > 0).nonzero().squeeze(1))
         said = score(others.only("tokens", "loss_mask"))
@@ -93,7 +95,7 @@ class UnpairedLoss:
         return rows and rows.with_fields(divergence=torch.full((len(rows),), mean, dtype=torch.float64))
 
     def __call__(self, read: TokenLogprobs, part: Batch, /) -> LossPart:
-        """The terms of one part: each of a row's N tokens carries its share of the row's loss."""
+        """Return the terms of one part: each of a row's N tokens has its share of the row's loss."""
         tokens = part.ragged("tokens")
         totals = tokens.with_values(read.logprobs.double()).sums()
         answers = AnswerTotals(totals, tokens.lengths, part.dense("reference_totals").double())

@@ -1,16 +1,16 @@
-"""Digest: 64 bits for every weight, the same however its slices lie.
+"""Digest: a 64-bit hash of every weight, independent of how its slices are distributed.
 
     rank 0  [A B . .] ── bits of each element, mixed, times a key of its place ── summed ──┐
     rank 1  [. . C D] ─────────────────────────────────────────────────────────── summed ──┴─> digest
 
     digest = sum over elements of  key(row) key(column) mix(bits)   modulo 2^64
 
-A sum does not ask who adds what first, so ranks that hold slices add up to the whole's digest, and no slice
-is gathered for it. The keys are odd and the mixing is one to one, so one changed element always changes the
-digest; for elements exchanged, transposed, missing or stale the chance that it stays is about 2^-64. It
-finds accidents; it is no signature.
+The sum does not depend on its order, so ranks sum the digests of their slices without gathering the weight.
+The keys are odd and the mixing is one to one, so one changed element always changes the digest. For
+exchanged, transposed, missing or stale elements it stays the same with probability about 2^-64. It detects
+accidents; it is not a signature.
 
-A publication is a version and these digests; whoever received the weights compares before it uses them.
+A publish is a version and these digests; the receivers compare them before they use the weights.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from rillflow.placement.slices import Slice, keys, slices
 from rillflow.weights.layout import Layout, Weights, intervals, local_index
 
 _CHUNK = {"cpu": 2**15}
-"""Elements at a time by kind of device: what is made of them stays in a core's cache."""
+"""Elements per chunk by kind of device, small enough for a core's cache."""
 _LARGE_CHUNK = 2**24
-"""Elements at a time elsewhere: few kernels, each of which has enough to do."""
+"""Elements per chunk on other devices, large enough to fill few kernels."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROWS, _COLUMNS = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _NAMED = 8
-"""How many weights an error lists."""
+"""Maximum weights that an error lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Digests:
-    """What a version of a model's weights is known by.
+    """Version and digests of a model's weights.
 
     Example:
         Digests(version=3, of={"lm_head.weight": 0x1f})
     """
 
     version: int
-    """Updates that are in it."""
+    """Number of publishes, which identifies the version."""
     of: Mapping[str, int]
-    """By weight; from 0 to 2^64 - 1. Empty where this version's weights are not compared."""
+    """Digests by weight, from 0 to 2^64 - 1; empty if this version's weights are not compared."""
     canary: tuple[float, ...] = ()
-    """What the trainer says of fixed texts, for an engine that copies what it is given (roles.canary)."""
+    """The trainer's log probabilities of fixed texts, for engines that copy the weights (roles.canary)."""
 
 
 def digests(
@@ -65,14 +65,14 @@ def digests(
     *,
     members: Sequence[int] | None = None,
 ) -> dict[str, int]:
-    """The digest of every weight, added up over ranks; every one of them calls it and gets it.
+    """Return the digest of every weight, summed over ranks; every rank calls it and gets the result.
 
     Args:
-        weights: with the type they are to be digested as: tensors of another are cast, piece by piece.
-        layout: where they lie.
-        tensors: what this rank holds.
-        ranks: those that add up; together they hold all of every weight.
-        members: which ranks of the layout these are, in order; without it, those from 0 on.
+        weights: the weights, with the dtype to digest; tensors of another dtype are cast, chunk by chunk.
+        layout: placement of the weights.
+        tensors: this rank's tensors.
+        ranks: the ranks to sum over; together they hold every weight completely.
+        members: the ranks' numbers in the layout, in order; None for those from 0 on.
 
     Raises:
         WeightError: a part of a weight is on none of these ranks.
@@ -90,10 +90,10 @@ def digests(
 
 
 def verify(expected: Digests, found: Digests) -> None:
-    """Refuse weights that are not the ones that were published, as far as the publish has digests.
+    """Refuse weights that differ from the published ones; without published digests, compare only versions.
 
     Raises:
-        WeightError: another version, or weights of this one that differ; it names them.
+        WeightError: the version differs, or weights differ; it names them.
     """
     if found.version != expected.version:
         raise WeightError(
@@ -117,14 +117,14 @@ def verify(expected: Digests, found: Digests) -> None:
 
 
 def slice_digest(values: Tensor, box: Slice, dtype: torch.dtype) -> Tensor:
-    """The part of a weight's digest that a box of it contributes, modulo 2^64: [] int64, where the box is.
+    """Return a box's contribution to a weight's digest, modulo 2^64: [] int64, on the box's device.
 
-    Nothing is waited for, so on an accelerator kernels of many boxes stand in line.
+    It does not synchronise, so the kernels of many boxes are queued on an accelerator.
 
     Args:
-        values: of the box, in its shape.
-        box: where it lies in the weight.
-        dtype: what the weight's elements are; other values are cast.
+        values: values of the box, in its shape.
+        box: place of the box in the weight.
+        dtype: dtype of the weight; other values are cast.
     """
     bounds = box.bounds or ((0, 1),)
     values = values.reshape(-1, bounds[-1][1] - bounds[-1][0])
@@ -147,13 +147,13 @@ def slice_digest(values: Tensor, box: Slice, dtype: torch.dtype) -> Tensor:
 def owned(
     placement: Placement, shape: tuple[int, ...], among: tuple[int, ...], turn: int = 0
 ) -> dict[int, tuple[Slice, ...]]:
-    """Slices by rank such that every element of a weight is one rank's of ``among``.
+    """Return slices by rank such that exactly one rank of ``among`` has each element of a weight.
 
     Args:
-        placement: where the weight lies.
-        shape: of the weight.
+        placement: placement of the weight.
+        shape: shape of the weight.
         among: the ranks to choose from.
-        turn: which one of the ranks with the same slice has it, counted round.
+        turn: index of the chosen rank among those with the same slice, modulo their number.
 
     Raises:
         WeightError: a part of the weight is on none of these ranks.
@@ -174,7 +174,7 @@ def owned(
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """The bits of every element, spread over 64 and no longer in proportion to them."""
+    """Return the bits of every element mixed into 64 bits that are not proportional to the values."""
     found = values.contiguous().view(_BITS[values.element_size()]).to(torch.int64, copy=True)
     found *= _signed(_FIRST)
     # The shift copies the sign, so n and ~n would become one; no two products of elements of up to 32 bits
@@ -184,7 +184,7 @@ def _mixed(values: Tensor) -> Tensor:
 
 
 def _row_keys(bounds: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """A key for every row of a box: the product of those of its places in all dims but the last."""
+    """Return a key for every row of a box: the product of its keys in all dims but the last."""
     found = torch.ones(1, dtype=torch.int64, device=device)
     for dim, (start, stop) in enumerate(bounds):
         found = (found[:, None] * _keys(start, stop, _ROWS * (2 * dim + 1), device)).reshape(-1)
@@ -193,7 +193,7 @@ def _row_keys(bounds: Sequence[tuple[int, int]], device: torch.device) -> Tensor
 
 @lru_cache(maxsize=64)
 def _keys(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
-    """An odd number for every place from ``start`` to ``stop``: splitmix64 of it."""
+    """Return an odd key for every place from ``start`` to ``stop`` (excluded), by splitmix64."""
     found = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device) * _signed(seed)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         found ^= (found >> shift) & (2 ** (64 - shift) - 1)
@@ -203,7 +203,7 @@ def _keys(start: int, stop: int, seed: int, device: torch.device) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as torch's integers have them."""
+    """Return the signed integer with the same 64 bits."""
     return (number + 2**63) % 2**64 - 2**63
 
 

@@ -1,4 +1,4 @@
-"""Layout: on which ranks every weight of a model lies, and which slice of it each of them holds.
+"""Layout: the ranks that hold every weight of a model, and the slice that each of them holds.
 
     training  d=1 p=1 t=4     generation  t_g=2, so two replicas of two ranks
 
@@ -6,12 +6,12 @@
     weight   [A] [B] [C] [D]             [A B] [A B] [C D] [C D]      tp 0 0 1 1
                                                                 micro_dp 0 1 0 1
 
-Generation's tp groups take ranks at a stride of t / t_g, so what a rank trains lies within what it generates
-with: nothing is held twice (HybridFlow, arXiv 2409.19256, section 5.3). With pipelines it is the same: the
-stages that follow one another come together on a rank.
+Generation's tp groups take ranks at a stride of t / t_g. So a rank's training shard lies within its
+generation shard, and nothing is held twice (HybridFlow, arXiv 2409.19256, section 5.3). The same holds with
+pipelines: consecutive stages are combined on a rank.
 
-A weight is a parameter of the whole model, by the name the whole model gives it; tied ones are one. A rank's
-own tensor is its intervals of every dim joined in ascending order (see placement.slices):
+A weight is a parameter of the whole model, by its name there; tied ones count once. A rank's own tensor is
+its intervals of every dim, concatenated in ascending order (see placement.slices):
 
     a dim of 10, this rank has [0:3] and [5:8]       its own tensor   0 1 2 | 5 6 7
                                                      box [6:8]    ->  4:6
@@ -34,25 +34,25 @@ from rillflow.placement.sbp import Part, Placement, Split
 from rillflow.placement.slices import Interval, Slice, cuts, keys
 
 Box = tuple[slice, ...]
-"""An index of a tensor, a slice a dim."""
+"""Index of a tensor, one slice per dim."""
 Layout = Mapping[str, Placement]
-"""Where every weight lies, by name; one of some pipeline stages on the mesh of their ranks alone."""
+"""Placement of every weight, by name; a weight of some pipeline stages is placed on their ranks only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter of the whole model, wherever its slices are."""
+    """A parameter of the whole model, independent of where its slices are."""
 
     name: str
-    """As ``named_parameters`` of the whole model calls it; tied ones by their first name."""
+    """Name in the whole model's ``named_parameters``; tied ones by their first name."""
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     dtype: torch.dtype
-    """What its elements are."""
+    """Dtype of its elements."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole parameter."""
+        """Bytes of the whole parameter."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -61,7 +61,7 @@ Weights = Mapping[str, Weight]
 
 
 def logical_weights(module: nn.Module) -> dict[str, Weight]:
-    """The weights of a whole module, which may be on the meta device."""
+    """Return the weights of a whole module, which may be on the meta device."""
     return {
         name: Weight(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
         for name, tensor in module.named_parameters()
@@ -78,20 +78,20 @@ def training_layout(
     ep: int = 1,
     experts: Set[str] = frozenset(),
 ) -> dict[str, Placement]:
-    """Where weights lie while they are trained.
+    """Return the placement of weights in training.
 
     Args:
-        weights: of the whole model.
-        parts: how tp lays each (``models.tensor_plan.weight_parts``).
-        stages: the pipeline stages each lies on; a tied embedding has two.
-        mesh: of dp, pp and tp.
-        fsdp: so many ranks of dp that follow one another cut the first dim of what tp leaves, as FSDP2
-            does; at 1 every dp rank has a copy.
-        ep: so many ranks of dp that follow one another cut the first dim of ``experts``.
-        experts: weights whose first dim are a mixture's experts.
+        weights: weights of the whole model.
+        parts: placement of each weight along tp (``models.tensor_plan.weight_parts``).
+        stages: pipeline stages of each weight; a tied embedding has two.
+        mesh: mesh with dp, pp and tp.
+        fsdp: this many consecutive dp ranks shard the first dim of each tp shard, as in FSDP2; with 1 every
+            dp rank has a copy.
+        ep: this many consecutive dp ranks shard the first dim of ``experts``.
+        experts: weights whose first dim counts a mixture's experts.
 
     Raises:
-        PlacementError: the mesh lacks an axis, or a weight lies on a stage that is not there.
+        PlacementError: the mesh lacks an axis, or a weight's stage does not exist.
     """
     found = {}
     if fsdp > 1:
@@ -113,23 +113,23 @@ def training_layout(
 
 
 def generation_mesh(train: Mesh, tp: int, *, is_sharded: bool = False) -> Mesh:
-    """The mesh the ranks of a training mesh generate under, so that each keeps what it trains.
+    """Return the mesh on which a training mesh's ranks generate, so that each keeps its training shard.
 
-    Pipeline stages come together: a replica of t_g ranks has all layers.
+    Pipeline stages are combined: a replica of t_g ranks has all layers.
 
-    Where dp alone cuts the parameters (FSDP2), t_g of its ranks, by which d divides, may share a copy: their
-    rows of a weight are not what they generate with, so what they train stays beside it.
+    If only dp shards the parameters (FSDP2), t_g of its ranks may share a copy, where t_g divides d. Their
+    training rows of a weight are not within their generation shard, so both are held.
 
     Args:
-        train: dp, pp and tp of sizes d, p and t.
-        tp: t_g, by which t divides.
-        is_sharded: whether dp cuts the parameters.
+        train: mesh with dp, pp and tp of sizes d, p and t.
+        tp: t_g, a divisor of t.
+        is_sharded: whether dp shards the parameters.
 
     Returns:
         dp, micro_dp and tp of sizes d, p t / t_g and t_g.
 
     Raises:
-        PlacementError: t does not divide by t_g; it shows the division.
+        PlacementError: t_g does not divide t; it shows the division.
     """
     d, p, t = (train.axis(name).size for name in ("dp", "pp", "tp"))
     if is_sharded and d == train.size and d % max(tp, 1) == 0:
@@ -147,30 +147,30 @@ def generation_mesh(train: Mesh, tp: int, *, is_sharded: bool = False) -> Mesh:
 
 
 def generation_layout(weights: Weights, parts: Mapping[str, Part], mesh: Mesh) -> dict[str, Placement]:
-    """Where weights lie while they generate: cut by tp, a copy in every replica.
+    """Return the placement of weights in generation: split along tp, a copy in every replica.
 
     Args:
-        weights: of the whole model.
-        parts: how tp lays each.
-        mesh: see ``generation_mesh``; any with an axis tp will do.
+        weights: weights of the whole model.
+        parts: placement of each weight along tp.
+        mesh: see ``generation_mesh``; any mesh with an axis tp works.
     """
     return {name: Placement(mesh, {"tp": parts[name]}) for name in weights}
 
 
 @lru_cache(maxsize=4096)
 def intervals(placement: Placement, shape: tuple[int, ...], rank: int) -> tuple[tuple[Interval, ...], ...]:
-    """What a rank holds, dim by dim."""
+    """Return a rank's intervals, dim by dim."""
     at = keys(placement, rank, len(shape))
     return tuple(tuple(cut[key]) for cut, key in zip(_cuts(placement, shape), at, strict=True))
 
 
 def local_shape(placement: Placement, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """The shape of a rank's own tensor."""
+    """Return the shape of a rank's own tensor."""
     return tuple(sum(stop - start for start, stop in held) for held in intervals(placement, shape, rank))
 
 
 def local_index(held: Sequence[Sequence[Interval]], box: Slice) -> Box:
-    """Where a box is in the tensor of a rank that holds these intervals.
+    """Return the index of a box in the tensor of a rank that holds these intervals.
 
     Raises:
         PlacementError: the box is not within one interval of every dim.
@@ -194,7 +194,7 @@ _cuts = lru_cache(maxsize=1024)(cuts)
 
 
 def _stage_mesh(name: str, mesh: Mesh, stages: Sequence[int]) -> Mesh:
-    """The mesh of the ranks of some pipeline stages, on which a weight lies; equal ones are one."""
+    """Return the mesh of the ranks of some pipeline stages; equal arguments return the same object."""
     count = mesh.axis("pp").size
     if not stages or not all(0 <= stage < count for stage in stages):
         raise PlacementError(

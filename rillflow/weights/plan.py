@@ -1,14 +1,15 @@
-"""Plan: which slices of which weights cross between which ranks, in which buckets, and what that costs.
+"""Plan: the slices that move between ranks, in buckets, and their costs.
 
     weights, source layout, destination layout
-        │ boxing, once for all weights that are alike
+        │ boxing, once for all weights with equal shape and placements
         v
     ReshardPlan ── received, sent, kept, redundant, peak: bytes of a rank
         │ buckets
         v
-    Bucket: parts of weights whose moves together load no rank with more
+    Bucket: portions of weights whose moves together stay within a limit on every rank
 
-Pure: nothing is allocated. Every rank makes the whole plan, so all agree on the buckets without a word.
+Pure: nothing is allocated. Every rank computes the whole plan, so all agree on the buckets without
+communication.
 """
 
 from __future__ import annotations
@@ -28,68 +29,68 @@ from rillflow.placement.slices import Slice, slices
 from rillflow.weights.layout import Layout, Weights
 
 Way = Literal["sent", "received"]
-"""How something crosses, as one rank sees it."""
+"""Direction of a move, from one rank's view."""
 _Kind = tuple[torch.dtype, bool]
-"""What the parts of a bucket have in common: their type, and whether anything is on the wire."""
+"""Properties shared by the portions of a bucket: dtype, and whether anything moves between ranks."""
 MOST_BYTES = 64 * 2**20
-"""What a bucket loads a rank with, where nothing else is said."""
+"""Default limit of a bucket's bytes per rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Portion:
-    """Some of the moves of a weight: all of them, or a piece of each where they are too large."""
+    """Some of a weight's moves: all of them, or a piece of each if they are too large."""
 
     name: str
-    """The weight."""
+    """Name of the weight."""
     piece: int = 0
-    """Which piece of every move."""
+    """Index of the piece, for every move."""
     pieces: int = 1
-    """How many there are."""
+    """Number of pieces."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the weight has crossed when this part has."""
+        """Whether this portion completes the weight."""
         return self.piece == self.pieces - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """What crosses at once."""
+    """Portions that move together."""
 
     dtype: torch.dtype
-    """Of all its weights."""
+    """Dtype of all its weights."""
     parts: tuple[Portion, ...]
-    """What is in it; what crosses between two ranks lies in this order."""
+    """Its portions; data between two ranks is in this order."""
     moves: bool
-    """Whether anything is on the wire; where not, ranks copy what they keep and need not meet."""
+    """Whether anything moves between ranks; if not, ranks only copy kept slices and need not synchronise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossed:
-    """A box of a weight that is on its way."""
+    """A box of a weight that is sent or received."""
 
     name: str
-    """The weight."""
+    """Name of the weight."""
     slice: Slice
-    """Which of its elements."""
+    """The box's elements."""
     peer: int
-    """The rank it goes to, or comes from."""
+    """The rank that receives or sends it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightMoves:
-    """The moves of a weight, and what they are for every rank; the same for all weights that are alike."""
+    """The moves of a weight, for every rank; shared by all weights with equal shape and placements."""
 
     boxing: Boxing
     """The moves."""
     held: Mapping[int, int]
-    """Elements that a rank has before."""
+    """Elements that each rank has before."""
     wanted: Mapping[int, int]
-    """Elements that a rank has afterwards."""
+    """Elements that each rank has afterwards."""
 
     @cached_property
     def of_rank(self) -> dict[tuple[int, Way | Literal["kept"]], list[Move]]:
-        """The moves that a rank sends, those that it receives, and what it has before and afterwards."""
+        """Moves by rank and kind: sent, received, or kept on the same rank."""
         found: dict[tuple[int, Way | Literal["kept"]], list[Move]] = defaultdict(list)
         for move in self.boxing.moves:
             found[move.source, "sent"].append(move)
@@ -105,18 +106,18 @@ class WeightMoves:
 
     @cached_property
     def load(self) -> int:
-        """The most elements that one rank sends, receives or keeps."""
+        """Most elements that one rank sends, receives or keeps."""
         return max(self.loads.values(), default=0)
 
     @cached_property
     def longest(self) -> int:
-        """The longest side of a box that moves: it cannot be cut into more pieces."""
+        """Longest side of a moving box, which limits the number of pieces."""
         return max((length for move in self.boxing.moves for length in move.slice.shape), default=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardPlan:
-    """How weights get from one layout to another.
+    """The moves of weights from one layout to another.
 
     Example:
         plan = reshard_plan(weights, training, generation)
@@ -124,15 +125,15 @@ class ReshardPlan:
     """
 
     weights: Weights
-    """What crosses, with the elements' type as it crosses."""
+    """The weights, with the dtype in which they are sent."""
     source: Layout
-    """Where they lie."""
+    """Layout before."""
     destination: Layout
-    """Where they are to lie."""
+    """Layout afterwards."""
     by_weight: Mapping[str, WeightMoves]
-    """By weight; one object for all that are alike."""
+    """Moves by weight; one object for all weights with equal shape and placements."""
     most_bytes: int = MOST_BYTES
-    """What a bucket loads a rank with."""
+    """Limit of a bucket's bytes per rank."""
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -143,49 +144,49 @@ class ReshardPlan:
 
     @property
     def moves(self) -> bool:
-        """Whether anything has to cross at all."""
+        """Whether anything moves between ranks."""
         return any(moves.boxing.moves for moves in self.by_weight.values())
 
     def received(self, rank: int) -> int:
-        """Bytes that a rank receives."""
+        """Return the bytes that a rank receives."""
         return self._bytes(lambda moves: moves.loads.get((rank, "received"), 0))
 
     def sent(self, rank: int) -> int:
-        """Bytes that a rank sends."""
+        """Return the bytes that a rank sends."""
         return self._bytes(lambda moves: moves.loads.get((rank, "sent"), 0))
 
     def kept(self, rank: int) -> int:
-        """Bytes of the destination that a rank has already."""
+        """Return the bytes of the destination that a rank already has."""
         return self._bytes(lambda moves: moves.loads.get((rank, "kept"), 0))
 
     def held(self, rank: int) -> int:
-        """Bytes that a rank has of the source."""
+        """Return the bytes of the source on a rank."""
         return self._bytes(lambda moves: moves.held.get(rank, 0))
 
     def wanted(self, rank: int) -> int:
-        """Bytes that a rank has of the destination."""
+        """Return the bytes of the destination on a rank."""
         return self._bytes(lambda moves: moves.wanted.get(rank, 0))
 
     def redundant(self, rank: int) -> int:
-        """Bytes of the source that are no part of the rank's destination: a second copy, if they stay."""
+        """Return the bytes of the source outside the rank's destination: extra memory if they stay."""
         return self.held(rank) - self.kept(rank)
 
     def peak(self, rank: int) -> int:
-        """Bytes of both layouts together, where what is in both is there once."""
+        """Return the bytes of both layouts together, counting common slices once."""
         return self.wanted(rank) + self.redundant(rank)
 
     def is_within(self, name: str, rank: int) -> bool:
-        """Whether all that a rank has of a weight is in what it is to have."""
+        """Return whether a rank's source slices of a weight are all within its destination slices."""
         moves = self.by_weight[name]
         return moves.held.get(rank, 0) == moves.loads.get((rank, "kept"), 0)
 
     def is_same(self, name: str, rank: int) -> bool:
-        """Whether a rank is to have of a weight just what it has."""
+        """Return whether a rank's source and destination slices of a weight are equal."""
         moves = self.by_weight[name]
         return self.is_within(name, rank) and moves.wanted.get(rank, 0) == moves.held.get(rank, 0)
 
     def crossing(self, way: Way, parts: Iterable[Portion], rank: int) -> Iterator[Crossed]:
-        """What a rank sends, or receives, of some parts."""
+        """Yield the boxes that a rank sends, or receives, for some portions."""
         for part in parts:
             for move in self.by_weight[part.name].of_rank.get((rank, way), ()):
                 box = move.slice.piece(part.piece, part.pieces)
@@ -195,10 +196,10 @@ class ReshardPlan:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """All weights in portions of which no rank sends, receives or keeps more than ``most_bytes``.
+        """All weights in buckets with at most ``most_bytes`` sent, received or kept per rank.
 
-        A weight that is larger is cut, along one dim. Weights of different ranks take
-        turns, so that the ranks of all pipeline stages send at once.
+        Larger weights are cut along one dim. Weights of different ranks alternate, so that the ranks of all
+        pipeline stages send at the same time.
 
         Raises:
             PlacementError: ``most_bytes`` is not positive.
@@ -225,7 +226,7 @@ class ReshardPlan:
         return (*found, *rest)
 
     def _in_turn(self) -> list[str]:
-        """Weights of the same ranks in their order, those of different ranks side by side."""
+        """Return the weights of the same ranks in their order, interleaved with those of other ranks."""
         alike: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for name in self.weights:
             alike[self.source[name].mesh.ranks].append(name)
@@ -243,15 +244,15 @@ class ReshardPlan:
 
 
 def reshard_plan(weights: Weights, source: Layout, destination: Layout) -> ReshardPlan:
-    """The moves that bring every weight from where it lies to where it is to lie.
+    """Return the moves that bring every weight from its source to its destination placement.
 
     Args:
-        weights: what crosses, with the type the destination wants.
-        source: where each lies.
-        destination: where each is to lie, on the same ranks or on others.
+        weights: the weights, with the dtype at the destination.
+        source: placement of each before.
+        destination: placement of each afterwards, on the same ranks or on others.
 
     Raises:
-        PlacementError: a layout lacks a weight or does not fit its shape, or a weight is in contributions.
+        PlacementError: a layout lacks a weight or does not fit its shape, or a weight is Partial.
     """
     made: dict[tuple[tuple[int, ...], Placement, Placement], WeightMoves] = {}
     by_weight = {}

@@ -1,15 +1,16 @@
-"""Resharding: a plan carried out, bucket by bucket.
+"""Resharding: executes a plan, bucket by bucket.
 
     source tensors ─ packed by receiver ─> all_to_all ─ unpacked by sender ─> destination tensors
-                 └──────────────── what the rank keeps: copied ───────────────┘
+                 └──────────────── slices that the rank keeps: copied ────────┘
 
-Consumes: the slices a rank holds. Waits for: the ranks of the group, once a bucket, not longer than the
-deadline. Unblocked by: the last of them. Produces: the slices it is to hold, and a count of what crossed.
-Shutdown: after the last bucket the buffers go. A rank that dies or stays away ends the resharding on all
-others in an error: what they have received until then is of no use.
+Consumes: the slices a rank holds. Waits for: the ranks of the group, once per bucket, up to the deadline.
+Unblocked by: the last of them. Produces: the slices it is to hold, and a count of the bytes moved. Shutdown:
+after the last bucket the buffers are freed. A rank that dies or does not arrive makes the resharding fail on
+all others, and they must discard the slices received so far.
 
-Elements are cast to the plan's type before they are sent. Where nothing moves nobody meets. Between pools
-that share no process group the same bytes travel by other means: ``pack`` and ``unpack``.
+Elements are cast to the plan's dtype before they are sent. If nothing moves, ranks do not synchronise.
+Between pools without a common process group, ``pack`` and ``unpack`` give the same bytes for another
+transport.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from rillflow.weights.layout import Box, Layout, Weights, intervals, local_index
 from rillflow.weights.plan import MOST_BYTES, Portion, ReshardPlan, Way, reshard_plan
 
 DEADLINE_S = 600.0
-"""How long a rank waits for the others in one bucket."""
+"""Seconds that a rank waits for the others in one bucket."""
 
 
 def pieces(
     tensor: Tensor, placement: Placement, shape: tuple[int, ...], rank: int
 ) -> Iterator[tuple[Tensor, Slice]]:
-    """What a rank has of a weight: the parts of its own tensor, and which box of the whole each is."""
+    """Yield the parts of a rank's own tensor of a weight, each with its box in the whole weight."""
     if rank in placement.mesh.ranks:
         held, mine = intervals(placement, shape, rank), own(tensor)
         for box in slices(placement, shape)[rank]:
@@ -46,15 +47,15 @@ def pieces(
 
 
 class Resharding:
-    """Carries a plan out on one rank; every rank of the plan has one and steps through the same buckets.
+    """Executes a plan on one rank; every rank of the plan has one and processes the same buckets in order.
 
     Args:
-        plan: what is to cross; its ranks are those of the group.
-        ranks: this rank among them.
+        plan: the plan; its ranks are those of the group.
+        ranks: the group, with this rank.
 
     Raises:
-        PlacementError: the plan is for ranks that the group has not.
-        ClusterError: something has to cross and the ranks are no processes of torch.distributed.
+        PlacementError: the plan has ranks outside the group.
+        ClusterError: something has to move and the ranks are not processes of torch.distributed.
     """
 
     def __init__(self, plan: ReshardPlan, ranks: Ranks) -> None:
@@ -73,43 +74,43 @@ class Resharding:
         self.plan = plan
         self.rank = ranks.rank
         self.sent_bytes = 0
-        """What has left this rank."""
+        """Bytes sent by this rank."""
         self.received_bytes = 0
-        """What has come to it."""
+        """Bytes received by this rank."""
         self.deadline_s = DEADLINE_S
-        """How long it waits for the others, per bucket."""
+        """Seconds that it waits for the others per bucket."""
         self._ranks = ranks
         self._buffers: dict[str, Tensor] = {}
         self._packed: dict[int, tuple[_Packed, _Packed]] = {}
 
     @property
     def buffer_bytes(self) -> int:
-        """What the buffers take at the moment."""
+        """Present bytes of the buffers."""
         return sum(buffer.numel() for buffer in self._buffers.values())
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Free the buffers."""
         self._buffers.clear()
 
     def pack(self, place: int, source: Mapping[str, Tensor]) -> None:
-        """Lay side by side what others are to have of a bucket; then its source is not read again."""
+        """Copy the slices that other ranks get in a bucket to a buffer; then the source is not read again."""
         if self.plan.buckets[place].moves:
             packing = self._packed_of(place)[0]
             buffer = self._buffer("sent", packing, source)
             packing.load(buffer, source)
 
     def exchange(self, place: int, destination: Mapping[str, Tensor]) -> None:
-        """Meet the others, and put what came of a bucket where it belongs.
+        """Exchange a bucket with the other ranks, and copy the received slices to their places.
 
         Raises:
-            ClusterError: a rank died or did not come in time.
+            ClusterError: a rank died or did not arrive in time.
         """
         if not self.plan.buckets[place].moves:
             return
         outgoing, incoming = self._packed_of(place)
         sent = self._buffer("sent", outgoing, {})
         received = self._buffer("received", incoming, destination)
-        assert isinstance(self._ranks, ProcessRanks)  # a plan that moves has been refused otherwise
+        assert isinstance(self._ranks, ProcessRanks)  # other ranks were refused if the plan moves anything
         try:
             work = dist.all_to_all_single(
                 received, sent, incoming.sizes, outgoing.sizes, group=self._ranks.group, async_op=True
@@ -123,7 +124,7 @@ class Resharding:
         incoming.unload(received, destination)
 
     def _packed_of(self, place: int) -> tuple[_Packed, _Packed]:
-        """What this rank sends and receives in a bucket; laid out once."""
+        """Return the packings that this rank sends and receives in a bucket, computed once."""
         if place not in self._packed:
             parts, peers = self.plan.buckets[place].parts, range(self._ranks.size)
             self._packed[place] = (
@@ -133,7 +134,7 @@ class Resharding:
         return self._packed[place]
 
     def _buffer(self, use: str, packing: _Packed, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A buffer of the packing's size; its memory is kept for the next bucket."""
+        """Return a buffer of the packing's size; its memory is reused for the next bucket."""
         size = sum(packing.sizes)
         if use not in self._buffers or self._buffers[use].numel() < size:
             self._buffers.pop(use, None)
@@ -162,26 +163,26 @@ def gathered(
     *,
     most_bytes: int = MOST_BYTES,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every weight with its whole value on the rank that it goes to, and nothing on the others.
+    """Yield every weight, complete, on the rank that ``to`` names, and nothing on the others.
 
-    For a whole model in files: no rank needs room for more than a bucket, and for the largest weight where
-    that is more. All ranks have to come to the end of it. Weights of different pipeline stages take turns.
+    It serves to write a whole model to files: a rank needs memory for one bucket, or for the largest weight
+    if that is larger. All ranks must iterate to the end. Weights of different pipeline stages alternate.
 
     Example:
         for name, tensor in gathered(weights, layout, tensors, ranks, to):  # every rank runs the loop
-            keep(name, tensor)  # the one that it goes to enters it
+            keep(name, tensor)  # only the rank that gets the weight enters it
 
     Args:
-        weights: with the type they are to have.
-        layout: where they lie.
-        tensors: what this rank holds; they are only read.
+        weights: the weights, with the dtypes to yield.
+        layout: their placements.
+        tensors: this rank's tensors; they are only read.
         ranks: all ranks of the layout.
-        to: by name, the rank.
-        most_bytes: what a bucket holds.
+        to: the receiving rank, by weight.
+        most_bytes: limit of a bucket's bytes.
 
     Raises:
         WeightError: a tensor is missing or of another shape.
-        ClusterError: a rank died or did not come in time.
+        ClusterError: a rank died or did not arrive in time.
     """
     there = {name: Placement(Mesh.of(first=to[name], dp=1)) for name in weights}
     plan = replace(reshard_plan(weights, layout, there), most_bytes=most_bytes)
@@ -205,7 +206,7 @@ def gathered(
 def pack(
     plan: ReshardPlan, rank: int, destination: int, source: Mapping[str, Tensor], parts: Sequence[Portion]
 ) -> Tensor:
-    """What a rank sends to another of a bucket's parts, as bytes [N]; N is 0 where it sends nothing."""
+    """Return the bytes [N] that a rank sends to another for a bucket's portions; N is 0 if there are none."""
     packing = _Packed.of(plan, "sent", rank, parts, (destination,))
     packed = torch.empty(sum(packing.sizes), dtype=torch.uint8, device=device_of(source))
     packing.load(packed, source)
@@ -220,10 +221,10 @@ def unpack(
     destination: Mapping[str, Tensor],
     parts: Sequence[Portion],
 ) -> None:
-    """Put what another rank packed for this one, of a bucket's parts, where it belongs.
+    """Copy the bytes that another rank packed for this one, for a bucket's portions, to their places.
 
     Raises:
-        WeightError: there are more or fewer bytes than the plan says.
+        WeightError: the number of bytes differs from the plan.
     """
     packing = _Packed.of(plan, "received", rank, parts, (source,))
     if packed.numel() != sum(packing.sizes):
@@ -244,9 +245,9 @@ def keep(
     *,
     back: bool = False,
 ) -> None:
-    """Copy what a rank has already of a weight to its place in the destination, or ``back`` from there.
+    """Copy a rank's kept slices of a weight from source to destination, or ``back``.
 
-    Nothing is copied where both are the same memory.
+    Nothing is copied if both are the same memory.
     """
     moves = plan.by_weight[name].of_rank.get((rank, "kept"), ())
     if not moves:
@@ -262,10 +263,10 @@ def keep(
 
 
 def require_shapes(tensors: Mapping[str, Tensor], plan: ReshardPlan, layout: Layout, rank: int) -> None:
-    """Refuse tensors that are not what a layout says a rank holds.
+    """Refuse tensors that differ from the layout's description of a rank.
 
     Raises:
-        WeightError: one is missing or has another shape; it names the weight.
+        WeightError: a tensor is missing or has another shape; it names the weight.
     """
     for name, weight in plan.weights.items():
         if rank not in layout[name].mesh.ranks:
@@ -284,7 +285,7 @@ def require_shapes(tensors: Mapping[str, Tensor], plan: ReshardPlan, layout: Lay
 
 @dataclass(frozen=True, kw_only=True)
 class _Box:
-    """A box in the own tensor, and its place in a buffer."""
+    """A box of the own tensor, and its place in a buffer."""
 
     name: str
     index: Box
@@ -299,14 +300,14 @@ class _Box:
 
 @dataclass(frozen=True, kw_only=True)
 class _Packed:
-    """Boxes side by side in a buffer of bytes, by peer."""
+    """Boxes in a buffer of bytes, ordered by peer."""
 
     boxes: list[_Box]
     sizes: list[int]
 
     @staticmethod
     def of(plan: ReshardPlan, way: Way, rank: int, parts: Sequence[Portion], peers: Sequence[int]) -> _Packed:
-        """The boxes of some parts that cross between a rank and these peers, in ascending order."""
+        """Return the boxes of some portions that move between a rank and these peers, in ascending order."""
         layout = plan.source if way == "sent" else plan.destination
         boxes, sizes, start = list[_Box](), dict.fromkeys(peers, 0), 0
         crossed = (item for item in plan.crossing(way, parts, rank) if item.peer in sizes)

@@ -1,15 +1,15 @@
-"""Sharded file: a checkpoint by weight, written by all ranks and read under any mesh.
+"""Sharded file: a checkpoint by weight, written by all ranks and readable under any mesh.
 
-    NAME/rank-00000.safetensors    the slices that rank 0 has to write; every slice is one rank's
+    NAME/rank-00000.safetensors    slices written by rank 0; every slice is written by one rank
          rank-00001.safetensors
-         weights.json              which slice of which weight is where; size and SHA-256 of every file, and
+         weights.json              file of every slice of every weight; size and SHA-256 of every file, and
                                    of this list itself
 
-    save   each rank its file ─ fsync ─> hashes meet ─ rank 0: weights.json     (roles.saving)
-    load   all files checked, shared out over the ranks ─> verdicts meet ─> each rank reads what it needs
+    save   each rank its file ─ fsync ─> hashes gathered ─ rank 0: weights.json     (roles.saving)
+    load   ranks divide the files, check them ─> results gathered ─> each rank reads the slices it needs
 
-Nothing is loaded on any rank before every file has been checked. A file's name in the list is never followed
-out of the directory, nor through a link.
+No rank loads anything before every file has been checked. A file name in the list must be a plain file of the
+directory, never a link or a path outside it.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class _Saved:
 def load_sharded(
     folder: Path, weights: Weights, layout: Layout, tensors: Mapping[str, Tensor], ranks: Ranks
 ) -> None:
-    """Fill tensors from a checkpoint, written under whatever mesh; every rank calls it.
+    """Fill tensors from a checkpoint written under any mesh; every rank calls it.
 
     Args:
         folder: the checkpoint.
-        weights: of the model, with the types of the tensors.
-        layout: where they lie now.
-        tensors: what this rank holds; they are filled in place.
+        weights: weights of the model, with the dtypes of the tensors.
+        layout: their present placements.
+        tensors: this rank's tensors; they are filled in place.
         ranks: all ranks of the layout.
 
     Raises:
         RunDirectoryError: a file is missing, changed, no plain file, or of a newer format, or the weights are
-            another model's. No tensor has been touched, on any rank.
+            another model's. Then no tensor has been changed, on any rank.
     """
     found: dict[str, list[_Saved]] = {}
 
@@ -98,7 +98,7 @@ def load_sharded(
 
 
 def listed_weights(folder: Path) -> dict[str, Weight]:
-    """What a checkpoint holds, by name; its files are not looked at.
+    """Return the weights of a checkpoint, by name, from its list only.
 
     Raises:
         RunDirectoryError: its list is missing, damaged, or of a newer format.
@@ -115,10 +115,10 @@ def listed_weights(folder: Path) -> dict[str, Weight]:
 def own_slices(
     weights: Weights, layout: Layout, tensors: Mapping[str, Tensor], ranks: Ranks
 ) -> dict[str, dict[str, Tensor]]:
-    """The file that this rank writes, if any, with copies on the host of what belongs in it, by key.
+    """Return the file that this rank writes, if any, with host copies of its slices, by key.
 
     Raises:
-        RunDirectoryError: a tensor is of another type than the weight.
+        RunDirectoryError: a tensor has another dtype than the weight.
     """
     found = {}
     for key, (name, box) in _shares(weights, layout, ranks.size).get(ranks.rank, {}).items():
@@ -133,7 +133,7 @@ def own_slices(
 
 
 def _shares(weights: Weights, layout: Layout, size: int) -> dict[int, dict[str, tuple[str, Slice]]]:
-    """What every rank writes, by key; copies of a slice are shared out over the ranks that hold it."""
+    """Return the slices that every rank writes, by key; ranks with the same slice take turns over weights."""
     found: dict[int, dict[str, tuple[str, Slice]]] = {}
     for turn, (name, weight) in enumerate(weights.items()):
         for rank, boxes in owned(layout[name], weight.shape, tuple(range(size)), turn % size).items():
@@ -145,7 +145,7 @@ def _shares(weights: Weights, layout: Layout, size: int) -> dict[int, dict[str, 
 def write_list(
     folder: Path, weights: Weights, layout: Layout, size: int, files: Mapping[str, Digest]
 ) -> None:
-    """Write the list of a checkpoint whose ``files``, by name, have been written by so many ranks.
+    """Write the list of a checkpoint whose ``files``, by name, were written by ``size`` ranks.
 
     Raises:
         RunDirectoryError: the disk fails.
@@ -164,10 +164,10 @@ def write_list(
 
 
 def _read_list(body: Any, weights: Weights) -> dict[str, list[_Saved]]:
-    """The slices of every weight in the list of a checkpoint, checked.
+    """Return the slices of every weight in a checkpoint's list, checked.
 
     Raises:
-        RunDirectoryError: it is not a list of these weights; it says what is wrong.
+        RunDirectoryError: it is not a list of these weights; the message gives the difference.
     """
     listed = body["weights"]
     if missing := sorted(listed.keys() ^ weights.keys()):
@@ -187,7 +187,7 @@ def _read_list(body: Any, weights: Weights) -> dict[str, list[_Saved]]:
 
 
 def _body(folder: Path) -> Any:
-    """What the list says, as it was written."""
+    """Return the list's contents, after checking its format and hash."""
     try:
         text = json.loads(_plain(folder, LIST).read_bytes())
     except RecursionError as error:
@@ -207,7 +207,7 @@ def _saved(entry: Any, files: Any) -> _Saved:
 
 
 def _require_whole(weight: Weight, boxes: list[Slice]) -> None:
-    """Slices lie within a weight, do not overlap, and are all of it."""
+    """Check that slices lie within a weight, do not overlap, and cover it."""
     within = Slice(tuple((0, length) for length in weight.shape))
     fits = all(len(box.bounds) == len(weight.shape) and box.intersection(within) == box for box in boxes)
     if not fits or sum(box.size for box in boxes) != prod(weight.shape):
@@ -219,10 +219,10 @@ def _require_whole(weight: Weight, boxes: list[Slice]) -> None:
 def _check_file(
     folder: Path, name: str, written: Any, found: Mapping[str, list[_Saved]], weights: Weights
 ) -> None:
-    """A file is what was written, and holds what the list says.
+    """Check that a file has the recorded hash and the slices of the list.
 
     Raises:
-        RunDirectoryError: it is not; it names the file.
+        RunDirectoryError: it has not; it names the file.
     """
     if not _FILE.fullmatch(name):
         raise _unusable(f"{name!r} is no name of a file of a checkpoint")
@@ -239,7 +239,7 @@ def _check_file(
 
 
 def _read(file: Any, saved: _Saved, box: Slice) -> Tensor:
-    """A box of a saved slice; only that is read."""
+    """Return a box of a saved slice, reading only the box."""
     found: Tensor
     if not box.bounds:
         found = file.get_tensor(saved.key)
@@ -251,7 +251,7 @@ def _read(file: Any, saved: _Saved, box: Slice) -> Tensor:
 
 
 def _plain(folder: Path, name: str) -> Path:
-    """A regular file of the folder.
+    """Return the path of a regular file in the folder.
 
     Raises:
         RunDirectoryError: it is missing, a link, or no file.
@@ -267,10 +267,10 @@ def _plain(folder: Path, name: str) -> Path:
 def together(
     ranks: Ranks, device: torch.device, action: Callable[[], str], path: Path, fix: str = _READ
 ) -> list[str]:
-    """Do something on every rank; what each of them says, or on all of them what went wrong on the first.
+    """Run an action on every rank; return all results, or raise the first rank's error on all ranks.
 
     Raises:
-        RunDirectoryError: it went wrong somewhere.
+        RunDirectoryError: the action failed on some rank.
     """
     said, failed = "", ""
     try:

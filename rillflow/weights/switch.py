@@ -1,16 +1,16 @@
-"""WeightSwitch: one rank's weights, as it trains them or as it generates with them, never both.
+"""WeightSwitch: one rank's weights, either for training or for generation, never both.
 
-    training tensors ── to_generation ──> generation tensors    bucket by bucket: room is made, the own slice
-            ^                                    │              copied in, the rest received, the training
-            └────────── to_training ─────────────┘              tensor's room given back
+    training tensors ── to_generation ──> generation tensors    bucket by bucket: allocate, copy the own
+            ^                                    │              slices, receive the rest, free the training
+            └────────── to_training ─────────────┘              tensors
 
-Both are the same tensor objects for ever: what comes and goes is the memory under them, so an optimiser,
-FSDP2 and an engine may hold on to theirs. A weight of which a rank generates with just what it trains has one
-memory: the generation tensor is the training tensor. Where the types differ (float32 that is trained,
-bfloat16 that generates) training's tensors stay: they are what the optimiser adds small steps to, and no
-switch could bring them back.
+Both tensors stay the same objects; only their storage is allocated and freed, so an optimiser, FSDP2 and an
+engine may keep references. If a rank's slices of a weight are equal in both layouts, both share one storage:
+the generation tensor is the training tensor. If the dtypes differ (training in float32, generation in
+bfloat16), the training tensors stay: the optimiser adds small steps to them, and the generation tensors could
+not restore them.
 
-Nothing comes back over the wire: what a rank trains lies within what it generates with.
+Switching back needs no communication: a rank's training shard lies within its generation shard.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class WeightSwitch:
 
     Args:
         plan: from training's layout to generation's.
-        ranks: this rank in the pool.
+        ranks: the pool, with this rank.
         training: its parameters by weight: DTensors, FSDP2's among them, or plain tensors.
 
     Raises:
-        WeightError: a parameter is missing, or of another shape than its layout says.
+        WeightError: a parameter is missing, or of another shape than in its layout.
         PlacementError, ClusterError: see Resharding.
 
     Example:
@@ -52,18 +52,18 @@ class WeightSwitch:
         self.rank = ranks.rank
         self.is_generating = False
         self.peak_bytes = 0
-        """Of parameters, the most held since the last turn to generation began."""
+        """Most bytes of parameters since the last switch to generation began."""
         self.buffer_bytes = 0
-        """Of buffers beside them, the most in that time."""
+        """Most bytes of buffers in that time."""
         self.resharding = Resharding(plan, ranks)
-        """What carries the plan out, with the bytes that have crossed since the beginning."""
+        """Executes the plan and counts all bytes moved so far."""
         self._training = {name: training[name] for name in plan.weights if name in training}
         self._shared = {
             name for name in self._training if self._is_alike(name) and plan.is_same(name, self.rank)
         }
         self._memories = self._found_memories()
         self.generation: dict[str, Tensor] = {}
-        """The tensors of generation's layout; without memory while this rank trains."""
+        """Tensors of generation's layout, without storage while this rank trains."""
         for name, weight in plan.weights.items():
             placement = plan.destination[name]
             if name in self._shared:
@@ -75,14 +75,14 @@ class WeightSwitch:
                 self.generation[name] = made
 
     def to_generation(self) -> Mapping[str, Tensor]:
-        """Let this rank generate; every rank of the pool calls it.
+        """Switch this rank to generation; every rank of the pool calls it.
 
         Returns:
             ``generation``.
 
         Raises:
             WeightError: it generates already.
-            ClusterError: a rank died or did not come in time.
+            ClusterError: a rank died or did not arrive in time.
         """
         if self.is_generating:
             raise WeightError(f"rank {self.rank} generates already", why="its training weights are not there")
@@ -105,7 +105,7 @@ class WeightSwitch:
         return self.generation
 
     def to_training(self) -> None:
-        """Let this rank train; nothing crosses.
+        """Switch this rank to training, without communication.
 
         Raises:
             WeightError: it trains already.
@@ -123,17 +123,17 @@ class WeightSwitch:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of parameters of both layouts, as the storages of their tensors say; shared ones once."""
+        """Bytes of all parameters' storages in both layouts; shared ones count once."""
         every = (*self._training.values(), *self.generation.values())
         storages = (own(tensor).untyped_storage() for tensor in every)
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def _is_alike(self, name: str) -> bool:
-        """Whether training's elements are generation's."""
+        """Return whether training and generation use the same dtype."""
         return self._training[name].dtype == self.plan.weights[name].dtype
 
     def _found_memories(self) -> dict[str, _Memory]:
-        """The memory under every weight that comes back from its generation tensor."""
+        """Return the storage of every training tensor that can be restored from its generation tensor."""
         found: dict[int, _Memory] = {}
         for name, tensor in self._training.items():
             storage = own(tensor).untyped_storage()
@@ -154,7 +154,7 @@ class WeightSwitch:
             tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
 
     def _device(self, name: str) -> torch.device:
-        """Where a generation tensor goes: to its weight's device, or that of the first."""
+        """Return the device for a generation tensor: its weight's, or the first weight's."""
         tensor = self._training.get(name, next(iter(self._training.values()), None))
         return own(tensor).device if tensor is not None else torch.device("cpu")
 
@@ -164,7 +164,7 @@ class WeightSwitch:
 
 
 class _Memory:
-    """The memory under a training tensor, or under several that are views of it."""
+    """Storage of a training tensor, or of several that are views of it."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.names: set[str] = set()
@@ -173,15 +173,15 @@ class _Memory:
         self._crossed: set[str] = set()
 
     def leave(self, name: str) -> None:
-        """A weight has crossed; after the last one the memory goes."""
+        """Record that a weight has moved; after the last one, free the storage."""
         self._crossed.add(name)
         if self._crossed == self.names:
             self._storage.resize_(0)
 
     def enter(self, name: str) -> None:
-        """A weight comes back; before the first one the memory does."""
+        """Record that a weight comes back; before the first one, allocate the storage."""
         if self._crossed == self.names:
             self._storage.resize_(self._size)
-            # What lies beside a slice (FSDP2 pads it) is gathered with it: no garbage there.
+            # FSDP2 pads slices and gathers the padding with them, so it must not contain garbage.
             torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage).zero_()
         self._crossed.discard(name)

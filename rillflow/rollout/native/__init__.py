@@ -1,9 +1,9 @@
-"""The native engine: continuous batching around an unmodified transformers module, in five nouns.
+"""The native engine: continuous batching around an unmodified transformers module, in five classes.
 
 add ──> Sequence ──> Scheduler ── Step ──> Runner <── Cache           one step():
          a row        no torch:   what to   the module, its             schedule
                       events in   run now   attention over the cache    run
                                               │ logits                  postprocess
 finished rows <── Lane   <── tokens ── sampling <──┘
-                    └── Slots: what the device knows of the running rows
+                    └── Slots: the running rows' state on the device
 """

@@ -3,13 +3,13 @@
     layer l, band b     keys   [rows, K, length, D]        rows 0 .. n-1 run, so a pass reads
                         values [rows, K, length, E]        keys[:n, :, :longest], a view: nothing is copied
 
-A band's memory is made anew when the layout has made it longer, or given it other rows, one layer after
-the other; all is given back when no row runs: between two calls the memory belongs to the trainer.
+A band is reallocated, one layer after the other, when the layout changes its length or its number of rows.
+All memory is freed when no row runs, so that the trainer can use it between two calls.
 
-On a CPU the cache of a narrower module is float32: a batched product in bfloat16 takes 1.1 times
-as long where the processor has instructions for it, and 4 times where it has none.
+On a CPU the cache of a module in a narrower type is float32: a batched product in bfloat16 takes 1.1 times as
+long on a processor with bfloat16 instructions, and 4 times without.
 
-Memory is zeroed, because a masked place counts as an exact 0, and 0 times a stray NaN is NaN.
+Memory is zeroed, because masked places are multiplied by 0, and 0 times a stray NaN is NaN.
 
 Legend: K key/value heads, D and E head sizes of keys and values.
 """
@@ -27,12 +27,12 @@ from torch import Tensor
 from rillflow.rollout.native.layout import Band, Copy
 
 _AT_ONCE = 64
-"""Rows that are copied together; what they hold is in memory a second time meanwhile."""
+"""Rows that are copied together; the copy temporarily holds them a second time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """What one layer keeps of a token."""
+    """Shape of one layer's keys and values."""
 
     heads: int
     """K."""
@@ -52,11 +52,11 @@ class Layer(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of both."""
+        """Bytes of keys and values together."""
         return self.keys.nbytes + self.values.nbytes
 
     def until(self, length: int) -> tuple[Tensor, Tensor]:
-        """The first positions of both."""
+        """Return keys and values of the first ``length`` positions."""
         return self.keys[:, :, :length], self.values[:, :, :length]
 
 
@@ -65,24 +65,24 @@ class _Group:
     """Copies from rows of one band to rows of one band."""
 
     source: int
-    """The band that is read."""
+    """The band to read."""
     target: int
-    """The band that is written."""
+    """The band to write."""
     sources: Tensor
-    """[n] int64 rows."""
+    """[n] int64 rows to read."""
     targets: Tensor
-    """[n] int64 rows."""
+    """[n] int64 rows to write."""
     length: int
-    """Positions of the longest."""
+    """Positions of the longest copy."""
 
 
 class Cache:
     """Keys and values of all layers.
 
     Args:
-        shapes: of the layers, by index.
-        device: of the module.
-        dtype: of the module.
+        shapes: shapes of the layers, by index.
+        device: the module's device.
+        dtype: the module's dtype.
     """
 
     def __init__(self, shapes: Mapping[int, LayerShape], device: torch.device, dtype: torch.dtype) -> None:
@@ -90,35 +90,35 @@ class Cache:
         self._device = device
         self._dtype = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
         self.layers: dict[int, dict[int, Layer]] = {index: {} for index in shapes}
-        """Every layer's bands, by index and by name."""
+        """Layers by index, then by name of the band."""
         self.peak_bytes = 0
-        """The most that was held at once, with what is there twice while it is made anew."""
+        """Most bytes ever held at once, including both copies of a layer during reallocation."""
 
     @property
     def held_bytes(self) -> int:
-        """What keys and values take, empty rows with them."""
+        """Bytes of keys and values, unused rows included."""
         return sum(band.nbytes for layer in self.layers.values() for band in layer.values())
 
     @property
     def position_bytes(self) -> list[int]:
-        """What one position takes in each layer."""
+        """Bytes of one position in each layer."""
         sizes = (shape.heads * (shape.key_size + shape.value_size) for shape in self._shapes.values())
         return [size * self._dtype.itemsize for size in sizes]
 
     @property
     def budget_bytes(self) -> int:
-        """What one position takes at most, in all layers, the largest of them twice: it may be made anew."""
+        """Most bytes of one position in all layers; the largest layer counts twice, for its reallocation."""
         return sum(self.position_bytes) + max(self.position_bytes)
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self.layers = {index: {} for index in self._shapes}
 
     def arrange(self, bands: Sequence[Band[Any]], copies: Sequence[Copy] = ()) -> None:
-        """Have memory for these bands and no others; what lies in their rows stays there.
+        """Allocate exactly these bands; rows keep their contents.
 
-        All copies are done at once: they read what was there before. A row may be given more than its
-        beginning; it reads no place before it has written it.
+        All copies happen at once: they read the contents from before the call. A copy may bring more
+        positions than a row has valid; the row reads no position before it has written it.
         """
         some = next(iter(self.layers.values()))
         shapes = {name: (band.keys.shape[0], band.keys.shape[2]) for name, band in some.items()}
@@ -142,7 +142,7 @@ class Cache:
             del before
 
     def _parts(self, copies: Sequence[Copy]) -> list[list[_Group]]:
-        """Copies that are done together: all of them if some read where others write."""
+        """Return the copies that run together: all of them if some read rows that others write."""
         by_bands = defaultdict(list)
         for copy in copies:
             by_bands[copy.source.band, copy.target.band].append(copy)
@@ -167,7 +167,7 @@ class Cache:
         )
 
     def _sized(self, old: Layer | None, shape: LayerShape, band: Band[Any]) -> Layer:
-        """One layer of a band: as it is where it has the size, else anew."""
+        """Return the layer of a band: unchanged if the size fits, else a new one with the old contents."""
         if old is not None and (old.keys.shape[0], old.keys.shape[2]) == (band.rows, band.length):
             return old
         new = Layer(

@@ -1,11 +1,11 @@
-"""Compatibility of a module with the engine: tried at first use on a few tokens, not looked up in a list.
+"""Compatibility of a module with the engine: tested at first use on a few tokens, not looked up in a list.
 
-    whole text, plain attention through a plan ── which layers asked, of what shape? ──> Cache
-            │ logits                                                                        │
-            └──────────── equal ────────── a prefix, then token by token over the cache ────┘
+    whole text, plain attention through a plan ── which layers used it, and their shapes ──> Cache
+            │ logits                                                                           │
+            └──────────── equal ────────── a prefix, then token by token over the cache ───────┘
 
-A layer that mixes tokens in another way than by keys and values (a recurrence, a convolution), or
-whose attention never meets the plan, shows in one of the two.
+The test detects layers that mix tokens by other means than keys and values (a recurrence, a convolution)
+and layers whose attention bypasses the plan.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from rillflow.rollout.native.scheduler import Prefill
 _TOKENS = 8
 _TOLERANCE = 1e-3
 _ROUGH = 0.1
-"""Largest difference of the logits over the largest logit; rough where a type is narrower than float32."""
+"""Largest difference of the logits over the largest logit; ``_ROUGH`` for types narrower than float32."""
 _SEES = {"full_attention": False, "sliding_attention": True}
-"""The kinds of layers that can be driven, and whether they name a window."""
+"""Supported kinds of layers, and whether such a layer has a window."""
 
 
 def check_compatible(module: nn.Module, context: int) -> dict[int, LayerShape]:
-    """What each layer keeps of a token, once it is shown that this is all a pass needs of those before it.
+    """Return the key and value shapes of each layer, after testing that cached passes give the same logits.
 
     Args:
         module: a transformers causal language model.
-        context: tokens of a row at most.
+        context: maximum tokens of a row.
 
     Raises:
-        ModelError: a layer does not ask the attention plan, or a pass over cached keys and values
-            gives other logits than one over the whole text.
+        ModelError: a layer does not use Rillflow's attention, or a pass over cached keys and values
+            gives other logits than a pass over the whole text.
     """
     embedding: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
     device, name = embedding.device, type(module).__name__
@@ -76,10 +76,10 @@ def check_compatible(module: nn.Module, context: int) -> dict[int, LayerShape]:
 
 
 def check_fixed_shapes(module: nn.Module, shapes: dict[int, LayerShape], rows: int) -> None:
-    """Show that with fixed shapes a row's bits depend neither on its slot nor on how far the cache is read.
+    """Check that, with fixed shapes, a row's bits depend neither on its slot nor on the length of cache read.
 
     Raises:
-        ModelError: they do, with the matrix products of this machine.
+        ModelError: they do, with this machine's matrix products.
     """
     embedding: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
     device, name = embedding.device, type(module).__name__
@@ -107,7 +107,7 @@ def check_fixed_shapes(module: nn.Module, shapes: dict[int, LayerShape], rows: i
 
 def _compare(name: str, whole: Tensor, cached: Tensor, dtype: torch.dtype) -> None:
     if not bool(whole.isfinite().all()):
-        return  # the first step says so, and names the row
+        return  # the first step reports it and names the row
     difference = relative_difference(cached, whole)
     if not difference <= (_TOLERANCE if dtype.itemsize >= 4 else _ROUGH):
         raise _unfit(

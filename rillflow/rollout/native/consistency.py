@@ -1,14 +1,14 @@
 """Rank consistency: the ranks that share a model's weights run the same rows and draw the same tokens.
 
-    step s     rank 0   notes what enters, what was drawn ─ digest ─┐
-               rank 1   notes ...                         ─ digest ─┴─ all equal? ─> the pass of step s
+    step s     rank 0   notes of new rows and drawn tokens ─ digest ─┐
+               rank 1   notes ...                           ─ digest ─┴─ all equal? ─> the pass of step s
                                                                          └ no ─> notes compared, row named
 
-They need not talk to agree: logits have the same bits on all of them, and random numbers follow from row
-ids. But ranks that stopped agreeing (other prompts, another version, machines that round differently)
-would run passes of other shapes into each other's collectives. So one number is exchanged before a pass
-and when no row is left, always of the same size: whoever is in another place of the program still
-compares it, and the step that goes wrong is the one that fails, everywhere.
+The ranks agree without communication: logits have the same bits on all of them, and random numbers depend on
+row ids. But ranks that diverge (other prompts, another version, machines that round differently) would enter
+each other's collectives with other shapes. So they exchange one number before every pass, and once when no
+row is left. It always has the same size, so a diverged rank still compares it; the step at which they diverge
+fails, on all ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rillflow.records.row import RowId
 from rillflow.rollout.native.scheduler import Sequence
 
 _Note = tuple[int, int, int, int]
-"""A row's id, and a number that has to be the same everywhere."""
+"""A row's id, and a number that must be equal on all ranks."""
 
 
 class RankConsistency:
-    """What this rank has done since the ranks last compared.
+    """Records of this rank's work since the last comparison.
 
     Args:
-        ranks: those who run the same rows; one alone agrees with itself at no cost.
-        device: where they exchange it.
+        ranks: the ranks that run the same rows; with a single rank nothing is recorded.
+        device: the device of the exchanged tensors.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -40,18 +40,18 @@ class RankConsistency:
         self._notes: list[_Note] = []
 
     def note(self, rows: Rows[Sequence], numbers: Rows[int]) -> None:
-        """Something was done with each of these rows, and its number says what."""
+        """Record a number for each of these rows, such as its drawn token."""
         if self._ranks.size > 1:
             self._notes += [(*row.rollout.row, said) for row, said in zip(rows, numbers, strict=True)]
 
     def check(self, *state: int) -> None:
-        """Compare notes; all ranks call it.
+        """Compare the notes of all ranks; every rank calls it.
 
         Args:
-            state: numbers that have to be the same everywhere: the version, how many rows, how long.
+            state: more numbers that must be equal on all ranks: the version, the rows, the lengths.
 
         Raises:
-            RolloutError: they differ; it names the first row, and is raised on all ranks.
+            RolloutError: the ranks differ; it names the first row that differs, and all ranks raise it.
         """
         if self._ranks.size == 1:
             return
@@ -61,7 +61,7 @@ class RankConsistency:
             self._fail(notes, state)
 
     def clear(self) -> None:
-        """Rows are gone, and what was noted of them."""
+        """Discard all notes; called when all rows are removed."""
         self._notes = []
 
     def _fail(self, notes: list[_Note], state: tuple[int, ...]) -> None:

@@ -1,11 +1,11 @@
-"""Contents: the tokens whose keys and values lie in the cache, found again by a row that begins alike.
+"""Contents: an index of the tokens in the KV cache, by which a row finds a cached prefix.
 
     tokens   [ block of 16 ][ block of 16 ][ rest ]
     names    hash of 1       hash of 1, 2   the whole        ─> place
 
-A place is known until another row's keys are written there, whether its row still runs or has left. So
-samples of a prompt, prompts with one system prompt, and the next turn of a conversation are read as far
-as they differ. Names find a candidate; what counts is how many tokens are the same.
+A place stays in the index until another row overwrites it, whether or not its own row still runs. So samples
+of a prompt, prompts with a common system prompt, and later turns of a conversation compute only the tokens
+that differ. The hashed names find a candidate; then its tokens are compared one by one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK = 16
 
 
 class Contents:
-    """What every place holds."""
+    """The tokens at every place of the cache."""
 
     def __init__(self) -> None:
         self._tokens: dict[CachePlace, tuple[int, ...]] = {}
@@ -27,7 +27,7 @@ class Contents:
         self._places: dict[object, CachePlace] = {}
 
     def put(self, place: CachePlace, tokens: tuple[int, ...]) -> None:
-        """From now on the place holds these; they may go on what it held."""
+        """Record that the place holds these tokens; they may extend its present ones."""
         held = self.at(place)
         if not tokens or not held or tokens[: len(held)] != held:
             self.drop(place)
@@ -38,18 +38,18 @@ class Contents:
         self._places |= dict.fromkeys(_names(tokens), place)
 
     def drop(self, place: CachePlace) -> None:
-        """What the place holds is not known any more."""
+        """Forget the tokens of a place."""
         self._tokens.pop(place, None)
         for name in self._names.pop(place, ()):
             if self._places.get(name) == place:
                 del self._places[name]
 
     def at(self, place: CachePlace) -> tuple[int, ...]:
-        """What the place holds; nothing when that is not known."""
+        """Return the tokens of a place; empty if they are unknown."""
         return self._tokens.get(place, ())
 
     def find(self, tokens: tuple[int, ...]) -> tuple[CachePlace, int] | None:
-        """A place that begins like these tokens, and for how many; the longest beginning that has a name."""
+        """Return a place with a prefix of these tokens, and the prefix's length; None if no name matches."""
         found = self._places.get(tokens)
         for name in _names(tokens) if found is None else ():
             if name not in self._places:
@@ -58,13 +58,13 @@ class Contents:
         return None if found is None else (found, _common(self._tokens[found], tokens))
 
     def keep(self, rows: Mapping[int, int]) -> None:
-        """All places are gone but so many rows of every band."""
+        """Drop all places except the first rows of every band; ``rows`` has their number by band."""
         for place in [each for each in self._tokens if each.row >= rows.get(each.band, 0)]:
             self.drop(place)
 
 
 def _names(tokens: tuple[int, ...]) -> Iterator[object]:
-    """The names of every block with all before it, and last of the whole."""
+    """Yield the name of each block, which covers all blocks before it, and then the whole tuple."""
     name = 0
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         name = hash((name, tokens[end - BLOCK : end]))
@@ -73,6 +73,6 @@ def _names(tokens: tuple[int, ...]) -> Iterator[object]:
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many tokens the two begin with alike."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

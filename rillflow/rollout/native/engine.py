@@ -3,16 +3,16 @@
     prompts ─ dealt out in turn ─┬─> Lane 0: its own thread, its share of slots and cores ─┐
                                  └─> Lane 1: ...                                          ─┴─> rollouts
 
-On a CPU, two threads inside every small operation wait for each other hundreds of times a pass; two
-lanes meet once, at the end. A row stays in its lane, and which one that is follows from its place in
-the batch alone, never from which lane was free: a run that is repeated gives the same bits.
+On a CPU, two threads inside every small operation synchronise hundreds of times a pass; two lanes
+synchronise once, at the end. A row stays in its lane. The lane depends only on the prompt's place in the
+batch, never on timing, so a repeated run gives the same bits.
 
 Loop of a lane (``_drain``, in a thread of its own)
-    consumes      the rows that entered it
-    waits for     nothing: lanes share the module's weights, which nobody writes meanwhile, and no more
+    consumes      the rows added to the lane
+    waits for     nothing: lanes share only the module's weights, which nothing writes during generation
     produces      its rollouts
-    shuts down    healthy: its rows ended. A lane that fails, or Ctrl-C, ends the others between two
-                  steps; all of them are empty afterwards
+    shuts down    healthy: its rows ended. If a lane fails, or on Ctrl-C, the others stop between two
+                  steps; then all lanes are emptied
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rillflow.rollout.native.scheduler import check_ids
 from rillflow.rollout.stops import Stops
 
 LANE_ROWS = 32
-"""Slots of a lane at least: with fewer to a pass, reading the weights in every lane costs what it saves."""
+"""Minimum slots of a lane: with fewer, reading the weights in every lane costs more than lanes save."""
 
 _T = TypeVar("_T")
 
@@ -59,19 +59,20 @@ class NativeEngine:
         rollouts = engine.generate(prompts, samples=4)
 
     Args:
-        module: a transformers causal language model built with Rillflow's attention; over several ranks,
-            this rank's part of one (see models.sampling_shard).
-        config: how tokens are drawn, and how many rows run at once, in all lanes together.
+        module: a transformers causal language model built with Rillflow's attention; over several ranks, this
+            rank's shard of one (see models.sampling_shard).
+        config: settings of sampling and of the engine; ``max_rows`` counts the rows of all lanes together.
         stop_tokens: token ids that end a row.
-        seed: of the run.
-        context: tokens of a row at most, prompt included.
-        replay_after: passes of a kind before the module is recorded (see recording); infinity for never.
-        lanes: how many; None for one per thread of torch's, each with at least ``LANE_ROWS`` slots. In
-            deterministic mode, whose shapes are those of all slots, over several ranks, and elsewhere than on
-            a CPU: one.
-        tp: the ranks that hold the other parts of the module, one replica together; None for a whole module.
-            All are given the same calls with the same rows, and return the same.
-        stops: texts that end a row, of which those of several tokens are looked for.
+        seed: the run's seed.
+        context: maximum tokens of a row, prompt included.
+        replay_after: passes of the same kind before the module is recorded (see recording); infinity for
+            never.
+        lanes: number of lanes; None for one per torch thread, each with at least ``LANE_ROWS`` slots. None
+            means one lane in deterministic mode, where shapes cover all slots, over several ranks, and on
+            devices other than CPUs.
+        tp: the ranks that together hold one replica of the module; None for a whole module. All of them
+            receive the same calls with the same rows, and return the same.
+        stops: texts that end a row; the engine searches for those that are not a single token.
 
     Raises:
         RolloutError: a stop token is outside the vocabulary, or there are several lanes over several ranks.
@@ -96,7 +97,7 @@ class NativeEngine:
             alone = config.deterministic or weight.device.type != "cpu" or tp.size > 1
             lanes = 1 if alone else max(1, min(torch.get_num_threads(), config.max_rows // LANE_ROWS))
         if tp.size > 1:
-            replay_after = inf  # a recording would not wait for what other ranks send
+            replay_after = inf  # a recording would not wait for the data of other ranks
             if lanes > 1:
                 raise RolloutError(
                     f"the engine has {lanes} lanes over {tp.size} tensor-parallel ranks",
@@ -122,20 +123,20 @@ class NativeEngine:
         ]
         self._threads = _threads(self, lanes) if lanes > 1 else None
 
-    can: ClassVar = frozenset(Capability) - {Capability.SCORE}  # the weights are the trainer's
+    can: ClassVar = frozenset(Capability) - {Capability.SCORE}  # it samples with the trainer's own weights
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """See Engine; the weights are those of the module already."""
+        """See Engine; the module already has the weights."""
         del weights
         for lane in self._lanes:
             lane.version = version
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See Engine; the trainer asks its module."""
+        """See Engine; the trainer uses its own module instead."""
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """See Engine; keys and values went with the last row."""
+        """See Engine; keys and values were freed with the last row."""
 
     def wake(self) -> None:
         """See Engine."""
@@ -152,7 +153,7 @@ class NativeEngine:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that each lane held at once, with what was there twice while it was laid anew."""
+        """Sum of the lanes' peak bytes, including both copies of a layer during reallocation."""
         return sum(lane.peak_bytes for lane in self._lanes)
 
     def generate(
@@ -165,12 +166,11 @@ class NativeEngine:
 
         Args:
             prompts: ids [B, 3] (epoch, prompt, 0), ragged ``tokens``, ragged text ``columns``.
-            samples: rows of each prompt.
-            sampling: how tokens are drawn, for all rows or one for each prompt; None for the engine's own
+            samples: rows per prompt.
+            sampling: settings of sampling, for all rows or one per prompt; None for the engine's own
                 configuration.
 
-        Returns:
-            B x samples rows as ``rollout_batch`` makes them, ordered by prompt, then sample.
+        Returns: B x samples rows in the format of ``rollout_batch``, ordered by prompt, then sample.
 
         Raises:
             RolloutError: a prompt cannot be continued, ids are not unique, rows of ``add`` are still in
@@ -185,9 +185,9 @@ class NativeEngine:
         samples: int = 1,
         sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
     ) -> Iterator[Batch]:
-        """As ``generate`` of all prompts at once; the rows of each part as soon as all of them have ended.
+        """Generate like ``generate`` for all prompts together; yield the rows of a part once all have ended.
 
-        The rows of later parts run on between two parts; a row's tokens are those of ``generate``.
+        Rows of later parts continue between two parts; a row's tokens are those of ``generate``.
         """
         if self.has_work:
             raise RolloutError(
@@ -227,11 +227,11 @@ class NativeEngine:
             self._clear()
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
-        """Let a row run: a prompt, or a row that was taken out, which goes on where it stopped.
+        """Add a row: a prompt, or an aborted row, which continues where it stopped.
 
         Args:
-            rollout: finish is ABORTED; its tokens are kept.
-            sampling: how its tokens are drawn; None for the engine's own configuration.
+            rollout: a row with finish ABORTED; its tokens are kept.
+            sampling: settings of sampling; None for the engine's own configuration.
 
         Raises:
             RolloutError: the row has ended, cannot be continued, or is in the engine already.
@@ -239,7 +239,7 @@ class NativeEngine:
         self._lane_of(rollout.row).add(rollout, sampling)
 
     def abort(self, row: RowId) -> Rollout:
-        """Take a waiting or running row out, its tokens kept; ``add`` lets it go on.
+        """Remove a waiting or running row and return it with its tokens; ``add`` continues it.
 
         Raises:
             RolloutError: the row is not in the engine.
@@ -251,10 +251,10 @@ class NativeEngine:
         return self._lane_of(row).look(row)
 
     def step(self) -> list[Rollout]:
-        """Draw one token of every running row; return the rows that ended.
+        """Draw one token for every running row; return the rows that ended.
 
         Raises:
-            ModelError: the module is not one the engine can drive (found out at the first step).
+            ModelError: the engine does not support the module (tested at the first step).
             RolloutError: the logits of a row are not finite; the engine is empty afterwards.
         """
         try:
@@ -264,7 +264,7 @@ class NativeEngine:
             raise
 
     def _batch(self, rollouts: list[Rollout]) -> Batch:
-        """The rows, of which none has routes like any other."""
+        """Return the rows as a batch; without rows, add the ``routes`` field that other batches have."""
         made = rollout_batch(rollouts)
         if rollouts or not self._records:
             return made
@@ -273,7 +273,7 @@ class NativeEngine:
         )
 
     def _lane_of(self, row: RowId) -> Lane:
-        """Samples of one prompt share a lane, and with it the prompt's keys and values."""
+        """Return the row's lane; samples of one prompt share a lane, and so the prompt's keys and values."""
         return self._lanes[row.prompt % len(self._lanes)]
 
     def _clear(self) -> None:
@@ -281,7 +281,7 @@ class NativeEngine:
             lane.clear()
 
     def _together(self, work: Sequence[Callable[[], _T]], stop: Event) -> list[_T]:
-        """The results of all; the first failure asks the others to stop, and is raised when they have."""
+        """Return all results; after the first failure, stop the other lanes, wait for them, and raise it."""
         watched = self._routers.watched() if self._records else nullcontext()
         with evaluating(self._module), watched:
             if self._threads is None or len(work) == 1:
@@ -289,7 +289,7 @@ class NativeEngine:
             running: list[Future[_T]] = [self._threads.submit(each) for each in work]
             try:
                 wait(running, return_when=FIRST_EXCEPTION)
-            finally:  # Ctrl-C arrives here too
+            finally:  # on Ctrl-C too
                 if not all(each.done() for each in running) or any(each.exception() for each in running):
                     stop.set()
                 wait(running)
@@ -297,7 +297,7 @@ class NativeEngine:
 
 
 def _drain(lane: Lane, stop: Event, wanted: set[RowId]) -> list[Rollout]:
-    """Step until the wanted rows of a lane have ended; what has ended by then when asked to stop."""
+    """Step until the wanted rows of a lane have ended or ``stop`` is set; return the ended rows."""
     ended: list[Rollout] = []
     while wanted and not stop.is_set():
         now = lane.step()
@@ -307,7 +307,7 @@ def _drain(lane: Lane, stop: Event, wanted: set[RowId]) -> list[Rollout]:
 
 
 def _threads(engine: NativeEngine, lanes: int) -> ThreadPoolExecutor:
-    """A thread for each lane with its share of torch's threads; they end with the engine."""
+    """Return one thread per lane, each with its share of torch's threads; they end with the engine."""
     cores = torch.get_num_threads()
     pool = ThreadPoolExecutor(
         lanes,

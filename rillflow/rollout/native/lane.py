@@ -6,15 +6,15 @@
                              └── rows that ended ── postprocess <── Slots │
     finished rollouts <────────────────────┴──────────────────────────────┘
 
-Order-blind: a token follows from its row's tokens and from uniform(seed, row id, position). Rounding
-differs by company in matrix products, so bits are promised in deterministic mode alone, where every
-shape is fixed.
+A token depends only on its row's tokens and on uniform(seed, row id, position), not on the order of rows. The
+rounding of matrix products depends on the other rows, so equal bits are guaranteed only in deterministic
+mode, where every shape is fixed.
 
-The ranks of a tensor-parallel group step together: what is scheduled follows from what was given and
-drawn, never from a clock, so it is the same on all of them (see consistency).
+The ranks of a tensor-parallel group step together. The schedule depends only on the added rows and the drawn
+tokens, never on time, so all ranks compute the same one (see consistency).
 
-Weights are the module's own and may change between calls; nothing computed from them outlives the
-rows that run. When ``version`` changes while rows run, they are read again under the new weights.
+The weights are the module's own and may change between calls; everything computed from them is freed with the
+last row. When ``version`` changes while rows run, their tokens are prefilled again with the new weights.
 """
 
 from __future__ import annotations
@@ -48,21 +48,23 @@ from rillflow.rollout.native.slots import BULK, Slots
 from rillflow.rollout.stops import Stops
 
 _IDLE = SamplingConfig()
-"""What a slot without a row is drawn with."""
+"""Sampling settings of a slot without a row."""
 
 
 class Lane:
-    """Rows that run together, one token of each a step.
+    """Rows that run together; each step draws one token for each.
 
     Args:
-        module: a transformers causal language model built with Rillflow's attention, or a rank's part of one.
-        config: how tokens are drawn, and how many rows run at once.
-        tp: the ranks that hold the other parts; one alone holds all.
+        module: a transformers causal language model built with Rillflow's attention, or a rank's shard of
+            one.
+        config: settings of sampling and of the engine.
+        tp: the ranks that together hold the module; a single rank holds all of it.
         stop_tokens: token ids that end a row.
-        seed: of the run.
-        context: tokens of a row at most, prompt included.
-        replay_after: passes of a kind before the module is recorded (see recording); infinity for never.
-        routers: the module's, watched while it steps where their choices are to be recorded.
+        seed: the run's seed.
+        context: maximum tokens of a row, prompt included.
+        replay_after: passes of the same kind before the module is recorded (see recording); infinity for
+            never.
+        routers: the module's routers; NativeEngine watches them during a step if routing is recorded.
 
     Raises:
         RolloutError: a stop token is outside the vocabulary.
@@ -82,7 +84,7 @@ class Lane:
         routers: Routers,
     ) -> None:
         self.version = self._sampled_version = 0
-        """The weights' version, written beside every sampled token; whoever loads weights sets it."""
+        """Version of the weights, recorded with every sampled token; set by the code that loads weights."""
         weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
         self._vocabulary = vocabulary_of(module)
         self._device, self._dtype = weight.device, weight.dtype
@@ -146,23 +148,23 @@ class Lane:
 
     @torch.inference_mode()
     def step(self) -> list[Rollout]:
-        """See NativeEngine, which has the module in evaluation mode meanwhile."""
+        """See NativeEngine, which keeps the module in evaluation mode during the call."""
         if not self.has_work:
             return []
         try:
             ended = self._step()
             if not self.has_work:
-                self._consistency.check(self._sampled_version)  # of the last draws
+                self._consistency.check(self._sampled_version)  # compares the last draws
             return ended
         except BaseException as error:
             rows = len(self._scheduler.running)
-            self.clear()  # half a step has been done, and the cache may hold what is not finite
+            self.clear()  # the step is half done, and the cache may hold non-finite values
             if isinstance(error, RuntimeError) and "memory" in str(error):
                 raise _no_room(rows, self._config, error) from error
             raise
 
     def clear(self) -> None:
-        """Forget every row."""
+        """Remove every row."""
         self._tails.clear()
         self._seen = Seen(self._vocabulary, self._device)
         self._scheduler.clear()
@@ -196,7 +198,7 @@ class Lane:
         return self._postprocess(step, drawn)
 
     def _postprocess(self, step: Step, drawn: Drawn) -> list[Rollout]:
-        """Record the draws; rows that ended leave."""
+        """Record the draws; remove and return the rows that ended."""
         clock, running = step.clock, len(step.rows)
         self._check_finite(step, drawn.logprobs[:running])
         self._slots.record(clock, drawn)
@@ -221,7 +223,7 @@ class Lane:
         return found
 
     def _routes(self, row: Sequence) -> Tensor | None:
-        """The experts that a row's tokens took, where they are recorded."""
+        """Return the experts of the row's tokens; None if routing is not recorded."""
         if ROUTES not in self._shapes:
             return None
         assert row.place is not None, "a row that has just ended is still there"
@@ -229,7 +231,7 @@ class Lane:
         return read_routes(keys, row.place.row, len(row.rollout.tokens))
 
     def _completes(self, rollout: Rollout, token: int) -> bool:
-        """Whether a stop of several tokens is complete with this one."""
+        """Return whether this token completes a stop text of several tokens."""
         assert self._stops is not None
         if rollout.row not in self._tails:
             self._tails[rollout.row] = deque(_sampled(rollout), maxlen=self._stops.longest)
@@ -237,7 +239,7 @@ class Lane:
         return self._stops.ends(list(self._tails[rollout.row]))
 
     def _agree(self, step: Step) -> None:
-        """Show, before the pass, that the other ranks are about to do the same."""
+        """Check, before the pass, that the other ranks are about to run the same rows."""
         entered = [hash((row.rollout.tokens, row.limit)) for row in step.admitted]
         self._consistency.note(step.admitted, entered)
         self._consistency.check(self._sampled_version, len(step.rows), *step.reaches)
@@ -255,7 +257,7 @@ class Lane:
             self._runner.release()
 
     def _driven(self) -> Runner:
-        """The runner, made at first use: by then the weights are there to try the module with."""
+        """Return the runner, built at first use, when the module has its weights and can be tested."""
         if self._runner is None:
             shapes = self._shapes = check_compatible(self._module, self._context)
             if self._fixed_rows is not None:
@@ -270,7 +272,7 @@ class Lane:
         return self._runner
 
     def _check_room(self, rollout: Rollout, limit: int, cache_gib: float) -> None:
-        """Show that a row finds room alone, whatever it draws."""
+        """Check that the row fits into the cache alone at its maximum length."""
         with torch.inference_mode(), evaluating(self._module):
             taken = self._driven().cache.budget_bytes
         needed = self._scheduler.layout.least_positions(limit)
@@ -284,7 +286,7 @@ class Lane:
             )
 
     def _follow_version(self) -> None:
-        """Rows that run under other weights are read again: their keys and values are void, unless kept."""
+        """If the version changed, requeue the running rows to prefill them again, unless ``keep_cache``."""
         if self.version == self._sampled_version:
             return
         running = self._scheduler.running
@@ -297,7 +299,7 @@ class Lane:
         self._sampled_version = self.version
 
     def _requeue(self, rows: Collection[Sequence]) -> None:
-        """Running rows wait again, their tokens kept."""
+        """Move running rows back to the waiting ones with their tokens so far."""
         self._slots.collect(self._scheduler.clock, list(rows), self._sampled_version)
         self._scheduler.requeue(rows)
         for row in rows:
@@ -311,17 +313,17 @@ class Lane:
         return self._settings
 
     def _prefix(self, rollout: Rollout) -> tuple[int, ...]:
-        """What is read in one go: all but the last token.
+        """Return the tokens to prefill in one pass: all but the last.
 
-        With fixed shapes the prompt alone, whose shape is the row's own: what was sampled or inserted
-        after it is fed token by token, as it was the first time.
+        With fixed shapes, only the prompt, whose length belongs to the row itself: tokens that were sampled
+        or inserted after it are fed one by one, as the first time.
         """
         if self._fixed_rows is None or True not in rollout.loss_mask:
             return rollout.tokens[:-1]
         return rollout.tokens[: rollout.loss_mask.index(True) - 1]
 
     def _check_finite(self, step: Step, logprobs: Tensor) -> None:
-        if isfinite(float(logprobs.sum())):  # none is above 0, so nothing cancels
+        if isfinite(float(logprobs.sum())):  # no term is above 0, so nothing cancels
             return
         row = step.rows[int(logprobs.isfinite().logical_not().nonzero()[0])]
         position = step.clock - row.start_step + 1
@@ -329,7 +331,7 @@ class Lane:
 
 
 def not_finite(row: RowId, position: int) -> RowError:
-    """The error of logits from which no token can be drawn."""
+    """Return the error for a row whose logits are not finite."""
     return RowError(
         f"the logits of row ({row}) at position {position} are not finite",
         why="a weight is NaN or infinite, or an activation overflowed",
@@ -339,7 +341,7 @@ def not_finite(row: RowId, position: int) -> RowError:
 
 
 def _sampled(rollout: Rollout) -> list[int]:
-    """The row's own tokens."""
+    """Return the sampled tokens of a row."""
     pairs = zip(rollout.tokens, rollout.loss_mask, strict=True)
     return [token for token, is_sampled in pairs if is_sampled]
 
@@ -353,10 +355,10 @@ def _no_room(rows: int, config: RolloutConfig, error: RuntimeError) -> RolloutEr
 
 
 def check_tokens(rollout: Rollout, context: int, vocabulary: int) -> None:
-    """Show that a row can be continued.
+    """Check that a row can be continued.
 
     Raises:
-        RolloutError: it has ended, is empty, fills the context, or has a token the model does not know.
+        RolloutError: the row has ended, is empty, fills the context, or has a token outside the vocabulary.
     """
     tokens = rollout.tokens
     if rollout.finish is not Finish.ABORTED:
@@ -387,10 +389,10 @@ def check_tokens(rollout: Rollout, context: int, vocabulary: int) -> None:
 
 
 def limit_of(rollout: Rollout, max_tokens: int, context: int) -> int:
-    """Tokens at which a row ends: its prompt and what was inserted, and ``max_tokens`` that are sampled.
+    """Return the length at which a row ends: prompt, inserted tokens and ``max_tokens`` sampled ones.
 
     Raises:
-        RolloutError: it has as many sampled tokens already.
+        RolloutError: the row already has ``max_tokens`` sampled tokens.
     """
     drawn = sum(rollout.loss_mask)
     if drawn >= max_tokens:
@@ -403,10 +405,10 @@ def limit_of(rollout: Rollout, max_tokens: int, context: int) -> int:
 
 
 def check_stop(sampling: SamplingConfig, engine: SamplingConfig) -> None:
-    """Show that a row stops at the texts that the engine's stop tokens were made from.
+    """Check that a row's stop texts are those the engine was built with.
 
     Raises:
-        RolloutError: it names others.
+        RolloutError: they differ.
     """
     if sampling.stop != engine.stop:
         raise RolloutError(
@@ -417,10 +419,10 @@ def check_stop(sampling: SamplingConfig, engine: SamplingConfig) -> None:
 
 
 def check_stop_tokens(stop_tokens: frozenset[int], vocabulary: int) -> None:
-    """Show that every stop token can be drawn.
+    """Check that every stop token is in the vocabulary.
 
     Raises:
-        RolloutError: one of them is outside the vocabulary.
+        RolloutError: one of them is outside it.
     """
     for token in sorted(stop_tokens):
         if not 0 <= token < vocabulary:

@@ -1,17 +1,16 @@
-"""Layout: which memory every running row has. Arithmetic on lengths alone; no torch.
+"""Layout: the cache memory of every running row. Arithmetic on lengths only; no torch.
 
-    band      a rectangle of rows x positions, for rows of like length; the longest first
+    band      a rectangle of rows x positions, for rows of similar length; the longest first
     slot      a row's place in a pass: bands laid end to end, so every band is a run of slots
 
     band 0    1 row of 8,192       slot  0
     band 1    9 rows of 1,024      slots 1 .. 9
-    band 2   54 rows of 256        slots 10 .. 63       new rows come here, as far as it is long enough
+    band 2   54 rows of 256        slots 10 .. 63       new rows start here if they fit
 
-A row that outgrows its band moves to the next longer one, if it fills half of it. Else it makes its own
-band longer while that wastes little, so rows of equal lengths have one rectangle; or gets a band between.
+A row that outgrows its band moves to the next longer band if it fills half of it. Otherwise its own band
+grows while that wastes little memory, so rows of equal lengths share one rectangle; or it gets a new band.
 
-While a band's memory is made anew, one layer of it is there twice. What ``usable_positions`` leaves of
-a budget holds that.
+While a band is reallocated, one of its layers is in memory twice. ``Cache.budget_bytes`` accounts for that.
 """
 
 from __future__ import annotations
@@ -23,38 +22,38 @@ from itertools import count
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 PLACES = 16
-"""Positions come in multiples of this, so that every row begins where a cache line does."""
+"""Positions are allocated in multiples of this, so that every row begins at a cache line."""
 BANDS = 4
-"""Bands at most: each costs a few operations a layer, whatever is in it."""
+"""Maximum number of bands: each costs a few operations per layer, whatever it holds."""
 WORTH = 4096
-"""Positions that rows half as long would leave free, from which on they do not share a band."""
+"""Positions that rows of at most half a band's length must waste there before they get another band."""
 _GROWTH = 64
-"""Positions that a band grows by at least; from four times as many on, a quarter."""
+"""Minimum growth of a band in positions; from four times as many on, it grows by a quarter."""
 
 
 class CachePlace(NamedTuple):
-    """Where a row's keys and values are."""
+    """Place of a row's keys and values."""
 
     band: int
     """The band's name."""
     row: int
-    """Which of its rows."""
+    """Index of the row in the band."""
 
 
 class Member(Protocol):
-    """A row, as far as its memory is concerned."""
+    """A row as the layout sees it."""
 
     limit: int
-    """Positions it reaches at most."""
+    """Maximum positions of the row."""
     arrival: int
-    """Who came first has the lower."""
+    """Order of arrival; earlier rows have a lower number."""
 
     @property
     def place(self) -> CachePlace | None:
-        """None while it has none."""
+        """Place of the row; None before it has one."""
 
     def reach(self, clock: int) -> int:
-        """Positions it needs in this step."""
+        """Return the positions that it needs in this step."""
 
 
 _M = TypeVar("_M", bound=Member)
@@ -62,14 +61,14 @@ _M = TypeVar("_M", bound=Member)
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Take the beginning of a row over into another place; all of a step's at once, before its pass."""
+    """Copy of a row's first positions to another place; all copies of a step run at once, before its pass."""
 
     source: CachePlace
-    """What to read."""
+    """Place to read."""
     target: CachePlace
-    """What to write."""
+    """Place to write."""
     length: int
-    """How many positions."""
+    """Number of positions."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -77,20 +76,20 @@ class Band(Generic[_M]):
     """A rectangle of memory."""
 
     name: int
-    """It has no other's."""
+    """Unique name."""
     length: int
     """Positions of every row."""
     rows: int
-    """Rows there is memory for."""
+    """Allocated rows."""
     members: list[_M] = field(default_factory=list)
-    """The running ones by row, without a hole."""
+    """Running rows by index, without gaps."""
 
 
 class BandLayout(Generic[_M]):
-    """Where the running rows are, and where they would be.
+    """Places of the running rows, present or planned.
 
     Args:
-        fixed_rows: rows that every pass feeds, idle ones in the shortest band; None feeds those that run.
+        fixed_rows: rows of every pass, with idle ones in the shortest band; None for the running rows only.
         grain: lengths are multiples of this.
     """
 
@@ -99,22 +98,22 @@ class BandLayout(Generic[_M]):
         self._grain = grain
         self._names = count()
         self.bands: list[Band[_M]] = []
-        """As they are, the longest first."""
+        """The present bands, the longest first."""
 
     def least_positions(self, limit: int) -> int:
-        """What one row that reaches ``limit`` takes alone, idle ones beside it included."""
+        """Return the positions that one row of length ``limit`` needs alone, idle rows included."""
         return self._whole(limit) + self._fixed_rows * self._grain
 
     def arranged(
         self, members: Collection[_M], clock: int, *, is_tight: bool = False, ahead: int = 0
     ) -> list[Band[_M]]:
-        """Bands for these rows in this step; nothing is changed by asking.
+        """Return the bands for these rows in this step; the present bands do not change.
 
         Args:
-            members: the rows, those included that have no place yet.
+            members: the rows, including rows without a place.
             clock: the step.
-            is_tight: no more memory than they need now, whatever it costs to move them.
-            ahead: positions that every row is to have besides, as far as its limit lets it.
+            is_tight: allocate only the present need, even if rows must move.
+            ahead: extra positions of every row, up to its limit.
         """
         needs = {member: min(member.reach(clock) + ahead, member.limit) for member in members}
         growth = (0 if ahead else _GROWTH) if is_tight else None
@@ -123,7 +122,7 @@ class BandLayout(Generic[_M]):
 
     @property
     def kept_rows(self) -> dict[int, int]:
-        """Of every band, the rows that hold what they held after a pass: idle ones that are fed do not."""
+        """Rows of every band whose contents survive a pass: idle rows that are fed do not."""
         rows = {band.name: band.rows for band in self.bands}
         if self._fixed_rows and self.bands:
             rows[self.bands[-1].name] = len(self.bands[-1].members)
@@ -134,20 +133,20 @@ class BandLayout(Generic[_M]):
 
 
 def positions_of(bands: Sequence[Band[_M]]) -> int:
-    """Positions there is memory for, in all rows together."""
+    """Return the allocated positions of all rows together."""
     return sum(band.rows * band.length for band in bands)
 
 
 class _Plan(Generic[_M]):
-    """Bands as they are about to be.
+    """The next bands.
 
     Args:
-        bands: as they are.
+        bands: the present bands.
         needs: positions of every row.
-        fixed_rows: rows that are fed, idle ones included; 0 for those that run.
+        fixed_rows: rows of every pass, idle ones included; 0 for the running rows only.
         grain: lengths are multiples of this.
-        names: of new bands.
-        growth: positions that a band gets beyond its need, where there is to be as little memory as can be.
+        names: source of names for new bands.
+        growth: positions beyond the need when memory is to be minimal; None for the usual growth.
     """
 
     def __init__(
@@ -167,12 +166,12 @@ class _Plan(Generic[_M]):
         ]
 
     def bands(self) -> list[Band[_M]]:
-        """The plan, carried out."""
+        """Return the planned bands with their rows."""
         homeless = list[_M]()
         if self._fixed_rows and (
             not self._bands or (self._is_tight and self._bands[-1].length > self._grain)
         ):
-            # Idle rows have the least memory; what ran beside them moves.
+            # Idle rows get the least memory; running rows of that band move.
             del self._bands[-1:]
             self._bands.append(Band(name=next(self._names), length=self._grain, rows=0))
         own = {band.name: band for band in self._bands}
@@ -193,7 +192,7 @@ class _Plan(Generic[_M]):
         return self._seated()
 
     def _leaves_free(self, band: Band[_M], members: list[_M]) -> bool:
-        """Whether rows would have much more than they need in a band, and can have less."""
+        """Return whether rows would waste much of a band and a shorter band is possible."""
         needs = [self._needs[member] for member in (*members, *band.members)]
         free = sum(band.length - need for need in needs if 2 * need <= band.length)
         is_last = band is self._bands[-1]
@@ -204,7 +203,7 @@ class _Plan(Generic[_M]):
         )
 
     def _lengthen(self, members: list[_M], index: int) -> None:
-        """Make room for rows between bands that are too short, from ``index`` on, and those that are not."""
+        """Lengthen the band at ``index`` for these rows, or insert a new band before it."""
         longest = self._needs[members[-1]]
         ceiling = self._bands[index - 1].length if index else sys.maxsize
         below = self._bands[index] if index < len(self._bands) else None
@@ -221,18 +220,18 @@ class _Plan(Generic[_M]):
         self._bands.insert(index, Band(name=next(self._names), length=length, rows=0, members=[*members]))
 
     def _length(self, longest: int, members: Sequence[_M]) -> int:
-        """What rows are to have of which the longest needs ``longest``: more, unless few can reach it."""
+        """Return the length for rows that need up to ``longest``: more, unless few rows can reach it."""
         limits = sorted((member.limit for member in members), reverse=True)
         more = max(_GROWTH, longest // 4) if self._growth is None else self._growth
         wanted = max(longest, min(longest + more, limits[len(limits) // 4]))
         return -(-wanted // self._grain) * self._grain
 
     def _idle(self, band: Band[_M]) -> int:
-        """Rows of this band that are fed and do not run."""
+        """Return the number of idle rows in this band."""
         return max(0, self._fixed_rows - len(self._needs)) if band is self._bands[-1] else 0
 
     def _seated(self) -> list[Band[_M]]:
-        """Give every row a place in its band: its own, else a hole; the last ones fill the holes left."""
+        """Give every row a place in its band: its present one, else a gap; the last rows fill other gaps."""
         found = []
         for band in self._bands:
             rows = len(band.members) + self._idle(band)
@@ -261,7 +260,7 @@ class _Plan(Generic[_M]):
 
 
 def _closed(seats: list[_M | None]) -> list[_M]:
-    """The last ones take the holes, the lowest first."""
+    """Move the last rows into the gaps, the lowest gap first."""
     row = 0
     while row < len(seats):
         if seats[-1] is None:

@@ -1,9 +1,9 @@
-"""Nucleus: the least weight that top-k and top-p leave in a row, without sorting the vocabulary.
+"""Nucleus: find the smallest weight that top-k and top-p keep in a row, without sorting the vocabulary.
 
-    weights [V] ── every 64th, sorted ──> about where the threshold is
-        └── parted below and above that ──> some thousands in between, sorted ──> the threshold, exactly
+    weights [V] ── every 64th, sorted ──> estimate of the threshold
+        └── partition around the estimate ──> some thousands of candidates, sorted ──> exact threshold
 
-For processors: one part of a large vocabulary takes numpy 0.3 ms, sorting all of it takes torch 11 ms.
+For CPUs: one partition of a large vocabulary takes numpy 0.3 ms, a full sort takes torch 11 ms.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from typing import TypeAlias
 import numpy as np
 
 RowWeights: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
-"""[V] of one row, none negative."""
+"""[V] non-negative weights of one row."""
 
 FEW = 8192
-"""So many weights are sorted at once."""
+"""Up to this many weights are sorted directly."""
 _STRIDE = 64
 _MARGIN = 2
-"""How far about a guess the threshold is looked for, in square roots of the sample's size."""
+"""Half width of the search around the estimate, in square roots of the sample's size."""
 _RUN = 512
 
 
 def least_kept(weights: RowWeights, top_k: int, top_p: float, space: RowWeights) -> float:
-    """The least weight that stays: of the k largest weights, the fewest that hold p of their sum.
+    """Return the smallest weight kept: of the k largest weights, the fewest that hold a share p of their sum.
 
-    Sums are in float64, but for runs of 512 in float32: two thresholds whose sums differ by less than about
-    1e-7 of all may be taken for each other.
+    Sums are in float64, except for runs of 512 in float32: two thresholds whose sums differ by less than
+    about 1e-7 of the total may be confused.
 
     Args:
-        weights: of one row; at least one is above 0.
-        top_k: one as large as the vocabulary, or larger, keeps all.
+        weights: weights of one row; at least one is above 0.
+        top_k: the vocabulary's size or more keeps all.
         top_p: above 0, at most 1.
-        space: as long as the weights, to work in: new memory for every row would cost as much as the work.
+        space: working memory as long as the weights: allocating it for every row would cost as much as the
+            work.
     """
     rest = space
     np.copyto(rest, weights)
@@ -54,12 +55,12 @@ def least_kept(weights: RowWeights, top_k: int, top_p: float, space: RowWeights)
 
 
 def _narrowed(rest: RowWeights, wanted: float, unwanted: float) -> tuple[RowWeights, float]:
-    """Neighbours in order that have the threshold among them, and what is wanted of these.
+    """Return a part of the sorted weights that contains the threshold, and the sum wanted from this part.
 
     Args:
-        rest: all weights; they are put in another order.
-        wanted: the sum that those above the threshold and the threshold itself reach.
-        unwanted: about the sum of those below.
+        rest: all weights; they are reordered.
+        wanted: the sum to be reached by the weights from the threshold upwards.
+        unwanted: approximate sum of the weights below the threshold.
     """
     sample = np.sort(rest[::_STRIDE])
     below = int(np.searchsorted(sample.cumsum(dtype=np.float64), unwanted / _STRIDE))

@@ -1,6 +1,6 @@
 """One pass of the unmodified module: prefixes of new rows, and one token of every running row.
 
-    tokens of a pass     t t t t t | t t t | a b c d        packed: no layer but attention knows of rows
+    tokens of a pass     t t t t t | t t t | a b c d        packed: only attention distinguishes rows
                          └ prefixes: t tokens ┘└ n rows ┘
     module(input_ids, position_ids, attention_plan=Pass) ── logits of the rows ──> [n, V]
 
@@ -9,10 +9,10 @@
         2. prefixes side by side, causal ── [t, H, E] ┐
         3. each row's one query over its cache row ── [n, H, E] ┴─> [1, T, H, E]
 
-So a new row reads its prefix and draws its first token in one pass. No Python here loops over rows or
-tokens, or looks at a number that is not the shape of a tensor: a pass can be recorded (see recording).
+So a new row reads its prefix and draws its first token in one pass. No Python code here loops over rows or
+tokens, or reads values of tensors other than their shapes, so a pass can be recorded (see recording).
 
-Legend: T tokens of a pass, t of them of prefixes, n rows, P prefixes, X the longest prefix, m cache
+Legend: T tokens of a pass, t of them in prefixes, n rows, P prefixes, X the longest prefix, m cache
 places that prefixes fill, L cache positions read; H query heads, K key/value heads; D, E head sizes
 of keys and values; V vocabulary.
 """
@@ -36,30 +36,30 @@ from rillflow.rollout.native.scheduler import Prefill
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Feed:
-    """One token a row."""
+    """One token per row."""
 
     tokens: Tensor
     """[n] int64."""
     positions: Tensor
-    """[n] int64 the place of each within its row."""
+    """[n] int64 position of each token in its row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """What a pass reads and writes of one band."""
+    """The reads and writes of a pass in one band."""
 
     places: Tensor
     """[L] int64 the cache positions to read, 0 to L - 1."""
     positions: Tensor
-    """[n] int64 what this band's share of the fed tokens has for places within their rows."""
+    """[n] int64 positions of this band's fed tokens in their rows."""
     filled: Tensor
-    """[3, m] int64 the row and the position of every cache place that prefixes fill, and the token for it."""
+    """[3, m] int64 row and position of every cache place that prefixes fill, and index of its token."""
 
     @staticmethod
     def of(
         names: Sequence[int], reaches: Sequence[int], positions: Sequence[Tensor], prefills: Sequence[Prefill]
     ) -> dict[int, Segment]:
-        """The segments of a pass, by the names of its bands; prefixes lie in this order, end to end."""
+        """Return the segments of a pass, by the name of the band; prefixes are laid end to end in order."""
         filled: dict[int, list[list[int]]] = {name: [[], [], []] for name in names}
         start, device = 0, positions[0].device
         for prefill in prefills:
@@ -87,15 +87,15 @@ class Prefixes:
     tokens: Tensor
     """[t] int64."""
     positions: Tensor
-    """[t] int64 each token's place in its prefix."""
+    """[t] int64 position of each token in its prefix."""
     spread: Tensor
-    """[P, X] int64 the tokens side by side; past a prefix's end, its last token again."""
+    """[P, X] int64 indices of the tokens, one prefix per line, padded with its last token."""
     gather: Tensor
-    """[t] int64 where each token stands in that."""
+    """[t] int64 index of each token in the flattened ``spread``."""
 
     @staticmethod
     def of(prefills: Sequence[Prefill], device: torch.device, fill: int = 0) -> Prefixes:
-        """The prefixes of a step; ``fill`` tokens are added that nobody sees."""
+        """Return the prefixes of a step, with ``fill`` padding tokens that nothing attends to."""
         ends = [*accumulate((len(prefill.tokens) for prefill in prefills), initial=0)]
         own = [range(start, stop) for start, stop in pairwise(ends)]
         steps = [range(len(each)) for each in own]
@@ -112,7 +112,7 @@ class Prefixes:
 
     @staticmethod
     def of_tensors(tensors: Sequence[Tensor]) -> Prefixes:
-        """The inverse of ``tensors``."""
+        """Return the prefixes built from their ``tensors``."""
         return Prefixes(**dict(zip((each.name for each in fields(Prefixes)), tensors, strict=True)))
 
     @property
@@ -121,7 +121,7 @@ class Prefixes:
         return tuple(vars(self).values())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """[t, H, E] from ``query`` [t, H, D], ``key`` [t, K, D] and ``value`` [t, K, E]."""
+        """Return [t, H, E] from ``query`` [t, H, D], ``key`` [t, K, D] and ``value`` [t, K, E]."""
         query, key, value = (states[self.spread].transpose(1, 2) for states in (query, key, value))
         seen = causal(query, key, value, scores)
         return seen.transpose(1, 2).flatten(0, 1)[self.gather]
@@ -129,18 +129,18 @@ class Prefixes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Continued:
-    """Parts of prefixes, laid end to end, whose beginnings are in the cache."""
+    """Later parts of prefixes, laid end to end; their first parts are already in the cache."""
 
     tokens: Tensor
     """[t] int64."""
     positions: Tensor
-    """[t] int64 each token's place in its prefix."""
+    """[t] int64 position of each token in its prefix."""
     prefills: tuple[Prefill, ...]
-    """The parts; each is read where its first row's cache is."""
+    """The parts; each attends over the cache of its first row."""
 
     @staticmethod
     def of(prefills: Sequence[Prefill], device: torch.device, fill: int = 0) -> Continued:
-        """The parts of a step; ``fill`` tokens are added that nobody sees."""
+        """Return the parts of a step, with ``fill`` padding tokens that nothing attends to."""
         tokens = [*chain.from_iterable(prefill.tokens for prefill in prefills), *[0] * fill]
         places = [range(prefill.begin, prefill.begin + len(prefill.tokens)) for prefill in prefills]
         positions = [*chain.from_iterable(places), *[0] * fill]
@@ -151,7 +151,7 @@ class Continued:
         )
 
     def attend(self, query: Tensor, bands: Mapping[int, Layer], scores: Scores) -> Tensor:
-        """[t, H, E] from ``query`` [t, H, D] over the rows' cache, in which they are by now."""
+        """Return [t, H, E] from ``query`` [t, H, D] over the cache, which also holds the parts themselves."""
         parts, start = [], 0
         for prefill in self.prefills:
             stop, (band, row) = start + len(prefill.tokens), prefill.places[0]
@@ -168,10 +168,10 @@ class Pass:
 
     Args:
         layers: keys and values by layer and band.
-        segments: what is read and written of every band, by name, in the order of slots.
-        feeds: whether rows are fed; else prefixes are read alone.
-        prefixes: what is read beside the rows; None when there are none.
-        continued: parts of prefixes read over what is in the cache; None when there are none.
+        segments: reads and writes of every band, by name, in the order of slots.
+        feeds: whether rows are fed; otherwise only prefixes are read.
+        prefixes: whole prefixes to read; None for none.
+        continued: parts of prefixes to read whose first parts are cached; None for none.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Pass:
         self._windows = {name: _Window(segment, bool(read)) for name, segment in segments.items()}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """[1, T, H, E]; see AttentionPlan."""
+        """Return [1, T, H, E]; see AttentionPlan."""
         query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
         for each, band, own in self._shares(layer):
             each.store(band.keys, key[: self._begin], key[own])
@@ -207,12 +207,12 @@ class Pass:
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
 
     def keep_routes(self, routes: Tensor) -> None:
-        """Keep which experts the pass's tokens took [T, R, k] beside their keys and values."""
+        """Store the experts of the pass's tokens, [T, R, k], in the cache next to their keys and values."""
         for each, band, own in self._shares(ROUTES):
             each.store(band.keys, routes[: self._begin], routes[own])
 
     def _shares(self, layer: int) -> Iterator[tuple[_Window, Layer, slice]]:
-        """Every band, what it holds of the layer, and which tokens of the pass its rows are fed."""
+        """Yield every band's window, its keys and values of the layer, and its slice of the fed tokens."""
         start = self._begin
         for name, each in self._windows.items():
             stop = start + each.positions.shape[0]
@@ -224,8 +224,8 @@ class _Window:
     """One band in one pass.
 
     Args:
-        segment: what is read and written of it.
-        reads: whether prefixes are.
+        segment: reads and writes of the band.
+        reads: whether the pass reads prefixes.
     """
 
     def __init__(self, segment: Segment, reads: bool) -> None:
@@ -235,7 +235,7 @@ class _Window:
         self._biases: dict[tuple[int, int | None], Tensor] = {}
 
     def store(self, cached: Tensor, read: Tensor, fed: Tensor) -> None:
-        """Put states of prefixes, ``read`` [t, K, D], and of rows, ``fed`` [n, K, D], where they belong.
+        """Store states of prefixes, ``read`` [t, K, D], and of rows, ``fed`` [n, K, D], in the cache.
 
         Args:
             cached: [rows, K, length, D].
@@ -248,7 +248,7 @@ class _Window:
         cached.view(-1, size).index_copy_(0, self._lines[heads], lines)
 
     def _lines_of(self, heads: int, length: int) -> Tensor:
-        """[(m + n) x K] which lines of the cache, laid flat, this pass fills."""
+        """Return [(m + n) x K] indices of the flattened cache's lines that this pass fills."""
         slots, places = torch.arange(self.positions.shape[0], device=self._places.device), self.positions
         if self._filled is not None:
             slots, places = torch.cat([self._filled[0], slots]), torch.cat([self._filled[1], places])
@@ -256,13 +256,13 @@ class _Window:
         return (rows * length + places[:, None]).flatten()
 
     def look_back(self, query: Tensor, stored: Layer, scores: Scores) -> Tensor:
-        """[n, H, E] each row's one query [n, H, D] over its cache."""
+        """Return [n, H, E]: the attention of each row's single query, [n, H, D], over its cache."""
         rows, seen = self.positions.shape[0], self._places.shape[0]
         heads, size = query.shape[1:]
         groups = stored.keys.shape[1]
         keys, values = stored.keys[:rows, :, :seen], stored.values[:rows, :, :seen]
         bias = self._bias(groups, scores.window, keys.dtype)
-        # The query heads of one key head are as good as more queries: nothing is repeated.
+        # The query heads of a key head act as additional queries, so no key is repeated.
         query = query.reshape(rows, groups, heads // groups, size)
         if not scores.is_plain:
             products = query.to(keys.dtype) @ keys.transpose(2, 3) * scores.scaling
@@ -272,14 +272,14 @@ class _Window:
         if query.device.type != "cpu":
             found = nn.functional.scaled_dot_product_attention(query, keys, values, bias, scale=scale)
             return found.reshape(rows, heads, -1)
-        # With one query a row, scaled_dot_product_attention takes a fifth longer than two products.
+        # With one query per row, scaled_dot_product_attention takes a fifth longer than two products.
         grouped = query.flatten(0, 1).to(keys.dtype)
         products = torch.baddbmm(bias, grouped, keys.flatten(0, 1).transpose(1, 2), alpha=scale)
         mixed = torch.bmm(products.softmax(-1), values.flatten(0, 1))
         return mixed.view(rows, heads, -1).to(query.dtype)
 
     def _bias(self, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """0 where a row sees a cache position, -inf elsewhere: [n x K, 1, L] on a CPU, else [n, 1, 1, L]."""
+        """Return 0 where a row attends, else -inf: [n x K, 1, L] on a CPU, [n, 1, 1, L] on other devices."""
         if (groups, window) not in self._biases:
             positions = self.positions
             hidden = self._places > positions[:, None]
@@ -304,16 +304,17 @@ def forward(
     prefixes: Prefixes | None = None,
     continued: Continued | None = None,
 ) -> Tensor:
-    """One pass; what is read and fed leaves its keys and values in the layers.
+    """Run one pass; store the keys and values of its tokens in the layers.
 
     Args:
-        module: a transformers causal language model whose attention is Rillflow's.
-        layers: its keys and values.
-        segments: see ``Pass``, as ``prefixes`` and ``continued``.
-        tokens: [n] int64 what rows are fed; None to read prefixes alone.
+        module: a transformers causal language model with Rillflow's attention.
+        layers: keys and values by layer and band.
+        segments: see ``Pass``, also for ``prefixes`` and ``continued``.
+        tokens: [n] int64 tokens fed to rows; None to read prefixes only.
 
     Returns:
-        [n, V] float32 logits of the token after each that is fed; of the last one without ``tokens``.
+        [n, V] float32 logits of the token after each fed one; without ``tokens``, after the last prefix
+        token.
     """
     plan = Pass(layers, segments, feeds=tokens is not None, prefixes=prefixes, continued=continued)
     read = [part for part in (prefixes, continued) if part is not None]
@@ -335,15 +336,15 @@ def forward(
 def call(
     module: nn.Module, tokens: Tensor, positions: Tensor, plan: AttentionPlan, wanted: Tensor, **more: Any
 ) -> Tensor:
-    """One call of the module.
+    """Call the module once.
 
     Args:
-        module: a transformers causal language model whose attention is Rillflow's.
+        module: a transformers causal language model with Rillflow's attention.
         tokens: [T] int64.
-        positions: [T] int64 the place of each within its row.
-        plan: attends in every layer.
-        wanted: [n] int64 the tokens whose logits are wanted, the last ones.
-        more: arguments of the module besides.
+        positions: [T] int64 position of each token in its row.
+        plan: the attention plan of every layer.
+        wanted: [n] int64 indices of the tokens whose logits are returned: the last ones.
+        more: further arguments of the module.
 
     Returns:
         [n, V] float32.
@@ -351,11 +352,11 @@ def call(
     logits: Tensor = module(
         input_ids=tokens[None],
         position_ids=positions[None],
-        # Four dimensions say that the mask is made already: the library looks no further.
+        # Transformers takes a mask of four dimensions as final and builds no other.
         attention_mask=torch.zeros(1, 1, 1, 1, device=tokens.device),
         attention_plan=plan,
         use_cache=False,
         logits_to_keep=wanted,
         **more,
     ).logits
-    return logits[0, -wanted.shape[0] :].float()  # a module that cannot choose gives them all
+    return logits[0, -wanted.shape[0] :].float()  # a module without logits_to_keep returns all logits

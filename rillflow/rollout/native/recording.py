@@ -1,14 +1,14 @@
-"""Recording: a module's passes without the Python between its operations.
+"""Recording: run a module's passes without Python between the operations.
 
     passes so far < record_after ──> the module itself
     passes so far = record_after ──> record one, compare with the module at other shapes, bit by bit
-                                      ├ equal ─> from now on the recording
-                                      └ else ──> the module itself, for good
+                                      ├ equal ─> the recording from now on
+                                      └ else ──> the module itself from now on
 
 A pass of few rows spends as much time between operations as in them. A recording (``torch.jit.trace``)
-holds the same operations on the same parameters: its bits are the module's, and weights that change in
-place are seen by it. It is an acceleration and no requirement: where the module's Python looks at a
-value, which a recording would repeat for ever, the recorder says so and the recording is dropped.
+runs the same operations on the same parameters: it gives the same bits, and it sees weights that change in
+place. Recording is optional: if the module's Python code depends on a tensor's value, which a recording
+would freeze, the tracer warns and the recording is dropped.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from rillflow.rollout.native.scheduler import Prefill, Sequence
 
 _log = logging.getLogger(__name__)
 _TRIALS = ((3, (2, 1)), (1, (2,)), (5, (1, 3, 2, 3)), (4, (3,)))
-"""Rows, and lengths of the prefixes beside them: the first is recorded, all are compared."""
+"""Rows, and lengths of their prefixes: the first trial is recorded, all are compared."""
 _AT = 2
-"""The position fed by rows that have no prefix in a trial."""
+"""The position fed by a trial's rows without a prefix."""
 _REPEATS = 3
-"""A recording is rewritten by the compiler at its second use, and settled at its third."""
+"""The compiler rewrites a recording at its second call; from the third call it stays the same."""
 _RECORDER = threading.Lock()
-"""One recording at a time: the warnings a recorder says its doubts with are the whole process's."""
+"""Allows one recording at a time, because the tracer's warnings are global to the process."""
 
 
 _Kind = tuple[bool, bool, int]
-"""Whether a pass feeds rows, whether it reads prefixes, and how many bands; each kind has a recording."""
+"""Kind of a pass: whether it feeds rows, whether it reads prefixes, number of bands; recorded separately."""
 
 
 _Layers = Mapping[int, Mapping[int, Layer]]
@@ -49,12 +49,12 @@ _Layers = Mapping[int, Mapping[int, Layer]]
 
 
 class RecordedModule:
-    """A module that records itself once it has been used a while.
+    """A module that records its passes after some use.
 
     Args:
-        module: a transformers causal language model whose attention is Rillflow's.
-        shapes: of its layers.
-        record_after: passes of a kind before it is recorded.
+        module: a transformers causal language model with Rillflow's attention.
+        shapes: shapes of its layers' keys and values.
+        record_after: passes of the same kind before that kind is recorded.
     """
 
     def __init__(self, module: nn.Module, shapes: Mapping[int, LayerShape], record_after: float) -> None:
@@ -66,7 +66,7 @@ class RecordedModule:
         self._recordings: dict[_Kind, nn.Module | None] = {}
 
     def check_weights(self) -> None:
-        """Forget recordings of parameters that the module has exchanged for others since."""
+        """Drop all recordings if the module has other parameter tensors than before."""
         weights = _weights(self._module)
         if list(map(id, weights)) != list(map(id, self._weights)):
             self._weights = weights
@@ -80,7 +80,7 @@ class RecordedModule:
         prefixes: Prefixes | None = None,
         continued: Continued | None = None,
     ) -> Tensor:
-        """See ``passes.forward``; a pass that continues prefixes loops over them, and is not recorded."""
+        """See ``passes.forward``; a pass with ``continued`` loops over its parts, so it is not recorded."""
         if continued is not None:
             return forward(self._module, layers, segments, tokens, prefixes, continued)
         kind = (tokens is not None, prefixes is not None, len(segments))
@@ -94,7 +94,7 @@ class RecordedModule:
         return logits
 
     def _record(self, kind: _Kind) -> nn.Module | None:
-        """The module's recording, or None where it would not be the module's equal."""
+        """Return the module's recording; None if it is not equivalent to the module."""
         embedding: Tensor = self._module.get_input_embeddings().weight  # type: ignore[operator]
         trials = [_Trial(self._shapes, embedding, kind, rows, lengths) for rows, lengths in _TRIALS]
         recorded = _Traced(self._module, tuple(self._shapes), kind)
@@ -118,7 +118,7 @@ class RecordedModule:
 
 
 class _Traced(nn.Module):
-    """A pass as a function of tensors alone."""
+    """A pass as a function of tensors only."""
 
     def __init__(self, module: nn.Module, indices: tuple[int, ...], kind: _Kind) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _Traced(nn.Module):
         self._kind = kind
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """[n, V] from what ``_flat`` laid in a line."""
+        """Return [n, V] from the flat list of tensors that ``_flat`` made."""
         line = list(tensors)
         reads_rows, reads_prefixes, bands = self._kind
         layers = {
@@ -171,13 +171,13 @@ class _Trial:
         self._cache = Cache(shapes, device, embedding.dtype)
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """What the pass reads and writes, afresh."""
+        """Return the pass's tensors, with a new empty cache."""
         self._cache.release()
         self._cache.arrange(self._bands)
         return _flat(self._cache.layers, self._segments, self._tokens, self._prefixes)
 
     def agree(self, one: nn.Module, other: nn.Module) -> bool:
-        """Whether both give the same bits and leave the same bits behind."""
+        """Return whether both modules return the same bits and leave the same bits in the cache."""
         seen, left = self.inputs(), self.inputs()
         return torch.equal(one(*seen), other(*left)) and all(map(torch.equal, seen, left))
 

@@ -1,11 +1,11 @@
-"""Routes: which experts the tokens of running rows took, kept as one more layer of the cache.
+"""Routes: the experts that the tokens of running rows took, stored as one more layer of the cache.
 
     a pass ── chosen [T, k] by each router ──> keys of the layer ROUTES [rows, R, length, k]
     a row ends ── its places of these ──> rollout.routes [T, R, k] int16
 
-So what is shared, copied, moved or read again with keys and values goes along with them: the routes of a row
-are those of the passes that made the keys and values that its later tokens saw. The numbers of experts are
-kept in the cache's type, which is exact for whole numbers up to 256 where it is narrow.
+So routes are shared, copied, moved and recomputed together with keys and values: a row's routes come from
+the passes that computed the keys and values its later tokens attended to. Expert numbers are stored in the
+cache's dtype; a narrow one represents integers up to 256 exactly.
 
 Legend: T tokens, R routers, k experts of a token.
 """
@@ -22,25 +22,25 @@ from rillflow.models.routing import Routers
 from rillflow.rollout.native.cache import LayerShape
 
 ROUTES = -1
-"""The layer of the cache that keeps routes."""
+"""Index of the cache layer that stores routes."""
 _EXACT = 257
-"""Whole numbers that a cache in bfloat16 can tell apart, from 0 on."""
+"""Number of integers from 0 on that bfloat16 represents exactly."""
 
 
 class RoutePlan:
-    """A routing plan that lets routers choose, and remembers."""
+    """A routing plan that lets routers choose, and records their choices."""
 
     def __init__(self) -> None:
         self._chosen: list[Tensor] = []
 
     @property
     def routes(self) -> Tensor:
-        """[T, R, k] what they chose."""
+        """[T, R, k] chosen experts."""
         return torch.stack(self._chosen, 1)
 
     def choices(self, router: int) -> Tensor | None:
         """See RoutingPlan."""
-        del router  # each chooses
+        del router  # every router chooses itself
         return None
 
     def routed(self, router: int, logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -51,15 +51,15 @@ class RoutePlan:
 
 
 def route_shape(module: nn.Module, routers: Routers, dtype: torch.dtype) -> LayerShape:
-    """What the cache keeps of a token's routes, found out by a pass over a few tokens.
+    """Return the cache shape of a token's routes, found by a trial pass over a few tokens.
 
     Args:
         module: a mixture of experts, whose routers are watched.
         routers: its routers.
-        dtype: of the cache.
+        dtype: dtype of the cache.
 
     Raises:
-        ModelError: the model is dense, or has more experts than the cache tells apart.
+        ModelError: the model is dense, or has more experts than the cache's dtype can represent.
     """
     routers.require("rollout.replay_routing is true")
     if dtype.itemsize < 4 and routers.experts >= _EXACT:
@@ -75,11 +75,11 @@ def route_shape(module: nn.Module, routers: Routers, dtype: torch.dtype) -> Laye
 
 
 def read_routes(keys: Tensor, row: int, tokens: int) -> Tensor:
-    """[T, R, k] int16 the routes of a row of so many tokens; the last of them went through no pass.
+    """Return [T, R, k] int16, a row's routes; the last token was not fed to a pass, so its routes are -1.
 
     Args:
         keys: [rows, R, length, k] of the layer ROUTES, in the row's band.
-        row: which of the band's.
+        row: index of the row in the band.
         tokens: T.
     """
     found = keys[row, :, : tokens - 1].transpose(0, 1).to(torch.int16).cpu()

@@ -1,11 +1,11 @@
-"""Runner: the module and its cache, doing what a step says.
+"""Runner: runs the passes of a step on the module and its cache.
 
     Step ─┬─ bands, copies ────────────────────> Cache ─┐
           ├─ prefills ─> Prefixes, Continued ─┐         │
     Slots ┴─ Feed ────────────────────────────┴─> pass <┘ ─> logits [n, V]
 
-With ``fixed_rows`` every shape is fixed, whatever runs: a pass feeds all slots, reads the cache in
-whole blocks, and each prefix is read alone, filled up to a whole block. See docs/design/rollout.md.
+With ``fixed_rows`` shapes do not depend on the running rows: a pass feeds all slots and reads the cache in
+whole blocks, and each prefix gets its own pass, padded to a whole block. See docs/design/rollout.md.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rillflow.rollout.native.recording import RecordedModule
 from rillflow.rollout.native.scheduler import Prefill, Step
 
 BLOCK = 32
-"""Fixed shapes are whole multiples of this: no matrix kernel meets a ragged edge."""
+"""Fixed shapes are multiples of this, so that no matrix kernel handles a partial block."""
 CACHE_BLOCK = 64
-"""Cache positions read are a multiple of this when shapes are fixed."""
+"""With fixed shapes, the length of cache read is a multiple of this."""
 
 
 class Runner:
     """The module and its cache.
 
     Args:
-        module: a transformers causal language model whose attention is Rillflow's.
-        cache: made for it.
-        fixed_rows: how many slots every pass feeds; None feeds those that run.
+        module: a transformers causal language model with Rillflow's attention.
+        cache: the cache for this module.
+        fixed_rows: number of slots that every pass feeds; None feeds the running rows only.
     """
 
     def __init__(self, module: RecordedModule, cache: Cache, fixed_rows: int | None = None) -> None:
@@ -44,11 +44,11 @@ class Runner:
         self._idle = True
 
     def run(self, step: Step, feed: Feed) -> Tensor:
-        """Do what a step says.
+        """Run the passes of a step.
 
         Args:
-            step: the instructions.
-            feed: what each of n slots feeds; with ``fixed_rows`` all slots do.
+            step: the scheduler's instructions.
+            feed: tokens and positions of n slots; with ``fixed_rows``, of all slots.
 
         Returns:
             [n, V] float32 logits of the token after the fed one.
@@ -62,7 +62,7 @@ class Runner:
         grain = CACHE_BLOCK if fixed else 1
         reaches = [-(-reach // grain) * grain for reach in step.reaches]
         ends = [*accumulate(len(band.members) for band in step.bands)]
-        shares = feed.positions.tensor_split(ends[:-1])  # idle slots are the last band's
+        shares = feed.positions.tensor_split(ends[:-1])  # idle slots belong to the last band
         if fixed:
             none = [feed.positions[:0]] * len(names)
             for prefill in step.prefills:
@@ -80,7 +80,7 @@ class Runner:
         prefills: Sequence[Prefill],
         fill: int = 0,
     ) -> Tensor:
-        """One pass."""
+        """Run one pass."""
         device = shares[0].device
         fresh = [prefill for prefill in prefills if not prefill.begin]
         later = [prefill for prefill in prefills if prefill.begin]
@@ -93,14 +93,14 @@ class Runner:
         )
 
     def release(self) -> None:
-        """Give the cache's memory back; weights may be exchanged after that."""
+        """Free the cache's memory; after that, the module's weights may be replaced."""
         self.cache.release()
         self._idle = True
 
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Without dropout and recomputation inside; afterwards every part is as it was."""
+    """Turn off training mode (dropout, recomputation) inside the context; restore it afterwards."""
     training = [part for part in module.modules() if part.training] if module.training else []
     for part in training:
         part.training = False

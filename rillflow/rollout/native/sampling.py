@@ -1,13 +1,13 @@
-"""Sampling: from logits to one token a row, by the inverse of the cumulative distribution.
+"""Sampling: from logits to one token per row, by the inverse of the cumulative distribution.
 
-    logits [n, V] ─ / temperature ─ log_softmax ─┬─> weights ─ cuts ─ u falls where? ─> token [n]
+    logits [n, V] ─ / temperature ─ log_softmax ─┬─> weights ─ cuts ─ search u ─────> token [n]
          │                                       └──────── at the token ──────────────> logprob [n]
-         └ penalties ─ / temperature ─ softmax ────> weights, of rows that have any
+         └ penalties ─ / temperature ─ softmax ────> weights, of rows with penalties
 
-    cuts   min-p, then top-k, then top-p of what is left
+    cuts   min-p, then top-k, then top-p of the remaining tokens
 
-A row's token depends on its own logits, settings and uniform number alone: nothing here looks across
-rows, and what is kept by top-k or top-p is decided by values, never by the order a sort gave ties.
+A row's token depends only on its own logits, settings and uniform number: no operation mixes rows, and top-k
+and top-p keep tokens by value, never by the order in which a sort leaves ties.
 
 Legend: n rows, V vocabulary.
 """
@@ -26,35 +26,35 @@ from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.nucleus import FEW, least_kept
 
 _BLOCK = 512
-"""A vocabulary longer than two of these is searched block by block."""
+"""Block length of the search; vocabularies of up to two blocks are searched in one go."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DrawSettings:
-    """How each of n rows is drawn; what no row asks for is None or empty, and is not computed."""
+    """Sampling settings of n rows; settings that no row uses are None or empty and cost nothing."""
 
     divisor: Tensor | None
     """[n, 1] float32 temperature, 1 for greedy rows; None when all are 1."""
     greedy: Tensor | None
-    """[n] bool rows of temperature 0."""
+    """[n] bool, true for rows of temperature 0; None when there are none."""
     filtered: Tensor
-    """[f] int64 the rows with a top-k or top-p."""
+    """[f] int64 indices of the rows with top-k or top-p."""
     top_k: Tensor
-    """[f] int64 their top-k; one as large as the vocabulary, or larger, keeps all."""
+    """[f] int64 their top-k; the vocabulary's size or more keeps all."""
     top_p: Tensor
     """[f] float64 their top-p."""
     most: int
-    """The largest top-k of the filtered rows; 0 when one of them has none."""
+    """Largest top-k of the filtered rows; 0 when one of them has none."""
     min_p: Tensor | None
-    """[n, 1] float32 less likely tokens than so many times the likeliest are left out; None when none are."""
+    """[n, 1] float32 share of the largest probability that a token needs; None when no row has a min-p."""
     penalised: list[int]
-    """The g rows with a penalty."""
+    """Indices of the g rows with a penalty."""
     penalties: Tensor
     """[3, g, 1] float32 their repetition, presence and frequency penalties; 1, 0 and 0 for none."""
 
     @staticmethod
     def of(rows: Sequence[SamplingConfig], device: torch.device) -> DrawSettings:
-        """The settings of n rows, in order."""
+        """Return the settings of n rows, in order."""
         divisors = [row.temperature or 1.0 for row in rows]
         greedy = [row.temperature == 0 for row in rows]
         asking = [index for index, row in enumerate(rows) if row.temperature and (row.top_k or row.top_p < 1)]
@@ -81,11 +81,11 @@ class DrawSettings:
 
 
 class Seen:
-    """How often the tokens of the vocabulary are in rows with a penalty.
+    """Counts of every vocabulary token in the rows with a penalty.
 
     Args:
-        vocabulary: how many there are.
-        device: of the logits.
+        vocabulary: size of the vocabulary.
+        device: device of the logits.
     """
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
@@ -93,41 +93,41 @@ class Seen:
         self._counts: dict[RowId, Tensor] = {}
 
     def begin(self, row: RowId, tokens: Sequence[int], sampled: Sequence[int]) -> None:
-        """A row has these tokens so far, and of them has sampled these."""
+        """Start counting for a row: ``tokens`` are all of its tokens, ``sampled`` its sampled ones."""
         ids = [torch.tensor(each, dtype=torch.int64, device=self._device) for each in (tokens, sampled)]
         self._counts[row] = torch.stack([each.bincount(minlength=self._vocabulary) for each in ids]).float()
 
     def add(self, row: RowId, token: int) -> None:
-        """A row has sampled a token more."""
+        """Count one more sampled token of a row."""
         self._counts[row][:, token] += 1
 
     def drop(self, row: RowId) -> None:
-        """A row has left."""
+        """Forget a row."""
         self._counts.pop(row, None)
 
     def of(self, rows: Sequence[RowId]) -> Tensor:
-        """[2, g, V] how often each token is in these rows, and how often it was sampled."""
+        """Return [2, g, V]: how often each token occurs in these rows, and how often it was sampled."""
         return torch.stack([self._counts[row] for row in rows], dim=1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Drawn:
-    """One token a row."""
+    """One token per row."""
 
     tokens: Tensor
     """[n] int64."""
     logprobs: Tensor
-    """[n] float32 of the token in the whole vocabulary, after temperature; NaN for logits not finite."""
+    """[n] float32 log probability in the whole vocabulary, after temperature; NaN for non-finite logits."""
 
 
 def draw(logits: Tensor, settings: DrawSettings, uniforms: Tensor, seen: Tensor | None = None) -> Drawn:
-    """Draw one token a row.
+    """Draw one token per row.
 
     Args:
         logits: [n, V] float32; -inf forbids a token.
-        settings: of the n rows.
+        settings: settings of the n rows.
         uniforms: [n] float64 in [0, 1).
-        seen: [2, g, V] what the rows with a penalty have (see ``Seen``).
+        seen: [2, g, V] token counts of the rows with a penalty (see ``Seen``).
     """
     scaled = logits if settings.divisor is None else logits / settings.divisor
     logprobs = torch.log_softmax(scaled, dim=-1)
@@ -145,10 +145,11 @@ def draw(logits: Tensor, settings: DrawSettings, uniforms: Tensor, seen: Tensor 
 
 
 def _penalised(logits: Tensor, settings: DrawSettings, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """[g] which rows have a penalty, and [g, V] their logits after it and temperature.
+    """Return [g] indices of the rows with a penalty, and [g, V] their logits after penalty and temperature.
 
-    The formulas are those of Keskar et al., "CTRL", 2019, section 4.1, with division and multiplication by
-    the logit's sign, and of the public completion interfaces that count what was sampled.
+    The repetition penalty follows Keskar et al., "CTRL", 2019, section 4.1, with division or multiplication
+    by the logit's sign. Presence and frequency penalties follow the public completion APIs, which count
+    sampled tokens.
     """
     rows = torch.tensor(settings.penalised, device=logits.device)
     repetition, presence, frequency = settings.penalties
@@ -159,7 +160,7 @@ def _penalised(logits: Tensor, settings: DrawSettings, seen: Tensor) -> tuple[Te
 
 
 def _filtered(scaled: Tensor, weights: Tensor, settings: DrawSettings) -> Tensor:
-    """[n, V] the weights, 0 where top-k or top-p excludes a token."""
+    """Return [n, V] weights, with 0 where top-k or top-p excludes a token."""
     if not len(settings.filtered):
         return weights
     if weights.device.type == "cpu" and weights.shape[1] > FEW:
@@ -176,7 +177,7 @@ def _filtered(scaled: Tensor, weights: Tensor, settings: DrawSettings) -> Tensor
 
 
 def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, most: int) -> Tensor:
-    """[n, 1] the least score that stays: of the k likeliest, the fewest with p of their mass."""
+    """Return [n, 1] smallest score kept: of the k likeliest tokens, the fewest with p of their mass."""
     vocabulary = scaled.shape[1]
     count = min(most or vocabulary, vocabulary)
     best = (
@@ -193,7 +194,7 @@ def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor, most: int) -> Tenso
 
 
 def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """[n] the token under which each uniform number falls; never one of weight 0."""
+    """Return [n] the token under which each uniform number falls; never a token of weight 0."""
     rows, vocabulary = weights.shape
     if vocabulary <= 2 * _BLOCK:
         return _fall(weights.cumsum(-1, dtype=torch.float64), uniforms)[:, 0]
@@ -204,10 +205,10 @@ def _inverse(weights: Tensor, uniforms: Tensor) -> Tensor:
     left = (running.gather(1, block)[:, 0] - uniforms * running[:, -1]) / sums.gather(1, block)[:, 0]
     inside = blocks[torch.arange(rows, device=weights.device), block[:, 0]]
     token = _fall(inside.cumsum(-1, dtype=torch.float64), 1 - left.clamp(2**-53, 1))
-    return (block * _BLOCK + token)[:, 0].clamp_(max=vocabulary - 1)  # NaN falls anywhere
+    return (block * _BLOCK + token)[:, 0].clamp_(max=vocabulary - 1)  # arbitrary for NaN
 
 
 def _fall(running: Tensor, uniforms: Tensor) -> Tensor:
-    """[n, 1] the first place where the running sums [n, W] exceed ``uniforms`` [n] of their last."""
+    """Return [n, 1] the first index where the running sums [n, W] exceed ``uniforms`` [n] times the last."""
     wanted = uniforms[:, None] * running[:, -1:]
     return torch.searchsorted(running, wanted, right=True).clamp_(max=running.shape[1] - 1)

@@ -1,26 +1,25 @@
-"""Scheduler: which rows run in the next step, and where. Events in, instructions out; no torch.
+"""Scheduler: selects the rows of the next step and their places. Events in, instructions out; no torch.
 
     add ─> waiting ─ admit ─> bands of slots (see layout) ─ leave ─> free places
               ^                  │                            │ taken by the next waiting row,
               └──── requeue ─────┘                            └ else by the last running one of the band
 
-Rows are admitted first come, first served. A row that begins as what lies in the cache takes the keys
-and values from there (see contents), so a prompt is read once for all of its samples.
+Rows are admitted first come, first served. A row whose prefix is in the cache copies those keys and values
+(see contents), so a prompt is read once for all of its samples.
 
     tokens    p p p p p s s s . . .      p prompt, s sampled before (a resumed row)
-    prefix    └──────────────┘           read at once: keys and values alone are wanted
+    prefix    └──────────────┘           read in one pass: only its keys and values are needed
     fed one by one           └ s . . .   each pass reads one token and draws the next
 
-A row at step ``t`` feeds the token at position ``t - start_step``, because a running row moves by one
-token in every step. So ``start_step`` alone says where a row is, and nothing has to be counted.
+A running row advances by one token per step, so at step ``t`` it feeds the token at position
+``t - start_step``. ``start_step`` is therefore all that a row's position needs.
 
-A step feeds one token of every running row, and beside them the prefixes of the rows that are new in
-this step; a new row reads its prefix and its first own token in the same pass. A prefix longer than a
-step reads is read in pieces: after each the row repeats the token behind it, and skips ahead in the
-next step.
+A step feeds one token of every running row and reads the prefixes of the rows new in this step; a new row
+reads its prefix and its first own token in the same pass. A prefix longer than a step's limit is read in
+pieces: after each piece the row feeds the token behind it, and jumps to the next piece in the next step.
 
-With a budget, the row that came last waits again, its tokens kept, when the rows before it need its
-place; the first always runs on, so every row ends.
+With a memory budget, the row that arrived last waits again, with its tokens kept, when earlier rows need
+its memory. The first row always continues, so every row ends.
 """
 
 from __future__ import annotations
@@ -45,47 +44,47 @@ if TYPE_CHECKING:
     from rillflow.records.rollout import Rollout
 
 PREFILL_TOKENS = 8192
-"""How many prefix tokens one step reads at most, padding counted; a longer prefix is read by quarters."""
+"""Maximum prefix tokens of one step, padding included; longer prefixes are read in pieces of a quarter."""
 LEAST_SHARED = 64
-"""A beginning that two different prefixes share is taken over when it is as long."""
+"""Minimum length of a shared beginning that is copied from another prefix."""
 AHEAD = 64
-"""Positions that every row has to have besides, with a budget, before one more is admitted."""
+"""With a memory budget, a row is admitted only if every row keeps this many free positions."""
 _T = TypeVar("_T")
 
 
 @dataclass(kw_only=True, eq=False)
 class Sequence:
-    """One row, from ``add`` until it is handed back."""
+    """One row, from ``add`` until it is returned."""
 
     rollout: Rollout
-    """The row's tokens as far as they were collected."""
+    """The row with the tokens collected so far."""
     sampling: SamplingConfig
-    """How its tokens are drawn."""
+    """Sampling settings of the row."""
     prefix: tuple[int, ...]
-    """The tokens whose keys and values are made in one go; the token after them is fed first."""
+    """Tokens whose keys and values are computed together; the token after them is fed first."""
     limit: int
     """Tokens at which the row ends, prompt included."""
     arrival: int = -1
-    """How many were added before it."""
+    """Number of rows added before it."""
     slot: int = -1
-    """Its place among the running rows; -1 while it waits."""
+    """Its index among the running rows; -1 while it waits."""
     place: CachePlace | None = None
-    """Where its keys and values are; None while it waits."""
+    """Place of its keys and values; None while it waits."""
     read: int = 0
-    """Tokens of the prefix that are in the cache after the step in which it was read last."""
+    """Prefix tokens in the cache after the last step that read some."""
     start_step: int = 0
     """The step at which position 0 would have been fed."""
     first_sample_step: int = 0
-    """The step of its first own draw; until then it repeats tokens it has."""
+    """The step of its first own draw; before it, the row feeds tokens that it already has."""
     last_step: int = 0
     """The step whose draw reaches the limit."""
     collected_step: int = 0
     """The first step whose draw is not yet in ``rollout``."""
     uniforms: Tensor | None = None
-    """Random numbers of its first draws, made in bulk while it waits; None when not made yet."""
+    """Random numbers of its next draws, made for many rows at once; None if not made yet."""
 
     def start(self, clock: int, read: int) -> None:
-        """Run from step ``clock`` on: feed the token after so many of the prefix."""
+        """Start or resume at step ``clock`` with ``read`` tokens of the prefix in the cache."""
         if read != len(self.prefix) or self.read:
             self.uniforms = None
         self.read = read
@@ -94,65 +93,65 @@ class Sequence:
         self.last_step = self.start_step + self.limit - 2
 
     def reach(self, clock: int) -> int:
-        """Cache positions it needs in this step."""
+        """Return the cache positions that it needs in this step."""
         ran = clock - self.start_step if self.place is not None else 0
         return max(len(self.prefix), ran) + 1
 
     def wait(self) -> None:
-        """Leave the running rows; whatever was made for the old position is void."""
+        """Remove it from the running rows; state of its old position is reset."""
         self.slot, self.place, self.read = -1, None, 0
         self.uniforms = None
 
 
 @dataclass(kw_only=True, eq=False)
 class Prefill:
-    """Read these tokens in this pass, for all of these places."""
+    """Instruction to read these tokens in this pass, for all of these places."""
 
     tokens: tuple[int, ...]
-    """A prefix, or the part of one that begins at ``begin``."""
+    """A prefix, or the part of a prefix that begins at ``begin``."""
     begin: int = 0
-    """The position of the first; those before it are in the cache."""
+    """Position of the first token; those before it are in the cache."""
     places: list[CachePlace] = field(default_factory=list)
-    """Every place that holds the tokens afterwards."""
+    """Every place that holds the tokens after the pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one pass does."""
+    """Instructions for one step."""
 
     clock: int
-    """The step's number."""
+    """Number of the step."""
     rows: tuple[Sequence, ...]
     """The running rows by slot; each is fed one token."""
     admitted: tuple[Sequence, ...]
-    """Those of them that are new in this step, or skip ahead."""
+    """Rows of ``rows`` that are new in this step, or jump to the next piece of their prefix."""
     bands: tuple[Band[Sequence], ...]
-    """The memory of the rows, in the order of slots."""
+    """Memory of the rows, in the order of slots."""
     copies: tuple[Copy, ...]
-    """Rows that change their place, and beginnings taken over; all at once."""
+    """Copies for rows that change places and for shared beginnings; all at once."""
     moves: tuple[tuple[int, int], ...]
-    """Rows that change their slot, from and to; all at once."""
+    """Rows that change slots, as (from, to); all at once."""
     prefills: tuple[Prefill, ...]
     """Prefixes to read."""
     reaches: tuple[int, ...]
-    """Cache positions that the longest row of each band sees."""
+    """Cache positions that the longest row of each band reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """A row that is about to run."""
+    """A row that may be admitted."""
 
     sequence: Sequence
     """The row."""
     source: CachePlace | None
-    """Where its beginning is."""
+    """Place to copy its beginning from; None for none."""
     shared: int
-    """How many tokens of it."""
+    """Length of that beginning in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Seating:
-    """What follows from giving every row its place and slot."""
+    """Copies and moves that give every row its place and slot."""
 
     copies: list[Copy] = field(default_factory=list)
     """See ``Step``."""
@@ -164,10 +163,10 @@ class Scheduler:
     """The state machine.
 
     Args:
-        max_rows: rows that run at once.
+        max_rows: maximum running rows.
         prefill_tokens: see ``PREFILL_TOKENS``.
-        layout: of the memory.
-        shares_parts: whether a prefix may be read from where it begins to differ from another.
+        layout: layout of the cache memory.
+        shares_parts: whether a row may copy a part of another row's prefix and read only the rest.
     """
 
     def __init__(
@@ -182,16 +181,16 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._shares_parts = shares_parts
         self.layout: BandLayout[Sequence] = layout or BandLayout()
-        """Where the running rows are."""
+        """Places of the running rows."""
         self.room: float = inf
-        """Positions there may be memory for, in all rows together."""
+        """Maximum positions of the cache, over all rows."""
         self.clock = 0
-        """The number of the next step."""
+        """Number of the next step."""
         self._arrivals = count()
         self._waiting: deque[Sequence] = deque()
         self._rows: dict[RowId, Sequence] = {}
         self._contents = Contents()
-        self._lasts: float = -1  # the layout holds until this step, if nobody comes or goes
+        self._lasts: float = -1  # the layout is valid until this step if no row arrives or leaves
 
     @property
     def has_work(self) -> bool:
@@ -204,11 +203,11 @@ class Scheduler:
         return [row for band in self.layout.bands for row in band.members if row.place is not None]
 
     def waiting(self, most: int) -> list[Sequence]:
-        """The next waiting rows, at most so many."""
+        """Return the next waiting rows, at most ``most``."""
         return list(islice(self._waiting, most))
 
     def add(self, sequence: Sequence) -> None:
-        """A row is to run.
+        """Add a row.
 
         Raises:
             RolloutError: a row of this id waits or runs already.
@@ -221,7 +220,7 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def leave(self, sequences: Iterable[Sequence]) -> None:
-        """Rows have ended or were taken out; their places are free, and what they hold can be found."""
+        """Remove rows that ended or were aborted; other rows can reuse their cache contents."""
         for sequence in sequences:
             del self._rows[sequence.rollout.row]
             if sequence.place is None:
@@ -232,7 +231,7 @@ class Scheduler:
             self.forget()
 
     def find(self, row: RowId) -> Sequence:
-        """The waiting or running row of this id.
+        """Return the waiting or running row of this id.
 
         Raises:
             RolloutError: there is none.
@@ -240,7 +239,7 @@ class Scheduler:
         return row_in(self._rows, row)
 
     def overdue(self) -> list[Sequence]:
-        """The running rows, those that came last, that have to wait for the room of the others."""
+        """Return the latest running rows that must wait because the others need their memory."""
         stay = sorted(self.running, key=lambda row: row.arrival)
         gone: list[Sequence] = []
         while self.clock >= self._lasts and len(stay) > 1 and not self._fits(stay):
@@ -248,29 +247,29 @@ class Scheduler:
         return gone
 
     def requeue(self, sequences: Iterable[Sequence]) -> None:
-        """Running rows wait again, before those that waited, in the order they came."""
+        """Move running rows back to the front of the waiting ones, in order of arrival."""
         back = sorted(sequences, key=lambda row: row.arrival)
         for sequence in back:
             self._vacate(sequence)
         self._waiting.extendleft(reversed(back))
 
     def forget(self) -> None:
-        """What the cache holds has become void; no row runs."""
+        """Discard all cache contents and bands; no row runs."""
         self.drop_contents()
         self.layout.bands = []
 
     def drop_contents(self) -> None:
-        """What the cache holds is for the rows that run, and for no other."""
+        """Stop sharing the present contents of the cache with other rows."""
         self._contents = Contents()
 
     def clear(self) -> None:
-        """Forget every row."""
+        """Remove every row."""
         self._waiting.clear()
         self._rows.clear()
         self.forget()
 
     def schedule(self) -> Step:
-        """The next step; the clock moves on with it."""
+        """Return the next step and advance the clock."""
         clock, running = self.clock, self.running
         reading = [row for row in running if clock - row.start_step < len(row.prefix)]
         entries = self._entries(running, reading)
@@ -303,11 +302,11 @@ class Scheduler:
         )
 
     def _piece(self, unread: int) -> int:
-        """How many tokens of a prefix one step reads when so many are left."""
+        """Return the number of prefix tokens to read in one step when ``unread`` are left."""
         return unread if unread <= self._prefill_tokens else max(1, self._prefill_tokens // 4)
 
     def _entries(self, running: Rows[Sequence], reading: Rows[Sequence]) -> list[_Entry]:
-        """The waiting rows that the next step admits."""
+        """Return the waiting rows that the next step admits."""
         entries: list[_Entry] = []
         spent = sum(self._piece(len(row.prefix) - row.read - 1) for row in reading)
         unfinished, longest = {row.prefix for row in reading}, 0
@@ -319,7 +318,7 @@ class Scheduler:
             if unread and (prefix not in fresh or unread > self._prefill_tokens):
                 longest = max(longest, self._piece(unread))
                 is_full = spent + longest * (len(fresh) + 1) > self._prefill_tokens
-                # What another row is reading is worth waiting for.
+                # Another row reads the same tokens now: wait, then copy them.
                 if prefix in fresh | unfinished or ((spent or fresh) and is_full):
                     break
                 beginning = prefix[:LEAST_SHARED] if self._shares_parts and not entry.shared else ()
@@ -331,14 +330,14 @@ class Scheduler:
         return entries[: self._admissible(running, entries)]
 
     def _entry(self, sequence: Sequence) -> _Entry:
-        """Where the row's beginning is, if that is worth taking over."""
+        """Return the row with the place of its cached beginning, if that is long enough to copy."""
         source, shared = self._contents.find(sequence.prefix) or (None, 0)
         if shared == len(sequence.prefix) or (self._shares_parts and shared >= LEAST_SHARED):
             return _Entry(sequence=sequence, source=source, shared=shared)
         return _Entry(sequence=sequence, source=None, shared=0)
 
     def _admissible(self, running: Rows[Sequence], entries: Rows[_Entry]) -> int:
-        """How many of these rows there is room for."""
+        """Return how many of these rows fit into memory."""
         coming = [entry.sequence for entry in entries]
         low, high = 0 if running else min(1, len(coming)), len(coming)
         while low < high:
@@ -350,7 +349,7 @@ class Scheduler:
         return low
 
     def _fits(self, rows: Rows[Sequence], ahead: int = 0) -> bool:
-        """Whether there is room for these."""
+        """Return whether these rows fit into memory."""
         if self.room == inf:
             return True
         return positions_of(self.layout.arranged(rows, self.clock, is_tight=True, ahead=ahead)) <= self.room
@@ -393,7 +392,7 @@ class Scheduler:
     def _displaced(
         self, copies: Rows[Copy], ran: Collection[CachePlace | None], runs: Collection[CachePlace | None]
     ) -> dict[CachePlace, CachePlace]:
-        """Free places that rows come from, and where they go, if what lay there would be lost."""
+        """Return free sources of copies, with the targets whose contents should move there to survive."""
         rows = {band.name: band.rows for band in self.layout.bands}
         return {
             copy.source: copy.target
@@ -403,7 +402,7 @@ class Scheduler:
         }
 
     def _vacate(self, sequence: Sequence) -> None:
-        """The row's place is free; until another takes it, all the row has fed is there."""
+        """Free the row's place; its keys and values stay usable until another row takes the place."""
         if self._shares_parts:
             fed = sequence.rollout.tokens[: self.clock - sequence.start_step]
             self._contents.put(_place(sequence), fed)
@@ -417,7 +416,7 @@ def _place(row: Sequence) -> CachePlace:
 
 
 def row_in(rows: Mapping[RowId, _T], row: RowId) -> _T:
-    """What an engine has by a row's id.
+    """Return an engine's entry for a row id.
 
     Raises:
         RolloutError: there is no such row.
@@ -429,7 +428,7 @@ def row_in(rows: Mapping[RowId, _T], row: RowId) -> _T:
 
 
 def twice(row: RowId) -> RolloutError:
-    """What is wrong with a second row of an id."""
+    """Return the error for a row id that is already in the engine."""
     return RolloutError(
         f"row ({row}) is in the engine already",
         why="a row's random numbers and results are found by its id, so an id is there once",
@@ -438,10 +437,10 @@ def twice(row: RowId) -> RolloutError:
 
 
 def check_ids(rows: Iterable[RowId]) -> None:
-    """Show that no two rows have one id.
+    """Check that row ids are unique.
 
     Raises:
-        RolloutError: two have.
+        RolloutError: two rows have the same id.
     """
     again = [row for row, times in Counter(rows).items() if times > 1]
     if again:

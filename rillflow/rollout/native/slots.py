@@ -1,12 +1,12 @@
-"""Slots: what the device knows of the running rows, and what they have drawn.
+"""Slots: the running rows' state on the device, and their draws.
 
     slot             0    1    2   ...            one window of W steps
     position         9    4   17                  uniforms [W, rows]       made once for the whole window
     line l     feeds a    b    c                  tokens   [W + 1, rows]   line l is fed, l + 1 drawn
-    line l+1   drawn a'   b'   c'                 logprobs [W, rows]       of what was drawn
+    line l+1   drawn a'   b'   c'                 logprobs [W, rows]       of the drawn tokens
 
-Every step reads one line and writes the next. A row's draws are taken out as one column when it ends
-or is taken out, and at the end of a window: nothing is done token by token.
+Every step reads one line and writes the next. A row's draws are collected as one column when it ends or is
+aborted, and at the end of a window, never token by token.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rillflow.rollout.native.sampling import Drawn
 from rillflow.rollout.native.scheduler import Sequence
 
 WINDOW = 64
-"""Steps of a window, and random numbers made for a row at a time at most."""
+"""Steps of a window; also the maximum of random numbers made for a row at a time."""
 BULK = 128
-"""Waiting rows whose random numbers are made together: making them for one costs nearly as much."""
+"""Waiting rows whose random numbers are made together, which costs little more than making them for one."""
 
 
 class Slots:
     """The running rows on the device.
 
     Args:
-        device: of the module.
-        seed: of the run.
+        device: the module's device.
+        seed: the run's seed.
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
@@ -47,7 +47,7 @@ class Slots:
         self._logprobs = torch.zeros(WINDOW, 0, dtype=torch.float32, device=device)
 
     def reserve(self, rows: int) -> None:
-        """Make room for slots 0 to ``rows`` - 1; twice what there was at least, so that it grows seldom."""
+        """Allocate slots 0 to ``rows`` - 1; growth at least doubles them, so that it is rare."""
         there = len(self._positions)
         if rows <= there:
             return
@@ -56,11 +56,11 @@ class Slots:
         self._tokens, self._logprobs = pad(self._tokens, more), pad(self._logprobs, more)
 
     def is_full(self, clock: int) -> bool:
-        """Whether this step needs a new window."""
+        """Return whether this step needs a new window."""
         return clock - self._begin >= WINDOW
 
     def begin(self, clock: int, running: Rows[Sequence]) -> None:
-        """A new window, whose draws of the old one have been taken out."""
+        """Start a new window; the draws of the old one have been collected."""
         self._tokens[0] = self._tokens[clock - self._begin]
         self._begin = clock
         for row in running:
@@ -68,7 +68,7 @@ class Slots:
         self._place_uniforms(clock, running, ahead=())
 
     def move(self, moves: Rows[tuple[int, int]]) -> None:
-        """Rows change their slot, from and to; all at once."""
+        """Move rows between slots, given as (from, to); all at once."""
         if not moves:
             return
         sources, targets = torch.tensor(moves, device=self._device).T
@@ -77,7 +77,7 @@ class Slots:
             lines[:, targets] = lines[:, sources]
 
     def admit(self, clock: int, admitted: Rows[Sequence], ahead: Rows[Sequence]) -> None:
-        """New rows begin; ``ahead`` are waiting ones, whose random numbers are made in the same go."""
+        """Start new rows; the random numbers of ``ahead``, waiting rows, are made at the same time."""
         if not admitted:
             return
         fed = [(row.rollout.tokens[row.read], row.read) for row in admitted]
@@ -88,7 +88,7 @@ class Slots:
         self._place_uniforms(clock, admitted, ahead)
 
     def feed(self, clock: int, running: int, rows: int) -> Feed:
-        """What the first ``rows`` slots feed; those that do not run feed token 0 at position 0."""
+        """Return tokens and positions of the first ``rows`` slots; idle ones feed token 0 at position 0."""
         line = self._tokens[clock - self._begin]
         if running < rows:
             line[running:rows] = 0
@@ -96,11 +96,11 @@ class Slots:
         return Feed(tokens=line[:rows], positions=self._positions[:rows])
 
     def uniforms(self, clock: int, rows: int) -> Tensor:
-        """[rows] float64 this step's random numbers."""
+        """Return [rows] float64, this step's random numbers."""
         return self._uniforms[clock - self._begin, :rows]
 
     def record(self, clock: int, drawn: Drawn) -> None:
-        """What this step drew is fed next, one position on."""
+        """Store this step's draws, to be fed next at the following position."""
         rows, line = len(drawn.tokens), clock - self._begin
         self._positions[:rows] += 1
         self._tokens[line + 1, :rows] = drawn.tokens
@@ -111,7 +111,7 @@ class Slots:
         self._tokens[clock + 1 - self._begin, slot] = token
 
     def collect(self, clock: int, rows: Rows[Sequence], version: int) -> None:
-        """Add to each row's rollout what it drew in the steps before ``clock``, under this version."""
+        """Append each row's draws of the steps before ``clock``, made under this version, to its rollout."""
         behind = [row for row in rows if row.collected_step < clock]
         if not behind:
             return
@@ -135,7 +135,7 @@ class Slots:
         self._uniforms[line : line + len(numbers), slots] = numbers[: WINDOW - line]
 
     def _make(self, rows: Rows[Sequence], clock: int) -> None:
-        """The next random numbers of each row: that of a token depends on (seed, row, position) alone."""
+        """Make each row's next random numbers; a token's number depends only on (seed, row, position)."""
         ids = torch.tensor([row.rollout.row for row in rows], device=self._device)
         fed = [clock - row.start_step if row.slot >= 0 else len(row.prefix) for row in rows]
         most = min(WINDOW, max(row.limit - place for row, place in zip(rows, fed, strict=True)) - 1)

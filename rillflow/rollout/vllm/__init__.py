@@ -1,1 +1,1 @@
-"""The vLLM engine: rows continued by vLLM, in this process, with weights handed over by name."""
+"""The vLLM engine: vLLM continues the rows, with weights passed to it by name."""

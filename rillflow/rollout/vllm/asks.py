@@ -1,4 +1,4 @@
-"""Asks: what VllmEngine and vLLM's core say to each other, wherever the core is.
+"""Asks: the requests and results between VllmEngine and vLLM's core, in the same process or in a server.
 
 VllmEngine ── Ask ──> AnyCore = Core, in this process | ServedCore ── frames ──> Core, in a server
            <─ Piece ─┘
@@ -20,109 +20,109 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""In one process; by the runner that takes a way of drawing from elsewhere; without word to anybody."""
+"""vLLM settings: one process, the model runner that accepts custom logits processors, no usage statistics."""
 LOUDNESS = "VLLM_LOGGING_LEVEL"
-"""The variable by which vLLM's log is silenced, unless it is set."""
+"""Environment variable that sets vLLM's log level; the log is silenced unless it is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreSettings:
-    """What vLLM is started with; plain values, as they cross to a server."""
+    """Start settings of vLLM; plain values, because they may be sent to a server."""
 
     directory: str
-    """Has the model's config; weights come by ``reload``."""
+    """Directory with the model's config; ``reload`` passes the weights."""
     device: str
-    """The type of device that it runs on."""
+    """Type of the device that vLLM runs on."""
     dtype: str
-    """Of its weights, as a config says it."""
+    """Dtype of the weights, as a name."""
     context: int
-    """Tokens of a row at most."""
+    """Maximum tokens of a row."""
     max_rows: int
-    """Rows that run at once."""
+    """Maximum running rows."""
     keep_cache: bool
-    """Whether keys and values of other weights are read on."""
+    """Whether keys and values computed with earlier weights stay in use."""
     rank: int = 0
-    """Of the adapter that goes with every version; 0 for none."""
+    """Rank of the adapter that comes with every version; 0 for none."""
     cache_gib: float | None = None
-    """What keys and values may take; None for as much as the rows need."""
+    """Maximum GiB of keys and values; None for as much as the rows need."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """How one row is continued."""
+    """A request to continue one row."""
 
     row: RowId
-    """The row's id, from which its random numbers follow."""
+    """The row's id, on which its random numbers depend."""
     sampling: SamplingConfig
-    """How its tokens are drawn."""
+    """Sampling settings of the row."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     begin: int
-    """The place of its first new token."""
+    """Position of its first new token."""
     most: int
-    """New tokens at most."""
+    """Maximum new tokens."""
     stop: tuple[int, ...] = ()
     """Tokens that end it."""
     sampled: tuple[int, ...] = ()
-    """Those of its tokens that were sampled, where a penalty counts them."""
+    """Its sampled tokens, for penalties."""
     tokens: tuple[int, ...] = ()
-    """All of its tokens, which the core writes down, where a penalty counts them."""
+    """All of its tokens, for penalties; set by the core."""
     given: tuple[int, ...] = ()
-    """Tokens that follow whatever would be drawn, where their log probabilities are asked for."""
+    """Tokens to emit in place of drawn ones, to obtain their log probabilities."""
 
     def __deepcopy__(self, memo: object) -> Ask:
-        """Itself: vLLM copies what goes with a request, of which nothing changes."""
+        """Return the object itself: vLLM copies a request's parameters, and these never change."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What steps added to a row."""
+    """The part that steps added to a row."""
 
     row: RowId
-    """Which."""
+    """Id of the row."""
     tokens: Sequence[int]
     """The new tokens."""
     logprobs: Sequence[float]
-    """Theirs, in the whole vocabulary, after temperature."""
+    """Their log probabilities in the whole vocabulary, after temperature."""
     has_ended: bool
-    """Whether no more follow."""
+    """Whether the row has ended."""
 
 
 class AnyCore(Protocol):
-    """vLLM, as VllmEngine knows it."""
+    """vLLM's interface for VllmEngine."""
 
     cache_bytes: int
-    """Room for keys and values."""
+    """Bytes reserved for keys and values."""
 
     def add(self, tokens: Sequence[int], ask: Ask) -> None:
-        """Let a row that has these tokens run."""
+        """Add a row with these tokens."""
 
     def step(self, most: int) -> list[Piece]:
-        """Go on by ``most`` tokens a row, or until no row runs; what came of it."""
+        """Generate up to ``most`` tokens per row, or until no row runs; return the new parts of rows."""
 
     def abort(self, row: RowId) -> None:
-        """Take a row out."""
+        """Remove a row."""
 
     def reload(self, version: int, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take other weights, by the names of files; keys and values of older ones are void, unless kept."""
+        """Load other weights, by their names in files; drop older keys and values unless they are kept."""
 
     def adapt(self, version: int, scale: float, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take another adapter in the place of the last, by PEFT's names; keys and values as in ``reload``.
+        """Replace the adapter, by PEFT's names; keys and values as in ``reload``.
 
         Args:
-            version: what it is called.
-            scale: of what it adds to its layers.
-            weights: all of it.
+            version: the policy version.
+            scale: factor of the adapter's output.
+            weights: all weights of the adapter.
         """
 
     def sleep(self) -> None:
-        """Give a device's room back; weights wait in host memory."""
+        """Free device memory; the weights move to host memory."""
 
     def wake(self) -> None:
-        """Take what ``sleep`` gave back."""
+        """Allocate again the memory that ``sleep`` freed."""
 
 
 def told(error: Exception) -> str:
-    """An error of vLLM's in one line."""
+    """Return an error of vLLM as one line."""
     return f"{type(error).__name__}: {str(error).strip() or 'it does not say why'}"

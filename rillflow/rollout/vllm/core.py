@@ -1,12 +1,13 @@
-"""Core: all that names vLLM: its engine, in whatever process this is.
+"""Core: vLLM's engine; the only module that imports vLLM.
 
-    Ask ─ add ─> LLMEngine ─ step: model ─ logits [n, V] ─ Draws ─ one token a row is left ─> Piece
-                    ^                                        └─ uniform(seed, row id, position), as the native
-    reload: (name, weight), then no key or value of before         engine draws
+    Ask ─ add ─> LLMEngine ─ step: model ─ logits [n, V] ─ Draws ─ one token per row remains ─> Piece
+                    ^                                        └─ uniform(seed, row id, position), like the
+                    native
+    reload: (name, weight), drops older keys and values            engine
     adapt:  the adapter of a version, a LoRA request of its name; the base is reloaded once
 
-vLLM's own sampler takes the likeliest token that ``Draws`` leaves: the only one, its log probability for a
-logit.
+vLLM's own sampler takes the likeliest token. ``Draws`` leaves only the drawn one, with its log probability in
+place of the logit.
 
 Legend: n rows, V vocabulary.
 """
@@ -43,7 +44,7 @@ _NOTHING = Piece(row=RowId(0, 0, 0), tokens=(), logprobs=(), has_ended=False)
 
 
 class Draws(LogitsProcessor):  # type: ignore[misc]
-    """Draws every row's token by the run's own random numbers, and leaves that token alone."""
+    """Draws every row's token with the run's own random numbers, and masks all others."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         del vllm_config, is_pin_memory
@@ -66,7 +67,7 @@ class Draws(LogitsProcessor):  # type: ignore[misc]
         self._ids = torch.tensor([ask.row for ask in asks], dtype=torch.int64, device=self._device)
 
     def apply(self, logits: Tensor) -> Tensor:
-        """See LogitsProcessor; of logits [n, V] one a row is left, a log probability; the rest is -inf."""
+        """See LogitsProcessor; keep one log probability per row of logits [n, V]; set the rest to -inf."""
         rows = [self._rows[index] for index in range(len(logits))]
         places = [ask.begin + len(sampled) for ask, sampled in rows]
         numbers = uniform(rows[0][0].seed, self._ids, torch.tensor(places, device=self._device))
@@ -79,7 +80,7 @@ class Draws(LogitsProcessor):  # type: ignore[misc]
         return logits.fill_(-inf).scatter_(1, drawn.tokens[:, None], drawn.logprobs[:, None])
 
     def _seen(self, rows: Sequence[tuple[Ask, list[int]]], vocabulary: int) -> Tensor | None:
-        """[2, g, V] what the rows with a penalty have; made anew, because vLLM may have taken a row back."""
+        """Return [2, g, V] token counts of rows with a penalty; recomputed, because vLLM may preempt rows."""
         seen, penalised = Seen(vocabulary, self._device), [rows[index] for index in self._settings.penalised]
         for ask, sampled in penalised:
             seen.begin(ask.row, (*ask.tokens, *sampled), (*ask.sampled, *sampled))
@@ -90,13 +91,13 @@ class Core:
     """vLLM's engine.
 
     Args:
-        settings: what it is started with.
+        settings: start settings.
     """
 
     def __init__(self, settings: CoreSettings) -> None:
         self._keep_cache, self._rank = settings.keep_cache, settings.rank
         device = torch.device(settings.device)
-        # On a processor vLLM packs matrices, and what it packed of a tied head it would not pack again.
+        # On a CPU, vLLM packs weight matrices, and would not pack a tied head again after a reload.
         self._is_asleep, self._can_sleep = False, device.type == "cuda"
         self._adapter: LoRARequest | None = None
         config = EngineArgs(
@@ -125,10 +126,10 @@ class Core:
         try:
             self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         finally:
-            torch.set_num_threads = set_threads  # vLLM puts another there, for the whole process
+            torch.set_num_threads = set_threads  # vLLM replaces the function for the whole process
         (model,) = self._engine.collective_rpc("get_model")
         named = model.named_parameters(remove_duplicate=False)
-        self._has_head = any(name.endswith(_HEAD) for name, _ in named)  # gemma2's is its embedding alone
+        self._has_head = any(name.endswith(_HEAD) for name, _ in named)  # gemma2 has no head of its own
 
     def add(self, tokens: Sequence[int], ask: Ask) -> None:
         """See AnyCore."""
@@ -176,7 +177,7 @@ class Core:
         self._turned(version)
 
     def adapt(self, version: int, scale: float, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """See AnyCore; rows that run ask for it by its number, so the new one takes the old one's place."""
+        """See AnyCore; running rows name the adapter by number, so the new one replaces the old in place."""
         held = {name: tensor.contiguous() for name, tensor in weights}
         layers = {name.rsplit(".", 3)[-3] for name in held}
         said = {"r": self._rank, "lora_alpha": scale * self._rank, "target_modules": sorted(layers)}
@@ -207,15 +208,15 @@ class Core:
 
 
 def _named(row: RowId) -> str:
-    """What vLLM calls a row's request."""
+    """Return the name of a row's vLLM request."""
     return "/".join(map(str, row))
 
 
 def _room_for(rank: int) -> dict[str, Any]:
-    """Settings by which vLLM has room for one adapter: the least that it has for this rank.
+    """Return the settings that reserve memory for one adapter: vLLM's smallest maximum rank that fits.
 
     Raises:
-        ValueError: the rank is higher than any.
+        ValueError: the rank exceeds vLLM's largest.
     """
     if not rank:
         return {}
@@ -226,7 +227,7 @@ def _room_for(rank: int) -> dict[str, Any]:
 
 
 def _cache_bytes(config: VllmConfig, max_rows: int, device: torch.device) -> int:
-    """Room for so many rows of the context, in whole blocks; of a device, at most half of what is free."""
+    """Return the bytes for ``max_rows`` whole contexts; on a GPU, at most half of the free memory."""
     model, parallel = config.model_config, config.parallel_config
     block = config.cache_config.block_size
     tokens = max_rows * -(-model.max_model_len // block) * block

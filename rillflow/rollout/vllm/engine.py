@@ -1,12 +1,13 @@
-"""VllmEngine: prompts in, rollouts out, by vLLM on a copy of the weights of its own.
+"""VllmEngine: prompts in, rollouts out, by vLLM on its own copy of the weights.
 
     rows ─ add ─> AnyCore ─ step ─ tokens, log probabilities ─> Rollout      in this process, or in a server
-    load: a layer at a time ─ names as files have them ─> AnyCore  every token bears the version that made it
-          beside an adapter: the base once, then the adapter alone
-    score: given tokens take the way of drawn ones
+    load: a layer at a time ─ names as in files ─> AnyCore   every token has the version that sampled it
+          with an adapter: the base once, then only the adapter
+    score: given tokens are processed like drawn ones
 
-A row's random numbers are the native engine's, from (seed, row id, position); its logits are not, by
-rounding, which depends on the rows beside it. So a text is repeated where rounding does not turn a token.
+A row's random numbers are those of the native engine, from (seed, row id, position). Its logits may differ
+by rounding, which depends on the other rows in the batch. So a repeated run gives the same text unless
+rounding changes a drawn token.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ from rillflow.rollout.vllm.asks import ENVIRONMENT, LOUDNESS, AnyCore, Ask, Core
 from rillflow.rollout.vllm.served import ServedCore, StartRefused
 
 _GIVEN = -2
-"""The epoch in the row ids of texts whose log probabilities are asked for."""
+"""Epoch in the row ids of texts whose log probabilities are requested."""
 _STEPS = 16
-"""Tokens by which rows go on at once, where nobody looks at them in between."""
+"""Tokens that rows advance at once when no caller looks at them in between."""
 
 
 @dataclass(kw_only=True)
@@ -50,26 +51,26 @@ class _Running:
     """A row that vLLM continues."""
 
     rollout: Rollout
-    """The row as it was when it was added, or when weights were loaded last."""
+    """The row when it was added, or when weights were last loaded."""
     stop: frozenset[int]
     """Tokens that end it."""
     tokens: list[int] = field(default_factory=list)
-    """What was sampled since."""
+    """Tokens sampled since then."""
     logprobs: list[float] = field(default_factory=list)
     """Their log probabilities."""
 
     def settled(self, version: int, finish: Finish = Finish.ABORTED) -> Rollout:
-        """The row with what was sampled since, under this version."""
+        """Return the row with the tokens sampled since, recorded under this version."""
         return self.rollout.sampled(self.tokens, self.logprobs, version, finish)
 
 
 class VllmEngine(RowByRow):
-    """vLLM; with ``rollout.server`` in another environment's process, else in this one.
+    """vLLM; with ``rollout.server``, in a process of another Python environment, else in this process.
 
     Args: see Engine.
 
     Raises:
-        RolloutError: vLLM refuses the model, or has no room for it.
+        RolloutError: vLLM rejects the model, or there is not enough memory.
     """
 
     def __init__(
@@ -111,11 +112,11 @@ class VllmEngine(RowByRow):
             )
 
     def _started(self, settings: CoreSettings) -> AnyCore:
-        """vLLM, in a server where the recipe names its Python."""
+        """Start vLLM, in a server if the recipe names its Python, else in this process."""
         try:
             if self._config.server is not None:
                 return ServedCore(Path(self._config.server), settings)
-            gc.collect()  # an earlier engine that nobody has would take vLLM's process groups with it
+            gc.collect()  # collecting an unused engine later would destroy vLLM's process groups
             os.environ.update(ENVIRONMENT)
             os.environ.setdefault(LOUDNESS, "ERROR")
             from rillflow.rollout.vllm.core import Core
@@ -138,11 +139,11 @@ class VllmEngine(RowByRow):
 
     @property
     def held_bytes(self) -> int:
-        """See Engine; it is taken once, for ``max_rows`` rows of the context, and kept."""
+        """See Engine; allocated once for ``max_rows`` whole contexts, and kept."""
         return self._core.cache_bytes
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """See Engine; they are copied, a layer at a time; beside an adapter its base once."""
+        """See Engine; the weights are copied a layer at a time; with an adapter, the base only once."""
         for row in self._rows.values():
             row.rollout, row.tokens, row.logprobs = row.settled(self._version), [], []
         beside = {name: weight for name, weight in weights.items() if is_adapter(name)}
@@ -156,7 +157,7 @@ class VllmEngine(RowByRow):
         self._version = version
 
     def _by_file(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Weights by their names in a file, tied ones by each of theirs; int8 ones as what they stand for."""
+        """Yield weights by their names in files: tied ones under each name, int8 ones dequantised."""
         weights = {
             **weights,
             **{name: weights[first] for name, first in self._tied.items() if first in weights},
@@ -219,7 +220,7 @@ class VllmEngine(RowByRow):
         return ended + self._advanced(most)
 
     def _advanced(self, most: int) -> list[Rollout]:
-        """The rows that ended with so many steps more, or with one where a text may end them."""
+        """Step; return the rows that ended. Runs ``most`` steps, or one if a stop text may end a row."""
         ended = []
         for piece in self._core.step(most if self._stops is None else 1):
             if piece.row not in self._rows:
@@ -235,7 +236,7 @@ class VllmEngine(RowByRow):
         return ended
 
     def _stops_at(self, row: _Running) -> bool:
-        """Whether the row's last token ends it by itself, or completes a text that does."""
+        """Return whether the row's last token is a stop token or completes a stop text."""
         if not row.stop or self._stops is None:
             return row.tokens[-1] in row.stop
         own, longest = row.settled(self._version), self._stops.longest
@@ -243,7 +244,7 @@ class VllmEngine(RowByRow):
         return row.tokens[-1] in row.stop or self._stops.ends([token for token, is_own in tail if is_own])
 
     def _left(self, row: RowId, *, is_over: bool = False) -> Rollout:
-        """A row that is taken out; vLLM is told where it goes on."""
+        """Remove and return a row; abort it in vLLM unless it has ended there."""
         if not is_over:
             self._core.abort(row)
         return self._rows.pop(row).settled(self._version)
@@ -266,7 +267,7 @@ class VllmEngine(RowByRow):
         return row_in(self._rows, row).settled(self._version)
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See Engine; rows that run go on meanwhile."""
+        """See Engine; running rows continue meanwhile."""
         plain, scored = SamplingConfig(stop=self._config.stop), dict[RowId, Rollout]()
         for index, text in enumerate(texts):
             start = Rollout.start(RowId(_GIVEN, index, 0), text[:1])
@@ -280,7 +281,7 @@ class VllmEngine(RowByRow):
         return [list(scored[RowId(_GIVEN, index, 0)].logprobs[1:]) for index in range(len(texts))]
 
     def _clear(self) -> None:
-        """Forget every row."""
+        """Remove every row."""
         for row in [*self._rows]:
             self._left(row)
         self._ended = []
@@ -295,7 +296,7 @@ class VllmEngine(RowByRow):
 
 
 def _tied(module: nn.Module) -> dict[str, str]:
-    """Of every weight with several names, the others by which it is known, and the first of them."""
+    """Return, for weights with several names, each further name and the first name it is tied to."""
     first: dict[int, str] = {}
     every = dict(module.named_parameters(remove_duplicate=False))
     return {name: first[id(each)] for name, each in every.items() if first.setdefault(id(each), name) != name}

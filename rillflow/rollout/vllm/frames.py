@@ -1,9 +1,9 @@
-"""Frames: how asks, pieces and weights cross to a server; JSON and arrays, nothing that runs.
+"""Frames: requests, pieces and weights on their way to a server, as JSON and arrays, never as code.
 
     START settings | ADD row | ABORT row | STEP most | SLEEP | WAKE          one frame each
     RELOAD, ADAPT ─ WEIGHT ─ WEIGHT ─ ... ─ END                              a weight is cut into buckets
 
-ADD and ABORT are not answered; every other is, with OK or ERROR, once it is done.
+ADD and ABORT get no answer; every other request is answered with OK or ERROR once it is done.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.vllm.asks import Ask, Piece
 
 BUCKET_BYTES = 2**26
-"""The longest part of a weight in one frame."""
+"""Maximum bytes of a weight in one frame."""
 _SAMPLING = set(SamplingConfig.model_fields) - {"stop"}
-"""How a token is drawn; texts that end a row are looked for on this side."""
+"""Sampling settings sent to the server; the engine itself checks for stop texts."""
 
 
 class Word(IntEnum):
-    """What a frame is for."""
+    """Kind of a frame."""
 
     START = auto()
     ADD = auto()
@@ -45,7 +45,7 @@ class Word(IntEnum):
 
 
 def said_of(ask: Ask) -> dict[str, Any]:
-    """A row's ask as JSON, its given tokens aside."""
+    """Return a row's request as JSON values, without its given tokens."""
     return {
         "row": list(ask.row),
         "sampling": ask.sampling.model_dump(mode="json", include=_SAMPLING),
@@ -58,7 +58,7 @@ def said_of(ask: Ask) -> dict[str, Any]:
 
 
 def ask_of(message: Message) -> Ask:
-    """What ``said_of`` said."""
+    """Return the request of a message: the inverse of ``said_of``."""
     says = message.says
     return Ask(
         row=RowId(*says["row"]),
@@ -73,7 +73,7 @@ def ask_of(message: Message) -> Ask:
 
 
 def arrays_of(pieces: Sequence[Piece]) -> Arrays:
-    """What steps added, rows side by side."""
+    """Return pieces as arrays, rows concatenated."""
     return {
         "rows": np.array([each.row for each in pieces], np.int64).reshape(-1, 3),
         "counts": np.array([len(each.tokens) for each in pieces], np.int64),
@@ -84,7 +84,7 @@ def arrays_of(pieces: Sequence[Piece]) -> Arrays:
 
 
 def pieces_of(arrays: Arrays) -> list[Piece]:
-    """What ``arrays_of`` laid side by side."""
+    """Return the pieces of these arrays: the inverse of ``arrays_of``."""
     rows, counts, tokens, logprobs, ended = (
         arrays[name].tolist() for name in ("rows", "counts", "tokens", "logprobs", "ended")
     )
@@ -98,7 +98,7 @@ def pieces_of(arrays: Arrays) -> list[Piece]:
 
 
 def send_weights(channel: Channel, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Send weights one after the other, each in buckets; of one on a device, one bucket is here at a time."""
+    """Send weights one by one, each in buckets; from a device, one bucket is copied at a time."""
     for name, tensor in weights:
         flat = tensor.detach().contiguous().reshape(-1)
         step = max(1, BUCKET_BYTES // flat.itemsize)
@@ -110,7 +110,7 @@ def send_weights(channel: Channel, weights: Iterable[tuple[str, Tensor]]) -> Non
 
 
 def received_weights(channel: Channel) -> Iterator[tuple[str, Tensor]]:
-    """The weights that ``send_weights`` sends, each once it is whole."""
+    """Yield the weights from ``send_weights``, each once it is complete."""
     whole = torch.empty(0)
     while (message := channel.receive()).kind == Word.WEIGHT:
         says, part = message.says, message.arrays["bytes"]

@@ -1,14 +1,15 @@
-"""Served: vLLM's core in a server of its own, which speaks for the environment of another Python.
+"""Served: vLLM's core in a server process, which runs in the environment of another Python.
 
     rank: VllmEngine ─ ServedCore ══ pair of sockets, frames ══ server: python of another environment ─ Core
-                            │                                      this very package, by a link in a folder
-                            └─ ends ──> the pair is closed, the server ends
+                            │                                      imports this package through a symbolic
+                            link
+                            └─ ends ──> the sockets are closed, the server ends
 
-consumes      answers, of one ask at a time
-waits for     an answer, at most ``START_S`` or ``answer_s``; then the server is killed, and the error says
-              who waited for what since when
+consumes      answers, to one request at a time
+waits for     an answer, at most ``START_S`` or ``answer_s``; then it kills the server, and the error names
+              the waiting process, the request and the time
 unblocked by  the answer, or the end of the socket: the error has the exit status and the log's last lines
-shuts down    with the object, or the process: the pair is closed; a server that stays is killed
+shuts down    with the object or the process: the sockets are closed; a server that does not end is killed
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from rillflow.rollout.vllm.asks import ENVIRONMENT, LOUDNESS, Ask, CoreSettings,
 from rillflow.rollout.vllm.frames import Word, pieces_of, said_of, send_weights
 
 START_S = 900.0
-"""The longest start: vLLM's imports, and on a device its trial passes."""
+"""Longest start in seconds: vLLM's imports, and on a GPU its trial passes."""
 ANSWER_S = 600.0
-"""The longest wait for any other answer, or for a part of it."""
+"""Longest wait in seconds for any other answer, or for a part of it."""
 _END_S = 10.0
-"""How long a server may take to end before it is killed."""
+"""Seconds that a server may take to end before it is killed."""
 _LOG_BYTES = 2000
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
@@ -49,20 +50,20 @@ _BOOT = (
 
 
 class StartRefused(Exception):
-    """vLLM does not start; the text says why, in its words."""
+    """vLLM does not start; the text is vLLM's reason."""
 
 
 class ServedCore:
     """See AnyCore.
 
     Args:
-        python: of the environment that has vLLM.
-        settings: what it is started with.
-        answer_s: the longest wait for an answer.
+        python: Python of the environment with vLLM.
+        settings: start settings.
+        answer_s: longest wait for an answer in seconds.
 
     Raises:
-        StartRefused: vLLM does not take the settings or the model.
-        RolloutError: there is no such Python, or its process ends.
+        StartRefused: vLLM rejects the settings or the model.
+        RolloutError: there is no such Python, or its process ended.
     """
 
     def __init__(self, python: Path, settings: CoreSettings, answer_s: float = ANSWER_S) -> None:
@@ -77,7 +78,7 @@ class ServedCore:
         self.cache_bytes = int(started.says["cache_bytes"])
 
     def _spawned(self, folder: str) -> tuple[subprocess.Popen[bytes], Channel]:
-        """The server's process, in a session of its own: an interrupt is the run's to answer."""
+        """Start the server in a session of its own, so that an interrupt reaches only the run."""
         (Path(folder) / "rillflow").symlink_to(Path(__file__).parents[2])
         own, theirs = socket.socketpair()
         try:
@@ -103,12 +104,12 @@ class ServedCore:
         return process, channel
 
     def add(self, tokens: Sequence[int], ask: Ask) -> None:
-        """See AnyCore; it goes with the next ask, whose answer has an error of vLLM's."""
+        """See AnyCore; sent with the next request, whose answer reports any error of vLLM."""
         arrays = {"tokens": np.array(tokens, np.int64), "given": np.array(ask.given, np.int64)}
         self._tell(Word.ADD, said_of(ask), arrays)
 
     def abort(self, row: RowId) -> None:
-        """See AnyCore; it goes with the next ask, whose answer has an error of vLLM's."""
+        """See AnyCore; sent with the next request, whose answer reports any error of vLLM."""
         self._tell(Word.ABORT, {"row": list(row)}, {})
 
     def step(self, most: int) -> list[Piece]:
@@ -132,13 +133,13 @@ class ServedCore:
         self._ask(Word.WAKE, {})
 
     def _tell(self, word: Word, says: Mapping[str, Any], arrays: Arrays) -> None:
-        """Say something that is not answered, together with what is said next."""
+        """Queue a frame without an answer, to be sent with the next one."""
         self._met(word, lambda: self._channel.send(word, says, arrays, later=True), is_answered=False)
 
     def _ask(
         self, word: Word, says: Mapping[str, Any], weights: Iterator[tuple[str, Tensor]] | None = None
     ) -> Message:
-        """Say something, and wait for the answer."""
+        """Send a frame and return its answer."""
 
         def send() -> None:
             self._channel.send(word, says)
@@ -156,7 +157,7 @@ class ServedCore:
     def _met(
         self, word: Word, send: Callable[[], None], *, is_answered: bool = True, within_s: float | None = None
     ) -> Message:
-        """Send, and wait for the answer where there is one; after an error the server is not used again."""
+        """Send, and return the answer if there is one; after an error the server is not used again."""
         began, limit_s = time.time(), within_s or self._answer_s
         server = f"vLLM's server (process {self._process.pid}, {self._python})"
         try:
@@ -191,7 +192,7 @@ class ServedCore:
 
 
 def _ended(process: subprocess.Popen[bytes], channel: Channel) -> None:
-    """Let a server end, or end it."""
+    """Close the connection; kill the server if it does not end in time."""
     channel.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)

@@ -1,13 +1,13 @@
-"""Server: vLLM in a process and an environment of its own; ``ServedCore`` starts it and has its socket.
+"""Server: vLLM in a process and an environment of its own; ``ServedCore`` starts it and holds its socket.
 
     ServedCore ── frame ──> answer it: Core ──> frame        the process's one loop
          └─ end of the socket closed ──> the process ends     a thread waits for that, whatever the loop does
 
-consumes      frames of an inherited socket: it has no name and no port, so there is nobody else to tell apart
-waits for     the next frame; whoever asks has the deadlines
-unblocked by  a frame, or the end of the socket: its other end closed, or the process that had it was killed
-produces      an answer to each frame that wants one; after ADD or ABORT failed, that error to the next
-shuts down    at once, whatever it does: nothing here outlives whoever asks
+consumes      frames of an inherited socket, without name or port, so no other process can connect
+waits for     the next frame; the client enforces the deadlines
+unblocked by  a frame, or the end of the socket: the client closed it or was killed
+produces      an answer to each frame that needs one; an error of ADD or ABORT answers the next frame
+shuts down    immediately, whatever it does: the process never outlives its client
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _UNANSWERED = (Word.ADD, Word.ABORT)
 
 
 class _Answers:
-    """Frames, carried out.
+    """Executes frames.
 
     Args:
-        channel: to whoever asks.
+        channel: connection to the client.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -42,7 +42,7 @@ class _Answers:
         self._core: AnyCore
 
     def of(self, message: Message) -> tuple[Mapping[str, Any], Arrays]:
-        """Carry a frame out; what there is to say of it."""
+        """Execute a frame; return the values and arrays of its answer."""
         word, says = Word(message.kind), message.says
         if word is Word.START:
             from rillflow.rollout.vllm.core import Core
@@ -64,7 +64,7 @@ class _Answers:
         return {}, {}
 
     def _take(self, into: Callable[..., None], *named: Any) -> None:
-        """Hand weights over as they come; the rest of them is read whatever becomes of those."""
+        """Pass weights on as they arrive; after a failure, read the remaining ones all the same."""
         weights = received_weights(self._channel)
         try:
             into(*named, weights)
@@ -74,7 +74,7 @@ class _Answers:
 
 
 def main(descriptor: int) -> None:
-    """Answer until the other end of the socket of this descriptor is closed."""
+    """Answer requests until the client closes the socket of this descriptor."""
     connected = socket.socket(fileno=descriptor)
     threading.Thread(target=_end_with_it, args=(descriptor,), daemon=True).start()
     channel, failed = Channel(connected), ""
@@ -100,8 +100,8 @@ def main(descriptor: int) -> None:
 
 
 def _end_with_it(descriptor: int) -> None:
-    """End the process when the other end of the socket is closed, whatever the main thread does."""
+    """End the process when the client closes the socket, whatever the main thread does."""
     watched = select.poll()
-    watched.register(descriptor, 0)  # that it hangs up is told in any case
+    watched.register(descriptor, 0)  # poll reports a hang-up even without events
     watched.poll()
     os._exit(0)
