@@ -6,7 +6,7 @@
 
     DoRA: each output without bias, times m / |row of W + s up down|; the norm is a constant in the gradient
 
-    recipe: adapter = {...} ─> attach: down random, up 0: outputs are unchanged         ┐
+    recipe: adapter = {...} ─> attach: down random, up 0: outputs are unchanged           ┐
     directory ─ adapter_config.json ─> base, attach; adapter_model.safetensors ─> slices  ┘ base frozen
 
 An adapted layer and its weights keep their names; the adapter is a sibling module named ``NAME_adapter``. So

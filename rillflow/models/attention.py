@@ -3,11 +3,10 @@
     transformers module ── query, key, value ──> rillflow attention ── attention_plan ──> an engine's own
                                                         └────────── no plan ───────────> plain causal SDPA
 
-A module stays unmodified: this function is registered with the library's public attention
+A module stays unmodified: this function is registered with transformers' public attention
 interface, and an engine passes an ``AttentionPlan`` as one more keyword of ``module(...)``.
 
-    query · key · scaling ─ softcap: c tanh(./c) ─ mask ─ softmax together with the head's sink ─> shares of
-    values
+    query · key · scaling ─ softcap: c tanh(./c) ─ mask ─ softmax with the head's sink ─> weights of values
 
 Legend: N batch, H query heads, K key/value heads, G = H / K, T tokens, D head size, E head size of values.
 """
@@ -28,7 +27,7 @@ ATTENTION = "rillflow"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """How a layer computes attention weights from queries and keys."""
+    """Settings that turn a layer's queries and keys into attention weights."""
 
     scaling: float
     """Factor on the products of queries and keys."""

@@ -2,8 +2,9 @@
 
     tokens ── module.base_model ──> hidden states [U, D] ── head, a linear layer to one number ──> [U]
 
-The module is transformers' own (ForSequenceClassification, ForTokenClassification), unmodified. Its own
-forward pass returns one number per row, or applies dropout, so body and head are called separately.
+The module is transformers' own, unmodified. Its own forward pass returns one number per row
+(ForSequenceClassification) or has dropout (ForTokenClassification), so body and head are called separately.
+
 Legend: U tokens of all rows, laid end to end; D hidden size.
 """
 

@@ -1,10 +1,9 @@
 """Parallel: a decoder's part on one rank of a mesh, and the passes that all ranks run together.
 
-    whole module, unread ─ tp: weights split ─ pp: layers dropped ─ fsdp: shards ─> part(state, inputs,
-    wanted)
+    whole module, unread ─ tp: weights split ─ pp: layers dropped ─ fsdp: shards ─> part(state, inputs, ...)
                                 └ tried on a short copy: outputs must equal the whole module's
     micro-batches ─ lay_out ─> readings ─ part ─> outputs on the last stage ─ finish ─> shares of the loss
-                                                  an error is kept, passes go on ─ agree ─> raised everywhere
+                                                  errors are kept until all passes end ─ agree ─> raised
 
 One device is a mesh of one rank, and so is each of several that hold the whole module and different rows. All
 ranks of a replica pass the same micro-batches; each replica passes its own. If parameters are sharded over

@@ -279,7 +279,7 @@ def last_tokens(batch: Batch) -> Batch:
 
 
 _MUCH = 1 / 3
-"""Minimum shared part of a row for computing queries only for its suffix."""
+"""Minimum shared fraction of a row for computing queries only for its suffix."""
 
 
 def _side_by_side(lengths: Tensor, silent: Tensor) -> Iterator[Tensor]:

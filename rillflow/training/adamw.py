@@ -146,7 +146,7 @@ def rounded(numbers: Tensor, drawn: tuple[int, int, int]) -> Tensor:
     found = torch.empty_like(numbers, dtype=torch.bfloat16).view(-1)
     for start in range(0, numbers.numel(), _AT_ONCE):
         part = numbers.reshape(-1)[start : start + _AT_ONCE].float().view(torch.int32)
-        # one counter gives four words of 32 bits: random bits for the 16 cut-off bits of eight numbers
+        # one counter gives four words of 32 bits: eight random numbers of 16 bits, one for each rounding
         counters = torch.arange(start // 8, start // 8 + -(-len(part) // 8), device=numbers.device)
         parts = (counters, *(torch.full_like(counters, each) for each in (step, stream, 0)))
         words = philox(torch.stack(parts, dim=-1), (key, 0))

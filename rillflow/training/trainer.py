@@ -1,7 +1,7 @@
 """Trainer: one optimiser step per minibatch, for any output of the module and any loss.
 
-    minibatch ─ prepare ─> rows ─ micro_batches ─> part ─ reader ─> outputs [N] ─ loss ─────> terms
-                                                     └ guards: finite?         weight │ sum / denominator
+    minibatch ─ prepare ─> rows ─ micro_batches ─> part ─ reader ─> outputs [N] ─ loss ─> terms
+                                                     └ guards: finite?       weight │ sum / denominator
                       weights <─ Optimizer.step <─ accumulated gradients <── backward ┘
 
 A step may minimise several losses, each over rows of its own: an ``Aim`` each, with its own denominator.
@@ -9,11 +9,11 @@ Their gradients are accumulated before one clipping and one step.
 
 Reader and loss use the same type of output: log probabilities, or numbers of a scalar head. Rows whose terms
 have no gradient (groups of equal rewards) are only measured, without a backward pass. If no row has a
-gradient, the step still counts. Any error leaves weights, moments and step count unchanged.
+gradient, weights stay and the step is counted. Any error leaves weights, moments and step count unchanged.
 
 With several ranks each has a part of the minibatch's rows, perhaps none: the denominator and the gradients
 are summed over them, in the order of ranks, so all take the same step. If the module itself is split over
-ranks, they make all passes and the step together, each on its part.
+ranks, they run all passes and the step together, each on its part.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class Trainer:
         return Routing(self._parallel.routers, self._parallel.device)
 
     def _pull(self, aim: Aim, rows: Batch | None) -> Tensor | None:
-        """Return the balancing pull on an aim's routing, from rows with a gradient; every rank calls it.
+        """Return ``Routing.pull`` for an aim, from its rows with a gradient; every rank calls it.
 
         If the choices of experts were not recorded, a pass determines them.
         """

@@ -2,8 +2,7 @@
 
     rows of one (epoch, prompt): sample 0 the answer, sample 1 another prompt's answer, if there is one
 
-        samples 1 of the minibatch ─ present log probabilities ─ settled ─> divergence, one number for all
-        rows
+        samples 1 of the minibatch ─ present log probabilities ─ settled ─> divergence, one for all rows
         samples 0 ─ log probabilities [N] ─ summed by row ─> formulas.unpaired_loss [B]
 
 Legend: B rows, N loss tokens of one micro-batch.

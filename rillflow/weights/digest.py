@@ -177,8 +177,8 @@ def _mixed(values: Tensor) -> Tensor:
     """Return the bits of every element mixed into 64 bits that are not proportional to the values."""
     found = values.contiguous().view(_BITS[values.element_size()]).to(torch.int64, copy=True)
     found *= _signed(_FIRST)
-    # The shift copies the sign, so n and ~n would become one; no two products of elements of up to 32 bits
-    # are such a pair.
+    # The shift copies the sign, so it maps n and ~n to the same value; no two products of elements of up to
+    # 32 bits are such a pair.
     found ^= found >> 29
     return found
 

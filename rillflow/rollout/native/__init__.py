@@ -1,4 +1,4 @@
-"""The native engine: continuous batching around an unmodified transformers module, in five classes.
+"""The native engine: continuous batching around an unmodified transformers module.
 
 add ──> Sequence ──> Scheduler ── Step ──> Runner <── Cache           one step():
          a row        no torch:   what to   the module, its             schedule

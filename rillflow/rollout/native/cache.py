@@ -117,8 +117,9 @@ class Cache:
     def arrange(self, bands: Sequence[Band[Any]], copies: Sequence[Copy] = ()) -> None:
         """Allocate exactly these bands; rows keep their contents.
 
-        All copies happen at once: they read the contents from before the call. A copy may bring more
-        positions than a row has valid; the row reads no position before it has written it.
+        All copies happen at once: they read the contents from before the call. A copy may extend beyond its
+        row's valid positions, to the length of the longest one; a row reads no position before it has written
+        it.
         """
         some = next(iter(self.layers.values()))
         shapes = {name: (band.keys.shape[0], band.keys.shape[2]) for name, band in some.items()}

@@ -1,14 +1,14 @@
 """Rank consistency: the ranks that share a model's weights run the same rows and draw the same tokens.
 
     step s     rank 0   notes of new rows and drawn tokens ─ digest ─┐
-               rank 1   notes ...                           ─ digest ─┴─ all equal? ─> the pass of step s
-                                                                         └ no ─> notes compared, row named
+               rank 1   notes ...                          ─ digest ─┴─ all equal? ─> the pass of step s
+                                                                          └ no ─> notes compared, row named
 
-The ranks agree without communication: logits have the same bits on all of them, and random numbers depend on
-row ids. But ranks that diverge (other prompts, another version, machines that round differently) would enter
-each other's collectives with other shapes. So they exchange one number before every pass, and once when no
-row is left. It always has the same size, so a diverged rank still compares it; the step at which they diverge
-fails, on all ranks.
+The ranks agree without communication: logits have the same bits on all of them, and random numbers depend
+on row ids. But ranks that diverge (other prompts, another version, machines that round differently) would
+enter each other's collectives with other shapes. So they exchange one number before every pass, and once
+when no row is left. It always has the same size, so a diverged rank still compares it; the step at which
+they diverge fails, on all ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Routes: the experts that the tokens of running rows took, stored as one more layer of the cache.
 
     a pass ── chosen [T, k] by each router ──> keys of the layer ROUTES [rows, R, length, k]
-    a row ends ── its places of these ──> rollout.routes [T, R, k] int16
+    a row ends ── its part of that layer ──> rollout.routes [T, R, k] int16
 
 So routes are shared, copied, moved and recomputed together with keys and values: a row's routes come from
 the passes that computed the keys and values its later tokens attended to. Expert numbers are stored in the

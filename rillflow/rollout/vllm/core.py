@@ -1,9 +1,8 @@
 """Core: vLLM's engine; the only module that imports vLLM.
 
     Ask ─ add ─> LLMEngine ─ step: model ─ logits [n, V] ─ Draws ─ one token per row remains ─> Piece
-                    ^                                        └─ uniform(seed, row id, position), like the
-                    native
-    reload: (name, weight), drops older keys and values            engine
+                    ^                                        └─ uniform(seed, row id, position), as in the
+    reload: (name, weight), drops older keys and values         native engine
     adapt:  the adapter of a version, a LoRA request of its name; the base is reloaded once
 
 vLLM's own sampler takes the likeliest token. ``Draws`` leaves only the drawn one, with its log probability in

@@ -24,7 +24,7 @@ from rillflow.rollout.vllm.asks import Ask, Piece
 BUCKET_BYTES = 2**26
 """Maximum bytes of a weight in one frame."""
 _SAMPLING = set(SamplingConfig.model_fields) - {"stop"}
-"""Sampling settings sent to the server; the engine itself checks for stop texts."""
+"""Sampling settings sent to the server; ``VllmEngine`` itself checks for stop texts."""
 
 
 class Word(IntEnum):

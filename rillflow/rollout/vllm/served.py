@@ -1,8 +1,7 @@
 """Served: vLLM's core in a server process, which runs in the environment of another Python.
 
     rank: VllmEngine ─ ServedCore ══ pair of sockets, frames ══ server: python of another environment ─ Core
-                            │                                      imports this package through a symbolic
-                            link
+                            │                                      imports this package through a link
                             └─ ends ──> the sockets are closed, the server ends
 
 consumes      answers, to one request at a time
