@@ -58,7 +58,7 @@ class LoadedModel:
     module: PreTrainedModel
     """The unmodified transformers module, in evaluation mode."""
     tokenizer: Tokenizer
-    """Its tokeniser."""
+    """The model's tokeniser."""
     context: int
     """The longest row in tokens, prompt and completion together."""
     device: torch.device

@@ -71,7 +71,7 @@ def main() -> None:
                 sys.exit(TOO_MUCH)
     except MemoryError:
         sys.exit(TOO_MUCH)
-    except Exception:  # noqa: BLE001  the library has no type of its own; whoever loads the file meets the same
+    except Exception:  # noqa: BLE001  the library has no exception type of its own
         return
 
 

@@ -31,7 +31,7 @@ from rillflow.errors import ModelError
 from rillflow.models.weight_files import unusable
 
 ALONE = threading.RLock()
-"""Lets one thread at a time build or draw a model: generator and library settings are global."""
+"""Lock of building or drawing a model: random generator and library settings are global."""
 aten = torch.ops.aten
 _FILLS = {aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar}
 """Operations that overwrite a tensor completely."""

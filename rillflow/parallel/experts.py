@@ -80,7 +80,7 @@ def cut_experts(module: nn.Module, ranks: ProcessRanks) -> None:
 
 
 class _Trip:
-    """Sends one layer's tokens to their experts and back, in every pass."""
+    """Exchange of one layer's tokens with their experts' ranks, in every pass."""
 
     def __init__(self, ranks: ProcessRanks, experts: int) -> None:
         self._ranks, self._experts = ranks, experts

@@ -45,7 +45,7 @@ GROUP_BYTES = 2**24
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gradients:
-    """Completes the gradients of one rank's parameters, by the parameters' names."""
+    """Sums of the gradients of one rank's parameters over ranks, by the parameters' names."""
 
     groups: RankGroups
     """The rank's groups."""

@@ -141,7 +141,7 @@ class Parallel:
         self.parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
         """This rank's parameters; DTensors if they are sharded."""
         self.gradients = self._gradients(plan)
-        """Completes their gradients."""
+        """Sums of their gradients over ranks."""
 
     @staticmethod
     def whole(module: Any, ranks: Ranks | None = None) -> Parallel:

@@ -44,9 +44,9 @@ class Cell:
     slice: Slice
     """The box."""
     source: Holders
-    """Its holders before."""
+    """Holders in the source placement."""
     destination: Holders
-    """Its holders afterwards."""
+    """Holders in the destination placement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +91,7 @@ class Boxing:
     """
 
     stages: tuple[tuple[Move, ...], ...]
-    """Moves between ranks: the first stage sends slices of the source, the second sums of the first.
+    """Moves between ranks: the first stage sends slices of the source, the second one their sums.
 
     Contributions are added in their order here, after the kept one.
     """

@@ -55,7 +55,7 @@ class Capability(StrEnum):
 
 
 class Engine(Protocol):
-    """Continues prompts with the loaded weights.
+    """A rollout engine, which continues prompts with the loaded weights.
 
     Args:
         module: the decoder, or this rank's shard of it.
@@ -133,7 +133,7 @@ class Engine(Protocol):
 
 
 class RowByRow:
-    """Implements ``generate`` and ``generate_parts`` with an engine's ``add`` and ``step``: see Engine."""
+    """Mixin with ``generate`` and ``generate_parts`` over an engine's ``add`` and ``step``: see Engine."""
 
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """See Engine."""

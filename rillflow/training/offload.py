@@ -17,7 +17,7 @@ from rillflow.parallel.tensor import own
 
 
 class OnHost:
-    """Tensors in host memory except while they are used; on a CPU, copies in separate memory.
+    """Tensors in host memory except while they are used; on a CPU, in a second buffer.
 
     Args:
         tensors: on one device, of any size; shared memory and views stay shared.

@@ -66,7 +66,7 @@ class Optimizer:
                 fix="call requires_grad_(True) on what should be trained",
             )
         self.masters = {name: _master(weight) for name, weight in self._weights.items()}
-        """Stepped tensors by parameter name; a weight of float32 or wider is its own master."""
+        """Stepped tensors by parameter name; a plain weight of float32 or wider is its own master."""
         self._apart = [name for name, weight in self._weights.items() if self.masters[name] is not weight]
         self._narrow = [name for name in self._apart if self._weights[name].dtype.itemsize < 4]
         self._adamw = AdamW(self.masters, self._narrow, config)

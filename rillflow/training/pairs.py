@@ -54,7 +54,7 @@ class PairLoss:
         self._fields = [name for name in field_parameters(function, self.options) if name not in self.says]
 
     def prepare(self, minibatch: Batch) -> Batch:
-        """Prepare as ``TokenLoss.prepare``; add ``loss_units`` [B] int64, equal for rows of the same part.
+        """Prepare as ``TokenLoss.prepare``; add ``loss_units`` [B] int64, whose equal rows stay in one part.
 
         Raises:
             TrainingError: a row has no partner, or is neither sample 0 nor 1; a row is empty.

@@ -34,7 +34,7 @@ from rillflow.training.minibatches import gathered
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobReader:
-    """Reads log probabilities of a language model."""
+    """Reader of a language model's log probabilities."""
 
     temperature: float = 1.0
     """Temperature at which the tokens were sampled."""
@@ -69,7 +69,7 @@ class LogprobReader:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalarReader:
-    """Reads the numbers of a scalar head."""
+    """Reader of a scalar head's numbers."""
 
     back: int
     """1 for values, 0 for scores."""
@@ -95,7 +95,7 @@ OutputReader = LogprobReader | ScalarReader
 
 
 class Scorer:
-    """Runs a module over batches, one micro-batch at a time.
+    """Runner of a module over batches, one micro-batch at a time.
 
     Args:
         module: a decoder with Rillflow's attention; it is put in evaluation mode.

@@ -39,7 +39,7 @@ class Skip:
 
 
 class Skipped:
-    """Collects non-finite updates, and saves the first one.
+    """Collector of non-finite updates; it saves the first one.
 
     Args:
         folder: folder of the bundle, for the first update of a step.

@@ -55,13 +55,13 @@ class Aim:
     loss: Loss
     """The loss to minimise."""
     reader: OutputReader
-    """Reads the module's outputs for the loss."""
+    """Reader of the module's outputs for the loss."""
     weight: float = 1.0
     """Factor on its gradient; metrics are of the unweighted loss."""
 
 
 class Trainer:
-    """Trains a module and scores with it.
+    """Optimisation and scoring of a module.
 
     Args:
         module: a causal language model, or a decoder with a scalar head, with Rillflow's attention; its
@@ -89,7 +89,7 @@ class Trainer:
         self.skipped: Skipped | None = None
         """Collector of non-finite steps; with None they raise an error."""
         self.scorer = Scorer(module, config, parallel=self._parallel)
-        """Scores with the present weights."""
+        """Scorer of the present weights."""
         self.optimizer = Optimizer(
             module, config, total_steps=total_steps, gradients=self._parallel.gradients
         )

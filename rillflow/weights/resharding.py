@@ -47,7 +47,7 @@ def pieces(
 
 
 class Resharding:
-    """Executes a plan on one rank; every rank of the plan has one and processes the same buckets in order.
+    """Execution of a plan on one rank; every rank of the plan processes the same buckets in order.
 
     Args:
         plan: the plan; its ranks are those of the group.

@@ -56,7 +56,7 @@ class WeightSwitch:
         self.buffer_bytes = 0
         """Most bytes of buffers in that time."""
         self.resharding = Resharding(plan, ranks)
-        """Executes the plan and counts all bytes moved so far."""
+        """Execution of the plan, with the bytes moved so far."""
         self._training = {name: training[name] for name in plan.weights if name in training}
         self._shared = {
             name for name in self._training if self._is_alike(name) and plan.is_same(name, self.rank)

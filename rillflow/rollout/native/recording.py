@@ -37,7 +37,7 @@ _AT = 2
 _REPEATS = 3
 """The compiler rewrites a recording at its second call; from the third call it stays the same."""
 _RECORDER = threading.Lock()
-"""Allows one recording at a time, because the tracer's warnings are global to the process."""
+"""Lock for one recording at a time, because the tracer's warnings are global to the process."""
 
 
 _Kind = tuple[bool, bool, int]

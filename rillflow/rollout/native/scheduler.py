@@ -65,23 +65,23 @@ class Sequence:
     limit: int
     """Tokens at which the row ends, prompt included."""
     arrival: int = -1
-    """Number of rows added before it."""
+    """Number of rows added before this one."""
     slot: int = -1
-    """Its index among the running rows; -1 while it waits."""
+    """Index of the row among the running rows; -1 while it waits."""
     place: CachePlace | None = None
-    """Place of its keys and values; None while it waits."""
+    """Place of the row's keys and values; None while it waits."""
     read: int = 0
     """Prefix tokens in the cache after the last step that read some."""
     start_step: int = 0
     """The step at which position 0 would have been fed."""
     first_sample_step: int = 0
-    """The step of its first own draw; before it, the row feeds tokens that it already has."""
+    """The step of the row's first own draw; before it, the row feeds tokens that it already has."""
     last_step: int = 0
     """The step whose draw reaches the limit."""
     collected_step: int = 0
     """The first step whose draw is not yet in ``rollout``."""
     uniforms: Tensor | None = None
-    """Random numbers of its next draws, made for many rows at once; None if not made yet."""
+    """Random numbers of the row's next draws, made for many rows at once; None if not made yet."""
 
     def start(self, clock: int, read: int) -> None:
         """Start or resume at step ``clock`` with ``read`` tokens of the prefix in the cache."""

@@ -58,15 +58,15 @@ class Ask:
     seed: int
     """Seed of the run."""
     begin: int
-    """Position of its first new token."""
+    """Position of the row's first new token."""
     most: int
     """Maximum new tokens."""
     stop: tuple[int, ...] = ()
-    """Tokens that end it."""
+    """Tokens that end the row."""
     sampled: tuple[int, ...] = ()
-    """Its sampled tokens, for penalties."""
+    """The row's sampled tokens, for penalties."""
     tokens: tuple[int, ...] = ()
-    """All of its tokens, for penalties; set by the core."""
+    """All of the row's tokens, for penalties; set by the core."""
     given: tuple[int, ...] = ()
     """Tokens to emit in place of drawn ones, to obtain their log probabilities."""
 
@@ -84,7 +84,7 @@ class Piece:
     tokens: Sequence[int]
     """The new tokens."""
     logprobs: Sequence[float]
-    """Their log probabilities in the whole vocabulary, after temperature."""
+    """Log probabilities of the new tokens in the whole vocabulary, after temperature."""
     has_ended: bool
     """Whether the row has ended."""
 

@@ -43,7 +43,7 @@ _NOTHING = Piece(row=RowId(0, 0, 0), tokens=(), logprobs=(), has_ended=False)
 
 
 class Draws(LogitsProcessor):  # type: ignore[misc]
-    """Draws every row's token with the run's own random numbers, and masks all others."""
+    """Logits processor that draws tokens with the run's own random numbers, and masks all others."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         del vllm_config, is_pin_memory

@@ -53,11 +53,11 @@ class _Running:
     rollout: Rollout
     """The row when it was added, or when weights were last loaded."""
     stop: frozenset[int]
-    """Tokens that end it."""
+    """Tokens that end the row."""
     tokens: list[int] = field(default_factory=list)
     """Tokens sampled since then."""
     logprobs: list[float] = field(default_factory=list)
-    """Their log probabilities."""
+    """Log probabilities of these tokens."""
 
     def settled(self, version: int, finish: Finish = Finish.ABORTED) -> Rollout:
         """Return the row with the tokens sampled since, recorded under this version."""

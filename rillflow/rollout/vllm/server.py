@@ -31,7 +31,7 @@ _UNANSWERED = (Word.ADD, Word.ABORT)
 
 
 class _Answers:
-    """Executes frames.
+    """Executor of frames.
 
     Args:
         channel: connection to the client.
