@@ -237,7 +237,7 @@ def trial(
         is_last: whether the module has the head itself, not another pipeline stage.
         graph: whether the pass records a graph for a backward pass.
         tokens: use only this many tokens.
-        given: arguments of the module that replace the defaults.
+        given: arguments of the module that replace the default, tokens at positions from 0 on.
     """
     positions = trial_positions(module)[:, :tokens]
     ids = positions % module.config.get_text_config().vocab_size

@@ -144,7 +144,7 @@ def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | 
 
 
 def base_of(source: str) -> str:
-    """Return the model's directory or hub name; for an adapter's directory, those of its base."""
+    """Return the result of ``locate``, or the base's directory or hub name if an adapter is there."""
     adapter = found_adapter(source, None)
     if adapter is None:
         return source

@@ -100,7 +100,12 @@ class PolicyPairLoss:
         self.options: dict[str, Any] = {}
 
     def prepare(self, minibatch: Batch) -> Batch:
-        """Prepare as ``PairLoss.prepare``, for log probabilities, with reference totals if they are read."""
+        """Prepare as ``PairLoss.prepare``, for log probabilities, with reference totals if they are read.
+
+        Raises:
+            NotFiniteError: a reference total is not finite.
+            TrainingError: a row has no partner or no loss token, or the reference totals are missing.
+        """
         pairs, there = _paired(minibatch), minibatch.fields
         require_fields(self.function, self.reads, there)
         guarded = [name for name in (SAMPLED, BEHIND, *ROUTES) if name in there]

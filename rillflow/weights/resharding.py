@@ -170,7 +170,7 @@ def gathered(
 
     Example:
         for name, tensor in gathered(weights, layout, tensors, ranks, to):  # every rank runs the loop
-            keep(name, tensor)  # only the rank that gets the weight enters it
+            keep(name, tensor)  # the one that it goes to enters it
 
     Args:
         weights: the weights, with the dtypes to yield.

@@ -35,7 +35,7 @@ _TRIALS = ((3, (2, 1)), (1, (2,)), (5, (1, 3, 2, 3)), (4, (3,)))
 _AT = 2
 """The position fed by a trial's rows without a prefix."""
 _REPEATS = 3
-"""The compiler rewrites a recording at its second call; from the third call it stays the same."""
+"""Comparisons per trial: the compiler rewrites a recording at its second call, and not afterwards."""
 _RECORDER = threading.Lock()
 """Lock for one recording at a time, because the tracer's warnings are global to the process."""
 
@@ -66,7 +66,7 @@ class RecordedModule:
         self._recordings: dict[_Kind, nn.Module | None] = {}
 
     def check_weights(self) -> None:
-        """Drop all recordings if the module has other parameter tensors than before."""
+        """Drop all recordings if the module has other parameter or buffer tensors than before."""
         weights = _weights(self._module)
         if list(map(id, weights)) != list(map(id, self._weights)):
             self._weights = weights
