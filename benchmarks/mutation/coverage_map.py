@@ -14,6 +14,7 @@ seconds ends there; it keeps the lines that it has run, as a witness that comes 
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from collections import defaultdict
@@ -49,20 +50,25 @@ class CoverageMap:
     """Test files by file and line, where a child ran it."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Processor seconds of every witness."""
+    in_functions: dict[str, set[int]] = field(default_factory=dict)
+    """Lines of function bodies by file; the others run when a module is imported."""
 
     def tests(self, path: str, line: int) -> list[str]:
         """Return the witnesses of a line: those that run it, then others of test files whose children do.
 
-        Lines that no test runs, as declarations run at import, have the tests of declarations and of their
-        file, or else of their package. Among equals, tests of the own package come first, then fast ones.
+        Declarations run at import, in whichever test comes first, so the tests of declarations are added to
+        theirs. Lines that no test runs have the tests of their file, or else of their package. Among equals,
+        tests of the own package come first, then fast ones.
         """
-        own, exact = own_tests(path), set(self.lines.get(path, {}).get(line, ()))
+        own, known = own_tests(path), self.lines.get(path, {})
+        exact = set(known.get(line, ()))
+        if line not in self.in_functions.get(path, {line}):
+            exact |= {test for test in self.seconds if test.startswith(CONTRACTS)}
         files = self.started.get(path, {}).get(line, set())
         near = {test for test in self.seconds if test.split("::")[0] in files} - exact
-        if not exact:
-            of_file = {test for tests in self.lines.get(path, {}).values() for test in tests}
+        if line not in known:
+            of_file = {test for tests in known.values() for test in tests}
             near |= of_file or {test for test in self.seconds if test.startswith(own)}
-        near |= {test for test in self.seconds if not exact and test.startswith(CONTRACTS)}
 
         def rank(test: str) -> tuple[bool, bool, bool, float]:
             return (
@@ -165,7 +171,19 @@ def merged(records: Iterable[dict[str, Any]], root: Path, folder: Path) -> Cover
                 whole.lines[path][line].append(test)
         for path, line in now(record["children"], record["inputs"]):
             whole.started[path].setdefault(line, set()).add(record["file"])
+    for file in sorted((root / "rillflow").rglob("*.py")):
+        whole.in_functions[str(file.relative_to(root))] = lines_in_functions(file.read_text())
     return whole
+
+
+def lines_in_functions(text: str) -> set[int]:
+    """Return the lines of all function bodies in a file."""
+    return {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)
+    }
 
 
 def carried(old: str, new: str) -> dict[int, list[int]]:
