@@ -126,6 +126,19 @@ def test_a_reference_within_the_policy_has_no_weights_to_put_away(folder: Path) 
         assert any("in host memory" in line for line in placement_lines(recipe)) is is_read
 
 
+@pytest.mark.parametrize(("ranks", "freshness"), [(1, 0), (2, 1)])
+def test_a_sampler_on_its_own_ranks_is_listed(folder: Path, ranks: int, freshness: int) -> None:
+    settings = [
+        f"placement.pools={{ main = 1, answers = {ranks} }}",
+        'placement.roles={ sampler = "answers" }',
+        f"algorithm.freshness={freshness}",
+    ]
+    lines = placement_lines(load_recipe(folder / "run.toml", settings).recipe)
+    (line,) = (line for line in lines if "pool answers" in line)
+    assert ("rank 0 to 1" in line) is (ranks == 2) and "tp 1" in line
+    assert line.endswith(f"used {freshness} steps later") is bool(freshness)
+
+
 def test_data_are_counted(folder: Path) -> None:
     text = said(check(loaded(folder)), "data")
     assert "prompts.jsonl: 8 prompts to train on, 2 held out" in text

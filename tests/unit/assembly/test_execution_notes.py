@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.assembly.doctor import sandbox
 from rillflow.cli.main import main
 from rillflow.rewards.levels import SENTENCES, Level
 
@@ -53,6 +54,19 @@ def test_check_without_code_says_that_an_agent_is_shut_in(
     assert main(["check", str(recipe), "--no-code", "--dir", str(tmp_path / "run")]) == 0
     (note,) = noted(capsys, "agent.py:solve runs text or starts processes (agent.py:")
     assert note.endswith("; in a sandbox")
+
+
+def test_check_without_code_refuses_an_agent_that_runs_text_in_its_own_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = recipe_with_an_agent(tmp_path, "START = exec\nexec('1')\n")
+    assert main(["check", str(recipe), "--no-code", "--dir", str(tmp_path / "run")]) == 2
+    assert "runs text in its own process" in "".join(capsys.readouterr())
+
+
+def test_the_doctor_tries_no_stronger_level_than_its_limit() -> None:
+    (finding,) = sandbox(Level.SHARED_USER)
+    assert finding.what.startswith(f"{Level.SHARED_USER}: ")
 
 
 def test_an_agent_that_runs_no_text_has_no_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,12 @@ def test_the_best_is_paired_with_the_worst_or_the_second_best() -> None:
     assert places(fields, "max_max") == [-1, 1, 0, 0, 0, -1, 0, 1]
 
 
+def test_length_costs_nothing_by_default() -> None:
+    fields = rows_of([[[1], [2, 2, 2], [3, 3]]], [[0.1, 0.9, 0.5]])
+    assert places(fields) == places(fields, length_price=0.0) == [-1, 1, 0]
+    assert places(fields, length_price=1.0) == [1, -1, 0]
+
+
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_what_is_tied_identical_or_not_scored_makes_no_pair(selector: str) -> None:
     tied = rows_of([LETTERS], [[0.5] * 4])

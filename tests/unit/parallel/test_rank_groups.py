@@ -12,7 +12,7 @@ from rillflow.cluster.ranks import SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import ModelError, PlacementError
 from rillflow.models.attention import ATTENTION, register
 from rillflow.models.tensor_plan import tensor_plan
-from rillflow.parallel.mesh import rank_groups
+from rillflow.parallel.mesh import RankGroups, rank_groups
 from rillflow.parallel.module import Parallel
 from rillflow.parallel.tensor import require_even
 from rillflow.placement.mesh import Mesh
@@ -31,6 +31,10 @@ def module(**changes: object):  # type: ignore[no-untyped-def]
     }
     config = Qwen2Config(**{**settings, **changes})
     return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
+
+
+def test_ranks_with_the_whole_module_differ_in_dp_alone() -> None:
+    assert RankGroups.whole(ThreadRanks(ThreadGroup(3, 20.0), 1)).mesh == Mesh.of(dp=3, pp=1, tp=1)
 
 
 def test_every_rank_has_its_neighbours() -> None:

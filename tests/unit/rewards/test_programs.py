@@ -106,3 +106,8 @@ def test_state_does_not_pass_from_row_to_row_in_the_sandbox(write: Write) -> Non
     function = write("seen = []\ndef reward(completions):\n    seen.append(1)\n    return [len(seen)]\n")
     with RewardWorkers(function, RewardConfig(sandbox=True)) as workers:
         assert [score.value for score in workers.score(["p"] * 3, ["c"] * 3, {})] == [1.0, 1.0, 1.0]
+
+
+def test_a_program_is_the_main_module_that_it_imports() -> None:
+    finished = run_python("value = 41\nimport __main__\nprint(__main__.value + 1)")
+    assert (finished.exit_code, finished.stdout) == (0, "42\n"), finished.stderr

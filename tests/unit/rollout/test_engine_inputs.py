@@ -13,6 +13,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.engine import RowByRow
 from rillflow.rollout.native.engine import NativeEngine
 
 Build = Callable[..., nn.Module]
@@ -53,7 +54,31 @@ def test_two_rows_of_one_id_are_named(engine: Engines, prompts: Prompts) -> None
     used = engine()
     with pytest.raises(RolloutError, match="epoch 0 prompt 1 sample 0"):
         used.generate(twice)
+    with pytest.raises(RolloutError, match="epoch 0 prompt 0 sample 0"):
+        next(iter(used.generate_parts([batch, batch])))
     assert not used.has_work
+
+
+class Counting(RowByRow):
+    """An engine that counts the rows it was given."""
+
+    added = 0
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        self.added += 1
+
+    def step(self) -> list[Rollout]:
+        raise AssertionError("no row may run")
+
+    def _clear(self) -> None:
+        self.added = 0
+
+
+def test_an_engine_row_by_row_refuses_one_id_in_two_parts(prompts: Prompts) -> None:
+    used, batch = Counting(), prompts([1], [2])
+    with pytest.raises(RolloutError, match="epoch 0 prompt 0 sample 0"):
+        next(used.generate_parts([batch, batch]))
+    assert used.added == 0
 
 
 @pytest.mark.parametrize("samples", [0, -3])
