@@ -1,7 +1,7 @@
-"""Assembly: a recipe made into a run.
+"""Assembly: build a run from a recipe.
 
     recipe.toml ─ recipe ─> Recipe ─ check ─> everything knowable before a process starts
                                    └ launch ─> model, roles, flow, phases ─ loop ─> run directory
 
-Used by the command line, and by anyone who wants a run from Python.
+The command line uses it, and so does Python code that starts runs.
 """

@@ -1,4 +1,4 @@
-"""Arithmetic: how many prompts, rows, optimiser steps and tokens a recipe comes to, each as the sum it is."""
+"""Arithmetic: count the prompts, rows, optimiser steps and tokens of a recipe, and show each calculation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def step_rows(recipe: Recipe) -> str:
-    """Rows of one step. Example: ``64 prompts x 8 samples = 512 rows``."""
+    """Return the rows of one step as text. Example: ``64 prompts x 8 samples = 512 rows``."""
     config = recipe.algorithm
     if isinstance(config, SampledConfig):
         prompts, samples = config.prompts_per_step, config.samples_per_prompt
@@ -21,7 +21,7 @@ def step_rows(recipe: Recipe) -> str:
 
 
 def batch_lines(recipe: Recipe) -> list[str]:
-    """The whole run's arithmetic, a line a fact."""
+    """Return the arithmetic of the whole run, one fact per line."""
     config = recipe.algorithm
     lines = []
     if recipe.warm_start is not None:
@@ -47,7 +47,7 @@ def batch_lines(recipe: Recipe) -> list[str]:
 
 
 def _minibatches(recipe: Recipe) -> str:
-    """How one pass over a step's rows is cut. Example: ``3 minibatches of 171 or 170 rows``."""
+    """Return how one pass over a step's rows is split. Example: ``3 minibatches of 171 or 170 rows``."""
     config = recipe.algorithm
     small, larger = divmod(config.rows_per_step, config.minibatches)
     word = _row_word(recipe)
@@ -56,7 +56,7 @@ def _minibatches(recipe: Recipe) -> str:
 
 
 def _row_word(recipe: Recipe) -> str:
-    """What a step is made of."""
+    """Return the word for one unit of a step."""
     return "pair" if recipe.chosen.data is Data.PREFERENCES else "row"
 
 

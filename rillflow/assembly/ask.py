@@ -1,4 +1,4 @@
-"""Ask: a conversation with what a run has trained so far.
+"""Ask: prompt the model that a run has trained so far.
 
 run directory ─ checkpoint ─> model ─> engine ─┐
 prompt ─ tokens, made as in training ──────────┴─ generate ─> answer
@@ -36,11 +36,11 @@ from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example, Message, prompt_of
 
 ASKED_EPOCH = -2
-"""The epoch in the row ids of asked prompts: their random numbers are no other row's."""
+"""Epoch in the row ids of asked prompts; it separates their random numbers from those of other rows."""
 
 
 Question: TypeAlias = str | tuple[Message, ...]
-"""A text, or a conversation that is asked as it is."""
+"""A text, or a conversation that is sent unchanged."""
 _INSTRUCTIONS = ("system", "developer")
 
 
@@ -49,12 +49,12 @@ class Respondent:
 
     Args:
         run: the run directory.
-        step: of which checkpoint; the newest one if None.
-        temperature: 0 takes the likeliest token.
-        max_tokens: longest answer; as in training if None.
-        seed: of the answers' random numbers; another one every time if None.
-        system: the system message before a text, which is then asked as a user's message.
-        chat: whether conversations will be asked, which take a chat template.
+        step: step of the checkpoint; None for the newest one.
+        temperature: 0 for greedy decoding.
+        max_tokens: longest answer in tokens; None for the training setting.
+        seed: seed of the sampling; None for a new one every time.
+        system: system message before a text; the text then becomes a user message.
+        chat: whether conversations will be asked, which need a chat template.
 
     Raises:
         RunDirectoryError: it is no run directory, has no such checkpoint, or trains no policy.
@@ -94,11 +94,11 @@ class Respondent:
         self._asked = 0
 
     def answer(self, question: Question) -> str:
-        """What the model writes after a question; each one has its own random numbers.
+        """Return the model's answer to a question; each question has its own random numbers.
 
         Raises:
             DataError: the model has no chat template, or its tokeniser lacks a character.
-            RolloutError: it leaves no room in the context.
+            RolloutError: the question leaves no room in the context.
         """
         example = Example(index=self._asked, prompt=self._prompt(question), place="the question")
         tokens = self._encoder.rows([example])[0].prompt.tolist()
@@ -111,7 +111,7 @@ class Respondent:
         return self._model.tokenizer.decode(completions(rollouts).lists()[0])
 
     def lack(self, question: Question) -> str:
-        """A note, if every prompt of the first recorded step has a system message and a question none."""
+        """Return a note if the recorded prompts all have a system message and the question has none."""
         given, known = _instruction(self._prompt(question)), list(map(_instruction, self._trained))
         if given is not None or not known or None in known:
             return ""
@@ -120,11 +120,11 @@ class Respondent:
 
     @property
     def _is_chat(self) -> bool:
-        """Whether a text is asked as a user's message."""
+        """Whether a text is sent as a user message."""
         return self._system is not None or any(isinstance(prompt, list) for prompt in self._trained[:1])
 
     def _prompt(self, question: Question) -> Question:
-        """The question in the form of the run's own prompts."""
+        """Return the question in the format of the run's own prompts."""
         if not (isinstance(question, str) and self._is_chat):
             return question
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
@@ -132,7 +132,7 @@ class Respondent:
 
 
 def native_engine(model: LanguageModel, rollout: RolloutConfig, seed: int | None = None) -> NativeEngine:
-    """The engine that samples from a loaded model in this process; without a seed, from one of its own."""
+    """Return an engine that samples from a loaded model in this process; ``None`` draws a random seed."""
     stops = Stops(rollout.stop, model.tokenizer)
     return NativeEngine(
         model.module,
@@ -145,7 +145,7 @@ def native_engine(model: LanguageModel, rollout: RolloutConfig, seed: int | None
 
 
 def read_messages(path: Path) -> tuple[Message, ...]:
-    """The conversation in a file: a JSON list of messages, or a message a line; ``-`` is standard input.
+    """Read a conversation from a file: a JSON list of messages, or one per line; ``-`` is standard input.
 
     Raises:
         DataError: the file cannot be read, or is no conversation that an assistant can answer.
@@ -165,7 +165,7 @@ def read_messages(path: Path) -> tuple[Message, ...]:
 
 
 def _values(text: str) -> Iterator[JSON]:
-    """The JSON values of a text, one after the other, whatever lines they take."""
+    """Yield the JSON values of a text one after the other, however they are split into lines."""
     decoder, rest = json.JSONDecoder(), text.strip()
     while rest:
         value, end = decoder.raw_decode(rest)
@@ -174,12 +174,12 @@ def _values(text: str) -> Iterator[JSON]:
 
 
 def _instruction(prompt: object) -> JSON:
-    """The content of a conversation's first system message; None where there is none."""
+    """Return the content of a conversation's first system message; None if there is none."""
     messages = prompt if isinstance(prompt, list | tuple) else ()
     return next((one.get("content", "") for one in messages if one["role"] in _INSTRUCTIONS), None)
 
 
 def _first_prompts(run: Path) -> list[JSON]:
-    """The prompts of the first step whose rollouts are kept; none where no step has any."""
+    """Return the prompts of the first step with kept rollouts; empty if no step has any."""
     found = (rollout_columns(run, step)["prompt"] for step in layout.rollout_files(run))
     return next((prompts for prompts in found if prompts), [])

@@ -1,9 +1,9 @@
-"""Build: the heavy half of a launch; roles and phases made from a recipe, then run.
+"""Build: make roles and phases from a recipe, then run them; the heavy half of a launch.
 
     recipe ─> backend, pools ─> roles ─ executor ─ flow ┐
          task ─> streams, held-out rows ───────────────┴─> phase ─ loop ─> the next phase
 
-What is trained and what scores live as long as the run; a phase is made when its turn comes.
+Trained models and scorers live as long as the run; a phase is built when its turn comes.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ from rillflow.tasks.prompts import PromptStream, StreamPosition, answered_batch,
 from rillflow.tasks.task import Task
 
 BESIDE_SEED = 2**32
-"""Beyond every run's seed: what a step is given beside its data comes in an order of its own."""
+"""Shift of the seed for a step's second batch, so that its order differs; larger than every run's seed."""
 ASIDE = "aside"
-"""Where a checkpoint's place in the data has the prompts that were drawn and left for later."""
+"""Key in a checkpoint's data position for prompts that were drawn and set aside for later."""
 
 
 class Build:
-    """A recipe's run.
+    """Builder and runner of a recipe.
 
     Args:
         recipe: the checked settings.
         base: the recipe's folder.
         task: its data.
-        encoded: the same as tokens, where they were made already; made again for another tokeniser.
-        run: where everything is recorded.
-        checkpoint: where to go on from, or None to begin.
-        stack: ends every rank when the run ends, however it ends.
+        encoded: the task as tokens, if already made; encoded again for another tokeniser.
+        run: the run directory that records everything.
+        checkpoint: the checkpoint to resume from; None to start anew.
+        stack: closes every rank when the run ends, with or without an error.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Build:
         )
         stack.callback(backend.close)
         self.devices = backend.devices
-        """What the ranks of every pool compute on, by its name."""
+        """Device that each pool's ranks compute on, by pool name."""
         self.nodes = backend.nodes
-        """Where every rank is; empty where all are on this machine."""
+        """Node of every rank; empty if all ranks are on this machine."""
         functions, costs = reward_functions(recipe, base, task), cost_functions(recipe, base)
         if backend.nodes:
             files = [function.file for function in (*functions, *costs) if not function.text]
@@ -109,14 +109,14 @@ class Build:
             if encoded.problems:
                 raise together(encoded.problems, f"the task {task.name}")
         self.encoded = encoded
-        """Its rows."""
+        """The task's rows as tokens."""
         if not (run.path / layout.TOKENS).exists():
             tokenizer = model_input.tokenizer
             run.write_json(layout.TOKENS, {"texts": tokenizer.pieces(range(tokenizer.vocabulary_size))})
         self._roles.start_scorers(functions, costs)
 
     def train(self, progress: Progress, interruption: Interruption) -> None:
-        """Run what is left of every phase."""
+        """Run the remaining steps of every phase."""
         recipe, plans = self._recipe, phase_plans(self._recipe)
         cadence = Cadence(
             evaluate_every=recipe.evaluate.every,
@@ -135,7 +135,7 @@ class Build:
         index, loop.version = state["phase"], state["version"]
         if state["done"] == plans[index].config.steps and index + 1 < len(plans):
             index, state = index + 1, {"done": 0}
-        gc.freeze()  # a collection in a step would look through all that the imports left
+        gc.freeze()  # a collection in a step would scan all objects that imports created
         try:
             for number in range(index, len(plans)):
                 resumed = state if number == index and state["done"] else None
@@ -145,7 +145,7 @@ class Build:
             gc.unfreeze()
 
     def evaluate(self) -> Sequence[Evaluation]:
-        """How the last phase's model does on held-out rows before a step; none where nothing could tell."""
+        """Evaluate the last phase's model on held-out rows before any step; empty if nothing can score."""
         plan = phase_plans(self._recipe)[-1]
         self._roles.begin(plan, None)
         evaluate = self._evaluator(plan)
@@ -183,7 +183,7 @@ class Build:
         )
 
     def _ready(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> ReadyFirst:
-        """What samples where a step of the phase is made of the groups that are ready."""
+        """Return the sampler for a phase whose steps train the groups that are complete first."""
         config, executor, delivery = plan.config, self._roles.executor, self._roles.delivery
         asked = plan.algorithm.answers(config)
         assert isinstance(config, SampledConfig) and delivery is not None and asked is not None  # was checked
@@ -212,7 +212,7 @@ class Build:
     def _cut(
         self, plan: PhasePlan, stream: DataStream, aside: Sequence[Sequence[int]], kept: Checkpoint | None
     ) -> TailCut:
-        """What samples where a step of the phase leaves the longest for later."""
+        """Return the sampler for a phase whose steps leave the longest rows for later."""
         config, executor, data = plan.config, self._roles.executor, plan.algorithm.data
         asked = plan.algorithm.answers(config)
         assert isinstance(config, SampledConfig) and asked is not None  # was checked
@@ -235,14 +235,14 @@ class Build:
         )
 
     def _beside(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> DataStream | None:
-        """What the phase's step is given beside its data."""
+        """Return the stream of the step's second batch; None if the algorithm has none."""
         data = plan.algorithm.beside(plan.config)
         if data is None:
             return None
         return self._stream(data, resumed["beside"] if resumed else None, shift=BESIDE_SEED)
 
     def _stream(self, data: Data, saved: Mapping[str, int] | None, shift: int = 0) -> DataStream:
-        """The training rows in the order of every epoch, from the saved place on; a ``shift`` changes it."""
+        """Return the training rows in epoch order from the saved position on; ``shift`` changes the order."""
         position, left_out = StreamPosition(**(saved or {})), self.encoded.left_out[data]
         there: Sequence[Encoded | None] = self.encoded.train[data]
         if data is Data.DEMONSTRATIONS:
@@ -264,12 +264,12 @@ class Build:
         )
 
     def _evaluator(self, plan: PhasePlan) -> Callable[[GroupExecutor], Sequence[Evaluation]] | None:
-        """Return what evaluates on held-out rows and named sets; None without rows or without a scorer."""
+        """Return the evaluator of held-out rows and named sets; None without rows or without a scorer."""
         if not self._recipe.evaluate.problems or not (self.encoded.held_out or self._sets()):
             return None
         if plan.algorithm.score is not None:
             return self._of_every_set(plan.algorithm.data, partial(self._evaluate_ranking, plan))
-        judged_alone = self._recipe.reward.judge is not None  # one answer a prompt has no other to beat
+        judged_alone = self._recipe.reward.judge is not None  # it needs two answers to compare
         scorers = [EVAL_REWARD] if judged_alone else [EVAL_REWARD, "reward"]
         scorer = next((role for role in scorers if role in self._roles), None)
         if scorer is None:
@@ -279,7 +279,7 @@ class Build:
     def _of_every_set(
         self, data: Data, judge: Callable[[GroupExecutor, Batch], Evaluation]
     ) -> Callable[[GroupExecutor], Sequence[Evaluation]]:
-        """Return what evaluates on the held-out rows, if there are any, and then on each named set."""
+        """Return an evaluator of the held-out rows, if there are any, and then of each named set."""
         most = self._recipe.evaluate.problems
         sets = {"": self.encoded.held_out} if self.encoded.held_out else {}
         found = {
@@ -288,11 +288,11 @@ class Build:
         return lambda executor: [replace(judge(executor, rows), set=name) for name, rows in found.items()]
 
     def _sets(self) -> dict[str, Sequence[Encoded]]:
-        """The named sets that have rows."""
+        """Return the named sets that have rows."""
         return {name: rows for name, rows in self.encoded.sets.items() if rows}
 
     def _evaluate_ranking(self, plan: PhasePlan, executor: GroupExecutor, rows: Batch) -> Evaluation:
-        """Which of two held-out answers is scored higher, or whether a labelled one is scored as labelled."""
+        """Evaluate whether scores rank held-out pairs correctly, or agree with held-out labels."""
         assert plan.algorithm.score is not None
         scores = plan.algorithm.score(Flow(executor), rows, plan.config)
         known = [rows.only("label")] if "label" in rows.fields else []
@@ -301,7 +301,7 @@ class Build:
         return evaluation
 
     def _evaluate_answers(self, scorer: str, executor: GroupExecutor, prompts: Batch) -> Evaluation:
-        """What a scorer says of the policy's answers; beside it what the reward model says of them."""
+        """Score the policy's answers; add the reward model's scores if a function is the scorer."""
         recipe = self._recipe
         sampling = SamplingConfig(
             temperature=recipe.evaluate.temperature,

@@ -1,13 +1,12 @@
-"""Check: everything about a recipe that can be known before it runs.
+"""Check: find everything about a recipe that can be known before it runs.
 
     LoadedRecipe ─┬─ settings, batch arithmetic ─── from the recipe alone
-                  ├─ looks ──────────────────────── data, models, machine, reward: what a run looks at too
+                  ├─ looks ──────────────────────── data, models, machine, reward: the checks of a run
                   └─ run directory ──────────────── new, resumes, finished
                             └─> Report: topics to read, notes to think about, problems that stop a run
 
-Imports no torch but to say what ranks will hold, and transformers only to render conversations: the answer is
-there in one to two seconds.
-Nothing is written.
+Imports torch only to find what ranks will hold, and transformers only to render conversations, so it
+answers in one to two seconds. It writes nothing.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from rillflow.rollout.config import NATIVE, VLLM
 from rillflow.tasks.files import ENDINGS
 
 DEFAULT = "default"
-"""What a setting that nobody gave is marked with."""
+"""Origin shown for a setting that nobody gave."""
 
 
 def check(
     loaded: LoadedRecipe, *, every_setting: bool = False, memory: bool = False, runs_code: bool = True
 ) -> Report:
-    """Look at everything; of the settings, show those that were given, or every one.
+    """Check a recipe and return a report; it shows the given settings, or every one.
 
     Args:
         loaded: the recipe.
-        every_setting: whether to show the others too.
-        memory: whether to try a step's passes without numbers, which imports torch, for what ranks will hold.
-        runs_code: whether to run what the recipe names; see ``look``.
+        every_setting: whether to show the default settings too.
+        memory: whether to run a step's passes on fake tensors for the peak memory, which imports torch.
+        runs_code: whether to run the code that the recipe names; see ``look``.
     """
     report = Report()
     report.say("batch", batch_lines(loaded.recipe))
@@ -63,7 +62,7 @@ def check(
 
 
 def setting_lines(loaded: LoadedRecipe) -> list[str]:
-    """Every resolved setting that something reads, and where it came from."""
+    """Return every resolved setting that something reads, and its origin."""
     data: dict[str, Any] = loaded.recipe.model_dump(exclude_none=True)
     unread = unread_settings(loaded.recipe)
     lines = []
@@ -79,7 +78,7 @@ def setting_lines(loaded: LoadedRecipe) -> list[str]:
 
 
 def unread_settings(recipe: Recipe) -> list[str]:
-    """Settings, or sections of them, that another setting's value leaves without a reader."""
+    """Return settings and sections that have no effect because of another setting's value."""
     config, source = recipe.algorithm, recipe.task.source
     is_file = Path(source).suffix in ENDINGS
     read = {kind.section for kind in roles_of(recipe).values()}
@@ -130,7 +129,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
 
 
 def placement_lines(recipe: Recipe) -> list[str]:
-    """Which role is on which ranks, and what runs them."""
+    """Return which role runs on which ranks, and the backend."""
     placement = recipe.placement
     device = "cuda" if recipe.run.device.startswith("cuda") else recipe.run.device
     ranks = sum(placement.pools.values())
@@ -190,10 +189,10 @@ def _look_at_memory(loaded: LoadedRecipe, report: Report) -> None:
 
 
 def run_state(path: Path) -> str:
-    """What a run would find in its directory.
+    """Return the state of a run directory: new, begun, resumable or finished.
 
     Raises:
-        RunDirectoryError: something else is there.
+        RunDirectoryError: the directory holds something else.
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return f"{path}: new"

@@ -1,6 +1,6 @@
-"""Consistency: settings that are each valid and cannot go together, with the arithmetic that shows it.
+"""Consistency: find settings that are valid one by one but contradict each other, and show the arithmetic.
 
-Everything here follows from the recipe alone; files and data are looked at by ``check``.
+It reads the recipe alone; ``check`` looks at files and data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def inconsistencies(recipe: Recipe) -> list[ConfigError]:
-    """Every contradiction between the recipe's settings."""
+    """Return every contradiction between the recipe's settings."""
     return [
         *_model(recipe),
         *_phases(recipe),
@@ -52,7 +52,7 @@ def _placement(recipe: Recipe) -> Iterator[ConfigError]:
 
 
 def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
-    """A sampler that cannot run ahead, minibatches that parts would cut, a correction of nothing."""
+    """Yield errors about running ahead, uneven rollout parts, and corrections that correct nothing."""
     placement, config, parts = recipe.placement, recipe.algorithm, recipe.rollout.parts
     if parts > 1 and config.goes_by(parts) and config.prompts_per_step % parts:
         fewer = max(each for each in divisors(config.prompts_per_step) if each <= parts)
@@ -86,7 +86,7 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
 
 
 def _moving(recipe: Recipe, config: AnchoredConfig) -> Iterator[ConfigError]:
-    """A reference that cannot follow the policy."""
+    """Yield errors about a moving reference that cannot follow the policy."""
     placement, roles = recipe.placement, ("policy", "reference")
     where = [f"{role}: pool {placement.pool_of(role)}, {placement.mesh_of(role)}" for role in roles]
     if len({(placement.pool_of(role), placement.mesh_of(role)) for role in roles}) > 1:
@@ -104,7 +104,7 @@ def _moving(recipe: Recipe, config: AnchoredConfig) -> Iterator[ConfigError]:
 
 
 def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
-    """Steps that cannot be made of what is ready, and publishes that an update has no room for."""
+    """Yield errors about ready-first steps, and about publishes that do not divide an update."""
     parts = recipe.rollout.parts
     if parts > 1:
         yield ConfigError(
@@ -141,7 +141,7 @@ def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]
 
 
 def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
-    """Steps whose longest rows cannot be left for later."""
+    """Yield errors about steps that cannot leave their longest rows for later."""
     (prompts, samples), parts = config.begun, recipe.rollout.parts
     said = f"algorithm.oversample_prompts and oversample_samples begin {prompts} prompts x {samples} samples"
     fix = "leave algorithm.oversample_prompts and algorithm.oversample_samples out"
@@ -166,7 +166,7 @@ def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
 
 
 def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
-    """Pools without a rank or a role, roles on no pool, roles that the run has not."""
+    """Yield errors about empty or unused pools, and about roles that are unknown or on unknown pools."""
     placement, there, known = recipe.placement, [*roles_of(recipe)], True
     for name, size in placement.pools.items():
         if size < 1:
@@ -200,7 +200,7 @@ def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
 
 
 def _meshes(recipe: Recipe) -> Iterator[ConfigError]:
-    """Grids that the pools cannot be, or that a new model cannot be cut into."""
+    """Yield errors about grids that do not fit their pools, or that cannot shard a new model."""
     problems = [*impossible(recipe.placement, model_roles(recipe, recipe.roles))]
     yield from problems
     new = recipe.policy.model.new

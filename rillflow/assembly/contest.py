@@ -1,10 +1,10 @@
-"""Contest: two models answer the same held-out prompts, and a judge, a reward model or a function compares.
+"""Contest: compare two models on held-out prompts by a judge, a reward model or a function.
 
     recipe ─> held-out prompts ─┬─ one:   tokeniser, engine ─> answers ─┐
                                 └─ other: tokeniser, engine ─> answers ─┴─ compared ─> win rate, pairs
 
-Each model reads prompts by its own tokeniser and template. Answers to a prompt meet sample by sample.
-Where one of a pair has no score, nothing is said of the pair, and it is counted.
+Each model reads prompts with its own tokeniser and template. Answers to a prompt are paired sample by sample.
+A pair in which an answer has no score gets no verdict and counts as undecided.
 """
 
 from __future__ import annotations
@@ -53,63 +53,63 @@ from rillflow.tasks.prompts import prompt_batch
 
 @dataclass(frozen=True, kw_only=True)
 class Asking:
-    """What is asked, and how."""
+    """Settings of a contest."""
 
     loaded: LoadedRecipe
-    """Whose held-out prompts are answered, and whose function scores."""
+    """Recipe with the held-out prompts and the reward function."""
     problems: int | None = None
-    """How many of them; all if None."""
+    """Number of held-out prompts; None for all."""
     samples: int = 1
-    """Side of each model to a prompt."""
+    """Answers of each model to one prompt."""
     temperature: float = 0.0
-    """0 takes the likeliest token."""
+    """Sampling temperature; 0 is greedy decoding."""
     judge: Path | None = None
-    """A judge's directory, or the run that trained it; it compares."""
+    """Directory of a judge that compares answers, or the run that trained it."""
     reward_model: Path | None = None
-    """A reward model's, which scores each answer."""
+    """Directory of a reward model that scores each answer, or the run that trained it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Side:
-    """What one model answered, rows by prompt and sample."""
+    """One model's answers, with rows ordered by prompt and sample."""
 
     source: str
-    """The run or directory."""
+    """Run or model directory."""
     rollouts: Batch
-    """The rows."""
+    """Rows of the answers."""
     model: LanguageModel
-    """What answered."""
+    """Model that answered."""
     texts: Sequence[str]
-    """The answers."""
+    """Answers as text."""
 
     @property
     def mean_length(self) -> float:
-        """Tokens of an answer."""
+        """Mean number of tokens of an answer."""
         return float(self.rollouts.ragged("loss_mask").sums().double().mean())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdicts:
-    """What is said of pairs of answers, in their order."""
+    """Results of comparing pairs of answers, in the order of the pairs."""
 
     outcomes: Sequence[float | None]
-    """1 where the first is better, 0.5 for a tie, 0 where the second is; None where nothing is said."""
+    """1 if the first answer is better, 0.5 for a tie, 0 if the second is; None if undecided."""
     scores: tuple[Sequence[float | None], Sequence[float | None]]
-    """What each answer scores; of a judge the probability to be the better one."""
+    """Score of each answer; for a judge, the probability that it is the better one."""
     more: dict[str, float] = field(default_factory=dict)
-    """A judge's contradictions and bias."""
+    """A judge's contradiction rate and position bias."""
 
 
 def contest(first: Path, second: Path | None, asking: Asking) -> dict[str, Any]:
-    """What comes of it, as JSON: see docs/cli.md for the fields.
+    """Run a contest and return its result as JSON; docs/cli.md lists the fields.
 
     Args:
-        first: a run, or a causal language model's directory.
-        second: what it is compared with; None to score the first alone.
-        asking: what is asked.
+        first: a run, or the directory of a causal language model.
+        second: the model to compare with; None to score the first alone.
+        asking: the contest's settings.
 
     Raises:
-        ConfigError: there is no held-out prompt, or nothing scores.
+        ConfigError: no prompt is held out, nothing scores, or a judge has nothing to compare.
         RunDirectoryError, ModelError, DataError, RewardError: a run, model, task or function cannot be used.
     """
     recipe, base = asking.loaded.recipe, asking.loaded.base
@@ -160,7 +160,7 @@ def contest(first: Path, second: Path | None, asking: Asking) -> dict[str, Any]:
 
 
 def _answers(source: Path, examples: Sequence[Example], asking: Asking) -> Side:
-    """What one model answers, each prompt by its own tokeniser."""
+    """Sample one model's answers to prompts that its own tokeniser encodes."""
     recipe = asking.loaded.recipe
     folder = model_directory(source, "policy") if layout.is_run_directory(source) else source
     model = _language_model(folder, recipe)
@@ -179,7 +179,7 @@ def _language_model(folder: Path, recipe: Recipe) -> LanguageModel:
 
 
 def _values(scores: Batch) -> list[float | None]:
-    """The rewards of rows; None where there is none."""
+    """Return the rewards of rows; None for a row without one."""
     pairs = zip(scores.dense("rewards").tolist(), scores.dense("valid").tolist(), strict=True)
     return [value if is_valid else None for value, is_valid in pairs]
 
@@ -253,7 +253,7 @@ def _by_judge(one: Side, other: Side, path: Path, recipe: Recipe) -> Verdicts:
 
 
 def _compared(one: Side, other: Side, verdicts: Verdicts, samples: int) -> dict[str, Any]:
-    """The numbers and the pairs, side by side."""
+    """Return the win rate, its companion metrics and the pairs."""
     said = [each for each in verdicts.outcomes if each is not None]
     lengths = [side.rollouts.ragged("loss_mask").sums().tolist() for side in (one, other)]
     prompts = [prompt_text(columns) for columns in one.rollouts.ragged("columns").to_text()]
@@ -288,7 +288,7 @@ def _compared(one: Side, other: Side, verdicts: Verdicts, samples: int) -> dict[
 
 
 def _summary(values: Sequence[float | None], samples: int) -> dict[str, Any]:
-    """Mean reward; where rewards are 0 and 1, pass@k too, a row without a score counting as not right."""
+    """Return the mean reward; for 0/1 rewards also pass@k, where a row without a score counts as wrong."""
     scored = [value for value in values if value is not None]
     found: dict[str, Any] = {"mean_reward": fmean(scored) if scored else None, "scored": len(scored)}
     if scored and set(scored) <= {0.0, 1.0}:

@@ -1,6 +1,6 @@
-"""Corrections: the importance weights that a loss gets where another policy may have sampled its tokens.
+"""Corrections: choose the importance weights for tokens that another policy may have sampled.
 
-    a recipe that sets algorithm.loss.correction ────────────> that one
+    a recipe that sets algorithm.loss.correction ────────────> its value
     old_logprobs = "sampler" ────────────────────────────────> none: the clip bounds present / sampler
     freshness above 0, or an engine that is not the native one ─> tis
     anything else ───────────────────────────────────────────> none: the sampler is the trainer
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from rillflow.formulas.config import Correction
 
 DEFAULT: Correction = "tis"
-"""The correction of off-policy tokens where a recipe names none."""
+"""Correction of off-policy tokens if the recipe names none."""
 
 
 def with_correction(config: OnlineConfig, engine: str) -> OnlineConfig:
-    """Return the settings with the default correction, or as they are where they name one or need none.
+    """Return the settings, with the default correction if one is needed and the recipe names none.
 
     Args:
         config: the algorithm's settings.
-        engine: what ``rollout.engine`` names.
+        engine: the value of ``rollout.engine``.
     """
     may_differ = config.freshness > 0 or engine != NATIVE
     if config.reads_sampler or not may_differ or "correction" in config.loss.model_fields_set:
@@ -38,7 +38,7 @@ def with_correction(config: OnlineConfig, engine: str) -> OnlineConfig:
 
 
 def correction_notes(recipe: Recipe) -> list[str]:
-    """Say what weighs tokens of older versions, why, and how to choose otherwise."""
+    """Return notes on the importance weight of older versions' tokens, its reason, and its alternatives."""
     config = recipe.algorithm
     if not isinstance(config, OnlineConfig) or not config.freshness:
         return []

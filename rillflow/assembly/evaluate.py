@@ -1,4 +1,4 @@
-"""Evaluation: how what was trained does on held-out rows.
+"""Evaluation: measure a trained model on held-out rows.
 
 prompts ─ policy.generate ─> rollouts ─ reward.score ─> scores ─ judged ─> a few numbers
 pairs ─ reward_model.score ─> scores of two answers each ─ ranked ─> the same
@@ -22,13 +22,13 @@ from rillflow.records.batch import Batch
 def judged(
     rollouts: Batch, scores: Batch, proxies: Batch | None = None, *, success: float | None
 ) -> Evaluation:
-    """What the scores of answers to held-out prompts say.
+    """Summarise the scores of answers to held-out prompts.
 
     Args:
-        rollouts: as many answers to each prompt.
-        scores: what they are judged by.
-        proxies: what the model that they are trained on scores them.
-        success: the reward of a right one.
+        rollouts: rows with equally many answers to each prompt.
+        scores: the scores to evaluate by.
+        proxies: scores by the model that the policy is trained on.
+        success: the least reward of a right answer; None: 1, and only if all rewards are 0 or 1.
     """
     valid = scores.dense("valid")
     rewards = scores.dense("rewards")[valid]
@@ -42,7 +42,7 @@ def judged(
         more["proxy_mean"] = float(proxies.dense("rewards")[proxies.dense("valid")].double().mean())
     interval = wilson(correct, count) if binary and correct is not None else None
     samples = int(rollouts.ids[:, 2].max()) + 1 if count else 1
-    if samples > 1:  # answers to one prompt are no trials of their own
+    if samples > 1:  # answers to one prompt are not independent trials
         means = _prompt_means(right if binary else rewards, valid, binary, samples)
         interval = mean_interval(means, (0.0, 1.0)) if binary else mean_interval(means)
         more |= {"samples": samples}
@@ -63,7 +63,7 @@ def judged(
 
 
 def _prompt_means(values: Tensor, valid: Tensor, is_right: bool, samples: int) -> list[float]:
-    """The mean of each prompt's answers; of rewards over those that have one, of right ones over all."""
+    """Return each prompt's mean: rewards over the scored answers, or right answers over all of them."""
     if is_right:
         return values.view(-1, samples).double().mean(1).tolist()
     whole = torch.full(valid.shape, torch.nan, dtype=torch.float64)
@@ -73,16 +73,16 @@ def _prompt_means(values: Tensor, valid: Tensor, is_right: bool, samples: int) -
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to ``most``, and ``most``. Example: ``powers_of_two(6) == [1, 2, 4, 6]``."""
+    """Return 1, 2, 4, ... up to ``most``, and ``most``. Example: ``powers_of_two(6) == [1, 2, 4, 6]``."""
     found = [1 << place for place in range(most.bit_length()) if 1 << place <= most]
     return found if found[-1] == most else [*found, most]
 
 
 def ranked(scores: Batch) -> Evaluation:
-    """How the scores of held-out pairs, the chosen answer first, order them; equal scores are no order.
+    """Evaluate how scores order held-out pairs, the chosen answer first; equal scores count as wrong.
 
-    Calibration: what the model is to say with probability sigmoid(s_chosen - s_rejected) against how often
-    it is so (``calibration_error``).
+    Calibration compares the predicted probability sigmoid(s_chosen - s_rejected) with how often the chosen
+    answer is better (``calibration_error``).
     """
     chosen, rejected = scores.dense("rewards").view(-1, 2).double().unbind(1)
     likely, more = (chosen - rejected).sigmoid(), {}
@@ -98,7 +98,7 @@ def ranked(scores: Batch) -> Evaluation:
 
 
 def told_apart(scores: Batch, labels: Batch) -> Evaluation:
-    """Whether held-out answers have rewards above 0 where they are good, and below where they are bad."""
+    """Evaluate whether good held-out answers have rewards above 0, and bad ones below 0."""
     rewards, good = scores.dense("rewards").double(), labels.dense("label")
     right = torch.where(good, rewards > 0, rewards < 0)
     sides = {"good": rewards[good], "bad": rewards[~good]}
@@ -110,7 +110,7 @@ def told_apart(scores: Batch, labels: Batch) -> Evaluation:
 
 
 def _accuracy(right: Tensor, more: Mapping[str, JSON]) -> Evaluation:
-    """The share of held-out rows, or pairs, that are right."""
+    """Return the share of held-out rows, or pairs, that are right."""
     correct, count = int(right.sum()), len(right)
     return Evaluation(
         count=count,

@@ -1,6 +1,6 @@
-"""Held out: how good a model's directory is by a recipe's own evaluation, before any step.
+"""Held out: score a model's directory by a recipe's own evaluation, before any step.
 
-recipe, model ─ the recipe with this model, in a folder that is thrown away ─ roles ─ evaluator ─> mean reward
+recipe, model ─ the recipe with this model, in a temporary folder ─ roles ─ evaluator ─> mean reward
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rillflow.observe.reader import Evaluation
 
 
 def held_out_score(recipe: Path) -> Callable[[Path], float]:
-    """What says how good a model is: the mean reward of its answers to the recipe's held-out prompts.
+    """Return a function that scores a model by the mean reward of its answers to the held-out prompts.
 
-    Where the recipe trains a reward model: the share of held-out pairs that are put in order.
+    If the recipe trains a reward model, the score is the share of held-out pairs that it ranks correctly.
 
     Args:
-        recipe: a recipe's TOML file; the model that it names is replaced, its other settings count.
+        recipe: a recipe's TOML file; the scored model replaces its model, and its other settings apply.
     """
 
     def score(model: Path) -> float:
@@ -31,11 +31,11 @@ def held_out_score(recipe: Path) -> Callable[[Path], float]:
 
 
 def evaluated(recipe: Path, model: Path) -> Evaluation:
-    """A model's directory in a recipe's evaluation, the first of several.
+    """Evaluate a model's directory on a recipe's held-out rows.
 
     Raises:
-        RillflowError: the recipe cannot be run with this model.
-        ConfigError: it holds nothing out, or nothing could tell.
+        RillflowError: the recipe cannot run with this model.
+        ConfigError: the recipe holds no rows out, or nothing scores them.
     """
     from rillflow.assembly.build import Build
     from rillflow.assembly.looks import require_sound

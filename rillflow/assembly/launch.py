@@ -1,8 +1,8 @@
-"""Launch: from a checked recipe to a finished run directory.
+"""Launch: run a checked recipe to its end, and write the run directory.
 
     recipe ─> task, run directory ─> build: model, roles, phases ─ loop ─> summary, report
 
-Nothing heavy is imported before the data and the run directory are known to be good.
+It checks the data and the run directory before it imports anything heavy.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ def launch(
     told: Callable[[str, int, Metrics], None] | None = None,
     interruption: Interruption | None = None,
 ) -> Summary:
-    """Run a recipe to its end, from the newest checkpoint where there is one; what came of it.
+    """Run a recipe to its end, from the newest checkpoint if there is one, and return a summary.
 
     Args:
         recipe: the checked settings.
         base: the recipe's folder; paths in it are relative to it.
         fresh: move an older run of the same directory aside instead of resuming it.
-        quiet: show nothing but errors.
-        plan: what the recipe's placement is from, or what is expected of it; kept in the run directory, and
-            compared with at the end. None: that of an earlier start, where the placement is still as it says.
-        command: what was typed, for the commands that the summary suggests; empty where a program launches.
-        given: rows and rewards that are no files.
-        told: called after every whole step with its phase, number and metrics; an error of it ends the run.
-        interruption: what asks the run to stop, beside the signals, which it handles while this runs.
+        quiet: show errors only.
+        plan: the plan that placed the recipe, or the one to compare the run with; the run directory keeps it.
+            None uses the plan of an earlier start, if the placement still matches it.
+        command: the typed command, for the commands that the summary suggests; empty in a Python program.
+        given: rows and rewards that are Python objects instead of files.
+        told: is called after every whole step with its phase, number and metrics; its errors end the run.
+        interruption: requests to stop the run; it also handles signals while this runs.
 
     Raises:
-        RillflowError: anything a user can mend, with what, why and what to do.
-        Interrupted: the user asked to stop; the same command goes on.
+        RillflowError: an error that a user can fix; it says what, why and how.
+        Interrupted: the user asked to stop; the same command resumes.
     """
     with interruption or Interruption() as asked, asked.orderly():
         return _launched(recipe, base, fresh, quiet, plan, command, given, told, asked)
@@ -118,7 +118,7 @@ def _launched(
                 asked.stage = RunStage.ENDING
         try:
             _write_report(run, recipe, base)
-        except RunDirectoryError as error:  # the run is whole without
+        except RunDirectoryError as error:  # the run is complete without it
             progress.note(f"the run is finished, and its report is not; the same command writes it: {error}")
         summary = summarise(path)
     if not quiet:
@@ -127,7 +127,7 @@ def _launched(
 
 
 def _say(summary: Summary, path: Path) -> None:
-    """Show what came of a run, and its plan's seconds beside those measured."""
+    """Show a run's summary, and its plan's seconds next to the measured ones."""
     Progress.say(render_text(summary))
     compared = compare(load(path))
     if compared is not None:
@@ -135,7 +135,7 @@ def _say(summary: Summary, path: Path) -> None:
 
 
 def _leave_report(run: RunDirectory, recipe: Recipe, base: Path, progress: Progress) -> None:
-    """Write what there is to see of a run that an error or the user ended; nothing of it hides why."""
+    """Write the report of a run that an error or the user ended; a second error must not hide the first."""
     if not holds_step(run.path):
         return
     try:
@@ -145,7 +145,7 @@ def _leave_report(run: RunDirectory, recipe: Recipe, base: Path, progress: Progr
 
 
 def _write_report(run: RunDirectory, recipe: Recipe, base: Path) -> Path:
-    """Write the summary and the report; where the latter is."""
+    """Write the summary and the report; return the report's path."""
     from rillflow.assembly.simulated import foretell
 
     run.write_json(layout.SUMMARY, summarise(run.path).as_json())
@@ -154,7 +154,7 @@ def _write_report(run: RunDirectory, recipe: Recipe, base: Path) -> Path:
 
 
 def _steps(recipe: Recipe) -> dict[str, int]:
-    """The steps of every phase, by its name."""
+    """Return the steps of every phase, by name."""
     first = {} if recipe.warm_start is None else {"warm_start": recipe.warm_start.steps}
     return {**first, recipe.algorithm.name: recipe.algorithm.steps}
 

@@ -1,14 +1,14 @@
-"""Looks: everything that would stop a run and can be seen before it, for ``run`` and ``check`` alike.
+"""Looks: preflight checks of ``run`` and ``check``; they find everything that would stop a run.
 
     recipe ─┬─ data ────── rows, answers, room ─────────── from the disk
             ├─ models ──── files, headers, sizes, memory ─ from the disk
-            ├─ step ────── one that is not shipped ─────── traced
+            ├─ step ────── a custom algorithm's ────────── traced
             ├─ machine ─── devices, cores
             └─ reward ──── called on two rows ──────────── in a child that can be killed
                   └─> Report: topics to read, notes to think about, problems that stop a run
 
-Imports no torch, but for an algorithm that is not shipped: the answer is there in 1 to 2 seconds. Nothing is
-written.
+Imports torch only for an algorithm that is not shipped, so it answers in 1 to 2 seconds. It writes
+nothing.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
 
 MOST_REPEATS = 100
-"""Times a step may draw the same prompt: beyond, the number of prompts is a slip of the pen."""
+"""Most times that a step may draw the same prompt; a higher number is taken for a typing error."""
 GIVEN = ("base_url", "api_key")
-"""Arguments of an agent beside its row's columns."""
+"""Arguments that an agent receives in addition to its row's columns."""
 _TRIED = 2
 _PLACES = 3
 _NO_END = (
@@ -82,27 +82,27 @@ class Topic:
     """One subject of a report."""
 
     title: str
-    """What it is about."""
+    """Name of the subject."""
     lines: Sequence[str]
-    """What there is to say."""
+    """Facts about the subject."""
 
 
 @dataclass(kw_only=True)
 class Report:
-    """What was seen."""
+    """Results of the checks."""
 
     topics: list[Topic] = field(default_factory=list)
-    """Facts, by subject."""
+    """Facts by subject."""
     notes: list[str] = field(default_factory=list)
-    """What a run would do and its author may not expect."""
+    """Behaviour of the run that its author may not expect."""
     problems: list[RillflowError] = field(default_factory=list)
-    """What would stop a run."""
+    """Errors that would stop a run."""
     task: Task[Example] | None = None
-    """The rows, where they could be read."""
+    """The rows, if they could be read."""
     encoded: EncodedTask | None = None
-    """The rows as tokens, where the model's tokeniser and context are at hand."""
+    """The rows as tokens, if the model's tokeniser and context are available."""
     sizes: ModelSizes | None = None
-    """Those of the section ``policy``'s model, where its files are at hand."""
+    """Sizes of the section ``policy``'s model, if its files are available."""
 
     @property
     def rows(self) -> Task[Example]:
@@ -115,12 +115,12 @@ class Report:
         self.topics.append(Topic(title=title, lines=lines))
 
     def add(self, title: str, lines: Sequence[str]) -> None:
-        """Add lines to the topic of this title."""
+        """Add lines to the topic with this title."""
         place = next(place for place, topic in enumerate(self.topics) if topic.title == title)
         self.topics[place] = Topic(title=title, lines=[*self.topics[place].lines, *lines])
 
     def attempt(self, look: Callable[[], object]) -> None:
-        """Look at one thing; what stops it is a problem, and the next thing is looked at all the same."""
+        """Run one check; its error becomes a problem, so that the next check still runs."""
         try:
             look()
         except RillflowError as error:
@@ -137,17 +137,17 @@ def look(
     given: Given = NOTHING,
     runs_code: bool = True,
 ) -> None:
-    """Add everything that is seen of what a recipe names to a report.
+    """Run all checks of a recipe and add their results to a report.
 
     Args:
         recipe: the checked settings.
         base: its folder.
-        report: what is added to.
-        say: for a run, which needs torch anyway: is told how far the rows are encoded, by the very tokeniser
-            that the run will have. None reads tokenizer.json as it is.
-        drawn: how many rows held-out ones are drawn from, where a run goes on; see ``open_task``.
-        given: rows and rewards that are no files.
-        runs_code: whether to run an engine, a server's Python and functions that the recipe names.
+        report: the report to add to.
+        say: receives encoding progress; a run gives it, needs torch anyway, and uses its own tokeniser.
+            None reads tokenizer.json directly.
+        drawn: number of rows that held-out rows are drawn from, if a run resumes; see ``open_task``.
+        given: rows and rewards that are Python objects instead of files.
+        runs_code: whether to run the engine, the server's Python and the functions that the recipe names.
     """
     report.attempt(lambda: _look_at_step(recipe, report))
     if runs_code:
@@ -171,7 +171,7 @@ def look(
 
 
 def _say_left_out(recipe: Recipe, base: Path, report: Report) -> None:
-    """Name what the recipe would run; the files are parsed, not imported."""
+    """Report the code that the recipe would run; files are parsed, not imported."""
     agent = agent_function(recipe, base)
     rollout = recipe.rollout
     named = {
@@ -186,7 +186,7 @@ def _say_left_out(recipe: Recipe, base: Path, report: Report) -> None:
 
 
 def _look_at_engine(recipe: Recipe, base: Path, report: Report) -> None:
-    """Another engine than the native one is imported."""
+    """Import an engine other than the native one, and check it."""
     if recipe.has_policy and recipe.rollout.engine != NATIVE:
         from rillflow.assembly.engines import engine_notes
 
@@ -194,7 +194,7 @@ def _look_at_engine(recipe: Recipe, base: Path, report: Report) -> None:
 
 
 def _look_at_step(recipe: Recipe, report: Report) -> None:
-    """A step of the user's own is traced; its file has most often loaded torch already."""
+    """Trace a custom algorithm's step; its file has usually loaded torch already."""
     if recipe.chosen in ALGORITHMS.values():
         return
     from rillflow.assembly.drawing import graphs, unpublished
@@ -203,7 +203,7 @@ def _look_at_step(recipe: Recipe, report: Report) -> None:
 
 
 def _unreachable(recipe: Recipe) -> list[str]:
-    """A note on a price that aims where no cost is, unless costs are negative."""
+    """Note a cost multiplier whose target is only reachable with negative costs."""
     settings = recipe.algorithm.model_dump()
     if not settings.keys() >= {"cost_limit", "cost_margin"}:
         return []
@@ -224,7 +224,7 @@ def require_sound(
     drawn: int | None = None,
     given: Given = NOTHING,
 ) -> Report:
-    """What was seen of a recipe that can be run, its rows among it; see ``look``.
+    """Return the report of a recipe that can run, with its rows; see ``look``.
 
     Raises:
         RillflowError: the one problem, or a ConfigError that lists all of them.
@@ -243,7 +243,7 @@ def _look_at_data(recipe: Recipe, base: Path, report: Report, drawn: int | None,
 
 
 def _look_at_tokens(recipe: Recipe, base: Path, report: Report, say: Callable[[str], None] | None) -> None:
-    """Every row as tokens: whether it can be, and has room."""
+    """Encode every row, and check that it fits."""
     if report.task is None:
         return
     source = model_source(recipe, base)
@@ -347,7 +347,7 @@ def _look_at_model(recipe: Recipe, base: Path, report: Report) -> None:
 
 
 def _look_at_memory(recipe: Recipe, report: Report) -> None:
-    """What a rank takes for rows of the length that the data and the settings allow."""
+    """Check a rank's memory for the longest row that the data and the settings allow."""
     sizes, encoded = report.sizes, report.encoded
     if sizes is None or encoded is None:
         return
@@ -368,7 +368,7 @@ def _look_at_memory(recipe: Recipe, report: Report) -> None:
 
 
 def _has_chat(task: Task[Example] | None) -> bool:
-    """Whether a prompt is a conversation, which a model without a chat template cannot read."""
+    """Return whether a prompt is a conversation, which a model without a chat template cannot read."""
     return task is not None and any(not isinstance(row.prompt, str) for row in (*task.train, *task.held_out))
 
 
@@ -401,7 +401,7 @@ def _look_at_machine(recipe: Recipe, report: Report) -> None:
 
 
 def _read_agent(recipe: Recipe, base: Path, report: Report) -> None:
-    """An agent's source is read, where nothing that a recipe names may run."""
+    """Read an agent's source where no code of the recipe may run."""
     function = agent_function(recipe, base)
     if function is not None and recipe.rollout.agent is not None:
         setting = recipe.rollout.agent.sandbox
@@ -410,7 +410,7 @@ def _read_agent(recipe: Recipe, base: Path, report: Report) -> None:
 
 
 def _look_at_agent(recipe: Recipe, base: Path, report: Report) -> None:
-    """An agent is loaded in a child of its kind; each row has what it needs."""
+    """Load an agent in a child process, and check that each row has the columns it needs."""
     agent, function = recipe.rollout.agent, agent_function(recipe, base)
     if agent is None or function is None or report.task is None:
         return
@@ -432,7 +432,7 @@ def _look_at_agent(recipe: Recipe, base: Path, report: Report) -> None:
 
 
 def _execution_notes(function: FunctionPath, name: str, setting: Setting, level: Level | None) -> list[str]:
-    """What a function does with text, and how much apart it is kept; nothing where it runs none."""
+    """Return notes on a function that runs text, and its sandbox level; empty if it runs none."""
     uses = text_uses(function)
     if not uses and setting != "auto":
         return [f"{function} has {name} = {shown(setting)}"] if setting else []
@@ -449,7 +449,7 @@ def _execution_notes(function: FunctionPath, name: str, setting: Setting, level:
 
 
 def _look_at_functions(functions: Sequence[FunctionPath], recipe: Recipe, report: Report) -> None:
-    """Call functions on two rows, in the child process a run would use, each row with its own answer."""
+    """Call each function on two rows and their own answers, in a child process as in a run."""
     if report.task is None or not recipe.has_policy:
         return
     answered = [row for row in report.task.train if row.completion is not None]

@@ -3,7 +3,7 @@
     NewModel ─────────────────────┐
     directory: headers and config ┴─> ModelSizes ─ recipe, longest row ─> MemoryEstimate ─> require_memory
 
-The libraries' own memory comes on top. ``peaks`` counts activations exactly, with the same key-value cache.
+Memory of libraries comes on top. ``peaks`` counts activations exactly, and uses the same KV cache estimate.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from rillflow.rollout.native.layout import PLACES
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT32_BYTES = 4
 _EXPERTS = ".experts."
-"""What the names of routed experts' weights have in a file."""
+"""Part of the names of routed experts' weights in a file."""
 _LAYER = re.compile(r"\.\d+\.")
-"""What the names of a layer's weights have."""
+"""Pattern in the names of a layer's weights."""
 _NAMES = (
     ("hidden_size", "n_embd", "d_model"),
     ("num_hidden_layers", "n_layer", "num_layers"),
@@ -40,52 +40,52 @@ _NAMES = (
     ("vocab_size",),
     ("max_position_embeddings", "n_positions"),
 )
+"""Config keys of hidden size, layers, heads, vocabulary and context, which differ by model type."""
 _INNER = ("intermediate_size", "n_inner")
 _HIDDEN_STATES, _INNER_STATES, _OUTSIDE_STATES = 8.5, 4, 7
-"""Copies of a token's states that training keeps: of the hidden and the inner one in a layer, and outside."""
+"""Hidden and inner states per token that training keeps in a layer, and hidden states outside the layers."""
 _NARROW = 0.65
-"""Bytes of the same in bfloat16, of which some stay float32."""
+"""Bytes of these states in bfloat16, as a share of float32; some stay float32."""
 SAMPLED_LOGITS = 3
-"""Copies of the logits of a running row while its token is drawn."""
+"""Copies of a running row's logits while its token is sampled."""
 VLLM_PLACES = {"cpu": 128, "cuda": 16}
-"""Tokens of a block of vLLM's keys and values."""
+"""Tokens of a block of vLLM's KV cache, by device type."""
 _NAMED, _MOST_NAMED = 3, 5
-"""Settings that a refusal names; more only until the run fits."""
+"""Settings that an error suggests; the higher number only until the run fits."""
 _FEW_TOKENS, _SMALL_CACHE_GIB = 2048, 4
-"""Values that it tries for ``policy.tokens_per_micro_batch`` and ``rollout.cache_gib``."""
-"""What model types call hidden size, layers, heads, vocabulary and context."""
+"""Values that the error suggests for ``policy.tokens_per_micro_batch`` and ``rollout.cache_gib``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """The sizes of a decoder that decide how much memory it takes."""
+    """Sizes of a decoder that determine its memory."""
 
     parameters: int
-    """Numbers to train."""
+    """Number of parameters."""
     layers: int
-    """Decoder layers."""
+    """Number of decoder layers."""
     heads: int
     """Attention heads of a layer."""
     kv_heads: int
-    """Heads of keys and values."""
+    """Key and value heads of a layer."""
     kv_width: int
-    """Numbers of one token's keys in one layer; its values are as many."""
+    """Numbers in one token's keys in one layer; its values have as many."""
     vocabulary: int
-    """Tokens it knows."""
+    """Vocabulary size."""
     context: int
     """Longest row in tokens."""
     experts: int = 0
-    """Numbers of a mixture's routed experts, where its files say so."""
+    """Parameters of routed experts, if the model's files show them."""
     hidden: int = 0
-    """Numbers of a token's hidden state."""
+    """Width of the hidden state."""
     inner: int = 0
-    """Numbers of a token's state in the feed-forward layer."""
+    """Width of the feed-forward layer's inner state."""
     linear: int = 0
-    """Numbers of its layers' other matrices, where its files say so; an int8 base keeps those in 8 bits."""
+    """Parameters of the layers' other matrices, if the files show them; an int8 base has them in 8 bits."""
 
 
 def sizes_of_new(new: NewModel) -> ModelSizes:
-    """The sizes of a model still to be made, counted as a tied Qwen2; others differ little."""
+    """Return the sizes of a new model, counted as a tied Qwen2; other architectures differ little."""
     vocabulary = len(set(new.alphabet)) + 1
     kv_width = new.hidden // new.heads * new.kv_heads
     inner = new.intermediate
@@ -106,10 +106,10 @@ def sizes_of_new(new: NewModel) -> ModelSizes:
 
 
 def sizes_of_directory(directory: Path) -> ModelSizes | None:
-    """The sizes of a Hugging Face directory, from its config and the headers of its weights.
+    """Return the sizes of a Hugging Face directory, from its config and the headers of its weights.
 
     Returns:
-        None where the config names its sizes in an unusual way.
+        None if the config names its sizes in an unusual way.
 
     Raises:
         ModelError: the config or a header cannot be read.
@@ -143,12 +143,12 @@ def sizes_of_directory(directory: Path) -> ModelSizes | None:
 
 
 def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
-    """The size under the first of these names that the config has; 0 where it has none."""
+    """Return the size under the first of these names that the config has; 0 if it has none."""
     return next((config[name] for name in names if name in config and isinstance(config[name], int)), 0)
 
 
 def rows_at_once(recipe: Recipe) -> int:
-    """Rows whose keys and values are held together: every slot of fixed shapes, else those that can run."""
+    """Return how many rows have keys and values at once: every slot of fixed shapes, or the running rows."""
     if recipe.rollout.deterministic:
         return recipe.rollout.max_rows
     judged = min(recipe.evaluate.problems, recipe.task.held_out)
@@ -158,14 +158,14 @@ def rows_at_once(recipe: Recipe) -> int:
 
 
 def cache_bytes(recipe: Recipe, sizes: ModelSizes, longest: int) -> int:
-    """Return the bytes of keys and values on one rank that samples, at most.
+    """Return the most bytes of keys and values on one rank that samples.
 
-    The native engine holds the rows that run, each as long as the longest. vLLM holds ``rollout.max_rows``
-    rows of the model's whole context. Both keep to ``rollout.cache_gib``.
+    The native engine holds the running rows, each as long as the longest. vLLM holds ``rollout.max_rows``
+    rows of the model's whole context. Both respect ``rollout.cache_gib``.
 
     Args:
-        recipe: the run's.
-        sizes: the policy's.
+        recipe: the run's recipe.
+        sizes: the policy's sizes.
         longest: tokens of the longest row, prompt and answer.
     """
     placement, allowed = recipe.placement, recipe.rollout.cache_gib
@@ -182,28 +182,28 @@ def cache_bytes(recipe: Recipe, sizes: ModelSizes, longest: int) -> int:
 
 
 def rows_a_rank(recipe: Recipe) -> int:
-    """Rows that run at once on a rank that samples."""
+    """Return the rows that run at once on a rank that samples."""
     placement = recipe.placement
     ranks = placement.pools[placement.pool_of(SAMPLER)]
     return -(-rows_at_once(recipe) * placement.generate_tp // ranks)
 
 
 def _cache_item(recipe: Recipe) -> int:
-    """Bytes of one number of a key: the native engine keeps float32 on a processor."""
+    """Return the bytes of one number in the KV cache; the native engine uses float32 on a CPU."""
     on_gpu = recipe.run.device.startswith("cuda")
     return _ITEM_BYTES[recipe.policy.model.dtype] if on_gpu else _FLOAT32_BYTES
 
 
 def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
-    """Refuse a longest row that does not fit into ``rollout.cache_gib``.
+    """Refuse a recipe whose longest row does not fit into ``rollout.cache_gib``.
 
     Args:
-        recipe: the run's.
-        sizes: of the model.
+        recipe: the run's recipe.
+        sizes: the model's sizes.
         prompt: tokens of the longest prompt.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the row does not fit.
     """
     allowed, tp = recipe.rollout.cache_gib, recipe.placement.generate_tp
     tokens = min(prompt + recipe.rollout.max_tokens, sizes.context)
@@ -218,10 +218,9 @@ def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
 
 
 def rank_lines(recipe: Recipe, sizes: ModelSizes, longest: int) -> list[str]:
-    """What the model of section ``policy`` takes on one rank, by phase; empty where a rank holds it whole.
+    """Return the memory of section ``policy``'s model on one rank, by phase; empty if a rank holds it whole.
 
-    Weights that tensor parallelism leaves whole (norms, an embedding that is not tied) count as if they
-    were cut: an estimate.
+    An estimate: weights that tensor parallelism replicates (norms, an untied embedding) count as sharded.
     """
     placement, item = recipe.placement, _ITEM_BYTES[recipe.policy.model.dtype]
     mesh, tp = placement.mesh_of(recipe.trained_role), placement.generate_tp
@@ -253,21 +252,21 @@ def rank_lines(recipe: Recipe, sizes: ModelSizes, longest: int) -> list[str]:
 
 
 def _weights(recipe: Recipe, sizes: ModelSizes) -> int:
-    """Bytes of the policy's weights."""
+    """Return the bytes of the policy's weights."""
     item, adapter = _ITEM_BYTES[recipe.policy.model.dtype], recipe.policy.model.adapter
     narrow = sizes.linear if adapter is not None and adapter.base == "int8" else 0
     return sizes.parameters * item - narrow * (item - 1)
 
 
 def _optimiser(recipe: Recipe, numbers: int) -> int:
-    """Bytes of AdamW's two moments, and of float32 masters where weights are narrower."""
+    """Return the bytes of AdamW's two moments, and of float32 master weights if weights are narrower."""
     moment = _ITEM_BYTES[recipe.policy.moments or "float32"]
     master = _FLOAT32_BYTES if recipe.policy.model.dtype != "float32" else 0
     return numbers * (2 * moment + master)
 
 
 def holds_whole(recipe: Recipe) -> bool:
-    """Whether a rank holds the whole model, and samples with the weights it trains."""
+    """Return whether a rank holds the whole model, and samples with the weights it trains."""
     placement = recipe.placement
     is_plain = placement.mesh_of(recipe.trained_role).is_plain and placement.generate_tp == 1
     return is_plain and not placement.samples_apart
@@ -275,23 +274,23 @@ def holds_whole(recipe: Recipe) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on a rank that holds the whole model, by what they are for."""
+    """Bytes on a rank that holds the whole model, by purpose."""
 
     kept: Mapping[str, int]
-    """From step to step."""
+    """Bytes held from step to step."""
     training: Mapping[str, int]
-    """Beside those, while an update is made."""
+    """Additional bytes during an update."""
     sampling: Mapping[str, int]
-    """Beside those, while rows are sampled."""
+    """Additional bytes while rows are sampled."""
 
     @property
     def total(self) -> int:
-        """The most at one time."""
+        """Most bytes at one time."""
         return sum(self.kept.values()) + max(sum(self.training.values()), sum(self.sampling.values()))
 
     @property
     def text(self) -> str:
-        """In a line. Example: ``weights 6.0 MiB kept; training adds ...; at most 20.0 MiB``."""
+        """Estimate in one line. Example: ``weights 6.0 MiB kept; training adds ...; at most 20.0 MiB``."""
         parts = [f"{_terms(self.kept)} kept"]
         parts += [f"training adds {_terms(self.training)}"] if self.training else []
         parts += [f"sampling adds {_terms(self.sampling)}"] if self.sampling else []
@@ -306,14 +305,14 @@ def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> MemoryEstimate:
     """Estimate the memory of the section ``policy``'s model and its reference.
 
     Args:
-        recipe: the run's.
-        sizes: the model's.
+        recipe: the run's recipe.
+        sizes: the model's sizes.
         longest: tokens of the longest row, prompt and answer.
     """
     weights, is_frozen = _weights(recipe, sizes), recipe.policy.model.adapter is not None
     is_copied = recipe.has_policy and recipe.rollout.engine == VLLM
     kept, training, sampling = {"weights": weights}, dict[str, int](), dict[str, int]()
-    if not is_frozen:  # an adapter's own are small beside the base
+    if not is_frozen:  # an adapter's own parameters are few compared with the base
         kept["optimiser"] = _optimiser(recipe, sizes.parameters)
         training["gradients"] = weights
     if "reference" in recipe.roles and not is_frozen:
@@ -329,7 +328,7 @@ def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> MemoryEstimate:
 
 
 def _activations(recipe: Recipe, sizes: ModelSizes, longest: int) -> dict[str, int]:
-    """What a micro-batch leaves for its backward pass; fitted to what ``peaks`` counts."""
+    """Estimate the activations that a backward pass needs, fitted to the counts of ``peaks``."""
     config, policy = recipe.algorithm, recipe.policy
     every = -(-config.rows_per_step // config.minibatches) * longest
     tokens = max(longest, min(policy.tokens_per_micro_batch, every))
@@ -345,17 +344,17 @@ def _activations(recipe: Recipe, sizes: ModelSizes, longest: int) -> dict[str, i
 
 
 def require_memory(recipe: Recipe, sizes: ModelSizes, longest: int, there: int, what: str) -> None:
-    """Refuse a run whose ranks cannot fit, and name the settings that help most.
+    """Refuse a run whose ranks do not fit into memory, and name the settings that help most.
 
     Args:
-        recipe: the run's; its ranks hold the whole model.
-        sizes: the model's.
+        recipe: the run's recipe; its ranks hold the whole model.
+        sizes: the model's sizes.
         longest: tokens of the longest row, prompt and answer.
-        there: bytes of the memory that a rank may fill.
-        what: the memory, for the error. Example: ``"this machine"``.
+        there: bytes that a rank may fill.
+        what: name of the memory, for the error. Example: ``"this machine"``.
 
     Raises:
-        ConfigError: the estimate exceeds it.
+        ConfigError: the estimate exceeds ``there``.
     """
     found = estimate(recipe, sizes, longest)
     if found.total <= there:
@@ -380,7 +379,7 @@ def require_memory(recipe: Recipe, sizes: ModelSizes, longest: int, there: int, 
 
 
 def _smaller(recipe: Recipe) -> list[tuple[str, Recipe]]:
-    """Settings that save memory, as text, each with the recipe in which it alone is changed."""
+    """Return settings that save memory, as text, each with the recipe that changes only that setting."""
     policy, model, rollout = recipe.policy, recipe.policy.model, recipe.rollout
     found: list[tuple[str, Recipe]] = []
 

@@ -1,8 +1,8 @@
-"""Merged: models, runs and adapters into one model; what ``rillflow merge`` does.
+"""Merged: merge models, runs and adapters into one model; the command ``rillflow merge``.
 
 A, B, ... ─ sources ─┬─ a model's directory ──────────────────────────────┐
                      ├─ a run: the model of its newest checkpoint ────────┼─ merge ─> OUT
-                     └─ an adapter: put into its base, beside OUT ────────┘
+                     └─ an adapter: merged into its base, next to OUT ────┘
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def merge_models(
     prompts: Path | None = None,
     recipe: Path | None = None,
 ) -> Mapping[str, Any]:
-    """Merge models, runs and adapters; what merge.json says.
+    """Merge models, runs and adapters; return the content of merge.json.
 
     Args:
-        sources: two or more.
-        out: the directory to write; it is not there yet.
-        settings: how.
-        base: the model, or run, that all were trained from.
-        prompts: for ot, a file of prompts to align by what the models say of them; without, by weights.
-        recipe: for greedy, whose evaluation says how good a model is.
+        sources: two or more models, runs or adapters.
+        out: the directory to write; it must not exist.
+        settings: the merge method and its settings.
+        base: the model or run that all sources were trained from.
+        prompts: for ot, a file of prompts whose activations align the models; None aligns by weights.
+        recipe: for greedy, the recipe whose evaluation scores a model.
 
     Raises:
-        ConfigError: the settings cannot be used, or ``out`` is there.
+        ConfigError: the settings cannot be used, or ``out`` exists.
         ModelError: the models cannot be merged.
         RunDirectoryError: a run has no checkpoint, or ``out`` cannot be written.
     """
@@ -79,7 +79,7 @@ def _require_used(option: str, given: Path | None, method: str, of: str) -> None
 
 
 def _texts(prompts: Path) -> list[str]:
-    """The prompts of a file, those that are texts."""
+    """Return the prompts of a file that are texts."""
     task = open_task(TaskConfig(source=str(prompts.absolute()), held_out=0), base=Path(), seed=0)
     found = [example.prompt for example in task.train if isinstance(example.prompt, str)]
     if not found:
@@ -92,10 +92,10 @@ def _texts(prompts: Path) -> list[str]:
 
 
 def model_of(source: Path) -> Path:
-    """The directory of a model; of a run, that of its newest policy, or of its reward model.
+    """Return a model's directory; for a run, its newest policy's, or else its reward model's.
 
     Raises:
-        RunDirectoryError: the run has no checkpoint, or no model of these roles.
+        RunDirectoryError: the run has no checkpoint, or neither a policy nor a reward model.
         ModelError: there is no such directory.
     """
     if not source.is_dir():
@@ -116,7 +116,7 @@ def model_of(source: Path) -> Path:
 
 @contextmanager
 def _whole(folders: Sequence[Path], out: Path) -> Iterator[list[Path]]:
-    """The same folders, with models in the place of adapters."""
+    """Yield the folders, with adapters replaced by models they were merged into."""
     beside = [found_adapter(str(folder), None) for folder in folders]
     bases = {None if each is None else str(Path(each.base).absolute()) for each in beside}
     if bases == {None}:

@@ -1,9 +1,9 @@
-"""Meshes: whether a model can lie on the grid a recipe asks for, and what it then takes on every rank.
+"""Meshes: check that a recipe's grids fit its pools, and that a model can be sharded over them.
 
-    pools, train, generate ─ impossible ─> every contradiction, its sum shown
-    heads, layers          ─ unfit ──────> what a model cannot be cut into
+        pools, train, generate ─ impossible ─> every contradiction, with its arithmetic
+        heads, layers          ─ unfit ──────> grids that cannot shard the model
 
-Imports nothing heavy; ``rillflow check`` prints it before anything runs.
+Imports nothing heavy; ``rillflow check`` reports it before anything runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rillflow.placement.mesh import Mesh, divisors, require_whole_beside_experts
 
 
 def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigError]:
-    """What contradicts in the meshes of these roles; pools and roles are sound already."""
+    """Yield contradictions in the meshes of these roles; pools and roles are already checked."""
     wrong = [*_wrong_axes("generate", placement.generate, GENERATE_AXES)]
     for key, axes in placement.train.items():
         wrong += _wrong_key(placement, roles, key)
@@ -106,16 +106,16 @@ def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
 
 
 def require_near(role: str, pool: str, mesh: Mesh, nodes: Mapping[int, str]) -> None:
-    """Refuse ranks that share layers over the links between nodes.
+    """Refuse a tensor-parallel group that spans nodes.
 
     Args:
-        role: whose ranks they are.
+        role: the role on these ranks.
         pool: its pool.
         mesh: its grid.
-        nodes: the node of each rank, where there are several.
+        nodes: node of each rank; empty if all ranks are on one machine.
 
     Raises:
-        ClusterError: a tensor-parallel group lies on two nodes.
+        ClusterError: a tensor-parallel group spans two nodes.
     """
     for group in mesh.groups("tp") if nodes and "tp" in mesh.names else ():
         on = dict.fromkeys(nodes[rank] for rank in group)
@@ -134,7 +134,7 @@ def _ranks(group: Sequence[int]) -> str:
 
 
 def _apart(placement: PlacementConfig) -> Iterator[ConfigError]:
-    """A sampler on ranks of its own that cannot be shared out over them."""
+    """Yield errors about a sampler's own pool that placement.generate.tp cannot divide."""
     pool, tp = placement.pool_of(SAMPLER), placement.generate_tp
     size = placement.pools[pool]
     if size % tp:
@@ -156,7 +156,7 @@ def _in_one_process(what: str) -> ConfigError:
 
 
 def unfit(mesh: MeshSizes, generate_tp: int, heads: int, kv_heads: int, layers: int) -> Iterator[ConfigError]:
-    """What a model of these sizes cannot be cut into."""
+    """Yield errors about grids that cannot shard a model of these sizes."""
     fitting = divisors(heads, kv_heads)
     for where, tp in (("train", mesh.tp), ("generate", generate_tp)):
         odd = [(kind, count) for kind, count in (("attention", heads), ("key/value", kv_heads)) if count % tp]

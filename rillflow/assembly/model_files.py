@@ -1,11 +1,11 @@
-"""Model files: what a model's directory must hold before it is worth loading, from names and headers alone.
+"""Model files: check from names and headers alone that a model's directory is complete before it is loaded.
 
 directory ─┬─ config.json ────────── settings by name
-           ├─ *.safetensors ──────── no pickle; headers whole; no layer lacks a weight that its siblings have;
+           ├─ *.safetensors ──────── no pickle; intact headers; the same weights in every layer;
            │                         the embedding has the vocabulary and width of the config
            └─ the tokeniser's files ─ a vocabulary; a chat template where prompts are conversations
 
-What the headers cannot show (another weight of a wrong shape, numbers that are not finite) loading finds.
+Loading finds what the headers cannot show: another weight of a wrong shape, numbers that are not finite.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from rillflow.models.weight_files import (
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken", "tekken.json")
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 ALIKE = ("gemma", "gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
-"""Model types of which every layer has the same weights."""
+"""Model types whose layers all have the same weights."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """Last parts of the names of their embeddings."""
 _IN_LAYER = re.compile(r"((?:.*?\.)?(?:layers|h)\.)(\d+)(\..+)")
 
 
 def require_model_files(directory: Path, *, is_chat: bool) -> None:
-    """Refuse a directory whose model cannot be loaded; ``is_chat``: the prompts are conversations.
+    """Refuse a directory whose model cannot be loaded; ``is_chat``: prompts are conversations.
 
     Raises:
-        ModelError: a file is missing, damaged or a pickle, or lacks what is needed of it.
+        ModelError: a file is missing, damaged, incomplete or a pickle.
     """
     check_files(directory)
     config = settings_in(directory / "config.json")
@@ -59,16 +59,16 @@ def require_model_files(directory: Path, *, is_chat: bool) -> None:
 
 
 def kind_of(source: str | None) -> str | None:
-    """The type of the model in a directory; None where that is known when it is loaded."""
+    """Return the type of the model in a directory; None if only loading it tells."""
     file = Path(source or "") / "config.json"
     return str(settings_in(file).get("model_type")) if source is not None and file.is_file() else None
 
 
 def require_template(directory: Path) -> None:
-    """Refuse a model that cannot read conversations.
+    """Refuse a model without a chat template.
 
     Raises:
-        ModelError: it has no chat template.
+        ModelError: the model has no chat template.
     """
     if not _has_template(directory):
         raise ModelError(
@@ -86,7 +86,7 @@ def _has_template(directory: Path) -> bool:
 
 
 def _require_layers(directory: Path, config: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Every layer has the weights that another one has, and tokens have an embedding."""
+    """Require the same weights in every layer, and an embedding."""
     if config.get("model_type") not in ALIKE:
         return
     layers = next((config[key] for key in ("num_hidden_layers", "n_layer") if key in config), 0)
@@ -113,7 +113,7 @@ def _require_layers(directory: Path, config: Mapping[str, Any], names: Sequence[
 def _require_embedding(
     directory: Path, config: Mapping[str, Any], headers: Mapping[str, WeightHeader]
 ) -> None:
-    """The embedding has a row for each token of ``vocab_size``, each as wide as the hidden state."""
+    """Require an embedding row for each token of ``vocab_size``, as wide as the hidden state."""
     if config.get("model_type") not in ALIKE:
         return
     name = next(name for name in headers if name.endswith(_EMBEDDINGS))

@@ -1,10 +1,10 @@
-"""Other tokens: rows of the policy read by a model with another tokeniser, as functions read text.
+"""Other tokens: encode the policy's rows again for a model with another tokeniser.
 
     rollouts ─ decode ─> answers ─┐
                columns ─> prompts ┴─ Encoder of the other model ─> Reread: its tokens, and why a row has none
 
-What it costs: a decoding and an encoding of every row on the processor before the model reads it; the rows
-themselves stay where they are.
+Every row is decoded and encoded on the CPU before the model reads it; the rows themselves stay where they
+are.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from rillflow.tasks.example import Example
 
 @dataclass(frozen=True, kw_only=True)
 class OtherTokens:
-    """Reads rows of one tokeniser by another.
+    """Converter of rows from one tokeniser to another.
 
     Example:
         OtherTokens(wrote=policy.tokenizer, encoder=Encoder(tokenizer=mine), context=4096)(rollouts)
     """
 
     wrote: Tokenizer
-    """The policy's."""
+    """The policy's tokeniser."""
     encoder: Encoder
-    """The other model's tokeniser, and how it reads prompts."""
+    """Encoder with the other model's tokeniser and prompt format."""
     context: int
-    """Tokens of a row of the other model at most."""
+    """Most tokens in a row of the other model."""
 
     def __call__(self, rollouts: Batch) -> Reread:
-        """The rows as the other model's tokens; those without room lose their prompts' beginnings.
+        """Return the rows as the other model's tokens; long rows lose the beginnings of their prompts.
 
         Args:
             rollouts: B rows with ``tokens``, ``loss_mask`` and ``columns``.
@@ -66,7 +66,7 @@ class OtherTokens:
 
 
 def _example(index: int, columns: str, answer: str) -> Example:
-    """The row of data that a rollout came from, with what was answered."""
+    """Return the row of data that a rollout came from, with its sampled answer."""
     row = json.loads(columns)
     prompt = row.pop("prompt")
     asked = prompt if isinstance(prompt, str) else tuple(prompt)
@@ -74,6 +74,6 @@ def _example(index: int, columns: str, answer: str) -> Example:
 
 
 def _whole(row: Encoded, is_ended: bool) -> array[int]:
-    """Prompt and answer; an answer that was cut off has no end."""
+    """Return prompt and answer; an answer that was cut off has no end token."""
     answer = row.answers[0]
     return row.prompt + (answer if is_ended else answer[: max(len(answer) - 1, 0)])

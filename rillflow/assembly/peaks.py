@@ -1,13 +1,13 @@
-"""Peaks: what a rank will hold at most, role by role and phase by phase, found by passes without numbers.
+"""Peaks: find a rank's peak memory by role and phase, from passes over fake tensors.
 
-    recipe, its longest rows ─ this rank's part of each model, of fake tensors ─ the run's own Parallel and
-    Optimizer over micro-batches ─ every storage counted while it lives ─> Peak: bytes by phase and part
+    recipe, its longest rows ─ this rank's shard of each model, as fake tensors ─ the run's own Parallel and
+    Optimizer over micro-batches ─ count every live storage ─> Peak: bytes by phase and part
 
-A fake tensor has a shape, a type and a device, and no memory, so that a model that fits nowhere can be tried.
-What the sampler keeps is counted by its shapes. On a mesh a rank has its layers, each as tp cuts it; of what
-is cut over fsdp, one unit is whole twice: its parameters and its gradients.
+A fake tensor has a shape, a dtype and a device but no memory, so models of any size can be tried. The
+sampler's memory is computed from shapes. On a mesh a rank has its own layers, sharded by tp. With fsdp, one
+unit at a time is gathered: its parameters and its gradients.
 
-Libraries' own memory, and what the C library keeps of what was freed, come on top.
+Memory of libraries, and freed memory that the C library keeps, come on top.
 """
 
 from __future__ import annotations
@@ -58,45 +58,45 @@ from rillflow.training.recompute import Recompute
 from rillflow.training.scorer import micro_batches
 
 Parts = Mapping[str, int]
-"""Bytes by what they are for."""
+"""Bytes by purpose."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """What one role takes on a rank.
+    """Peak memory of one role on a rank.
 
     Example:
         Peak(role="policy", pool="main", kept={"weights": 400}, phases={"trains": {"gradients": 400}})
     """
 
     role: str
-    """Its name."""
+    """Name of the role."""
     pool: str
-    """The ranks it is on."""
+    """Pool of the role."""
     kept: Parts
-    """Bytes from step to step."""
+    """Bytes held from step to step."""
     phases: Mapping[str, Parts]
-    """Bytes beside those, while the role works."""
+    """Additional bytes while the role works, by phase."""
     saved: int = 0
-    """Bytes of what a checkpoint is written from, while work goes on."""
+    """Bytes of the copies that a checkpoint is written from, while work goes on."""
 
     @property
     def working(self) -> int:
-        """The most beside what is kept."""
+        """Most additional bytes of a phase."""
         return max((sum(parts.values()) for parts in self.phases.values()), default=0)
 
 
 def peaks_of(recipe: Recipe, base: Path, encoded: EncodedTask, sizes: ModelSizes) -> list[Peak]:
-    """The peaks of a recipe's models.
+    """Return the peaks of a recipe's models.
 
     Args:
         recipe: the checked settings.
         base: its folder.
-        encoded: its rows, of which the longest count.
-        sizes: the policy's, by which keys and values are counted.
+        encoded: its rows; the longest ones count.
+        sizes: the policy's sizes, for keys and values.
 
     Raises:
-        ModelError: a model is not there, or cannot be cut so.
+        ModelError: a model is missing, or cannot be sharded so.
     """
     (rows, prompts), longest = _longest(recipe, encoded), longest_row(recipe, encoded)
     found = []
@@ -107,18 +107,18 @@ def peaks_of(recipe: Recipe, base: Path, encoded: EncodedTask, sizes: ModelSizes
 
 
 def rank_bytes(peaks: list[Peak], pool: str) -> int:
-    """What a rank of a pool holds at most: what all its roles keep, and the most that one takes at work."""
+    """Return the peak bytes of a rank: all that its roles keep, and the most that one role takes at work."""
     there = [peak for peak in peaks if peak.pool == pool]
     return sum(sum(peak.kept.values()) for peak in there) + max((peak.working for peak in there), default=0)
 
 
 def saved_bytes(peaks: list[Peak], pool: str) -> int:
-    """The copies on a rank of a pool that a checkpoint is written from, beside whatever goes on."""
+    """Return the bytes of the copies that a checkpoint is written from, on a rank of a pool."""
     return sum(peak.saved for peak in peaks if peak.pool == pool)
 
 
 def peak_lines(peaks: list[Peak]) -> list[str]:
-    """A line for each pool's rank, each role and each of its phases."""
+    """Return a line for each pool's rank, each role and each of its phases."""
     lines = []
     for pool in dict.fromkeys(peak.pool for peak in peaks):
         saved = saved_bytes(peaks, pool)
@@ -133,15 +133,15 @@ def peak_lines(peaks: list[Peak]) -> list[str]:
 
 
 def require_room(peaks: list[Peak], ranks: Mapping[str, int], free: int) -> None:
-    """Refuse what ranks that share a memory cannot hold.
+    """Refuse ranks that share a memory and do not fit into it.
 
     Args:
-        peaks: of all roles.
-        ranks: of each pool, how many there are in that memory.
-        free: its bytes.
+        peaks: peaks of all roles.
+        ranks: number of each pool's ranks in that memory.
+        free: bytes that are free in it.
 
     Raises:
-        ConfigError: it names the phase that takes the most, and what would take less.
+        ConfigError: they do not fit; the error names the largest phase and a fix.
     """
     needed = {
         pool: count * (rank_bytes(peaks, pool) + saved_bytes(peaks, pool)) for pool, count in ranks.items()
@@ -170,11 +170,11 @@ _FIXES = {
     "scores": "lower policy.tokens_per_micro_batch, or cut the model over more ranks",
     "answers": "lower rollout.max_rows, or share the model over more ranks in placement.generate",
 }
-"""What takes less, by what takes the most."""
+"""Fixes, by what takes the most memory."""
 
 
 class _Trial:
-    """One role's model on one rank, tried without numbers."""
+    """One role's model on one rank, run on fake tensors."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class _Trial:
         self._scalar = scalar
 
     def peak(self) -> Peak:
-        """What it keeps and takes."""
+        """Return the role's peak memory."""
         made = partial(Peak, role=self._role, pool=self._recipe.placement.pool_of(self._role))
         if self._role == SAMPLER:
             copied, taken = self._copied()
@@ -243,14 +243,14 @@ class _Trial:
         is_far = "optimizer" if self._kind.is_trained else "reference"
         if self._recipe.run.device.startswith("cuda") and self._recipe.policy.offload in ("all", is_far):
             if self._kind.is_trained:
-                kept["optimiser"] = 0  # a parameter's at a time comes back
+                kept["optimiser"] = 0  # one parameter's state is loaded at a time
             else:
                 phases["scores"] = {**phases["scores"], "weights": kept.pop("weights")}
         saved = held if self._kind.is_trained and held > SMALL_BYTES else 0
         return made(kept=kept, phases=phases, saved=saved)
 
     def _answering(self, held: int) -> dict[str, int]:
-        """What the sampler takes on one rank beside the weights that it shares with the trainer."""
+        """Return the sampler's bytes on one rank, without the weights that it shares with the trainer."""
         tp, rows = self._recipe.placement.generate_tp, rows_a_rank(self._recipe)
         model, sizes = self._outline(), self._sampled
         is_copied = self._recipe.rollout.engine == VLLM
@@ -269,20 +269,20 @@ class _Trial:
         }
 
     def _copied(self) -> tuple[dict[str, int], dict[str, int]]:
-        """What vLLM holds beside the trainer from step to step, and on a device while it answers."""
+        """Return vLLM's bytes: those kept from step to step, and those on a device while it answers."""
         rollout, is_far = self._recipe.rollout, self._recipe.run.device.startswith("cuda")
         if rollout.engine != VLLM:
             return {}, {}
         module: Any = self._outline().module
         head, embedding = module.get_output_embeddings().weight, module.get_input_embeddings().weight
         weights = sum(weight.numel() for weight in module.parameters()) * module.dtype.itemsize
-        weights += 0 if is_far or head is not embedding else head.nbytes  # it has no ties there
+        weights += 0 if is_far or head is not embedding else head.nbytes  # vLLM does not tie them on a CPU
         cache = cache_bytes(self._recipe, self._sampled, self._longest)
         found = {"vLLM's weights": weights, "vLLM's KV cache": cache}
         return ({}, found) if is_far else (found, {})
 
     def _module(self, live: _Live) -> nn.Module:
-        """This rank's part, of fake tensors: its layers, each as tp cuts it."""
+        """Return this rank's part of the model as fake tensors: its layers, sharded by tp."""
         module: Any = self._outline().module
         if self._sizes.pp > 1:
             config = module.config.get_text_config()
@@ -297,19 +297,19 @@ class _Trial:
         return _cut(module, self._sizes.tp, live)
 
     def _parallel(self, module: nn.Module) -> Parallel:
-        """What runs it; whether logits can be made in slices is not found out without numbers."""
+        """Return the module's runner; set ``is_plain``, which fake tensors cannot determine."""
         found = Parallel.whole(module)
         found.part.is_plain = self._has_plain_head
         return found
 
     def _share_of(self, module: nn.Module) -> float:
-        """Of the parameters, what one rank of fsdp or ep holds."""
+        """Return the share of the parameters that one rank of fsdp or ep holds."""
         inside, every = expert_weights(module), dict(module.named_parameters())
         experts = sum(every[name].numel() for name in inside) / sum(each.numel() for each in every.values())
         return (1 - experts + experts / self._sizes.ep) / self._sizes.fsdp
 
     def _unit(self, module: nn.Module) -> int:
-        """Bytes of what fsdp gathers at once: a layer, and what is in no layer."""
+        """Return the bytes that fsdp gathers at once: one layer, and everything outside the layers."""
         every = sum(weight.nbytes for weight in module.parameters())
         lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part)]
         layers = max(lists, key=len)
@@ -317,7 +317,7 @@ class _Trial:
         return every - inside + inside // len(layers)
 
     def _in_flight(self) -> int:
-        """Micro-batches whose activations the first stage keeps at once."""
+        """Return the micro-batches whose activations the first pipeline stage keeps at once."""
         budget = self._recipe.policy.tokens_per_micro_batch
         tokens = self._recipe.algorithm.rows_per_step * int(self._rows.ragged("tokens").lengths.max())
         parts = -(-tokens // (budget * self._sizes.dp))
@@ -329,7 +329,7 @@ class _Trial:
         return token_logprobs(output, completions(part).values, 1.0).logprobs.sum()
 
     def _train(self, parallel: Parallel, optimizer: Optimizer, train: TrainConfig, part: Batch) -> None:
-        """Two micro-batches: the second one's gradients come beside the first one's."""
+        """Run two micro-batches, because the second one's gradients coexist with the first one's."""
         again = Recompute(parallel.module, whole=False) if train.gradient_checkpointing else nullcontext()
         with again:
             for _ in range(2):
@@ -337,7 +337,7 @@ class _Trial:
 
 
 class _Others:
-    """Ranks that are not there: every one has what this one has."""
+    """Stand-in for absent ranks, which all hold the same as this one."""
 
     rank = 0
 
@@ -361,28 +361,28 @@ class _Others:
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of every fake tensor's storage while it lives.
+    """Counter of the bytes of all live fake tensors' storages.
 
-    Weights are fake, and what is computed with one is; rows and their places are real.
+    Weights, and everything computed from them, are fake; rows and their positions are real.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        """What makes fake tensors."""
+        """Mode that makes fake tensors."""
         self.bytes = self.most = 0
-        """Now, and at most since ``begin``."""
+        """Current bytes, and the peak since ``begin``."""
         self._seen: set[int] = set()
 
     def begin(self) -> int:
-        """Count the most from here on; what there is."""
+        """Reset the peak, and return the current bytes."""
         self.most = self.bytes
         return self.bytes
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Do it, and count what is new."""
+        """Run the operation, and count new storages."""
         found = function(*args, **(kwargs or {}))
         for one in tree_iter(found):
             if isinstance(one, FakeTensor) and one.untyped_storage()._cdata not in self._seen:
@@ -399,7 +399,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _cut(module: Any, tp: int, live: _Live) -> nn.Module:
-    """A rank's part of a module, with fake weights; beside an adapter the base does not learn."""
+    """Return a rank's part of a module, with fake weights; a frozen base stays frozen."""
     learns = {name for name, weight in module.named_parameters() if weight.requires_grad}
     local: nn.Module = sampling_module(module, tensor_plan(module), _Others(tp)) if tp > 1 else module
     with live.fake:
@@ -410,7 +410,7 @@ def _cut(module: Any, tp: int, live: _Live) -> nn.Module:
 
 
 def _model(recipe: Recipe, base: Path, role: str, kind: RoleKind) -> tuple[ModelConfig, bool]:
-    """Return a role's model, and whether it has a scalar head."""
+    """Return a role's model config, and whether it has a scalar head."""
     scorers = scorer_sources(recipe, base)
     named = {"reward": scorers.get("reward.model"), "cost": scorers.get("cost.model")}
     named["critic"] = critic_source(recipe, base)
@@ -420,7 +420,7 @@ def _model(recipe: Recipe, base: Path, role: str, kind: RoleKind) -> tuple[Model
 
 
 def _longest(recipe: Recipe, encoded: EncodedTask) -> tuple[Batch, Batch]:
-    """Rows of the longest prompts, enough for a micro-batch, and the prompts alone with a token to read."""
+    """Return the longest rows, enough for a micro-batch, and the prompts with one token to predict."""
     data = recipe.chosen.data
     known = [row for row in encoded.train[data] if row is not None]
     known.sort(key=lambda row: row.length(ANSWERS[data], recipe.rollout.max_tokens), reverse=True)
@@ -445,7 +445,7 @@ def _longest(recipe: Recipe, encoded: EncodedTask) -> tuple[Batch, Batch]:
 
 
 def _batch(texts: Sequence[tuple[list[int], int]], ids: Sequence[RowId]) -> Batch:
-    """Rows, read behind the token at which each begins."""
+    """Return rows whose loss mask starts at the given token."""
     masks = [[place >= begin for place in range(len(text))] for text, begin in texts]
     fields = {
         "tokens": Ragged.from_rows([text for text, _ in texts]),

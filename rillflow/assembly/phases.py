@@ -1,4 +1,4 @@
-"""Phases: what a recipe runs one after the other, before anything is built for it."""
+"""Phases: list what a recipe runs one after the other, before anything is built for it."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ class PhasePlan:
     """A phase before anything is built for it."""
 
     name: str
-    """What the records call it."""
+    """Name of the phase in the records."""
     algorithm: Algorithm
-    """What it runs."""
+    """Algorithm of the phase."""
     config: AlgorithmConfig
     """The algorithm's settings."""
     train: TrainConfig
     """Its optimiser's settings."""
     first: int
-    """The run's steps before it."""
+    """Number of the run's steps before the phase."""
     evaluated: bool
-    """Whether what is trained is judged around it."""
+    """Whether the trained model is evaluated before, during and after the phase."""
     samples: bool
-    """Whether anything may be sampled in it or around it."""
+    """Whether rows may be sampled in the phase or for its evaluation."""
 
     @property
     def freshness(self) -> int:
-        """The policy versions that a trained token may be old."""
+        """Number of versions that a trained token may be old."""
         return self.config.freshness if isinstance(self.config, SampledConfig) else 0
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles it calls."""
+        """Roles that the phase calls."""
         return self.algorithm.called(self.config)
 
 
 def phase_plans(recipe: Recipe) -> list[PhasePlan]:
-    """The recipe's phases in order: the warm start, where there is one, and the algorithm."""
+    """Return the recipe's phases in order: the warm start, if there is one, and the algorithm."""
     plans, first = [], 0
     if recipe.warm_start is not None:
         algorithm, config = warm_start(recipe.warm_start)

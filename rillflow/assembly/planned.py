@@ -1,8 +1,8 @@
-"""Planned: a plan laid over a recipe as if its placement had been written there, or why it cannot run.
+"""Planned: apply a plan to a recipe's placement, or refuse a plan that cannot run.
 
 Plan ─┬─ settings_of ─> placement.pools, roles, train, generate, freshness, oversampling, as --set writes them
-      ├─ require_for ─> what another recipe's is, or no run can do yet, is refused
-      └─ keep_plan ───> in the run directory; whether the run goes on as it says
+      ├─ require_for ─> refuses a plan of another recipe, and one that no run supports yet
+      └─ keep_plan ───> writes it to the run directory; returns whether the run is placed by it
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ PLANNED = (
     *map("placement.{}".format, ("pools", "roles", "train", "generate")),
     *map("algorithm.{}".format, _AHEAD),
 )
-"""What a plan settles."""
+"""Settings that a plan fixes."""
 PROCESSOR = "cpu"
-"""How the names of devices begin that need no accelerator."""
+"""Prefix of the names of devices that need no accelerator."""
 
 
 def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
-    """``KEY=VALUE`` texts that place a recipe as the plan does.
+    """Return ``KEY=VALUE`` texts that place a recipe as the plan does.
 
     Args:
-        plan: what is to run.
-        overrides: those given beside it, which must not place anything.
+        plan: the plan to run.
+        overrides: further overrides, which must not place anything.
 
     Raises:
-        ConfigError: one of them does.
+        ConfigError: an override places something.
     """
     for text in overrides:
         dotted = parse_override(text).dotted
@@ -53,11 +53,11 @@ def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
 
 
 def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
-    """Refuse a plan of another recipe, and one that no run can follow yet.
+    """Refuse a plan of another recipe, and one that no run supports yet.
 
     Raises:
-        PlanError: it is another algorithm's, places a role the recipe does not call, lies on two
-            fleets, cuts experts apart beside other axes, or needs accelerators that are not here.
+        PlanError: it is another algorithm's, places a role the recipe does not call, spans two fleets,
+            shards experts together with other axes, or needs accelerators that are not here.
     """
     recipe = loaded.recipe
     for what, why in _not_yet(plan):
@@ -78,7 +78,7 @@ def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
 
 
 def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
-    """Whether every unit of the plan lies as it says; what the pools are called does not matter.
+    """Return whether every unit of the plan is placed as it says; the names of pools do not matter.
 
     Grids fill their pools, so those of equal grids have equal sizes.
     """
@@ -95,17 +95,17 @@ def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
 
 
 def grid_of(mesh: MeshSizes) -> Grid:
-    """The grid of a recipe's mesh; parameters cut over some ranks of dp count as cut over all."""
+    """Return the grid of a recipe's mesh; sharding over some ranks of dp counts as sharding over all."""
     return Grid(dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, ep=mesh.ep, is_sharded=mesh.fsdp > 1)
 
 
 def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
-    """Write a given plan into a run directory; whether the plan there says how the run is placed.
+    """Write a given plan into a run directory; return whether the plan there matches the run's placement.
 
     Args:
         run: the directory.
-        plan: what this start of the run was given; None: it may have one of an earlier start.
-        placement: what this start runs on.
+        plan: the plan given at this start; None: the directory may have one of an earlier start.
+        placement: the placement of this start.
 
     Raises:
         PlanError: the plan of an earlier start is damaged.
@@ -119,7 +119,7 @@ def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
 
 
 def _not_yet(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What of a plan no run can follow yet, and why."""
+    """Yield what in a plan no run supports yet, and why."""
     if plan.streams or plan.publish_every:
         streams = "a step's minibatches as they come" if plan.streams else "what minibatches publish"
         yield f"trains on {streams}", "a run trains on whole steps"

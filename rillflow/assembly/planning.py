@@ -1,11 +1,11 @@
-"""Planning: a recipe, or a run of one, as the problem the planner solves.
+"""Planning: state a recipe, or a run of one, as a problem for the planner.
 
 recipe ─┬─ a phase ─ drawing ─────────────────> graph
         ├─ models: new or config.json ────────> shapes
         ├─ prompts, samples, passes, lengths ─> workload     lengths: the data's, a run's, or assumed
         ├─ with the cluster's hardware ───────> Statement: Problem and the assumptions in it
-        └─ its own placement ─ evaluate ──────> Plan that a run is compared with; nothing is searched
-run ─ recipe, placement, medians of its spans ─> Observation a phase, which factors are fitted to
+                └─ its own placement ─ evaluate ──────> Plan to compare a run with; nothing is searched
+run ─ recipe, placement, medians of its spans ─> one Observation per phase, for fitting factors
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ from rillflow.view.predicted import stage_medians, steps_s
 from rillflow.view.run_data import RunData, load
 
 WARM_UP = 2
-"""Steps of a phase that calibration does not look at: memory is first taken in them."""
+"""First steps of a phase that calibration ignores, because memory is first allocated in them."""
 
 
 def open_cluster(file: Path) -> Hardware:
-    """The cluster of a file.
+    """Read a cluster file.
 
     Raises:
-        ConfigError: it is not there, or no TOML.
-        PlanError: what it says cannot be.
+        ConfigError: the file is missing, or is no TOML.
+        PlanError: it describes an impossible cluster.
     """
     return read_hardware(read_toml(file), str(file))
 
 
 def this_machine(ranks: int) -> Hardware:
-    """The cluster of a run without one: the processor's cores, a rank each."""
+    """Return the cluster of a run without a cluster file: one rank per processor core."""
     return read_hardware(_cores(max(ranks, os.cpu_count() or 1)), "this machine")
 
 
 def state_problem(loaded: LoadedRecipe, hardware: Hardware, measured: Path | None = None) -> Statement:
-    """The last phase of a recipe as a problem.
+    """Return the last phase of a recipe as a planning problem.
 
     Args:
         loaded: the recipe.
-        hardware: the devices there are.
-        measured: a run directory whose rollouts and spans say how long rows are and what a reward's
-            function takes; None: the data's prompts, and responses assumed.
+        hardware: the available devices.
+        measured: a run directory whose rollouts and spans give row lengths and the reward function's
+            seconds; None: the lengths of the data's prompts, and assumed responses.
 
     Raises:
-        PlanError: a model without the needed sizes, or a run that measured nothing.
-        ModelError: a model that is not there.
+        PlanError: a model lacks a needed size, or the run measured nothing.
+        ModelError: a model is missing.
     """
     recipe = loaded.recipe
     problem = _problem(loaded, phase_plans(recipe)[-1], graphs(recipe)[-1], hardware, measured)
@@ -97,10 +97,11 @@ def _problem(
 
 
 def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
-    """The placement of a recipe on the one fleet of a cluster, with the seconds that are expected of it.
+    """Return the placement of a recipe on the only fleet of a cluster, with its predicted seconds.
 
     Raises:
-        PlanError: the cluster has several fleets, fewer devices than the recipe ranks, or too little memory.
+        PlanError: the cluster has several fleets, fewer devices than the recipe has
+            ranks, or too little memory.
     """
     problem = statement.problem
     fleets = problem.hardware.fleets
@@ -116,7 +117,7 @@ def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
 
 
 def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
-    """The placement of a recipe as a plan for the models of a graph."""
+    """Return the placement of a recipe as a plan for the models of a graph."""
     placement, roles = recipe.placement, model_roles(recipe, graph.roles)
     units = {
         role: PlannedUnit(
@@ -139,7 +140,7 @@ def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
 
 
 def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:
-    """The model behind each role of the graph; none of a role that is a function."""
+    """Return the shape of the model behind each role of the graph; a role that is a function has none."""
     recipe, base = loaded.recipe, loaded.base
     new, source = recipe.policy.model.new, model_source(recipe, base)
     lead = shape_of_new(new) if new is not None else shape_of_directory(str(source))
@@ -154,7 +155,7 @@ def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:
 
 
 def shape_of_new(new: NewModel) -> ModelShape:
-    """The sizes of a model still to be made: tied, gated, as a Qwen2; others differ little."""
+    """Return the shape of a new model: tied and gated like a Qwen2; other architectures differ little."""
     return ModelShape(
         name=f"new {new.architecture}",
         hidden=new.hidden,
@@ -169,7 +170,7 @@ def shape_of_new(new: NewModel) -> ModelShape:
 
 
 def shape_of_directory(source: str) -> ModelShape:
-    """The sizes of a Hugging Face directory, or of a name of the hub that is in the cache.
+    """Return the shape of a Hugging Face directory, or of a hub name that is in the cache.
 
     Raises:
         ModelError: its config cannot be read.
@@ -193,16 +194,16 @@ def shape_of_directory(source: str) -> ModelShape:
 def observe(
     run: Path, hardware: Hardware | None = None, algorithms: Sequence[Algorithm] = ()
 ) -> list[Observation]:
-    """Every phase of a run that made steps enough.
+    """Return an observation of every phase of a run with enough steps.
 
     Args:
         run: its directory.
-        hardware: what it ran on; this machine's processor if None.
-        algorithms: what its recipe may name beside those that are shipped.
+        hardware: the devices that it ran on; None for this machine's processor.
+        algorithms: custom algorithms that its recipe may name.
 
     Raises:
         RunDirectoryError: it is no run directory.
-        PlanError: it made too few steps, or ran on something unknown.
+        PlanError: it made too few steps, or ran on unknown hardware.
     """
     data = load(run)
     loaded = recipe_of(data, algorithms)
@@ -242,7 +243,7 @@ def observe(
 
 
 def recipe_of(data: RunData, algorithms: Sequence[Algorithm] = ()) -> LoadedRecipe:
-    """The recipe a run directory keeps, with the folder of its file, where the run says which."""
+    """Return the recipe that a run directory keeps, with the folder of its file if the run recorded it."""
     kept = {name: value for name, value in data.config.items() if name not in BESIDE_SETTINGS}
     base = data.starts[-1].get("base") if data.starts else None
     recipe = validate(recipe_class(algorithms), kept, str(data.path))
@@ -252,13 +253,13 @@ def recipe_of(data: RunData, algorithms: Sequence[Algorithm] = ()) -> LoadedReci
 def cluster_text(
     factors: Factors, observations: Sequence[Observation], cluster: Path | None, run: Path
 ) -> str:
-    """A cluster file with these factors: the given one, or the cores of the run's machine.
+    """Return a cluster file with these factors, from the given file or the cores of the run's machine.
 
     Args:
-        factors: what was fitted.
-        observations: what to.
-        cluster: the file of what it ran on; None for this machine.
-        run: what a comment names.
+        factors: the fitted factors.
+        observations: what they were fitted to.
+        cluster: the cluster file of the run; None for this machine.
+        run: the run that the comment names.
     """
     values = {
         name: f"{value:.6g} s" if name.endswith("_s") else float(f"{value:.6g}")
