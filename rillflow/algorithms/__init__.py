@@ -1,8 +1,8 @@
-"""Algorithms: one file and one screen each; ``registry`` is the one place that lists them.
+"""Algorithms: one short file each; ``registry`` lists them.
 
     def step(flow, data, config):      one iteration; every line is an edge of the dataflow
         ...
         return report                  metrics of the update
 
-Repeating ``step`` is the pipeline's work; where its stages run is the flow's.
+The pipeline repeats ``step``; the flow decides where its stages run.
 """

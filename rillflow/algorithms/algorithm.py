@@ -1,4 +1,4 @@
-"""What a file of this folder hands to the registry."""
+"""Algorithm: the record that each file of this package gives to the registry."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class Data(StrEnum):
-    """What one iteration is given."""
+    """Kind of data of one iteration."""
 
     PROMPTS = "prompts"
     """Prompts to sample answers for."""
     DEMONSTRATIONS = "demonstrations"
-    """Prompts with the answer to learn."""
+    """Prompts with an answer to learn."""
     PREFERENCES = "preferences"
     """Pairs of answers to one prompt, the better one first."""
     LABELLED = "labelled answers"
-    """Single answers, each good or bad; beside each its prompt with another one's answer."""
+    """Single answers, each good or bad, and each prompt again with another row's answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,29 +37,30 @@ class Algorithm:
     """
 
     config: type[AlgorithmConfig]
-    """The class of its settings."""
+    """Class of its settings."""
     step: Callable[..., Any]
     """One iteration: ``step(flow, data, config)`` returns the update's report, or a tuple of reports.
 
-    Where there is something beside the data, it is the fourth argument.
+    A second batch, if there is one, is the fourth argument.
     """
     data: Data
-    """What the iteration is given."""
+    """Data of an iteration."""
     beside: Callable[[Any], Data | None] = lambda _: None
-    """What it is given beside the data, from its settings: as many rows, in an order of their own."""
+    """Data of the second batch, from the settings: as many rows, in an order of their own."""
     score: Callable[..., Any] | None = None
-    """What held-out answers are judged by: ``score(flow, rows, config)`` returns their field ``rewards``."""
+    """Scorer of held-out answers: ``score(flow, rows, config)`` returns their field ``rewards``."""
     brings: Mapping[str, type | str] = field(default_factory=dict)
-    """Roles of its own by name: classes with endpoints (see ``assembly.role_factories.RoleSetting``), or
-    ``"critic"``, ``"reference"`` for one more of a shipped kind."""
+    """Roles that it adds, by name: classes with endpoints (see ``assembly.role_factories.RoleSetting``), or
+    ``"critic"`` or ``"reference"`` for one more of a shipped kind.
+    """
     _heard: dict[str, Listener] = field(default_factory=dict, repr=False, compare=False)
 
     def called(self, config: AlgorithmConfig) -> tuple[str, ...]:
-        """The roles a step calls under these settings, in order; the trained one is the first."""
+        """Return the roles that a step calls under these settings, in order; the trained one is first."""
         return tuple(self.listened(config).heard)
 
     def answers(self, config: AlgorithmConfig) -> Mapping[str, Any] | None:
-        """How a step has its data answered: ``samples`` and ``sampling``; None where not in one way."""
+        """Return a step's ``samples`` and ``sampling``; None if it does not sample its data in one call."""
         calls = self.listened(config).calls.get("policy.generate", [])
         if len(calls) != 1 or calls[0][0][:1] != ["data"]:
             return None
@@ -67,7 +68,7 @@ class Algorithm:
         return answering(args, options)
 
     def listened(self, config: AlgorithmConfig) -> Listener:
-        """What a step calls under these settings, and with which options."""
+        """Return the calls of a step under these settings, with their options."""
         key = config.model_dump_json()
         if key not in self._heard:
             from rillflow.dataflow.flow import Flow

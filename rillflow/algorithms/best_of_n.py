@@ -47,7 +47,7 @@ class BestOfNConfig(SampledConfig):
 
 
 def step(flow: Flow, prompts: Batch, config: BestOfNConfig) -> Handle:
-    """One iteration: sample, score, imitate the best."""
+    """Run one iteration: sample, score, imitate the best."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = missing_end_penalised(flow, flow.reward.score(rollouts), rollouts, config)
     threshold = -math.inf if config.threshold is None else config.threshold

@@ -1,7 +1,7 @@
-"""CISPO: bounds on the weight of a token, never on its gradient (MiniMax, arXiv 2506.13585).
+"""CISPO: clip the weight of a token, never its gradient (MiniMax, arXiv 2506.13585).
 
-GRPO with - sg[clip(r)] A log pi as the loss of a token: one that moved beyond the bounds still teaches,
-with the bound's weight. The weight lies in [0, 5] by default.
+GRPO with the token loss - sg[clip(r)] A log pi: a token beyond the bounds keeps a gradient, with the bound
+as its weight. The weight lies in [0, 5] by default.
 """
 
 from __future__ import annotations

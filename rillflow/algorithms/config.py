@@ -1,4 +1,4 @@
-"""Settings every algorithm shares; each algorithm's own file adds to them."""
+"""Settings that every algorithm shares; each algorithm's own file adds to them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rillflow.training.config import PassesConfig, RateConfig, UpdateConfig
 
 
 class AlgorithmConfig(PassesConfig):
-    """What one phase of training does a step, and how often."""
+    """Settings of one phase of training: its steps and their batches."""
 
     name: str = Field(description="The algorithm.")
     steps: int = Field(gt=0, description="Steps of the algorithm.")
@@ -28,27 +28,27 @@ class AlgorithmConfig(PassesConfig):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows one iteration trains on."""
+        """Rows that one iteration trains on."""
         return self.prompts_per_step
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of numbers that every row of the data has, and that travel as fields of their names."""
+        """Number columns that every row of the data has; they become fields of the same names."""
         return ()
 
     @property
     def judge_frame(self) -> FrameConfig | None:
-        """How the judge that the algorithm trains is asked; None where it trains none."""
+        """Frame of the judge that the algorithm trains; None if it trains none."""
         return None
 
     @property
     def tails(self) -> Mapping[str, int]:
-        """Settings that are a number of tokens at the end of the longest answer, by name."""
+        """Settings that count tokens at the end of the longest answer, by name."""
         return {}
 
 
 class ShapeConfig(Section):
-    """What becomes of rewards before anything is learnt from them, in this order."""
+    """Changes of rewards before training, in this order."""
 
     normalise: Literal["batch", "running"] | None = Field(
         None,
@@ -70,7 +70,7 @@ class ShapeConfig(Section):
 
 
 class SampledConfig(AlgorithmConfig, UpdateConfig):
-    """Algorithms that sample from the policy they train, by whatever loss."""
+    """Settings of algorithms that sample from the policy they train, with any loss."""
 
     samples_per_prompt: int = Field(
         8, gt=0, description="Completions sampled for each prompt: the sample group."
@@ -89,12 +89,12 @@ class SampledConfig(AlgorithmConfig, UpdateConfig):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows one iteration trains on."""
+        """Rows that one iteration trains on."""
         return self.prompts_per_step * self.samples_per_prompt
 
     @property
     def begun(self) -> tuple[int, int]:
-        """Prompts that begin in a step at most, and rows of each."""
+        """Most prompts that a step starts, and rows of each."""
         prompts = (self.oversample_prompts or 1) * self.prompts_per_step
         samples = (self.oversample_samples or 1) * self.samples_per_prompt
         return ceil(prompts - 1e-9), ceil(samples - 1e-9)
@@ -106,7 +106,7 @@ class SampledConfig(AlgorithmConfig, UpdateConfig):
 
 
 class AnchoredConfig(SampledConfig):
-    """Those that may be held near a reference."""
+    """Settings of algorithms that may penalise the divergence from a reference."""
 
     reference: Literal["first", "previous", "moving"] = Field(
         "first",
@@ -125,18 +125,18 @@ class AnchoredConfig(SampledConfig):
 
 
 class OnlineConfig(AnchoredConfig):
-    """Those that learn by the policy loss, every token by its ratio and its advantage."""
+    """Settings of algorithms with the policy loss: a ratio and an advantage for every token."""
 
     loss: PolicyLossConfig = PolicyLossConfig()
 
 
 def is_ready_first(config: AlgorithmConfig) -> bool:
-    """Whether a step trains whichever groups are ready."""
+    """Return whether a step trains the groups that are complete first."""
     return isinstance(config, SampledConfig) and config.freshness > 0 and config.order == "ready_first"
 
 
 def cuts_tail(config: AlgorithmConfig) -> bool:
-    """Whether a step begins more than it trains, and leaves the longest for later."""
+    """Return whether a step starts more rows than it trains, and leaves the longest for later."""
     return isinstance(config, SampledConfig) and config.begun > (
         config.prompts_per_step,
         config.samples_per_prompt,
@@ -144,7 +144,7 @@ def cuts_tail(config: AlgorithmConfig) -> bool:
 
 
 class GroupConfig(OnlineConfig):
-    """Algorithms that compare the answers to one prompt with each other."""
+    """Settings of algorithms that compare the answers to one prompt with each other."""
 
     samples_per_prompt: int = Field(
         8,
@@ -154,15 +154,15 @@ class GroupConfig(OnlineConfig):
 
 
 class TokenConfig(OnlineConfig):
-    """Algorithms that tell the tokens of a row apart."""
+    """Settings of algorithms with token-level advantages."""
 
     gamma: float = Field(1.0, ge=0, le=1, description="Discount factor of rewards, per token.")
     loss: PolicyLossConfig = PolicyLossConfig(kl_in="reward")
-    """Where tokens earn rewards of their own the divergence is paid among them."""
+    """Token-level rewards include the divergence penalty by default."""
 
 
 class WarmStartConfig(RateConfig):
-    """Supervised steps before the algorithm; the rest of their optimiser's settings are the policy's."""
+    """Supervised steps before the algorithm; their other optimiser settings are the policy's."""
 
     steps: int = Field(gt=0, description="Optimiser steps.")
     prompts_per_step: int = Field(256, gt=0, description="Rows of one step.")

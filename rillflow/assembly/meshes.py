@@ -1,7 +1,7 @@
 """Meshes: check that a recipe's grids fit its pools, and that a model can be sharded over them.
 
-        pools, train, generate ─ impossible ─> every contradiction, with its arithmetic
-        heads, layers          ─ unfit ──────> grids that cannot shard the model
+    pools, train, generate ─ impossible ─> every contradiction, with its arithmetic
+    heads, layers          ─ unfit ──────> grids that cannot shard the model
 
 Imports nothing heavy; ``rillflow check`` reports it before anything runs.
 """

@@ -4,7 +4,7 @@ recipe ─┬─ a phase ─ drawing ──────────────�
         ├─ models: new or config.json ────────> shapes
         ├─ prompts, samples, passes, lengths ─> workload     lengths: the data's, a run's, or assumed
         ├─ with the cluster's hardware ───────> Statement: Problem and the assumptions in it
-                └─ its own placement ─ evaluate ──────> Plan to compare a run with; nothing is searched
+        └─ its own placement ─ evaluate ──────> Plan to compare a run with; nothing is searched
 run ─ recipe, placement, medians of its spans ─> one Observation per phase, for fitting factors
 """
 

@@ -1,4 +1,4 @@
-"""Preflight: what a recipe names and must be there, a function each.
+"""Preflight: find the rows, models and functions that a recipe names.
 
 recipe ─ open_rows, model_source, scorer_sources, reward_functions, cost_functions ─> rows, models, functions
 """
@@ -31,23 +31,23 @@ from rillflow.tasks.task import Task, open_labelled, open_preferences, open_task
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What of a run somebody holds in Python, in place of what a recipe names."""
+    """Rows and rewards that a Python program passes in place of the recipe's."""
 
     rows: Rows | None = None
-    """Prompts, or rows as a file has them."""
+    """Prompts, or rows as in a file."""
     reward: tuple[FunctionPath, ...] = ()
-    """Functions with their text; their weighted sum scores."""
+    """Reward functions with their source text; their weighted sum is the reward."""
 
 
 NOTHING = Given()
 JUDGE = "reward.judge.model"
-"""The setting that names a judge."""
+"""Setting that names a judge."""
 
 
 def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given = NOTHING) -> Task[Example]:
-    """The rows of the recipe's task, or those that are given; pairs or labels where those are learnt.
+    """Return the recipe's or the given rows: prompts, or pairs or labelled answers if those are learnt from.
 
-    Of ``drawn`` see ``open_task``.
+    See ``open_task`` for ``drawn``.
 
     Raises:
         DataError: the source is unknown or its data cannot be used.
@@ -65,7 +65,7 @@ def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given
 
 
 def _require_numbers(task: Task[Example], columns: Sequence[str]) -> None:
-    """Refuse rows without a finite number in a column that is read as one."""
+    """Refuse rows without a finite number in a column that the algorithm reads as a number."""
     for row, name in ((row, name) for row in (*task.train, *task.held_out) for name in columns):
         value = row.columns.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
@@ -78,7 +78,7 @@ def _require_numbers(task: Task[Example], columns: Sequence[str]) -> None:
 
 
 def model_source(recipe: Recipe, base: Path) -> str | None:
-    """The directory or hub name of an existing model, or of an adapter's base; None for a new one.
+    """Return the directory or hub name of an existing model, or of an adapter's base; None for a new model.
 
     Raises:
         ModelError: there is no such model.
@@ -88,7 +88,7 @@ def model_source(recipe: Recipe, base: Path) -> str | None:
 
 
 def scorer_sources(recipe: Recipe, base: Path) -> dict[str, str]:
-    """The directories or hub names of the models that score, by their settings; see ``scorer_source``."""
+    """Return the directories or hub names of the models that score, by setting; see ``scorer_source``."""
     named = {"reward.model": recipe.reward.model, "cost.model": recipe.cost.model}
     found = {
         setting: scorer_source(setting, path, base) for setting, path in named.items() if path is not None
@@ -99,7 +99,7 @@ def scorer_sources(recipe: Recipe, base: Path) -> dict[str, str]:
 
 
 def critic_source(recipe: Recipe, base: Path) -> str | None:
-    """The directory or hub name that the critic starts from; None for the policy's.
+    """Return the directory or hub name that the critic starts from; None to start from the policy.
 
     Raises:
         ModelError: there is no such model.
@@ -109,12 +109,12 @@ def critic_source(recipe: Recipe, base: Path) -> str | None:
 
 
 def judge_source(judge: JudgeConfig, base: Path) -> str:
-    """The directory or hub name of a judge; of a run, the one it trained last.
+    """Return the directory or hub name of a judge; for a run, its newest judge.
 
     Raises:
         ModelError: there is no such model.
         RunDirectoryError: the run has no judge yet.
-        ConfigError: nothing says how it is asked.
+        ConfigError: neither the recipe nor the judge's directory has a frame.
     """
     source = scorer_source(JUDGE, judge.model, base, role="judge")
     settings = Path(base_of(source)) / "config.json"
@@ -124,7 +124,7 @@ def judge_source(judge: JudgeConfig, base: Path) -> str:
 
 
 def no_frame(model: str) -> ConfigError:
-    """What is said where nothing says how a judge is asked."""
+    """Return the error for a judge without a frame."""
     return ConfigError(
         f"reward.judge.model is {model!r}, and reward.judge.frame is not set",
         why="a judge that pairwise trained keeps in its directory how it is asked, and this one does not",
@@ -133,11 +133,11 @@ def no_frame(model: str) -> ConfigError:
 
 
 def scorer_source(setting: str, path: str, base: Path, role: str = "reward_model") -> str:
-    """The directory or hub name of a model that scores; of a run, the one of a role it trained last.
+    """Return the directory or hub name of a model that scores; for a run, the newest model of a role.
 
     Raises:
         ModelError: there is no such model.
-        RunDirectoryError: the run has no reward model yet.
+        RunDirectoryError: the run has no model of this role yet.
     """
     folder = base / Path(path).expanduser()
     if layout.is_run_directory(folder):
@@ -146,7 +146,7 @@ def scorer_source(setting: str, path: str, base: Path, role: str = "reward_model
 
 
 def _existing(setting: str, path: str, base: Path) -> str:
-    """Where a model that exists is."""
+    """Return the location of an existing model."""
     try:
         source = locate(path, base)
     except ModelError as error:
@@ -165,7 +165,7 @@ def _existing(setting: str, path: str, base: Path) -> str:
 
 
 def reward_functions(recipe: Recipe, base: Path, task: Task[Example] | None) -> tuple[FunctionPath, ...]:
-    """The functions that score: the recipe's, or else the task's own; none where only the task could tell.
+    """Return the reward functions: the recipe's, or else the task's own; empty if a model scores instead.
 
     Raises:
         RewardError: there is no such function.
@@ -185,7 +185,7 @@ def reward_functions(recipe: Recipe, base: Path, task: Task[Example] | None) -> 
 
 
 def cost_functions(recipe: Recipe, base: Path) -> tuple[FunctionPath, ...]:
-    """The function that says what a row costs; none where a model does, or nothing is asked.
+    """Return the function that computes a row's cost; empty if a model does, or if no cost is used.
 
     Raises:
         RewardError: there is no such function.
@@ -205,11 +205,11 @@ def cost_functions(recipe: Recipe, base: Path) -> tuple[FunctionPath, ...]:
 
 
 def agent_function(recipe: Recipe, base: Path) -> FunctionPath | None:
-    """The function that writes rows, where the recipe names one.
+    """Return the agent function that writes rows; None if the recipe names none.
 
     Raises:
         RewardError: there is no such function.
-        ConfigError: what serves the policy to it is not installed.
+        ConfigError: a package that serves the policy to the agent is not installed.
     """
     agent = recipe.rollout.agent
     if agent is None:
@@ -225,7 +225,7 @@ def agent_function(recipe: Recipe, base: Path) -> FunctionPath | None:
 
 
 def prompt_length(example: Example) -> int:
-    """Characters of a prompt; of a conversation, of all its messages."""
+    """Return the characters of a prompt; for a conversation, of all its messages."""
     if isinstance(example.prompt, str):
         return len(example.prompt)
     return sum(len(turn.get("content", "")) for turn in example.turns)

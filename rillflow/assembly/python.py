@@ -1,4 +1,4 @@
-"""Python: a run from a program or a notebook, by the same way as the command's.
+"""Python: start a run from a program or a notebook, with the same code as the command line.
 
 recipe, settings ─ load_recipe ─> Recipe ────┐
 prompts, reward ─> Given ────────────────────┼─ launch ─> run directory ─> Run
@@ -32,14 +32,14 @@ Function: TypeAlias = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What a callback is given after a step."""
+    """Result of a step, which callbacks receive."""
 
     step: int
-    """The step, from 1 over all phases."""
+    """Number of the step, from 1 over all phases."""
     phase: str
-    """The phase it belongs to."""
+    """Phase of the step."""
     metrics: Mapping[str, float]
-    """Every metric's value by name."""
+    """Values of all metrics, by name."""
     run: Run
     """The run; ``run.stop()`` ends it after this step."""
 
@@ -56,27 +56,28 @@ def train(
     fresh: bool = False,
     quiet: bool = False,
 ) -> Run:
-    """Run a recipe to its end, or go on with the run that its directory holds.
+    """Run a recipe to its end, or resume the run in its directory.
 
     Args:
         recipe: a recipe's TOML file, or its sections as a dict.
         prompts: texts, conversations, rows with a column ``prompt``, a Hugging Face data set, or a file or
-            task as ``task.source`` names them; without, the recipe's. Of rows none are held out unless
-            ``settings`` asks for it, or a recipe that names no source of its own: what a recipe holds out
-            belongs to its own source.
-        reward: ``reward(prompts, completions, **columns)``, also one of a notebook's cell; several of them,
-            or pairs with a weight, are summed; a text names one in a file. Without, the recipe's.
-        settings: values by dotted keys over the recipe's, such as ``{"policy.lr": 1e-5}``.
-        dir: the run directory, as ``run.dir``.
+            task as in ``task.source``; None for the recipe's. Given rows are held out only if ``settings``
+            says so, or a recipe dict without a source of its own. The held-out settings of other recipes
+            apply to their own source.
+        reward: a function ``reward(prompts, completions, **columns)``, also one of a notebook's cell. A list
+            of functions, or of pairs with a weight, is summed. A text names one in a file. None takes
+            the recipe's.
+        settings: values by dotted keys that override the recipe's, such as ``{"policy.lr": 1e-5}``.
+        dir: the run directory; overrides ``run.dir``.
         callbacks: called after every step.
-        algorithms: your own, which the recipe may name.
-        fresh: move an older run of the directory aside instead of going on with it.
+        algorithms: your own algorithms, which the recipe may name.
+        fresh: move an older run of the directory aside instead of resuming it.
         quiet: show nothing.
 
     Raises:
-        RillflowError: anything a user can mend, with what, why and what to do.
+        RillflowError: an error that a user can fix; it says what, why and how.
         CallbackError: a callback raised; the last whole step is saved.
-        Interrupted: Ctrl-C; the same call goes on.
+        Interrupted: Ctrl-C; the same call resumes.
     """
     over, rows = dict(settings or {}), None if isinstance(prompts, str | Path) else prompts
     base = Path() if isinstance(recipe, Mapping) else Path(recipe).parent
@@ -116,9 +117,9 @@ def _require_callable(callbacks: Sequence[object]) -> None:
 
 
 def _holds_out(loaded: LoadedRecipe, recipe: object) -> bool:
-    """Whether a setting for held-out rows is meant for rows given in Python.
+    """Return whether a setting for held-out rows applies to rows given in Python.
 
-    One of ``settings`` is, and so is one of a dict that names no source. A recipe's others belong to its own.
+    It does in ``settings``, and in a dict that names no source. Others apply to the recipe's own source.
     """
     is_bare = isinstance(recipe, Mapping) and "task.source" not in leaves(recipe)
     origins = {loaded.given.get(name) for name in ("task.held_out", "task.held_out_source")} - {None}
@@ -126,7 +127,7 @@ def _holds_out(loaded: LoadedRecipe, recipe: object) -> bool:
 
 
 def _relative(named: str, base: Path) -> str:
-    """A file that is named from the present folder, as a recipe in another one names it; a task as it is."""
+    """Return a file relative to the recipe's folder, not the present one; a task's name stays unchanged."""
     is_file = Path(named.rpartition(":")[0] or named).suffix in (*ENDINGS, ".py")
     return os.path.relpath(named, base) if is_file else named
 
@@ -143,7 +144,7 @@ def _functions(reward: Any) -> tuple[FunctionPath, ...]:
 
 
 class _Callbacks:
-    """Calls every callback after every step, also those after one that raised."""
+    """Caller of all callbacks after a step; an error in one does not skip the others."""
 
     def __init__(self, callbacks: Sequence[Callable[[StepResult], object]], run: Run) -> None:
         self._callbacks, self._run = callbacks, run
@@ -155,7 +156,7 @@ class _Callbacks:
         for callback in self._callbacks:
             try:
                 callback(result)
-            except Exception as error:  # noqa: BLE001  the supervision boundary: a callback may raise anything
+            except Exception as error:  # noqa: BLE001  a supervision boundary: callbacks may raise anything
                 errors.append(_failure(callback, step, error))
         for later in errors[1:]:
             errors[0].add_note(f"and {later}")
@@ -164,7 +165,7 @@ class _Callbacks:
 
 
 def _failure(callback: object, step: int, error: Exception) -> CallbackError:
-    """What a callback raised, with its line."""
+    """Return the error for an exception in a callback, with its line."""
     name = callback.__qualname__ if inspect.isroutine(callback) else repr(callback)
     failure = CallbackError(
         f"the callback {name} failed after step {step}: {type(error).__name__}: {error}",

@@ -1,7 +1,7 @@
-"""Recipe: every setting of a run, one record; what `rillflow run` reads and a run directory keeps.
+"""Recipe: the record of a run's settings; `rillflow run` reads it, and a run directory keeps it.
 
 run.toml + --set ─ load_recipe ─> LoadedRecipe ─┬─ recipe  ─> launch
-                                                ├─ base    ─> what its paths are relative to
+                                                ├─ base    ─> the folder that its paths are relative to
                                                 └─ given   ─> which settings are not defaults
 """
 
@@ -34,16 +34,16 @@ from rillflow.tasks.config import TaskConfig
 from rillflow.training.config import TrainConfig
 
 RECIPE_FILE = "run.toml"
-"""The usual name of a recipe; a run is then called after its folder."""
+"""Usual file name of a recipe; its run is then named after the folder."""
 
 if TYPE_CHECKING:
     AnyAlgorithm: TypeAlias = AlgorithmConfig
 else:
-    AnyAlgorithm = Union[tuple(algorithm.config for algorithm in ALGORITHMS.values())]  # noqa: UP007  made at run time
+    AnyAlgorithm = Union[tuple(algorithm.config for algorithm in ALGORITHMS.values())]  # noqa: UP007  dynamic
 
 
 class RunConfig(Section):
-    """Where a run lives, and what it runs on."""
+    """Directory, device and checkpoints of a run."""
 
     dir: str | None = Field(
         None,
@@ -86,13 +86,13 @@ class RunConfig(Section):
 
 
 class PolicyConfig(TrainConfig):
-    """The model that is trained, and how: the policy, or the model that learns in its place."""
+    """The trained model and its optimiser settings: the policy, or the model that is trained instead."""
 
     model: ModelConfig
 
 
 class CriticConfig(Section):
-    """The critic, where an algorithm has one; in all else it is trained as the policy is."""
+    """The critic, if the algorithm has one; all other settings are the policy's."""
 
     path: str | None = Field(
         None,
@@ -103,7 +103,7 @@ class CriticConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """How the policy is judged on held-out prompts."""
+    """Evaluation on held-out prompts."""
 
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
     problems: int = Field(500, ge=0, description="Held-out prompts to evaluate at most; 0 for none.")
@@ -128,7 +128,7 @@ class Recipe(Section):
         load_recipe(Path("recipes/arithmetic/run.toml"), ["policy.lr=1e-5"]).recipe
 
     Raises:
-        ConfigError: two settings cannot go together.
+        ConfigError: two settings contradict each other.
     """
 
     run: RunConfig = RunConfig()
@@ -143,7 +143,7 @@ class Recipe(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     placement: PlacementConfig = PlacementConfig()
     algorithms: ClassVar[Mapping[str, Algorithm]] = ALGORITHMS
-    """What ``[algorithm]`` may name."""
+    """Algorithms that ``[algorithm]`` may name."""
 
     @field_validator("evaluate", mode="before")
     @classmethod
@@ -159,7 +159,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _corrected(self) -> Recipe:
-        """Give a policy loss the default correction where its tokens may be off-policy."""
+        """Give a policy loss the default correction if its tokens may be off-policy."""
         if not isinstance(self.algorithm, OnlineConfig):
             return self
         algorithm = with_correction(self.algorithm, self.rollout.engine)
@@ -167,7 +167,7 @@ class Recipe(Section):
 
     @property
     def chosen(self) -> Algorithm:
-        """The algorithm that ``[algorithm]`` names."""
+        """Algorithm that ``[algorithm]`` names."""
         return self.algorithms[self.algorithm.name]
 
     @property
@@ -177,7 +177,7 @@ class Recipe(Section):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles the phases call, in the order they appear."""
+        """Roles that the phases call, in the order of their first call."""
         found: list[str] = []
         if self.warm_start is not None:
             first, settings = warm_start(self.warm_start)
@@ -187,13 +187,13 @@ class Recipe(Section):
 
     @property
     def trained_role(self) -> str:
-        """The role whose model the section ``policy`` describes: the first one that starts from it."""
+        """Role whose model the section ``policy`` describes: the first role that starts from it."""
         own = (role for role in self.roles if role in SECTION_ROLES)
         return next(own, self.roles[0])
 
     @property
     def shares_reference(self) -> bool:
-        """Whether the reference is the policy's own module, with the adapter as it was."""
+        """Whether the reference is the policy's own module with an earlier adapter."""
         placement, adapter = self.placement, self.policy.model.adapter
         roles = ("policy", "reference")
         pools = {(placement.pool_of(role), placement.mesh_of(role)) for role in roles}
@@ -201,22 +201,22 @@ class Recipe(Section):
 
     @property
     def has_policy(self) -> bool:
-        """Whether there is a policy; without one nothing is sampled, and no answer is scored."""
+        """Whether there is a policy; without one, nothing is sampled and no answer is scored."""
         return "policy" in self.roles
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedRecipe:
-    """A recipe with where it came from."""
+    """A recipe and the origin of its settings."""
 
     recipe: Recipe
     """The checked settings."""
     path: Path
-    """The file."""
+    """The recipe's file."""
     base: Path
-    """Its folder; paths in the recipe are relative to it."""
+    """Folder of the file; paths in the recipe are relative to it."""
     given: Mapping[str, str]
-    """Where each setting that was given came from: the file's name or ``--set``, by dotted key."""
+    """Origin of each given setting, by dotted key: the file's name or ``--set``."""
 
 
 def load_recipe(
@@ -224,15 +224,15 @@ def load_recipe(
     overrides: Sequence[str] | Mapping[str, Any] = (),
     algorithms: Sequence[Algorithm] = (),
 ) -> LoadedRecipe:
-    """Read a recipe and lay settings over it.
+    """Read a recipe and apply overrides.
 
     Args:
-        source: the TOML file, or its sections; paths in the latter are relative to the present folder.
-        overrides: ``KEY=VALUE`` texts as of ``--set``, or values by dotted keys.
-        algorithms: what the recipe may name beside those that are shipped.
+        source: the TOML file, or its sections; paths in a dict are relative to the present folder.
+        overrides: ``KEY=VALUE`` texts as for ``--set``, or values by dotted keys.
+        algorithms: custom algorithms that the recipe may name.
 
     Raises:
-        ConfigError: every reason why it cannot be run, as far as the settings alone tell.
+        ConfigError: the recipe cannot run; it lists every reason that the settings alone show.
     """
     path = Path("recipe") if isinstance(source, Mapping) else Path(source)
     data = source if isinstance(source, Mapping) else read_toml(path)
@@ -251,7 +251,7 @@ def load_recipe(
 
 
 def _with_models_of_runs(recipe: Recipe, base: Path) -> Recipe:
-    """The recipe with newest checkpoints' models where a model's path names a run directory.
+    """Replace run directories in model paths by the models of their newest checkpoints.
 
     Raises:
         RunDirectoryError: a run has no checkpoint, or trains no such model.
@@ -264,7 +264,7 @@ def _with_models_of_runs(recipe: Recipe, base: Path) -> Recipe:
 
 
 def recipe_class(algorithms: Sequence[Algorithm]) -> type[Recipe]:
-    """A recipe that may name these algorithms too; one that is shipped gives way to one of its name."""
+    """Return a recipe class that may also name these algorithms; they replace shipped ones by name."""
     if not algorithms:
         return Recipe
     named = {name: each for each in algorithms for name in tags(each.config, "name")}
@@ -276,13 +276,13 @@ def recipe_class(algorithms: Sequence[Algorithm]) -> type[Recipe]:
 
 
 def run_name(path: Path) -> str:
-    """What a recipe's run is called: its folder, or the file where it is not ``run.toml``."""
+    """Return the name of a recipe's run: its folder, or the file if it is not ``run.toml``."""
     folder = path.absolute().parent.name
     return folder if path.name == RECIPE_FILE and folder else path.stem
 
 
 def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted keys of all values in nested tables."""
+    """Yield the dotted keys of all values in nested tables."""
     for name, value in data.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{name}.")

@@ -1,6 +1,6 @@
-"""Replay: an update that a run left out, made again from its bundle, and where its first odd number is.
+"""Replay: re-run a skipped update from its saved bundle and report the first non-finite value.
 
-bundle ─ role, rows, settings ─> the same update on one rank ─┬─ finite ─> nothing is odd here
+bundle ─ role, rows, settings ─> the same update on one rank ─┬─ finite ─> nothing to report
                                                               └─ NotFiniteError ─> row by row:
     weights ─> fields ─> every module's output in turn ─> terms of the loss ─> gradients
 """
@@ -40,25 +40,25 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 class Replayed(NamedTuple):
-    """What came of one role's update."""
+    """Result of one role's replayed update."""
 
     role: str
-    """Whose update it is."""
+    """Role that was updated."""
     recorded: str
-    """What the run found."""
+    """Reason that the run recorded."""
     first: str | None
-    """The first tensor that is not finite here too, with row and token; None where all is finite."""
+    """First non-finite tensor, with row and token; None if all are finite here."""
 
 
 def replay(bundle: Path, algorithms: Sequence[Algorithm] = ()) -> list[Replayed]:
-    """Make every update of a bundle again, on one rank and without changing a file.
+    """Re-run every update of a bundle, on one rank and without changing a file.
 
     Args:
-        bundle: its folder.
-        algorithms: your own; an update's loss may be a function of one of their files.
+        bundle: the bundle's folder.
+        algorithms: custom algorithms; an update's loss may be a function in one of their files.
 
     Raises:
-        RunDirectoryError: it is no bundle, or a damaged one.
+        RunDirectoryError: the folder is no bundle, or a damaged one.
         ModelError: its weights cannot be loaded.
     """
     folders = sorted(file.parent for file in bundle.glob(f"*/{ABOUT}"))
@@ -79,7 +79,7 @@ def replay(bundle: Path, algorithms: Sequence[Algorithm] = ()) -> list[Replayed]
 
 
 def _functions(algorithms: Sequence[Algorithm]) -> Functions:
-    """The functions that the files of these algorithms have, by module and name."""
+    """Return the functions in the files of these algorithms, by module and name."""
     known = [each for one in algorithms for each in vars(sys.modules[one.step.__module__]).values()]
     named = [each for each in known if isinstance(each, FunctionType)]
     return {f"{each.__module__}:{each.__qualname__}": each for each in named}
@@ -101,12 +101,12 @@ def _replayed(folder: Path, config: Mapping[str, Any], own: Functions) -> Replay
 
 
 def bundled_rows(folder: Path, aim: int) -> Batch:
-    """The rows of one aim, those of all ranks."""
+    """Return the rows of one aim, from all ranks."""
     return concatenate([load_batch(file) for file in sorted(folder.glob(f"rows-{aim}-*.safetensors"))])
 
 
 def _trainer(folder: Path, says: Sequence[str], config: Mapping[str, Any]) -> tuple[Trainer, nn.Module]:
-    """A trainer of the role's weights; at a rate of 0 an update that is finite leaves them as they are."""
+    """Return a trainer of the role's weights; its learning rate is 0, so a finite update changes nothing."""
     given = {name: config["policy"][name] for name in TrainConfig.model_fields}
     train = TrainConfig.model_validate(given).model_copy(update={"lr": 0.0})
     path, dtype = str((folder / folder.name).absolute()), config["policy"]["model"]["dtype"]
@@ -121,7 +121,7 @@ def _trainer(folder: Path, says: Sequence[str], config: Mapping[str, Any]) -> tu
 def _aim(
     trainer: Trainer, rows: Batch, about: Mapping[str, Any], config: Mapping[str, Any], own: Functions
 ) -> Aim:
-    """What was minimised, as the run's settings have it, or the file that has the loss."""
+    """Rebuild an aim with the loss from the run's settings, or from the file that defines it."""
     algorithm: Mapping[str, Any] = {"loss": {}, "value_loss": {}, **config["algorithm"]}
     where, function = about["function"], own.get(about["function"])
     loss: Loss
@@ -153,7 +153,7 @@ def _aim(
 
 
 def _odd_weight(folder: Path) -> str | None:
-    """The first weight that is not finite: no module is made of such a one."""
+    """Return the first non-finite weight; the module is not loaded if there is one."""
     for file in sorted(folder.glob("*.safetensors")):
         for name, weight in load_file(file).items():
             odd = (~weight.isfinite()).nonzero()
@@ -163,7 +163,7 @@ def _odd_weight(folder: Path) -> str | None:
 
 
 def _first(trainer: Trainer, module: nn.Module, aims: list[Aim]) -> str | None:
-    """The first tensor that is not finite when every row, or pair, is gone through alone."""
+    """Return the first non-finite tensor, with each row, or pair, run alone."""
     for look in (_forward, _backward):
         for aim in aims:
             step = 2 if isinstance(aim.loss, PairLoss | PolicyPairLoss) else 1
@@ -181,7 +181,7 @@ def _first(trainer: Trainer, module: nn.Module, aims: list[Aim]) -> str | None:
 
 
 def _forward(trainer: Trainer, module: nn.Module, aim: Aim, rows: Batch) -> str | None:
-    """What is not finite up to the terms of the loss, if anything is."""
+    """Return the first non-finite value up to the terms of the loss; None if all are finite."""
     part = aim.loss.prepare(rows)
     tokens, seen = loss_tokens(part), list[str]()
     with ExitStack() as stack, torch.no_grad():
@@ -200,7 +200,7 @@ def _backward(trainer: Trainer, _: nn.Module, aim: Aim, rows: Batch) -> None:
 
 
 def _look(name: str, rows: Batch, seen: list[str]) -> Callable[[nn.Module, Any, Any], None]:
-    """A hook that notes a module's output where it is not finite; packed tokens lie row after row."""
+    """Return a hook that records a module's non-finite output; packed tokens lie row after row."""
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output

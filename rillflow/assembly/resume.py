@@ -1,4 +1,4 @@
-"""Resume: what a run keeps of its recipe, what a resumed one may change of it, and what a kill costs.
+"""Resume: the config that a run keeps, the changes that a resume allows, and the cost of a kill.
 
 recipe + data + sources ─ resolved ─> config.json ─ compared ─> Changes ─ require_possible ─> recorded
 """
@@ -49,25 +49,25 @@ MAY_CHANGE = (
         "data",
     ),
 )
-"""The settings that a resumed run may change; docs/design/run_directory.md says what comes of each."""
+"""Settings that a resumed run may change; docs/design/run_directory.md describes each effect."""
 
 
 BESIDE_SETTINGS = ("data", "sources")
-"""What a run directory's config has beside the recipe's sections."""
+"""Keys of a run directory's config in addition to the recipe's sections."""
 
 
 def resolved(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, Any]:
-    """What a run directory keeps as its config: every setting, the digests of the data and of functions."""
+    """Return a run directory's config: every setting, and digests of the data and the functions."""
     sources = {setting: digest(text) for setting, text in sources_of(recipe, task, base).items()}
     data = {"rows": len(task.fingerprint.rows), "digest": task.digest}
     return {**recipe.model_dump(mode="json"), "data": data, "sources": sources}
 
 
 def sources_of(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, bytes]:
-    """The files of the recipe's own functions by their settings, and the texts of those given in Python.
+    """Return the source files of the recipe's functions by setting, and the texts of those given in Python.
 
     Raises:
-        RewardError: a file is not there.
+        RewardError: a file is missing.
     """
     agent = recipe.rollout.agent
     named = {"reward": recipe.reward.function, "cost": recipe.cost.function}
@@ -78,7 +78,7 @@ def sources_of(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, byt
 
 
 def digest(text: bytes) -> str:
-    """The first letters of a text's SHA-256."""
+    """Return the first 16 hex digits of a text's SHA-256."""
     return hashlib.sha256(text).hexdigest()[:16]
 
 
@@ -95,13 +95,13 @@ def keep_sources(recipe: Recipe, task: Task[Example], base: Path, run: Path) -> 
 
 
 def drawn_from(run: Path) -> int | None:
-    """How many rows the held-out ones of a run that goes on are drawn from; None where there is none."""
+    """Return the number of rows that a resumed run drew its held-out rows from; None for a new run."""
     file = run / layout.DATA
     return _kept_data(run)["drawn"] if file.is_file() and holds_step(run) else None
 
 
 def keep_data(task: Task[Example], run: Path) -> None:
-    """Write what a run's rows are known by into its directory.
+    """Write the digests of a run's rows into its directory.
 
     Raises:
         RunDirectoryError: the disk is full or cannot be written.
@@ -123,7 +123,7 @@ def _kept_data(run: Path) -> Mapping[str, Any]:
 
 
 def _require_same_rows(task: Task[Example], run: Path) -> None:
-    """Refuse data of which a row that the run has had is another now, or is gone."""
+    """Refuse data in which a row of the run has changed or is gone."""
     kept, now = _kept_data(run), task.fingerprint
     apart, drawn = (task.held_out, ()) if now.held_out else ((), task.held_out)
     for part, digests, rows in (("held_out", now.held_out, apart), ("rows", now.rows, (*task.train, *drawn))):
@@ -140,12 +140,12 @@ def _require_same_rows(task: Task[Example], run: Path) -> None:
 
 
 def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task: Task[Example]) -> None:
-    """Refuse a change whose setting may change, and whose value cannot be.
+    """Refuse a change to an allowed setting whose new value is impossible.
 
     Raises:
-        RunDirectoryError: the run has made more steps than it is to have; a divergence is to be paid from a
+        RunDirectoryError: the run has made more steps than the recipe asks for; or a KL penalty needs a
             reference that the run has not kept.
-        DataError: a row that the run has had is another now, or is gone; the message names it.
+        DataError: a row of the run has changed or is gone; the message names it.
     """
     made = max(kept_steps(run / layout.CHECKPOINTS), default=0)
     if made > recipe.total_steps:
@@ -168,13 +168,13 @@ def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task:
 
 
 def is_finished(recipe: Recipe, run: Path) -> bool:
-    """Whether a run has made the last step that its recipe asks for."""
+    """Return whether a run has made the last step of its recipe."""
     mark = run / layout.FINISHED
     return mark.is_file() and read_json(mark)["steps"] == recipe.total_steps
 
 
 def kill_cost(recipe: Recipe) -> str:
-    """What a kill or a power cut costs at most, as the settings have it."""
+    """Return the most work that a kill or a power cut costs with these settings."""
     run = recipe.run
     parts = [f"{run.checkpoint_minutes:g} minutes (run.checkpoint_minutes)"] if run.checkpoint_minutes else []
     parts += [f"{run.checkpoint_every:,} steps (run.checkpoint_every)"] if run.checkpoint_every else []
@@ -184,10 +184,10 @@ def kill_cost(recipe: Recipe) -> str:
 
 
 def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
-    """Say which steps of a run that goes on are sampled by fresher weights; empty where none are.
+    """Return a note on the steps that fresher weights sample after a resume; empty if there are none.
 
-    A finished run has sampled nothing ahead, and older weights are gone. The same holds where a sampler has
-    died. An interrupted run has sampled ahead: its checkpoint keeps the rows.
+    A finished run has sampled nothing ahead, and its older weights are gone. The same holds if a sampler has
+    died. An interrupted run has sampled ahead, and its checkpoint keeps the rows.
     """
     config, step = recipe.algorithm, checkpoint.step
     begun = step > (recipe.warm_start.steps if recipe.warm_start is not None else 0)
@@ -204,5 +204,5 @@ def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
 
 
 def after(step: int, change: Change) -> str:
-    """A change in words."""
+    """Describe a change and the first step that it applies to."""
     return f"from step {step + 1} on, {change}"

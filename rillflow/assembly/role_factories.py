@@ -1,9 +1,9 @@
-"""Role factories: what makes each role's object, on whatever rank it is to be.
+"""Role factories: make each role's object on its rank.
 
-    partial(made, "critic", partial(RoleSetting, ...)) ─ travels ─> rank: critic(RoleSetting) ─> Critic
+    partial(made, "critic", partial(RoleSetting, ...)) ─ sent ─> rank: critic(RoleSetting) ─> Critic
 
-A factory is named in the role table and takes one RoleSetting; the class it is annotated with has the
-role's endpoints. Settings travel; models are loaded where they are used.
+The role table names a factory, which takes one RoleSetting; its return annotation is the class with the
+role's endpoints. Settings are sent to ranks; models are loaded where they are used.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from rillflow.workers.endpoint import endpoints_of
 
 @dataclass(frozen=True, kw_only=True)
 class RoleSetting:
-    """What is there when a role is made.
+    """Everything that a role's factory receives.
 
     Example:
         class Verifier:
@@ -72,60 +72,60 @@ class RoleSetting:
     """
 
     role: str
-    """The role's name."""
+    """Name of the role."""
     site: Site
-    """The rank: its peers in the pool, and a stack that is closed when it ends."""
+    """The rank: its peers in the pool, and a stack that is closed when the rank ends."""
     base: Path
     """The recipe's folder."""
     device: str
-    """Where the recipe wants tensors: auto, cpu, cuda."""
+    """Device for tensors in the recipe: auto, cpu, cuda."""
     threads: int
-    """Processor threads of the rank; 0 leaves the choice to torch."""
+    """CPU threads of the rank; 0 lets torch choose."""
     seed: int
     """The run's seed."""
     train: TrainConfig
-    """The optimiser's settings, and how a batch is cut into micro-batches."""
+    """Settings of the optimiser and of micro-batches."""
     rollout: RolloutConfig
-    """How the policy is sampled."""
+    """Sampling settings of the policy."""
     task: TaskConfig
-    """How prompts become tokens."""
+    """Settings that turn prompts into tokens."""
     limits: RewardConfig
-    """What reward functions are held to."""
+    """Settings and limits of reward functions."""
     sizes: MeshSizes
-    """The grid of the role's ranks while they train and score."""
+    """Grid of the role's ranks in training and scoring."""
     generate: Mesh | None = None
-    """The grid on which the policy answers; None for a policy whose sampler has ranks of its own."""
+    """Grid on which the policy generates; None for a policy whose sampler has ranks of its own."""
     model: ModelConfig | None = None
-    """The model to load; None for a role without one."""
+    """Model to load; None for a role without one."""
     version: int = 0
-    """Publishes, or training calls, so far."""
+    """Number of publishes, or of training calls, so far."""
     functions: Sequence[FunctionPath] = ()
-    """The functions that score."""
+    """Functions that score."""
     models: Mapping[str, ModelConfig] = field(default_factory=dict)
-    """The models of a role that has several, by what they are."""
+    """Models of a role that has several, by kind."""
     frame: FrameConfig | None = None
-    """How the judge that is trained is asked; None where none is."""
+    """Frame of the judge that is trained; None if none is."""
     model_input: ModelInput | None = None
-    """What the trained model reads; None while that model itself is made."""
+    """Tokeniser and context of the trained model; None while that model itself is made."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The trained model's."""
+        """Tokeniser of the trained model."""
         assert self.model_input is not None, f"{self.role} is made before the trained model"
         return self.model_input.tokenizer
 
     @property
     def context(self) -> int:
-        """Tokens of a row at most."""
+        """Most tokens in a row of the trained model."""
         assert self.model_input is not None, f"{self.role} is made before the trained model"
         return self.model_input.context
 
     def language_model(self, section: str = "policy.model") -> LanguageModel:
-        """The model, its weights not read; errors call its setting ``section``."""
+        """Return the model without reading its weights; errors call its setting ``section``."""
         return self._outline(LanguageModel, section)
 
     def scalar_model(self, section: str) -> ScalarModel:
-        """The model with a scalar head, its weights not read; errors call its setting ``section``."""
+        """Return the model with a scalar head, without reading its weights; errors name ``section``."""
         return self._outline(ScalarModel, section)
 
     def _outline(self, kind: type[Model], section: str) -> Model:
@@ -134,18 +134,18 @@ class RoleSetting:
         return outline(kind, self.model, seed=self.seed, device=device, base=self.base, section=section)
 
     def file(self, name: str) -> Path | None:
-        """Where a role of a phase keeps something beside the model that it begins from."""
+        """Return the path of a file that a phase's role keeps next to its initial model, if it has one."""
         path = None if self.model is None else self.model.path
         return None if path is None else Path(path).with_name(f"{self.role}_{name}")
 
     def share(self, model: Model) -> Share[Model]:
-        """The rank's share of a model, read; two adapters of one base have it together with the policy."""
+        """Load the rank's share of the model; two adapters of one base share the policy's base weights."""
         trained = self.site.objects.get("policy")
         return Share.of(model, self.sizes, self.site.ranks, beside=trained and trained.share)
 
 
 def made(factory: str | type, setting: Callable[..., RoleSetting], site: Site) -> Any:
-    """A role's object, on its rank."""
+    """Make a role's object on its rank."""
     whole = setting(site=site)
     if whole.threads:
         torch.set_num_threads(whole.threads)
@@ -153,7 +153,7 @@ def made(factory: str | type, setting: Callable[..., RoleSetting], site: Site) -
 
 
 def role_class(role: str, kind: RoleKind) -> type:
-    """The class of a role's object, whose endpoints a step calls.
+    """Return the class of a role's object, which has the endpoints that a step calls.
 
     Raises:
         ConfigError: the class that an algorithm brings has no endpoint.
@@ -166,7 +166,7 @@ def role_class(role: str, kind: RoleKind) -> type:
 
 
 def policy(setting: RoleSetting) -> Policy:
-    """The policy; the first phase says what it is trained with."""
+    """Make the policy; each phase sets its training settings in ``begin``."""
     loaded = setting.language_model()
     how: dict[str, Any] = {"train": setting.train, "rollout": setting.rollout, "seed": setting.seed}
     how |= {"updates": 1, "version": setting.version}
@@ -185,7 +185,7 @@ def policy(setting: RoleSetting) -> Policy:
 
 
 def sampler(setting: RoleSetting) -> Sampler:
-    """The sampler: on the policy's own ranks, or with a model of its own, whose weights the policy sends."""
+    """Make the sampler on the policy's ranks, or with its own model that receives the policy's weights."""
     weights: SampledWeights
     if setting.model is None:
         trained = setting.site.objects["policy"]
@@ -213,7 +213,7 @@ def sampler(setting: RoleSetting) -> Sampler:
 
 
 def reference(setting: RoleSetting) -> Reference:
-    """The reference, as ``keep_policy`` wrote it: a model, or an adapter in the policy's own module."""
+    """Make the reference that ``keep_policy`` wrote: a model, or an adapter in the policy's own module."""
     loaded = setting.language_model()
     how: dict[str, Any] = {"train": setting.train, "temperature": setting.rollout.temperature}
     how["kept"] = setting.file("totals.jsonl")
@@ -226,31 +226,31 @@ def reference(setting: RoleSetting) -> Reference:
 
 
 def reward(setting: RoleSetting) -> Reward:
-    """The reward functions, in children that end with the rank."""
+    """Make the reward role; its functions run in child processes that end with the rank."""
     workers = setting.site.stack.enter_context(WeightedWorkers(setting.functions, setting.limits))
     return Reward(workers, setting.tokenizer, max_failures=setting.limits.max_failures)
 
 
 def cost(setting: RoleSetting) -> Cost:
-    """The cost function, under the reward's limits; its scores are called ``costs``."""
+    """Make the cost role, under the reward's limits; its scores are called ``costs``."""
     workers = setting.site.stack.enter_context(WeightedWorkers(setting.functions, setting.limits))
     return Cost(workers, setting.tokenizer, max_failures=setting.limits.max_failures)
 
 
 def frozen_reward_model(setting: RoleSetting) -> RewardModel:
-    """A reward model that only scores, from a directory that has a scalar head; its tokens may be its own."""
+    """Make a reward model that only scores, from a directory with a scalar head; its tokeniser may differ."""
     model = setting.scalar_model(f"{setting.role}.model")
     return RewardModel(setting.share(model), **_scalar(setting), reread=_reread(setting, model))
 
 
 def frozen_cost_model(setting: RoleSetting) -> SafetyCostModel:
-    """A cost model that only scores, from a directory that has a scalar head."""
+    """Make a cost model that only scores, from a directory with a scalar head."""
     model = setting.scalar_model(f"{setting.role}.model")
     return SafetyCostModel(setting.share(model), **_scalar(setting), reread=_reread(setting, model))
 
 
 def _reread(setting: RoleSetting, model: ScalarModel) -> OtherTokens | None:
-    """What reads the policy's rows for a model whose tokens are others; None where they are the same."""
+    """Return the converter of the policy's rows to a model's tokeniser; None if the tokenisers agree."""
     if model.tokenizer.first_difference(setting.tokenizer) is None:
         return None
     encoder = Encoder.of(model.tokenizer, setting.task)
@@ -258,19 +258,19 @@ def _reread(setting: RoleSetting, model: ScalarModel) -> OtherTokens | None:
 
 
 def reward_model(setting: RoleSetting) -> RewardModel:
-    """A reward or cost model to train, alone: its tokens are its own."""
+    """Make a reward or cost model to train; it uses its own tokeniser."""
     loaded = setting.scalar_model("policy.model")
     return RewardModel(setting.share(loaded), **_scalar(setting, loaded.tokenizer))
 
 
 def judge(setting: RoleSetting) -> Judge:
-    """A judge to train, alone: its tokens are its own, and its directory keeps how it is asked."""
+    """Make a judge to train; it uses its own tokeniser, and its directory keeps the frame."""
     assert setting.frame is not None, "an algorithm that trains a judge says how it is asked"
     return Judge(setting.share(setting.language_model()), frame=setting.frame, **_begun(setting))
 
 
 def frozen_judge(setting: RoleSetting) -> Judge:
-    """A judge that only scores, asked as the recipe says, or as its directory keeps it."""
+    """Make a judge that only scores, with the recipe's frame or the one in its directory."""
     judging = setting.limits.judge
     assert judging is not None, "a recipe without a judge has no such role"
     model = setting.language_model("reward.judge.model")
@@ -282,7 +282,7 @@ def frozen_judge(setting: RoleSetting) -> Judge:
 
 
 def panel(setting: RoleSetting) -> Panel:
-    """Functions, a reward model and a judge, whose weighted sum is the reward."""
+    """Make the panel of functions, a reward model and a judge; their weighted sum is the reward."""
     weights = setting.limits.weights
     assert weights is not None, "a recipe without weights has no panel"
     makers: dict[str, Callable[[RoleSetting], Any]]
@@ -292,28 +292,28 @@ def panel(setting: RoleSetting) -> Panel:
 
 
 def critic(setting: RoleSetting) -> Critic:
-    """A critic, its new head at zero, or as a checkpoint has it; errors and metrics bear the role's name."""
+    """Make a critic with a zero head or a checkpoint's; errors and metrics carry the role's name."""
     share = setting.share(setting.scalar_model(f"{setting.role}.path"))
     return Critic(share, name=setting.role, **_scalar(setting))
 
 
 def _scalar(setting: RoleSetting, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
-    """What every role with a scalar head is given; a phase begins its training."""
+    """Return the common arguments of roles with a scalar head; a phase begins their training."""
     return {"tokenizer": tokenizer or setting.tokenizer, **_begun(setting)}
 
 
 def _begun(setting: RoleSetting) -> dict[str, Any]:
-    """What every role that has an optimiser is given beside its model."""
+    """Return the common arguments of roles with an optimiser, besides the model."""
     return {"train": setting.train, "seed": setting.seed, "updates": 1, "version": setting.version}
 
 
 def model_input(trained: Policy | RewardModel | Judge) -> ModelInput:
-    """What rows are made for."""
+    """Return the tokeniser and context that rows are encoded for."""
     return ModelInput(tokenizer=trained.model.tokenizer, context=trained.model.context)
 
 
 def keep_policy(policy: Policy, folder: Path) -> None:
-    """Write the policy as it is now, so that a reference, and a resumed run's reference, can be it.
+    """Write the present policy, so that a reference can be made from it, also after a resume.
 
     Raises:
         RunDirectoryError: the disk is full or cannot be written.

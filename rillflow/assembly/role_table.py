@@ -1,11 +1,11 @@
-"""Role table: of every role what makes it, which section of a recipe it reads, and what it starts from.
+"""Role table: each role's factory, its section of the recipe, and the model it starts from.
 
-    ROLES and an algorithm's ``brings`` ─ roles_of(recipe) ─> those that take part, each a RoleKind
-        check, consistency   sections that nobody reads, placements that cannot be
+    ROLES and an algorithm's ``brings`` ─ roles_of(recipe) ─> the roles that take part, each a RoleKind
+        check, consistency   sections that nothing reads, impossible placements
         drawing              the endpoints a step may call
-        RoleGroups           what is made when, on which grid; what is trained, and so in checkpoints
+        RoleGroups           when and on which grid a role is made; which roles are trained and checkpointed
 
-Nothing heavy is imported: a factory is named here and found in ``role_factories`` when ranks need it.
+Nothing heavy is imported: the table names a factory, and ranks look it up in ``role_factories``.
 """
 
 from __future__ import annotations
@@ -22,55 +22,55 @@ if TYPE_CHECKING:
     from rillflow.assembly.recipe import Recipe
 
 EVAL_REWARD = "eval_reward"
-"""The function that scores held-out answers where a model is the reward."""
+"""Role of the function that scores held-out answers if a model is the reward."""
 NO_ROLE = "a role is a class with methods marked as endpoints; see assembly.role_factories.RoleSetting"
-"""Why something that is brought is refused."""
+"""Reason to refuse something that an algorithm brings."""
 
 
 class Start(StrEnum):
-    """What a role is made from."""
+    """Source of a role's object."""
 
     FUNCTIONS = "functions"
-    """Functions that score, or nothing at all."""
+    """Functions that score, or nothing."""
     SECTION = "section"
-    """The model of the section ``policy``, or the checkpoint's."""
+    """Model of the section ``policy``, or of the checkpoint."""
     PHASE = "phase"
-    """The policy as the phase finds it: such a role is made again for each phase."""
+    """The policy at the start of the phase; the role is made again for each phase."""
     NAMED = "named"
-    """The model that the role's own section names."""
+    """Model that the role's own section names."""
     BROUGHT = "brought"
-    """Whatever a class does that an algorithm brings: made once, in the first phase that calls it."""
+    """Class that an algorithm brings; its object is made once, in the first phase that calls it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleKind:
-    """A row of the table.
+    """Row of the table.
 
     Example:
         RoleKind(factory="critic", section="critic", start=Start.PHASE, is_trained=True)
     """
 
     factory: str | type
-    """The function of ``role_factories`` that makes the role's object; or a class that is brought."""
+    """Function of ``role_factories`` that makes the role's object, or a class that an algorithm brings."""
     section: str = ""
-    """The section of a recipe that the role reads."""
+    """Section of a recipe that the role reads."""
     start: Start = Start.FUNCTIONS
-    """What it is made from."""
+    """Source of the role's object."""
     is_trained: bool = False
-    """Whether it has an optimiser, and checkpoints hold it."""
+    """Whether the role has an optimiser and is in checkpoints."""
     joins: Callable[[Recipe], bool] = lambda _: False
-    """Whether it takes part although no step calls it."""
+    """Whether the role takes part although no step calls it."""
     of_model: RoleKind | None = None
-    """What stands in its place where its section names a model."""
+    """Kind that replaces this one if the role's section names a model."""
 
     @property
     def is_model(self) -> bool:
-        """Whether its ranks share a model."""
+        """Whether the role's ranks share a model."""
         return self.start in (Start.SECTION, Start.PHASE, Start.NAMED)
 
     @property
     def takes_device(self) -> bool:
-        """Whether its ranks compute on accelerators: all but functions that score, which are Python."""
+        """Whether the role's ranks compute on accelerators; only functions that score do not."""
         return self.factory not in ("reward", "cost")
 
 
@@ -85,9 +85,9 @@ def _scores_by_model(recipe: Recipe) -> bool:
 _CRITIC = RoleKind(factory="critic", section="critic", start=Start.PHASE, is_trained=True)
 _REWARD_MODEL = RoleKind(factory="frozen_reward_model", section="reward", start=Start.NAMED, joins=_samples)
 JUDGE_REWARD = RoleKind(factory="frozen_judge", section="reward", start=Start.NAMED, joins=_samples)
-"""What stands in the reward's place where a judge scores."""
+"""Kind of the reward if a judge scores."""
 PANEL = RoleKind(factory="panel", section="reward", start=Start.NAMED, joins=_samples)
-"""What stands there where several score."""
+"""Kind of the reward if several scorers are combined."""
 _COST_MODEL = RoleKind(factory="frozen_cost_model", section="cost", start=Start.NAMED)
 ROLES: Mapping[str, RoleKind] = {
     "policy": RoleKind(factory="policy", section="policy", start=Start.SECTION, is_trained=True),
@@ -103,14 +103,14 @@ ROLES: Mapping[str, RoleKind] = {
 }
 """The shipped roles by name."""
 SECTION_ROLES = frozenset(name for name, kind in ROLES.items() if kind.start is Start.SECTION)
-"""Those whose model the section ``policy`` describes."""
+"""Roles whose model the section ``policy`` describes."""
 
 
 def table_of(recipe: Recipe) -> Mapping[str, RoleKind]:
-    """Every role that a recipe may have; those that its algorithm brings among them.
+    """Return every role that a recipe may have, including those that its algorithm brings.
 
     Raises:
-        ConfigError: the algorithm brings a shipped role's name, an unknown kind, or something that is none.
+        ConfigError: the algorithm brings a shipped role's name, an unknown kind, or something else.
     """
     named = {"reward": recipe.reward.model, "cost": recipe.cost.model}
     found = {
@@ -136,7 +136,7 @@ def table_of(recipe: Recipe) -> Mapping[str, RoleKind]:
 
 
 def roles_of(recipe: Recipe) -> Mapping[str, RoleKind]:
-    """The roles that take part: those that steps call, in their order, and those that join them.
+    """Return the roles that take part: those that steps call, in order, and those that join them.
 
     Raises:
         ConfigError: a step calls a role that is neither shipped nor brought.
@@ -154,6 +154,6 @@ def roles_of(recipe: Recipe) -> Mapping[str, RoleKind]:
 
 
 def model_roles(recipe: Recipe, roles: Iterable[str]) -> list[str]:
-    """The roles among ``roles`` that are models."""
+    """Return the roles among ``roles`` that are models."""
     table = table_of(recipe)
     return [role for role in roles if table[role].is_model]

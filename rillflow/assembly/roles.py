@@ -1,10 +1,10 @@
-"""RoleGroups: the roles of a run, each made as the role table says, on the ranks of its pool.
+"""RoleGroups: make a run's roles, as the role table describes, on the ranks of their pools.
 
     recipe ─┬─ [policy] ─────────────> the policy and its sampler, or the reward model   ┐ as long
             ├─ [reward], [cost], task ─> reward, cost, eval_reward                       ┘ as the run
             └─ a phase begins ───────> critics; the reference: the policy as it is then    each phase
 
-The reference of the second phase is the policy the first one left.
+The reference of the second phase is the policy that the first phase left.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from rillflow.workers.group import Group
 
 
 class RoleGroups:
-    """A recipe's roles; the trained one is made at once.
+    """Roles of a recipe; the constructor makes the trained one.
 
     Args:
         recipe: the checked settings.
         base: the recipe's folder.
         run: the run directory.
-        checkpoint: where to go on from, or None to begin.
-        backend: where the ranks are.
+        checkpoint: the checkpoint to resume from; None to start anew.
+        backend: the backend with the ranks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RoleGroups:
         self._groups: dict[str, Group] = {}
         self.executor = executor_of(recipe, self._groups, backend)
         self.delivery: Delivery | None = None
-        """How versions get to a sampler on ranks of its own."""
+        """Sends versions to a sampler on ranks of its own; None if the sampler shares the policy's."""
         role, model, done = recipe.trained_role, recipe.policy.model, 0
         if checkpoint is not None:
             model = self._directory(checkpoint.model(role))
@@ -74,7 +74,7 @@ class RoleGroups:
 
     @property
     def model_input(self) -> ModelInput:
-        """What rows are made for."""
+        """Tokeniser and context that rows are encoded for."""
         assert self._model_input is not None, "the trained role is made first"
         return self._model_input
 
@@ -82,11 +82,11 @@ class RoleGroups:
         return role in self._groups
 
     def start_scorers(self, functions: Sequence[FunctionPath], costs: Sequence[FunctionPath]) -> None:
-        """Make what scores; a role that would have no function is left out.
+        """Make the roles that score; a role without a function is left out.
 
         Args:
-            functions: what scores, or scores held-out answers where a model is the reward.
-            costs: what says what a row costs.
+            functions: functions that score, or that score held-out answers if a model is the reward.
+            costs: functions that compute a row's cost.
         """
         for role, scoring in {"reward": functions, EVAL_REWARD: functions, "cost": costs}.items():
             kind = self._kinds.get(role)
@@ -98,11 +98,11 @@ class RoleGroups:
                 self._start(role, functions=scoring)
 
     def begin(self, plan: PhasePlan, goes_on: Checkpoint | None) -> tuple[str, ...]:
-        """Get everything ready for a phase; the roles it trains, the policy or what is in its place first.
+        """Prepare a phase and return the roles it trains; the policy or its replacement comes first.
 
         Args:
             plan: the phase.
-            goes_on: a checkpoint of this very phase; None where the phase begins.
+            goes_on: a checkpoint of this very phase; None at the start of the phase.
         """
         for role in plan.roles:
             if self._kinds[role].start is Start.PHASE:
@@ -128,18 +128,18 @@ class RoleGroups:
         return trained
 
     def moving(self, plan: PhasePlan) -> tuple[str, ...]:
-        """The roles of a phase that are not trained and whose weights change: checkpoints hold them too."""
+        """Return the roles of a phase that are not trained but change; checkpoints hold them too."""
         called = plan.algorithm.listened(plan.config).calls
         return tuple(role for role in plan.roles if f"{role}.follow" in called)
 
     def _start(self, role: str, lies: Mesh | None = None, of: str = "", **given: Any) -> None:
-        """Make a role on every rank of its pool: on its grid, or with rows shared out over all of them.
+        """Make a role on every rank of its pool: on its grid, or with rows split over all of them.
 
         Args:
             role: its name.
-            lies: its grid; of a model's and a function's the recipe tells.
-            of: the role whose half it is.
-            given: what its RoleSetting has beside what all have.
+            lies: its grid; None for the grid that the recipe gives it.
+            of: the role that this one is a half of.
+            given: further fields of its RoleSetting.
         """
         recipe, kind = self._recipe, self._kinds[role]
         placement, sizes = recipe.placement, recipe.placement.mesh_of(role)
@@ -174,7 +174,7 @@ class RoleGroups:
         self._groups[role] = group
 
     def _start_sampler(self, model: ModelConfig) -> None:
-        """Make the half of the policy that answers: on its ranks, or on others that it sends weights to."""
+        """Make the sampler on the policy's ranks, or on other ranks that the policy sends weights to."""
         placement, mesh = self._recipe.placement, self._generate_mesh()
         if not placement.samples_apart:
             self._start(SAMPLER, mesh, of="policy")
@@ -185,7 +185,7 @@ class RoleGroups:
         self.delivery = Delivery(self.executor, placement.deadline_s)
 
     def _generate_mesh(self) -> Mesh:
-        """The grid of the ranks that answer prompts."""
+        """Return the grid of the ranks that generate."""
         placement = self._recipe.placement
         tp = placement.generate_tp
         if placement.samples_apart:
@@ -194,9 +194,9 @@ class RoleGroups:
         return generation_mesh(sizes.mesh, tp, is_sharded=sizes.is_sharded)
 
     def _phase_model(self, role: str, goes_on: Checkpoint | None) -> ModelConfig:
-        """The policy as the phase finds it, a directory that its section names, or what a checkpoint has.
+        """Return the model that a role of a phase starts from: the policy, its section's, or a checkpoint's.
 
-        The policy is kept in the run directory, so that a resume finds the same.
+        The run directory keeps the policy, so that a resume starts from the same one.
         """
         folder, kind = self._run / layout.REFERENCE, self._kinds[role]
         if not folder.exists():
@@ -208,23 +208,23 @@ class RoleGroups:
         return found.model_copy(update={"path": path}) if kind.is_trained and path is not None else found
 
     def _named_model(self, role: str) -> ModelConfig:
-        """The model that the role's section names."""
+        """Return the model that the role's section names."""
         is_judge = role == "reward" and self._recipe.reward.judge is not None
         return self._scorers()[JUDGE if is_judge else f"{role}.model"]
 
     def _panel_models(self) -> dict[str, ModelConfig]:
-        """The models of those that score together."""
+        """Return the models of the panel's members."""
         found, settings = self._scorers(), {"model": "reward.model", "judge": JUDGE}
         weights = self._recipe.reward.weights or {}
         return {name: found[setting] for name, setting in settings.items() if name in weights}
 
     def _scorers(self) -> dict[str, ModelConfig]:
-        """The models that score, by their settings."""
+        """Return the models that score, by setting."""
         dtype, sources = self._recipe.policy.model.dtype, scorer_sources(self._recipe, self._base)
         return {setting: ModelConfig(path=source, dtype=dtype) for setting, source in sources.items()}
 
     def _train(self, role: str, plan: PhasePlan) -> TrainConfig:
-        """The optimiser's settings of a role in a phase."""
+        """Return the optimiser settings of a role in a phase."""
         lr = self._recipe.critic.lr if self._kinds[role].section == "critic" else None
         return plan.train if lr is None else plan.train.model_copy(update={"lr": lr})
 
@@ -233,14 +233,14 @@ class RoleGroups:
 
 
 def pools_of(recipe: Recipe) -> list[Pool]:
-    """The pools, and whether a role there computes on a device; reward functions do not."""
+    """Return the pools, and whether a role in them computes on a device; reward functions do not."""
     placement, kinds = recipe.placement, roles_of(recipe)
     taking = {placement.pool_of(role) for role, kind in kinds.items() if kind.takes_device}
     return [Pool(name=name, size=size, takes_device=name in taking) for name, size in placement.pools.items()]
 
 
 def executor_of(recipe: Recipe, groups: Mapping[str, Group], backend: Backend) -> GroupExecutor:
-    """What runs a step's stages: whole, or part by part where rows come so."""
+    """Return the executor of a step's stages, which runs them whole or part by part."""
     config, parts = recipe.algorithm, recipe.rollout.parts
     publishes = is_ready_first(config) and isinstance(config, SampledConfig) and config.publishes > 1
     if parts == 1 and not publishes:

@@ -1,8 +1,8 @@
-"""Row names: an error's row ids as lines of the user's file.
+"""Row names: replace row ids in an error by lines of the user's file.
 
     row (epoch -1 prompt 197 sample 0) ──> row (prompts.jsonl line 198, held out, sample 0)
 
-Ranks know rows by their ids; where a row stands, the task knows, and it stays with the controller.
+Ranks know rows by their ids only. The task, which stays with the controller, knows where a row stands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ID = re.compile(r"epoch (-?\d+) prompt (\d+) sample (-?\d+)")
 
 @contextmanager
 def rows_named(task: Task[Example]) -> Iterator[None]:
-    """Within, an error that leaves names its rows by their places in the data."""
+    """Replace row ids by places in the data, in errors that leave this context."""
     try:
         yield
     except RillflowError as error:

@@ -1,6 +1,6 @@
-"""Rows: what the rows of a phase's step are like, for a plan.
+"""Rows: describe the rows of a phase's step for a plan.
 
-data of the recipe ──> prompts, demonstrations ─┬─> lengths, what of them is computed ──> Workload
+data of the recipe ──> prompts, demonstrations ─┬─> lengths, share that is computed ────> Workload
 nothing known of responses ──> assumed ─────────┤
 a run's rollouts, spans ──> measured ───────────┘
 """
@@ -28,30 +28,30 @@ from rillflow.tasks.example import Example
 from rillflow.tasks.preference import Preference
 
 CHARACTERS_PER_TOKEN = 4
-"""Of a text whose tokeniser is not at hand; a new model's tokens are characters."""
+"""Characters of a token if the tokeniser is not available; a new model's tokens are characters."""
 ASSUMED_SHARE, ASSUMED_SIGMA = 0.25, 0.6
-"""The median response as a share of the longest, and its spread, where nothing was measured."""
+"""Median response as a share of the longest, and its spread, if nothing was measured."""
 READ_STEPS = 6
-"""Steps of a run whose rollouts are read, its last ones; as many are drawn of data that is learnt from."""
+"""Last steps of a run whose rollouts are read; as many steps are drawn from data with answers."""
 KEPT_LENGTHS = 512
-"""Measured lengths that stand for all of them: evenly taken from the sorted ones."""
+"""Measured lengths that represent all of them, taken evenly from the sorted ones."""
 _END = "\0"
 _Row = list[Any]
 _Rows = Callable[..., Workload]
 
 
 def workload_of(loaded: LoadedRecipe, phase: PhasePlan, run: Path | None = None) -> Workload:
-    """A step's rows of a phase as the recipe has them; a pair of answers is two rows of one prompt.
+    """Return the workload of a phase's step; a pair of answers counts as two rows of one prompt.
 
     Args:
         loaded: the recipe.
-        phase: one of it.
-        run: the directory of a run whose last steps say how long rows are and what a reward's function takes;
-            None: the data's prompts and answers, of rows that are sampled the prompts alone, answers assumed.
+        phase: one of its phases.
+        run: a run directory whose last steps give row lengths and the reward function's seconds; None: the
+            lengths of the data's prompts and answers, or of prompts and assumed answers if rows are sampled.
 
     Raises:
         RunDirectoryError: it is no run directory.
-        PlanError: it sampled no rows.
+        PlanError: the run sampled no rows.
     """
     recipe, config = loaded.recipe, phase.config
     samples = config.samples_per_prompt if isinstance(config, SampledConfig) else 1
@@ -74,14 +74,14 @@ def workload_of(loaded: LoadedRecipe, phase: PhasePlan, run: Path | None = None)
 
 
 def characters_per_token(recipe: Recipe) -> int:
-    """Characters that count as a token of the recipe's texts."""
+    """Return the characters that count as one token of the recipe's texts."""
     return 1 if recipe.policy.model.new is not None else CHARACTERS_PER_TOKEN
 
 
 def _learnt(
     rows: _Rows, examples: Sequence[Example], per_token: int, prompts: int, minibatches: int
 ) -> Workload:
-    """Rows that are learnt from, as the data has them: prompt, answer and the token that ends it."""
+    """Return the workload of rows with answers in the data: prompt, answer and end token."""
     answers = [len(text) for one in examples for text in _answers(one)]
     drawn = Random(0).sample(examples, len(examples))
     steps = [drawn[start : start + prompts] for start in range(0, len(drawn), prompts)][:READ_STEPS]
@@ -93,7 +93,7 @@ def _learnt(
 
 
 def _assumed(rows: _Rows, examples: Sequence[Example], recipe: Recipe, config: SampledConfig) -> Workload:
-    """Sampled rows, of which nothing is known to begin alike but their prompts."""
+    """Return the workload of sampled rows, which are assumed to share nothing but their prompts."""
     limit = recipe.rollout.max_tokens
     middle = min(float(limit), max(4.0, ASSUMED_SHARE * limit))
     prompt = _lengths(_tokens(map(prompt_length, examples), characters_per_token(recipe)))
@@ -107,15 +107,15 @@ def _assumed(rows: _Rows, examples: Sequence[Example], recipe: Recipe, config: S
 
 
 def distinct_prompts(samples: int, parts: int) -> float:
-    """Of a prompt's rows, those whose prompt is the first of its kind in its part, rows drawn to equal parts.
+    """Return the share of a prompt's rows that are its first in their part, with rows drawn to equal parts.
 
-    ``p (1 - (1 - 1/p)^s) / s`` of s rows in p parts: a part has none of them with probability (1 - 1/p)^s.
+    With s rows in p parts it is ``p (1 - (1 - 1/p)^s) / s``: a part is empty with probability (1 - 1/p)^s.
     """
     return parts * (1.0 - (1.0 - 1.0 / parts) ** samples) / samples
 
 
 def _measured(rows: _Rows, run: Path, minibatches: int) -> Workload:
-    """What the rows of a run's last steps were like, and its functions' seconds a row."""
+    """Return the workload of a run's last steps, with its functions' seconds per row."""
     require_run(run)
     steps = [read_rollouts(run, step) for step in list(layout.rollout_files(run))[-READ_STEPS:]]
     records = [record for step in steps for record in step]
@@ -139,9 +139,9 @@ def _measured(rows: _Rows, run: Path, minibatches: int) -> Workload:
 def _packing(
     steps: Sequence[Sequence[Any]], minibatches: int, texts: Callable[[Sequence[Any]], list[_Row]]
 ) -> Packing:
-    """What training and scoring compute of steps, each cut into minibatches of rows.
+    """Return the shares of tokens that training and scoring compute, for steps cut into minibatches.
 
-    Nothing reads a row's last token.
+    The last token of a row is no input.
     """
     whole = [[texts(step[place::minibatches]) for place in range(minibatches)] for step in steps]
     read = [[[row[:-1] for row in part] for part in step] for step in whole]
@@ -153,18 +153,18 @@ def _packing(
 
 
 def _distinct(rows: Sequence[_Row]) -> int:
-    """Tokens of rows, each beginning that several share counted once."""
+    """Count the tokens of rows; a prefix that several rows share counts once."""
     ordered = sorted(rows)
     return sum(map(len, ordered)) - sum(_common(one, other) for one, other in pairwise(ordered))
 
 
 def _common(one: _Row, other: _Row) -> int:
-    """Tokens with which both begin."""
+    """Count the tokens of a common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _texts(examples: Sequence[Example], per_token: int) -> list[_Row]:
-    """The examples' rows, their texts cut as if into tokens."""
+    """Return the examples' rows, with texts cut into pieces in place of tokens."""
     return [
         [*_cut(one.key, per_token), *_cut(text, per_token), _END]
         for one in examples
@@ -187,7 +187,7 @@ def _tokens(characters: Iterable[int], per_token: int) -> list[int]:
 
 
 def _lengths(found: Sequence[int]) -> Lengths:
-    """Lengths that were seen, thinned to so many that their quantiles stay."""
+    """Return measured lengths, thinned so that their quantiles stay."""
     ordered = sorted(found)
     count = min(len(ordered), KEPT_LENGTHS)
     kept = tuple(ordered[(2 * place + 1) * len(ordered) // (2 * count)] for place in range(count))

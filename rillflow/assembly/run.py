@@ -1,6 +1,6 @@
-"""Run: a run directory as an object: what was measured, sampled and kept, and its model to talk to.
+"""Run: a run directory as an object: its metrics, rollouts and checkpoints, and its model to prompt.
 
-run directory ─┬─ metrics, evaluations, rollouts, settings   read anew at every look, also while it goes on
+run directory ─┬─ metrics, evaluations, rollouts, settings   read again at every access, also during the run
                └─ checkpoint ─> its folder ─ ask ─> an answer
 """
 
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run, finished or not; ``rillflow.train`` and ``rillflow.open_run`` make one.
+    """A run, finished or not; ``rillflow.train`` and ``rillflow.open_run`` return one.
 
     Example:
         run = rillflow.open_run("runs/first")
         pandas.DataFrame(run.metrics).plot(x="step", y="reward/score/mean")
 
     Args:
-        path: its directory.
-        interruption: what asks it to stop, where this process trains it.
+        path: the run directory.
+        interruption: requests to stop, if this process trains the run.
     """
 
     def __init__(self, path: Path, interruption: Interruption | None = None) -> None:
@@ -61,7 +61,7 @@ class Run:
         return f"<run {self.path}: {made} steps, {'finished' if self.is_finished else 'not finished'}>"
 
     def _repr_html_(self) -> str:
-        """The report's first two curves; for notebooks."""
+        """Return the report's first two curves, for notebooks."""
         shown = page(str(self.path), cards(load(self.path))[:2])
         return el("iframe", srcdoc=shown, style="width: 100%; height: 22em; border: 0")
 
@@ -77,7 +77,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One flat row a step: ``step``, ``phase``, ``time_s`` and every metric's value by name."""
+        """One flat row per step: ``step``, ``phase``, ``time_s`` and every metric's value by name."""
         return [
             {"step": each.step, "phase": each.phase, "time_s": each.time_s}
             | {name: metric.value for name, metric in each.metrics.items()}
@@ -86,39 +86,39 @@ class Run:
 
     @property
     def evaluations(self) -> list[EvaluationRecord]:
-        """Every look at the held-out rows."""
+        """Every evaluation on held-out rows."""
         return read_evaluations(self.path)
 
     def rollouts(self, step: int | None = None) -> list[RolloutRecord]:
-        """The rows that were sampled in a step, with prompt, answer, reward and tokens; of the last if None.
+        """Return the rows sampled in a step, with prompt, answer, reward and tokens; None for the last step.
 
         Raises:
-            RunDirectoryError: nothing was sampled in it; the message names the steps that sampled.
+            RunDirectoryError: the step sampled nothing; the message names the steps that did.
         """
         made = max(layout.rollout_files(self.path), default=0)
         return read_rollouts(self.path, made if step is None else step)
 
     def columns(self, step: int | None = None) -> dict[str, list[Any]]:
-        """The same as columns, an entry a row: ``pandas.DataFrame(run.columns())``."""
+        """Return the same as columns, one entry per row: ``pandas.DataFrame(run.columns())``."""
         return rollout_columns(
             self.path, max(layout.rollout_files(self.path), default=0) if step is None else step
         )
 
     def checkpoint(self, step: int | None = None, *, best: bool = False, role: str = "policy") -> Path:
-        """The folder of a role's model, a Hugging Face directory: the newest, a step's, or the best.
+        """Return the Hugging Face directory of a role's model: the newest, a step's, or the best.
 
         Raises:
-            RunDirectoryError: there is no such checkpoint, or no such role is trained.
+            RunDirectoryError: there is no such checkpoint, or the run trains no such role.
         """
         return model_directory(self.path, role, best_step(self.path) if best else step)
 
     def ask(self, question: Question, *, step: int | None = None, best: bool = False, **how: Any) -> str:
-        """What the policy answers; a question is a text, or a tuple of messages.
+        """Return the policy's answer to a question, which is a text or a tuple of messages.
 
         Args:
-            question: asked as the run's own prompts were; see ``rillflow ask``.
-            step: of which checkpoint; the newest if None.
-            best: ask the one with the highest held-out mean reward.
+            question: formatted like the run's own prompts; see ``rillflow ask``.
+            step: step of the checkpoint; None for the newest.
+            best: use the checkpoint with the highest held-out mean reward.
             how: ``temperature`` (0), ``max_tokens``, ``system`` and ``seed``; see ``Respondent``.
         """
         from rillflow.assembly.ask import Respondent
@@ -126,22 +126,22 @@ class Run:
         folder = self.checkpoint(step, best=best).parent
         chat = not isinstance(question, str)
         key = f"{folder} {chat} {sorted(how.items())}"
-        if key not in self._respondents:  # one model at a time: the next question is mostly for the same
+        if key not in self._respondents:  # keep one model: the next question is usually for the same
             step = int(folder.name.removeprefix("step-"))
             self._respondents = {key: Respondent(self.path, step=step, chat=chat, **how)}
         return self._respondents[key].answer(question if isinstance(question, str) else tuple(question))
 
     def report(self) -> Path:
-        """Write ``report.html``; where it is."""
+        """Write ``report.html`` and return its path."""
         from rillflow.assembly.simulated import foretell
 
         return write_report(self.path, foretell)
 
     def stop(self) -> None:
-        """Let the present step end, with a checkpoint, and the run with it; for callbacks and other threads.
+        """End the run after the present step, with a checkpoint; for callbacks and other threads.
 
         Raises:
-            RunDirectoryError: this object does not train.
+            RunDirectoryError: this object does not train the run.
         """
         if self._interruption is None:
             raise RunDirectoryError(
@@ -153,7 +153,7 @@ class Run:
 
 
 def open_run(path: str | Path) -> Run:
-    """A run directory, finished or not, also while another process trains it.
+    """Open a run directory, finished or not, also while another process trains it.
 
     Raises:
         RunDirectoryError: the path is missing, or no run directory.

@@ -1,4 +1,4 @@
-"""Serving: a model, or what a run has trained so far, behind the door.
+"""Serving: serve a model, or a run's newest checkpoint, by OpenAI's protocol.
 
 run | model directory ─> model, engine ─ one thread: passes, newer checkpoints ─> EngineQueue ─> Door
 """
@@ -35,7 +35,7 @@ from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Encoder
 
 FOLLOW_S = 2.0
-"""Seconds between two looks for a newer checkpoint."""
+"""Seconds between two checks for a newer checkpoint."""
 _KEPT = ("temperature", "top_k", "top_p", "max_tokens", "stop")
 
 logger = logging.getLogger(__name__)
@@ -43,28 +43,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class _Served:
-    """What is behind the door, and from where newer weights come."""
+    """The served model, its requests, and the run that newer weights come from."""
 
     model: LanguageModel
-    """The module that the engine runs."""
+    """Model that the engine runs."""
     config: ModelConfig
-    """How it was loaded."""
+    """Config that the model was loaded with."""
     queue: EngineQueue
-    """Rows that are wanted of it."""
+    """Queue of the requested rows."""
     run: Path | None
-    """The run that is followed."""
+    """Run that is followed; None for a model."""
     version: int
-    """The step of its checkpoint; 0 for a model."""
+    """Step of the served checkpoint; 0 for a model."""
     looked: float = 0.0
-    """When the run was looked at last."""
+    """Time of the last check of the run."""
     failure: RillflowError | None = None
-    """What broke the engine."""
+    """Error that broke the engine."""
 
     def serve(self, ended: Callable[[], None]) -> None:
-        """Make passes for as long as the process lives; an engine that breaks ends the command.
+        """Run engine passes as long as the process lives; an error of the engine ends the command.
 
         Args:
-            ended: is called when the engine has broken and every client has been told.
+            ended: called when the engine is broken and every client has received an error.
         """
         try:
             while True:
@@ -90,7 +90,7 @@ class _Served:
             logger.warning("%s", error)
 
     def _follow(self, run: Path) -> None:
-        """Take over a newer checkpoint; rows that run go on with its weights."""
+        """Load a newer checkpoint, if there is one; running rows continue with its weights."""
         self.looked, folder = time.monotonic(), run / layout.CHECKPOINTS
         found = latest_checkpoint(folder) if max(kept_steps(folder), default=0) > self.version else None
         if found is None:
@@ -112,11 +112,11 @@ def serve(
     """Serve until a signal ends it.
 
     Args:
-        source: a run directory, whose newest checkpoint is served and newer ones are followed; or a model's.
-        port: on the loopback device; 0 for a free one.
-        token_file: holds the token that requests bear; made where it is not there. None makes a new one.
+        source: a run directory, whose newest checkpoint is served and followed; or a model's directory.
+        port: port on the loopback device; 0 for a free one.
+        token_file: file of the token that requests carry; made if it is missing. None makes a new token.
         max_rows: rows that run at once.
-        announce: is told where it is served, and the token where no file holds it.
+        announce: receives the address, and the token if no file holds it.
 
     Raises:
         RillflowError: there is no model, the port is taken, or the engine broke.
@@ -143,7 +143,7 @@ def serve(
 
 
 def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
-    """The model, and what requests mean."""
+    """Load the model, and return it with the converter of requests to rows."""
     run, settings = None, dict[str, Any]()
     dtype: Literal["float32", "bfloat16"] = "float32"
     folder, version, task = source.absolute(), 0, TaskConfig()
@@ -165,7 +165,7 @@ def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
 
 
 def _token(file: Path | None) -> tuple[str, bool]:
-    """The token, and whether it was made."""
+    """Return the token, and whether it is new."""
     is_new = file is None or not file.exists()
     try:
         if file is None or is_new:

@@ -1,7 +1,7 @@
-"""Simulated: steps as a run takes them, their stages' seconds measured or known.
+"""Simulated: simulate the steps of a run, with measured or known seconds of its stages.
 
 run ─┬─ recipe ─> graph, placement, bound, parts ──────┐
-     ├─ rollouts ─> rows of its steps, in order ───────┼─ simulate ─> Foretold: beside what was measured
+     ├─ rollouts ─> rows of its steps, in order ───────┼─ simulate ─> Foretold: next to the measured steps
      └─ spans ─> seconds in which ranks worked ────────┘
 """
 
@@ -30,9 +30,9 @@ from rillflow.view.foretold import MOST_FORETOLD, Foretold
 from rillflow.view.run_data import RunData
 
 PUBLISH, SENT, RECEIVED = "policy.publish", "policy.send", ("sampler.receive", "sampler.serve")
-"""A version on its way: the step's own stage, and the other spans of ranks that train and that sample."""
+"""Stages that deliver a version: the step's own, and further spans of ranks that train and that sample."""
 _ENDLESS = 1e18
-"""Bytes, bytes a second and FLOP/s of a device that limits nothing."""
+"""Bytes, bytes per second and FLOP/s of a device without limits."""
 
 
 def foretell(
@@ -43,13 +43,13 @@ def foretell(
     loaded: LoadedRecipe | None = None,
     algorithms: Sequence[Algorithm] = (),
 ) -> Foretold | str:
-    """The last of some steps of a run as the simulator has them; or why it cannot.
+    """Simulate the last steps of a range, or return the reason why that is impossible.
 
     Args:
         data: the run.
-        first, last: the steps, which one phase made.
+        first, last: the range of steps, which belong to one phase.
         loaded: the run's recipe; read from its directory if None.
-        algorithms: what that may name beside those that are shipped.
+        algorithms: custom algorithms that the recipe may name.
     """
     try:
         recipe = recipe_of(data, algorithms) if loaded is None else loaded
@@ -85,14 +85,14 @@ def _foretold(loaded: LoadedRecipe, data: RunData, first: int, last: int) -> For
 def simulate_as_run(
     recipe: Recipe, phase: PhasePlan, problem: Problem, stages_s: Mapping[str, float], *, steps: int
 ) -> Simulation:
-    """Steps of a phase as a run takes them: k + 1 steps open, rows in order, or whichever are ready.
+    """Simulate steps of a phase as a run makes them: freshness + 1 in flight, rows in order or ready first.
 
     Args:
-        recipe: where its roles lie, and in how many parts rows go on.
-        phase: one of it.
-        problem: its step.
-        stages_s: seconds of its stages by name; formulas give what is not among them.
-        steps: how many, from the first one on.
+        recipe: gives the placement of roles, and the parts that rows are passed on in.
+        phase: one of its phases.
+        problem: the planning problem of its step.
+        stages_s: seconds of its stages by name; formulas give those that are missing.
+        steps: number of steps, from the first one on.
     """
     parts, placement, config = recipe.rollout.parts, recipe.placement, phase.config
     is_in_order = not is_ready_first(config)
@@ -109,10 +109,10 @@ def simulate_as_run(
 
 
 def worked_s(spans: Sequence[SpanRecord], steps: int) -> dict[str, float]:
-    """Seconds of a step, on average, in which the busiest rank of each stage worked, all parts together.
+    """Return the mean seconds per step that the busiest rank of each stage worked, over all parts.
 
-    Those of publishing are all that a version takes on its way; ahead, where it is served later, those of the
-    side that is kept longer.
+    Publishing counts everything that delivers a version. If the sampler serves a version later, the two sides
+    overlap, and only the side that is busy longer counts.
     """
     worked: dict[tuple[int, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
@@ -129,7 +129,7 @@ def worked_s(spans: Sequence[SpanRecord], steps: int) -> dict[str, float]:
 
 
 def endless(devices: int, **factors: float) -> Hardware:
-    """A machine that limits nothing, for steps whose stages' seconds are known; with some of the factors."""
+    """Return a machine without limits, for steps whose stages' seconds are known, with these factors."""
     device = Device(
         name="endless",
         memory_bytes=_ENDLESS,
@@ -145,7 +145,7 @@ def endless(devices: int, **factors: float) -> Hardware:
 
 
 def _rows(recipe: Recipe, phase: PhasePlan, data: RunData, first: int, last: int) -> Workload:
-    """The rows of some steps: those that were sampled as they were; of others their number alone."""
+    """Return the workload of some steps: sampled rows as recorded, other rows by number only."""
     config = phase.config
     files = layout.rollout_files(data.path)
     found = [read_rollouts(data.path, step) for step in range(first, last + 1) if step in files]

@@ -1,7 +1,7 @@
-"""Trained: the models that a run has made so far, found by their roles.
+"""Trained: find the models that a run has trained so far, by role.
 
 run directory ─ newest whole checkpoint, or the one of a step ─> the role's Hugging Face directory
-                                                    an adapter there ─ write_merged ─> one without
+                                                    an adapter there ─ write_merged ─> a plain model
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rillflow.observe.durable import write_error
 
 
 def model_directory(run: Path, role: str, step: int | None = None) -> Path:
-    """The directory of a role's model in a checkpoint: the newest whole one if ``step`` is None.
+    """Return the directory of a role's model in a checkpoint; ``step`` None takes the newest whole one.
 
     Raises:
         RunDirectoryError: there is no such checkpoint, or the run trains no such role.
@@ -34,12 +34,12 @@ def model_directory(run: Path, role: str, step: int | None = None) -> Path:
 
 
 def named_model(path: str | None, base: Path, *roles: str) -> str | None:
-    """Return a path of a recipe; of a run directory, that of a model in its newest checkpoint.
+    """Return a recipe's path; replace a run directory by a model of its newest checkpoint.
 
     Args:
-        path: relative to ``base``; None for none.
+        path: relative to ``base``; None stays None.
         base: the recipe's folder.
-        *roles: whose model of a run is taken, the first that the run trains.
+        *roles: roles of the model in a run; the first that the run trains counts.
 
     Raises:
         RunDirectoryError: the run has no checkpoint, or trains none of the roles.
@@ -58,18 +58,18 @@ def write_merged(
     dtype: Literal["float32", "bfloat16"],
     base: Literal["trained", "full"] = "trained",
 ) -> None:
-    """Write a plain model of an adapter and its base.
+    """Write a plain model from an adapter and its base.
 
     Args:
         source: the adapter's directory, or the run whose policy it is.
-        out: the directory to write; it is not there yet.
-        dtype: of the weights.
-        base: of an int8 one, what its whole numbers stand for, beside which the adapter was trained; or the
-            directory's own weights.
+        out: the directory to write; it must not exist.
+        dtype: dtype of the weights.
+        base: for an int8 base, ``trained`` merges into the dequantised weights that the adapter was trained
+            with, ``full`` into the directory's own weights.
 
     Raises:
-        ModelError: there is no adapter, or its base is not there.
-        RunDirectoryError: the run has no checkpoint, or the directory is there or cannot be written.
+        ModelError: there is no adapter, or its base is missing.
+        RunDirectoryError: the run has no checkpoint, or the directory exists or cannot be written.
     """
     from rillflow.models.adapters import merge, restore
     from rillflow.models.config import ModelConfig

@@ -1,4 +1,4 @@
-"""Verify: whether a run directory is as the run wrote it.
+"""Verify: check that a run directory is as the run wrote it.
 
     digests.jsonl ─ lines, files ─┐
     manifests ─ checkpoints ──────┴─> Verified: what is whole, damaged, lost
@@ -22,14 +22,14 @@ from rillflow.observe.reader import require_run
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What was found."""
+    """Result of a verification."""
 
     whole: Sequence[str]
-    """The files and checkpoints that are as they were written."""
+    """Files and checkpoints that are unchanged."""
     damaged: Sequence[Damage]
-    """Everything that is not."""
+    """Files and checkpoints that are damaged."""
     lost: Sequence[str]
-    """What the run itself recorded as lost, with the reason."""
+    """Losses that the run itself recorded, with the reason."""
 
 
 def verify(run: Path) -> Verified:
@@ -57,7 +57,7 @@ def verify(run: Path) -> Verified:
 
 
 def _run_id(run: Path) -> str:
-    """The run's id, which its checkpoints bear; empty where environment.json cannot tell."""
+    """Return the run's id, which its checkpoints carry; empty if environment.json has none."""
     try:
         return str(read_json(run / layout.ENVIRONMENT).get("run", ""))
     except RunDirectoryError:

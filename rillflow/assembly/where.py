@@ -1,6 +1,6 @@
-"""Where: what a run asks of the nodes that its ranks are on, and says of them.
+"""Where: check that the nodes of a run's ranks share its directory, and report clocks that are off.
 
-driver writes a mark ─> run directory <─ one rank a node sees it, and writes there too
+driver writes a mark ─> run directory <─ one rank per node sees it, and writes there too
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from rillflow.observe.durable import write_error
 from rillflow.observe.wording import duration
 
 SEEN_S = 10.0
-"""How long a shared disk may take to show another node what has been written."""
+"""Seconds that a shared disk may take to show a file to another node."""
 MENTIONED_S = 1.0
-"""A clock that is off by more is mentioned."""
+"""Clock offset in seconds above which a note is given."""
 
 
 def require_shared(run: Path, files: Sequence[Path], backend: Backend, deadline_s: float) -> None:
-    """Refuse a run whose nodes do not all have its directory, to read and to write, and its files.
+    """Refuse a node that cannot read and write the run directory, or that lacks a file of the recipe.
 
     Args:
-        run: the run directory.
+        files: further files that ranks read: reward functions and models.
         files: what else ranks read: of reward functions and models.
-        backend: where the ranks are.
-        deadline_s: how long a rank may take to answer.
+        backend: the backend with the ranks.
+        deadline_s: seconds that a rank may take to answer.
 
     Raises:
-        RunDirectoryError: a node has it not, or cannot write there.
+        RunDirectoryError: a node does not see a file, or cannot write there.
     """
     first = {node.address: at for at, node in backend.nodes.items()}
     mark = run / f".seen-{time.time_ns()}"
@@ -70,7 +70,7 @@ def _require_here(site: Site, node: str, mark: Path, files: Sequence[Path]) -> N
 
 
 def clock_notes(nodes: Mapping[Place, Node]) -> list[str]:
-    """Of every node whose clock is far off, by how much."""
+    """Return a note on every node whose clock is far off."""
     return [
         f"the clock of node {node.address} is {duration(abs(node.ahead_s))} "
         f"{'ahead of' if node.ahead_s > 0 else 'behind'} this machine's; the times it tells are corrected"

@@ -1,4 +1,4 @@
-"""Roles: an engine given a name and endpoints the controller may call.
+"""Roles: an engine with a name and endpoints that the controller may call.
 
     policy        generate, greedy, logprobs, update, publish
     reference     logprobs

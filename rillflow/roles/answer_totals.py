@@ -1,14 +1,14 @@
-"""Answer totals: the log probability of whole answers, and those of data computed once.
+"""Answer totals: log probabilities of whole answers; those of data rows are computed once.
 
     rows ─ scorer ─> log probabilities of tokens ─ summed by row ─> [B]           totals_of
     rows of data ─┬─ known ──────────────────────────────────┬─> [B]              KeptTotals
                   └─ the others ─ compute ─ all dp ranks' ───┴─> table ─> a line of the file
 
-A frozen model gives the same row the same total in every epoch; one whose tokens are others (a prompt with
-another's answer, data that changed) is another row, which its mark tells. The table is the same on every
-rank, so it matters not which rank a row comes to next; a resumed run reads it, bit for bit as it was.
+A frozen model gives a row the same total in every epoch. A mark, a hash of tokens and loss mask, tells
+whether a row has changed (a prompt with another answer, edited data). Every rank has the same table, so any
+rank may get the row later; a resumed run reads the table, bit for bit.
 
-Legend: B rows, K rows that are not known yet.
+Legend: B rows, K rows that are not in the table yet.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _ODD = -0x61C8864680B583EB
 
 
 def totals_of(scorer: Scorer, rows: Batch, temperature: float) -> Tensor:
-    """[B] float64 the log probabilities of rows' loss tokens, summed.
+    """Return [B] float64, the summed log probabilities of each row's loss tokens.
 
     Args:
-        scorer: of the model.
+        scorer: scorer of the model.
         rows: with ``tokens`` and ``loss_mask``.
-        temperature: of sampled rows; what nobody sampled is read at 1.
+        temperature: temperature of sampled rows; other rows are scored at 1.
     """
     found = scorer.logprobs(rows, temperature=temperature if are_sampled(rows) else 1.0)
     return found.with_values(found.values.double()).sums()
 
 
 class KeptTotals:
-    """The totals of rows of data, by (training or held out, prompt, sample), whatever the epoch.
+    """Totals of data rows by (training or held out, prompt, sample), whatever the epoch.
 
     Args:
-        groups: the ranks of the role; all of them ask for totals together.
-        file: where they outlive the process; None: they do not.
+        groups: the ranks of the role; all of them request totals together.
+        file: the file that keeps the totals after the process ends; None keeps them in memory only.
 
     Raises:
         RunDirectoryError: the file is damaged.
@@ -71,9 +71,9 @@ class KeptTotals:
                 torn.truncate(found.torn_at)
 
     def of(self, rows: Batch, compute: Callable[[Batch], Tensor]) -> Tensor:
-        """[B] float64 the rows' totals; ``compute`` gives those [K] of rows that are not known.
+        """Return [B] float64, the rows' totals; ``compute`` gives the totals [K] of unknown rows.
 
-        Every rank calls it, with rows or without. Rows that were sampled never come again and are not kept.
+        Every rank calls it, also without rows. Sampled rows never come again and are not kept.
 
         Raises:
             RunDirectoryError: the file cannot be written.
@@ -104,7 +104,7 @@ class KeptTotals:
         self._table[places.unbind(1)], self._marks[places.unbind(1)] = totals, marks
 
     def _grow(self, places: Tensor) -> None:
-        """Make room for what is at places [K, 3]."""
+        """Grow the table to hold places [K, 3]."""
         if not len(places):
             return
         wanted = places.amax(0) + 1
@@ -129,7 +129,7 @@ class KeptTotals:
 
 
 def marks_of(rows: Batch) -> Tensor:
-    """[B] int64 a number of each row's tokens and loss mask, by which rows are told apart."""
+    """Return [B] int64, a hash of each row's tokens and loss mask that identifies its content."""
     tokens = rows.ragged("tokens")
     said = 2 * tokens.values + rows.ragged("loss_mask").values + 1
     mixed = (said + (tokens.positions + 1) * _ODD) * _ODD
@@ -138,7 +138,7 @@ def marks_of(rows: Batch) -> Tensor:
 
 
 def _firsts(places: Tensor) -> Tensor:
-    """Where each place of [K, 3] stands first: the end of an epoch and the next one's begin may meet."""
+    """Return where each place of [K, 3] occurs first; a batch may span the end of one epoch and the next."""
     if not len(places):
         return torch.zeros(0, dtype=torch.int64)
     numbers = torch.unique(places, dim=0, return_inverse=True)[1]

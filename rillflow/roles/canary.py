@@ -1,10 +1,11 @@
-"""Canary: fixed texts, whose log probabilities prove that an engine samples with the published weights.
+"""Canary: check with fixed texts that an engine samples with the published weights.
 
-    trainer   publish ─ texts ─ Scorer ─> said ──────────┐  goes with the version, beside its digests
-    sampler   load ──── texts ─ engine.score ─> found ───┴─ further apart than arithmetic goes? refused
+    trainer   publish ─ texts ─ Scorer ─> said ──────────┐  sent with the version and its digests
+    sampler   load ──── texts ─ engine.score ─> found ───┴─ differ by more than rounding? refused
 
-A digest proves what was handed over; a canary, what became of it: an engine that packs, cuts and names
-weights its own way may lose one, or keep an old one. What moves no log probability is not seen.
+A digest proves which weights were handed over; a canary proves how the engine uses them. An engine that
+packs, shards and renames weights may lose one or keep an old one. A change that moves no log probability
+is not seen.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from rillflow.records.row import RowId
 
 _TEXTS, _TOKENS = 4, 16
 _LARGEST_GAP = 1e-3
-"""How far a log probability may be off in float32: rounding stays a tenth below, or less."""
+"""Largest difference of a log probability in float32; rounding stays below a tenth of it."""
 _MEAN_GAP = 0.05
-"""How far they may be off in the mean where rounding is rough."""
+"""Largest mean difference of log probabilities where rounding is coarse."""
 
 
 def canary_texts(model: LanguageModel) -> list[list[int]]:
-    """The texts, of any of the model's tokens; the same wherever its tokeniser and context are."""
+    """Return the texts, drawn from all of the model's tokens; equal for equal tokenisers and contexts."""
     tokens = torch.arange(min(_TOKENS, model.context))
     ids = torch.stack([torch.tensor([0, text, 0]) for text in range(_TEXTS)])
     numbers = uniform(0, ids[:, None], tokens[None])
@@ -37,7 +38,7 @@ def canary_texts(model: LanguageModel) -> list[list[int]]:
 
 
 def canary_rows(model: LanguageModel) -> Batch:
-    """The texts as rows, all but whose first tokens are looked at."""
+    """Return the texts as rows; the loss mask covers all but their first tokens."""
     starts = [
         Rollout.start(RowId(0, index, 0), text[:1]).sampled(text[1:], [0.0] * len(text[1:]), version=0)
         for index, text in enumerate(canary_texts(model))
@@ -48,16 +49,16 @@ def canary_rows(model: LanguageModel) -> Batch:
 def check_canary(
     said: Sequence[float], found: Sequence[Sequence[float]], version: int, *, is_exact: bool
 ) -> None:
-    """Refuse an engine that does not say what the trainer says.
+    """Refuse an engine whose log probabilities differ from the trainer's.
 
     Args:
         said: log probabilities by the trainer, text after text.
-        found: those of each text by the engine.
-        version: of the weights.
-        is_exact: whether they are wide enough to be held to it token by token, not in the mean.
+        found: log probabilities of each text by the engine.
+        version: version of the weights.
+        is_exact: whether the weights are wide enough to compare token by token, not only in the mean.
 
     Raises:
-        WeightError: they are further apart than arithmetic goes.
+        WeightError: they differ by more than rounding.
     """
     own, other = torch.tensor(said), torch.tensor([each for text in found for each in text])
     gaps = (own - other).abs().nan_to_num(torch.inf)

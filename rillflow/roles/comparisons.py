@@ -1,10 +1,10 @@
-"""Comparisons: what a judge is asked about answers, as rows of tokens.
+"""Comparisons: turn questions to a judge into rows of tokens.
 
     template ─ pieces, {prompt}, answers ─> piece, prompt, piece, answer, piece ... ─┬─ label A ─┐
                                                                                      └─ label B ─┴─ rows
 
-The pieces are encoded one by one, in training and in judging alike, so no token spans two of them, and what
-spells a special token in a prompt or an answer is text. A prompt that leaves no room loses its beginning;
+The pieces are encoded one by one, in training and in judging, so no token spans two of them, and a special
+token that a prompt or an answer spells is plain text. A prompt that does not fit loses its beginning;
 answers stay whole.
 Legend: N questions, K labels; the rows of a question share all but their last token.
 """
@@ -32,22 +32,22 @@ class Question:
     """One question to a judge."""
 
     prompt: str
-    """What was asked."""
+    """Prompt that was answered."""
     answers: tuple[str, ...]
     """One answer, or two in the order in which they are shown."""
 
 
 class Questioner:
-    """Makes rows of questions.
+    """Encoder of questions into rows.
 
     Args:
-        tokenizer: the judge's.
-        frame: the text around.
-        context: tokens of a row at most.
+        tokenizer: the judge's tokeniser.
+        frame: template around prompt and answers.
+        context: most tokens in a row.
 
     Raises:
         ModelError: a label is not one token, the tokeniser cannot read the frame, or the model has no chat
-            template that would write it.
+            template for it.
     """
 
     def __init__(self, tokenizer: Tokenizer, frame: FrameConfig, context: int) -> None:
@@ -69,11 +69,11 @@ class Questioner:
         if begin is not None and not frame.chat:
             self._fixed[0].insert(0, begin)
         self.labels = [self._label(label) for label in frame.labels]
-        """The token of each label."""
+        """Token of each label."""
         self.encoded(Question(prompt="", answers=("",) * (2 if frame.compares else 1)))
 
     def encoded(self, question: Question) -> list[int]:
-        """The tokens of a question, without a label; the end of its prompt where not all has room.
+        """Return the tokens of a question, without a label; a prompt that does not fit loses its beginning.
 
         Raises:
             ModelError: the tokeniser cannot read a text, or the answers leave no room.
@@ -93,12 +93,12 @@ class Questioner:
         return [*before, *prompt[max(len(prompt) - room, 0) :], *after]
 
     def labelled(self, questions: Sequence[list[int]], labels: Sequence[int], ids: Tensor) -> Batch:
-        """Rows with ``tokens`` and a ``loss_mask`` at the last token alone, a label.
+        """Return rows with ``tokens`` and a ``loss_mask`` on the last token only, a label.
 
         Args:
-            questions: N encoded ones.
-            labels: of each the place of its label.
-            ids: [N, 3] int64, of the rows.
+            questions: N encoded questions.
+            labels: index of each question's label.
+            ids: [N, 3] int64, ids of the rows.
         """
         rows = [[*tokens, self.labels[label]] for tokens, label in zip(questions, labels, strict=True)]
         tokens = Ragged.from_rows(rows, torch.int64)
@@ -124,11 +124,11 @@ class Questioner:
 
 
 class Standings:
-    """What comparisons say of each row.
+    """Results of comparisons, collected by row.
 
     Args:
-        rows: how many.
-        tie: how far from 1/2 a probability is at least that says something.
+        rows: number of rows.
+        tie: least distance from 1/2 at which a probability counts.
     """
 
     def __init__(self, rows: int, tie: float) -> None:
@@ -138,11 +138,11 @@ class Standings:
         )
 
     def add(self, pairs: Sequence[tuple[int, int]], found: Preferences) -> None:
-        """Comparisons of rows i and j, what is said being of i.
+        """Add comparisons of rows i and j; a probability is that of i being better.
 
         Args:
-            pairs: N of them.
-            found: what is said.
+            pairs: N pairs (i, j).
+            found: results of the comparisons.
         """
         if not pairs:
             return
@@ -156,7 +156,7 @@ class Standings:
             self._bias.index_add_(0, rows, found.bias)
 
     def scores(self) -> list[Score]:
-        """The mean probability of each row to win; an abstention where nothing is said of it."""
+        """Return the mean probability of each row to win; an abstention if none of its comparisons counts."""
         return [
             Score(outcome=Outcome.SCORE, value=wins / said) if said else _silent(met)
             for wins, said, met in zip(
@@ -165,7 +165,7 @@ class Standings:
         ]
 
     def extra(self) -> dict[str, Tensor]:
-        """[B] float32 each: ``contradicted``, ``bias`` and ``ties``; NaN of a row that met no other."""
+        """Return ``contradicted``, ``bias`` and ``ties``, [B] float32 each; NaN without a comparison."""
         sums = {"contradicted": self._against, "bias": self._bias, "ties": self._met - self._said}
         return {name: (each / self._met).float() for name, each in sums.items()}
 
@@ -176,7 +176,7 @@ def _silent(met: float) -> Score:
 
 
 def prompt_text(columns: str) -> str:
-    """The prompt of a row, from the field ``columns``; of a conversation its turns, a line each."""
+    """Return the prompt in a row's field ``columns``; for a conversation its turns, one line each."""
     prompt = json.loads(columns)["prompt"]
     if isinstance(prompt, str):
         return prompt

@@ -1,11 +1,11 @@
-"""The judge: a language model that reads answers and says which is better, or rates each.
+"""The judge: a language model that reads answers and compares two, or rates each.
 
     pairs ─ questions, in both orders or in one drawn by the seed ─ update ─> metrics     loss on the label
     rollouts ─ groups of one prompt ─┬─ every two, or winner against next ─ both orders ─> p(i beats j) ─┐
                                      └─ each alone ──────────────────────> expected rating ──────────────┴─>
 
-An answer's reward among others is the mean of its probabilities to win. A comparison nearer to a tie than
-``abstain`` says nothing, and an answer of which nothing is said abstains: it has no reward of 0.
+An answer's reward is its mean probability to win against the others. A comparison closer to a tie than
+``abstain`` does not count. An answer without a counted comparison abstains; its reward is not 0.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import GROUPS, TRAIN_PAIRS
 
 JUDGED = ("contradicted", "bias", "ties")
-"""Beside a score: of a row's comparisons the share that contradict themselves, the mean bias towards the
-answer that stands first, and the share that are ties; NaN where there was none."""
+"""Fields in addition to a score: the share of a row's comparisons that contradict themselves, the mean bias
+towards the answer that is shown first, and the share of ties; NaN if there was no comparison.
+"""
 SAYS = ("logprobs", "likeliest")
-"""What a loss of labels is given."""
+"""Inputs of a label loss."""
 
 
 def judge_metrics(scores: Batch) -> dict[str, Metric]:
-    """Those of a reward, and how far the two orders of a comparison agree."""
+    """Return the metrics of a reward, and how far the two orders of a comparison agree."""
     found = dict(reward_metrics(scores))
     names = {"contradicted": "contradiction/share", "bias": "position_bias/mean", "ties": "tie/share"}
     for name, called in names.items():
@@ -58,12 +59,12 @@ def judge_metrics(scores: Batch) -> dict[str, Metric]:
 
 
 class Judge(TrainedRole[LanguageModel]):
-    """A language model that judges, and may be trained on pairs.
+    """A language model that judges answers, and may be trained on pairs.
 
     Args:
-        share: the model, or this rank's part of it.
-        frame: how it is asked; the model's directory keeps it.
-        tokenizer: what wrote the rows that are judged, the policy's; None where the judge's own did.
+        share: the model, or this rank's shard of it.
+        frame: its question template; the model's directory keeps it.
+        tokenizer: the policy's tokeniser, which wrote the judged rows; None for the judge's own.
         train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
         seed: the run's seed.
         updates: optimiser steps of that phase, for the schedule.
@@ -97,18 +98,18 @@ class Judge(TrainedRole[LanguageModel]):
     def update(
         self, /, pairs: Batch, loss: Any, passes: PassesConfig, orders: str = "both", **options: Any
     ) -> dict[str, Metric]:
-        """Optimiser steps over pairs of answers, one better than the other.
+        """Make optimiser steps over pairs of answers, of which one is better.
 
         Args:
-            pairs: two rows a pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.
-            loss: a function of the label's log probability [N], as ``formulas.label_loss``.
-            passes: how often the pairs are gone through, and in how many steps.
-            orders: ``both``: each pair is shown twice; ``random``: once, in an order drawn by the seed.
+            pairs: two rows per pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.
+            loss: a function of the label's log probability [N], such as ``formulas.label_loss``.
+            passes: number of epochs and minibatches.
+            orders: ``both`` shows each pair twice; ``random`` shows it once, in an order drawn by the seed.
             options: further arguments of the loss.
 
         Raises:
             TrainingError: a number is not finite.
-            RewardError: no pair has room, or the judge's tokeniser reads none.
+            RewardError: no pair fits, or the judge's tokeniser reads none.
         """
         rows, left = self._lessons(pairs, orders)
         term = only_term("judge.update", loss, options)
@@ -126,12 +127,12 @@ class Judge(TrainedRole[LanguageModel]):
         measures=judge_metrics,
     )
     def score(self, rollouts: Batch) -> Batch:
-        """Score every rollout: among the others of its prompt, or alone, as the frame has it.
+        """Score every rollout: among the others of its prompt, or alone, as the frame requires.
 
         Returns:
             The fields of ``Reward.score`` and ``JUDGED`` [B] float32. A reward is the mean probability to win
-            against the answers it was compared with, or the expected rating. A row that cannot be read is
-            an error; one without a comparison, or with ties alone, abstains.
+            against the compared answers, or the expected rating. A row that cannot be read is an error; a row
+            without a comparison, or with ties only, abstains.
 
         Raises:
             RewardError: a log probability is not finite, or no row can be read.
@@ -164,15 +165,15 @@ class Judge(TrainedRole[LanguageModel]):
     def compared(
         self, prompts: Sequence[str], one: Sequence[str], other: Sequence[str]
     ) -> tuple[list[int], Preferences]:
-        """What is said of pairs of texts, each read in both orders.
+        """Compare pairs of texts, each in both orders.
 
         Args:
-            prompts: N of them.
+            prompts: N prompts.
             one: an answer to each.
-            other: another one.
+            other: another answer to each.
 
         Returns:
-            The places of the pairs that can be read, and what is said of these: that the one is better.
+            The places of the readable pairs, and their results: the probability that ``one`` is better.
         """
         whole = zip(prompts, one, other, strict=True)
         readable = [place for place, texts in enumerate(whole) if not self._reason(*texts)]
@@ -186,7 +187,7 @@ class Judge(TrainedRole[LanguageModel]):
         return [*map(prompt_text, rollouts.ragged("columns").to_text())], answers
 
     def _reason(self, prompt: str, answer: str, other: str | None = None) -> str:
-        """Why an answer cannot be read; empty where it can."""
+        """Return why an answer cannot be read; empty if it can."""
         shown = (answer, answer if other is None else other) if self._frame.compares else (answer,)
         try:
             self._questioner.encoded(Question(prompt=prompt, answers=shown))
@@ -195,7 +196,7 @@ class Judge(TrainedRole[LanguageModel]):
         return ""
 
     def _lessons(self, pairs: Batch, orders: str) -> tuple[Batch, Mean]:
-        """Rows to learn from, and how many pairs are left out because they cannot be read."""
+        """Return rows to learn from, and the share of pairs left out because they cannot be read."""
         prompts, texts = self._texts(pairs)
         order = torch.argsort(prompt_units(pairs) * 2 + pairs.ids[:, 2]).tolist()
         found: list[list[int]] = []
@@ -214,7 +215,7 @@ class Judge(TrainedRole[LanguageModel]):
                 ids.append([*pairs.ids[chosen, :2].tolist(), label])
                 labels.append(label)
         counts = self.share.groups.dp.gather(torch.tensor([len(found)]))
-        if not any(map(int, counts)):  # a rank may have no pair, where there are fewer than ranks
+        if not any(map(int, counts)):  # a rank has no pair if there are fewer pairs than ranks
             raise RewardError(
                 f"the judge can read none of {len(order) // 2} pairs; the last: {reason}",
                 why="there is nothing to learn from",
@@ -224,7 +225,7 @@ class Judge(TrainedRole[LanguageModel]):
         return rows, Mean(total=float(left), count=float(len(order) // 2))
 
     def _shares(self, questions: Sequence[Question]) -> Tensor:
-        """[N, K] float64 the labels' shares; each rank of dp asks about some of the questions."""
+        """Return [N, K] float64, the labels' shares; each dp rank scores some of the questions."""
         ranks, count = self.share.groups.dp, len(self._questioner.labels)
         own = range(ranks.rank, len(questions), ranks.size)
         asked = [self._questioner.encoded(questions[place]) for place in own]
@@ -248,7 +249,7 @@ class Judge(TrainedRole[LanguageModel]):
     def _preferences(
         self, pairs: Sequence[tuple[int, int]], prompts: Sequence[str], texts: Sequence[str]
     ) -> Preferences:
-        """What is said of pairs of rows, each read in both orders."""
+        """Return the preferences between pairs of rows, each read in both orders."""
         one = [Question(prompt=prompts[i], answers=(texts[i], texts[j])) for i, j in pairs]
         other = [Question(prompt=prompts[i], answers=(texts[j], texts[i])) for i, j in pairs]
         first = self._shares([*one, *other])[:, 0]
@@ -257,7 +258,7 @@ class Judge(TrainedRole[LanguageModel]):
     def _tournaments(
         self, groups: Sequence[Sequence[int]], prompts: Sequence[str], texts: Sequence[str], table: Standings
     ) -> None:
-        """In each group the winner so far meets the next answer; a tie keeps the one that holds the place."""
+        """Compare each group's winner so far with the next answer; a tie keeps the winner."""
         holders = [group[0] for group in groups]
         for turn in range(1, max(map(len, groups), default=1)):
             there = [place for place, group in enumerate(groups) if len(group) > turn]

@@ -1,10 +1,10 @@
-"""The panel: functions, a reward model and a judge score the same rows, and their weighted sum is the reward.
+"""The panel: functions, a reward model and a judge score the same rows; their weighted sum is the reward.
 
     rollouts ─┬─ function ─┐
-              ├─ model ────┼─ weights ─> rewards, and what each said
+              ├─ model ────┼─ weights ─> rewards, and each member's score
               └─ judge ────┘
 
-As of several functions: who abstains is left out of a row's sum, and an error of one is the row's.
+As with several functions, a member that abstains is left out of a row's sum; a member's error is the row's.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from rillflow.workers.transfer import GROUPS
 
 
 class PanelMember(Protocol):
-    """What scores rows: the reward role, a reward model, a judge."""
+    """A scorer of rows: the reward role, a reward model or a judge."""
 
     def score(self, rollouts: Batch, /) -> Batch:
-        """The fields of a score."""
+        """Return the fields of a score."""
 
 
 class Panel:
-    """Several scorers as one.
+    """Several scorers combined into one.
 
     Args:
-        members: what scores, by name.
-        weights: what each counts.
+        members: scorers by name.
+        weights: weight of each scorer.
     """
 
     def __init__(self, members: Mapping[str, PanelMember], weights: Mapping[str, float]) -> None:
@@ -47,10 +47,10 @@ class Panel:
         measures=reward_metrics,
     )
     def score(self, rollouts: Batch) -> Batch:
-        """Score every rollout: the fields of ``Reward.score``, and ``parts``, what each member said.
+        """Score every rollout: the fields of ``Reward.score``, and ``parts``, the score of each member.
 
         Raises:
-            RewardError: a member cannot go on.
+            RewardError: a member fails.
         """
         found = {name: member.score(rollouts) for name, member in self._members.items()}
         said = {name: scores_of(scores) for name, scores in found.items()}
@@ -64,7 +64,7 @@ class Panel:
 
 
 def scores_of(scores: Batch) -> list[Score]:
-    """The scores of rows, of the fields that a scorer returns."""
+    """Return the scores of rows from the fields that a scorer returns."""
     values, outcomes = scores.dense("rewards").tolist(), scores.dense("outcome").tolist()
     messages = scores.ragged("message").to_text()
     return [

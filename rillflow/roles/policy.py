@@ -1,13 +1,13 @@
-"""The policy: the model that is trained; its other half, the sampler, answers prompts.
+"""The policy: the model that is trained; its other half, the sampler, generates.
 
 rollouts ─ logprobs ─> old_logprobs
 rollouts + advantages, demonstrations ─ update ─> metrics, by any losses
-publish: what was trained is what is sampled next, under the next version (roles.publishing)
-begin, save: a phase of training, and what it goes on from
+publish: make the trained weights the next version to sample from (roles.publishing)
+begin, save: a phase of training, and the state to resume it from
 
-The reference is the policy as the phase found it, frozen: rollouts ─ logprobs ─> reference_logprobs
-follow: it moves towards the policy, every rank with what it holds of both
-Of both, rows ─ totals ─> the same summed over each row
+The reference is the frozen policy of the phase's start: rollouts ─ logprobs ─> reference_logprobs
+follow: move the reference towards the policy; every rank moves its own shard
+Both have rows ─ totals ─> log probabilities summed over each row
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import THREE_D, TOGETHER, TRAIN
 
 SAYS = ("logprobs", "entropy", "likeliest", "old_logprobs", "row_lengths")
-"""What a loss is given beside fields."""
+"""Inputs of a loss besides fields."""
 KNOWN = ("versions", SAMPLED, "old_logprobs", "preferred", *ROUTES)
-"""What an update looks at of rows that were sampled, or of pairs among them."""
+"""Fields that an update reads from sampled rows, or from pairs of them."""
 
 
 class Policy(TrainedRole[LanguageModel]):
-    """A language model that is trained, and published to its sampler.
+    """A language model that is trained and published to its sampler.
 
     Args:
-        share: the model, or this rank's part of it.
+        share: the model, or this rank's shard of it.
         train: the optimiser's settings of the first phase.
-        rollout: how it is sampled: losses follow the temperature.
-        weights: how they get to the sampler; it has the trained module itself where nothing is given.
+        rollout: sampling settings; losses use the temperature.
+        weights: sends the weights to the sampler; None if the sampler has the trained module itself.
         seed: the run's seed; every random number follows from it and from row ids.
         updates: optimiser steps of that phase, for the schedule.
         version: publishes so far.
-        has_canary: whether what is published goes with what it says of fixed texts.
+        has_canary: whether a publish carries the log probabilities of fixed texts.
 
     Raises:
-        ModelError: experts are to be evened out, or their choice replayed, and the model has none.
+        ModelError: experts are to be balanced, or their routing replayed, and the model has no experts.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Policy(TrainedRole[LanguageModel]):
 
     @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("old_logprobs",), also=(*ROUTES,))
     def logprobs(self, rollouts: Batch) -> Batch:
-        """The field ``old_logprobs``: what the present weights give every sampled token."""
+        """Return the field ``old_logprobs``: log probabilities of sampled tokens by the present weights."""
         self.weights.turn_to_training()
         found = self.trainer.scorer.logprobs(rollouts, temperature=self._rollout.temperature)
         return Batch(ids=rollouts.ids, fields={"old_logprobs": found})
 
     @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("policy_totals",), also=("versions", *ROUTES))
     def totals(self, rows: Batch) -> Batch:
-        """The field ``policy_totals`` [B]: what the present weights give each row's loss tokens, summed."""
+        """Return the field ``policy_totals`` [B]: the rows' log probabilities by the present weights."""
         self.weights.turn_to_training()
         found = totals_of(self.trainer.scorer, rows, self._rollout.temperature)
         return Batch(ids=rows.ids, fields={"policy_totals": found})
@@ -116,20 +116,20 @@ class Policy(TrainedRole[LanguageModel]):
         part: tuple[int, int] = (0, 1),
         **options: Any,
     ) -> dict[str, Metric]:
-        """Optimiser steps on rows joined from ``batches``: rollouts, advantages and what the loss reads.
+        """Make optimiser steps on rows joined from ``batches``: rollouts, advantages and inputs of the loss.
 
         Args:
-            batches: rows; of several losses those of each, one after the other.
-            loss: a function (see ``formulas.losses``), ``config.loss``, or what ``over`` says of several: an
-                optimiser step then takes a minibatch of each, and one over no row is left out.
-            passes: how often rows are gone through, and in how many steps.
-            name: the area of the loss's metrics; policy if left out.
-            part: which of how many parts of the iteration's rows these are, in order.
-            options: arguments of the loss that are no fields.
+            batches: rows; with several losses, the batches of each, one after the other.
+            loss: a function (see ``formulas.losses``), ``config.loss``, or several joined by ``over``: an
+                optimiser step then takes a minibatch of each, and a loss without rows is left out.
+            passes: number of epochs and minibatches.
+            name: area of the loss's metrics; policy if empty.
+            part: index of this part of the iteration's rows, and the number of parts.
+            options: arguments of the loss that are not fields.
 
         Raises:
-            TrainingError: a number is not finite, a token is older than ``passes.freshness`` allows, one of
-                the first minibatch is of the present version and not on-policy, or losses are over unequal
+            TrainingError: a number is not finite, a token is older than ``passes.freshness`` allows, a token
+                of the present version in the first minibatch is not on-policy, or losses have unequal
                 numbers of minibatches.
         """
         self.weights.turn_to_training()
@@ -160,13 +160,13 @@ class Policy(TrainedRole[LanguageModel]):
 
     @endpoint(TOGETHER)
     def publish(self) -> int:
-        """Make the trained weights those that are sampled; return their version."""
+        """Publish the trained weights to the sampler and return their version."""
         self.version += 1
         self.announce(self.version % self._rollout.verify_every == 0)
         return self.version
 
     def announce(self, compared: bool = True) -> None:
-        """Let the weights be known as the present version; see ``TrainedWeights.publish``."""
+        """Announce the weights as the present version; see ``TrainedWeights.publish``."""
         canary: tuple[float, ...] = ()
         if self._has_canary:
             self.weights.turn_to_training()
@@ -179,7 +179,7 @@ class Policy(TrainedRole[LanguageModel]):
     def _aims(
         self, rows: Batch, term: LossTerm, passes: PassesConfig, part: tuple[int, int]
     ) -> Iterator[Aim]:
-        """What each optimiser step minimises of one loss; the first part's fresh tokens begin on-policy."""
+        """Yield one loss's aim for each optimiser step; the first part's first step must be on-policy."""
         objective = loss_of(term, SAYS[:3], "policy", self._rollout.max_tokens)
         sampled, ratio, gap = are_sampled(rows), None, None
         temperature = self._rollout.temperature if sampled else 1.0
@@ -204,16 +204,16 @@ class Policy(TrainedRole[LanguageModel]):
 
     @property
     def _exact(self) -> bool:
-        """Whether the on-policy contract holds at every token, not in the mean: wide, and one arithmetic."""
+        """Whether on-policy ratios must be 1 at every token, not only in the mean."""
         return self._rollout.engine == NATIVE and bool(self.model.module.dtype.itemsize >= 4)
 
 
 class EarlierAdapter(AbstractContextManager[None]):
-    """Within it the policy's module has the adapter of an earlier moment; the base is there once.
+    """Context in which the policy's module has an earlier adapter; both use one copy of the base.
 
     Args:
-        policy: on this rank.
-        adapter: what the rank holds of the other adapter, by name.
+        policy: the policy on this rank.
+        adapter: this rank's tensors of the earlier adapter, by name.
     """
 
     def __init__(self, policy: Policy, adapter: Mapping[str, Tensor]) -> None:
@@ -228,7 +228,7 @@ class EarlierAdapter(AbstractContextManager[None]):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Have the adapter that the policy has now."""
+        """Copy the policy's present adapter."""
         for name, kept in self._other.items():
             kept.copy_(self._policy.share.parallel.parameters[name])
 
@@ -242,14 +242,14 @@ class Reference(KeptRole):
     """A language model that only scores.
 
     Args:
-        share: the model, or this rank's part of it; it is frozen, unless it is the policy's.
-        train: how a batch is cut into micro-batches, and where the weights are between two calls.
-        temperature: the temperature the policy is sampled at.
-        within: where the policy's own module is the reference.
-        kept: the file that the totals of data outlive the process in; None: they do not.
-        policy: whom it follows, if it is to; on the same ranks, cut alike.
+        share: the model, or this rank's shard of it; it is frozen, unless it is the policy's.
+        train: settings of micro-batches, and of where weights are between two calls.
+        temperature: sampling temperature of the policy.
+        within: set if the policy's own module is the reference.
+        kept: file that keeps the totals of data rows; None keeps them in memory only.
+        policy: the policy to follow, if any; on the same ranks and sharded alike.
         version: calls of ``follow`` so far.
-        name: what files call it.
+        name: its name in files.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Reference(KeptRole):
 
     @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("reference_logprobs",))
     def logprobs(self, rollouts: Batch) -> Batch:
-        """The field ``reference_logprobs``: what the reference gives every sampled token."""
+        """Return the field ``reference_logprobs``: log probabilities of sampled tokens by the reference."""
         with self._there:
             found = self._scorer.logprobs(rollouts, temperature=self._temperature)
         return Batch(ids=rollouts.ids, fields={"reference_logprobs": found})
@@ -286,10 +286,10 @@ class Reference(KeptRole):
         THREE_D, reads=("tokens", "loss_mask"), writes=("reference_totals",), also=("versions", *ROUTES)
     )
     def totals(self, rows: Batch) -> Batch:
-        """The field ``reference_totals`` [B]: what the reference gives each row's loss tokens, summed.
+        """Return the field ``reference_totals`` [B]: each row's summed log probability by the reference.
 
-        Rows of data are computed once, in whatever epoch they come first, and kept; rows that were sampled
-        never come again and are not.
+        A row of data is computed once, in the first epoch that has it, and kept. Sampled rows never come
+        again and are not kept.
         """
 
         def compute(some: Batch) -> Tensor:
@@ -300,17 +300,17 @@ class Reference(KeptRole):
 
     @endpoint(TOGETHER)
     def follow(self, rate: float, every: int) -> int:
-        """Move towards the policy in every so manieth call: ref <- (1 - rate) ref + rate policy.
+        """Move towards the policy in every ``every``-th call: ref <- (1 - rate) ref + rate policy.
 
         TR-DPO, arXiv 2404.09656; a small rate in every call is WARP's exponential mean, arXiv 2406.16768.
-        Each rank moves what it holds of the two; nothing is sent.
+        Each rank moves its own shard; nothing is sent.
 
         Returns:
-            The calls of the phase.
+            The number of calls in the phase.
 
         Raises:
-            ModelError: the policy lies elsewhere or is cut otherwise, or the two are adapters that a mean
-                would not be the mean of.
+            ModelError: the policy is on other ranks or sharded differently, or the two are adapters, whose
+                mean is not the mean of their changes.
         """
         policy, own = self._policy, self.share.parallel.local_weights()
         theirs = {} if policy is None else policy.share.parallel.local_weights()
@@ -350,7 +350,7 @@ class Reference(KeptRole):
 
 
 def _ages(behind: Tensor, bound: int | None) -> dict[str, Metric]:
-    """How many versions [N] tokens are behind, at most ``bound``; a histogram needs one."""
+    """Return metrics of the versions [N] that tokens are behind; a histogram needs a bound."""
     counts = {} if bound is None else {"staleness/versions/histogram": histogram_of(behind, range(bound))}
     return {
         **counts,
@@ -360,6 +360,6 @@ def _ages(behind: Tensor, bound: int | None) -> dict[str, Metric]:
 
 
 def _with(ages: Mapping[str, Metric], steps: Sequence[Metrics]) -> dict[str, Metric]:
-    """The metrics of optimiser steps and of their rows' ages; none on a rank that does not speak."""
+    """Merge the metrics of optimiser steps and of their rows' ages; empty on a rank that reports none."""
     found = merge_metrics(steps)
     return found and {**found, **ages}

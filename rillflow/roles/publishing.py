@@ -1,14 +1,14 @@
-"""Publishing: how the weights that were trained come to be those that are sampled.
+"""Publishing: bring the trained weights to the sampler.
 
     trainer and sampler on the same ranks
-        SharedWeights       one module: nothing crosses, nothing is held twice
-        ReshardedWeights    a module of generation's mesh; weights cross in place when the ranks turn from
-                            training to generation, and room is given back when they turn again
+        SharedWeights       one module: nothing is sent, nothing is held twice
+        ReshardedWeights    a module of generation's mesh; weights are resharded in place when the ranks turn
+                            from training to generation, and freed when they turn back
 
-    each on ranks of its own, the trainer's counted first
+    each on ranks of its own, the trainer's numbered first
         SentWeights ── a packed tensor for each receiver, bucket by bucket ──> ReceivedWeights
 
-A version is known by its digests (weights.digest): nothing is sampled with weights that have others.
+Digests identify a version (weights.digest): weights with other digests are never sampled from.
 """
 
 from __future__ import annotations
@@ -35,52 +35,52 @@ from rillflow.weights.resharding import pack, unpack
 from rillflow.weights.switch import WeightSwitch
 
 Links = Sequence[Mapping[int, Sequence[int]]]
-"""For every bucket, the receivers of every rank that sends."""
+"""Receivers of every sending rank, for every bucket."""
 Canary = tuple[float, ...]
-"""What the trainer says of fixed texts: roles.canary."""
+"""Log probabilities of fixed texts by the trainer: roles.canary."""
 
 
 class TrainedWeights(Protocol):
-    """What the trainer knows of publishing."""
+    """The trainer's side of publishing."""
 
     def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
-        """Let the trained weights be known as this version; every rank of the trainer calls it.
+        """Announce the trained weights as this version; every rank of the trainer calls it.
 
         Args:
             version: publishes so far.
-            compared: whether a sampler has to hold the same bits, and not only this version.
-            canary: what they say of fixed texts.
+            compared: whether the sampler must verify the digests of the weights, and not only the version.
+            canary: log probabilities of fixed texts.
         """
 
     def turn_to_training(self) -> None:
-        """Let the trainer have its weights; every rank calls it."""
+        """Give the trainer its weights; every rank calls it."""
 
 
 class SampledWeights(Protocol):
-    """What the sampler knows of publishing."""
+    """The sampler's side of publishing."""
 
     module: nn.Module
-    """What the rollout engine runs."""
+    """Module that the rollout engine runs."""
     tp: Ranks
-    """The ranks that share one copy of it."""
+    """Ranks that share one copy of the module."""
     version: int
-    """Of the weights that are sampled with."""
+    """Version of the weights in the module."""
     canary: Canary
-    """What the trainer says of fixed texts, by them; empty where an engine is not asked."""
+    """Log probabilities of fixed texts by the trainer; empty if the engine is not checked."""
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:
-        """Let the module have the published weights; every rank of the sampler calls it.
+        """Load the published weights into the module; every rank of the sampler calls it.
 
         Args:
-            asleep: called when these ranks turn to training: the engine gives room back.
+            asleep: called when these ranks turn to training, so that the engine frees memory.
 
         Raises:
-            WeightError: it has others; they are named, and nothing is generated with them.
+            WeightError: the digests differ; the error names the weights, and nothing is generated with them.
         """
 
 
 class SharedWeights:
-    """The trainer's own module.
+    """Weights for a sampler that uses the trainer's own module.
 
     Args:
         module: the whole module.
@@ -94,7 +94,7 @@ class SharedWeights:
         self._asleep: Callable[[], None] | None = None
 
     def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
-        """See TrainedWeights; there is one copy, so there are no bits to compare."""
+        """See TrainedWeights; there is one copy, so no digests are compared."""
         del compared
         self.version, self.canary = version, canary
 
@@ -110,14 +110,14 @@ class SharedWeights:
 
 
 class ReshardedWeights:
-    """A module of its own on the trainer's ranks, whose weights cross in place.
+    """Weights for a sampler with its own module on the trainer's ranks; they are resharded in place.
 
     Args:
-        module: what ``sampling_module`` made of the whole model, before that was cut.
-        share: what the rank trains.
-        switch: between the share and the module's tensors.
+        module: made by ``sampling_module`` from the whole model, before that was sharded.
+        share: the rank's shard in training.
+        switch: reshards between the share and the module's tensors.
         tp: the ranks that share a copy of the module.
-        members: which of all ranks these are.
+        members: positions of these ranks among all ranks.
         version: publishes so far.
     """
 
@@ -155,7 +155,7 @@ class ReshardedWeights:
         try:
             verify(self._published, Digests(version=self.version, of=found))
         except WeightError:
-            self._switch.to_training()  # or the next call would find it generating, and not look again
+            self._switch.to_training()  # otherwise the next call would skip the check
             raise
 
     def turn_to_training(self) -> None:
@@ -166,19 +166,19 @@ class ReshardedWeights:
 
 
 class _End:
-    """One end of the way to samplers elsewhere."""
+    """One end of a delivery to samplers on other ranks."""
 
     def connect(self, plan: ReshardPlan) -> Links:
-        """Take note of what goes where; the plan counts the trainer's ranks first."""
+        """Store the plan and return its links; the plan numbers the trainer's ranks first."""
         self._plan, self._links = plan, links_of(plan)
         return self._links
 
 
 class SentWeights(_End):
-    """The trained weights of one rank, on their way to samplers elsewhere.
+    """Trained weights of one rank that are sent to samplers on other ranks.
 
     Args:
-        share: what the rank trains.
+        share: the rank's shard in training.
     """
 
     def __init__(self, share: Share[LanguageModel]) -> None:
@@ -189,30 +189,30 @@ class SentWeights(_End):
         self._announced = replace(_announced(self._share, version, compared), canary=canary)
 
     def what_was_published(self) -> Digests:
-        """The version and the digests of the last publish."""
+        """Return the version and the digests of the last publish."""
         return self._announced
 
     def turn_to_training(self) -> None:
-        """See TrainedWeights; they never leave."""
+        """See TrainedWeights; the weights never leave."""
 
     def lie(self) -> Layout:
-        """Where they lie on the trainer's ranks."""
+        """Return the layout of the weights on the trainer's ranks."""
         return self._share.layout
 
     def send(self, bucket: int) -> tuple[Tensor, ...]:
-        """The bytes [N] of one bucket for each of its receivers, in the order of the links."""
+        """Return the bytes [N] of one bucket for each of its receivers, in the order of the links."""
         rank, parts = self._share.groups.everyone.rank, self._plan.buckets[bucket].parts
         held = self._share.parallel.parameters
         return tuple(pack(self._plan, rank, to, held, parts) for to in self._links[bucket][rank])
 
 
 class ReceivedWeights(_End):
-    """The weights of a sampler on ranks of its own; it has none until the first version has come.
+    """Weights of a sampler on ranks of its own; there are none until the first version arrives.
 
     Args:
-        model: the whole model; its weights are of no importance.
-        mesh: of generation, its ranks counted after the trainer's.
-        ranks: those of the sampler.
+        model: the whole model; the values of its weights do not matter.
+        mesh: the mesh of generation, its ranks numbered after the trainer's.
+        ranks: the sampler's ranks.
     """
 
     def __init__(self, model: LanguageModel, *, mesh: Mesh, ranks: Ranks) -> None:
@@ -237,18 +237,18 @@ class ReceivedWeights(_End):
             read_slices(model.source, self._held, weights, layout, self._rank)
 
     def plan(self, source: Layout) -> ReshardPlan:
-        """How weights get here from where they lie on the trainer's ranks."""
+        """Return the plan that reshards weights from their layout on the trainer's ranks."""
         return reshard_plan(self._weights, source, self._layout)
 
     def receive(self, bucket: int, *packed: Tensor) -> None:
-        """Put what the senders of a bucket packed for this rank where it belongs.
+        """Unpack what the senders of a bucket packed for this rank.
 
         Args:
-            bucket: which one.
-            packed: bytes [N] of each sender, in the order of the links.
+            bucket: index of the bucket.
+            packed: bytes [N] from each sender, in the order of the links.
 
         Raises:
-            WeightError: there are more or fewer bytes than the plan says.
+            WeightError: there are more or fewer bytes than in the plan.
         """
         self.version = -1
         senders = [rank for rank, receivers in self._links[bucket].items() if self._rank in receivers]
@@ -256,13 +256,13 @@ class ReceivedWeights(_End):
             unpack(self._plan, self._rank, rank, each, self._held, self._plan.buckets[bucket].parts)
 
     def serve(self, announced: Digests) -> int:
-        """Let what was received be sampled with; every rank of the sampler calls it.
+        """Verify the received weights and make them the sampled version; every rank of the sampler calls it.
 
         Returns:
             The version.
 
         Raises:
-            WeightError: a weight is not what was published; nothing is generated until the next publish.
+            WeightError: a weight differs from the published one; nothing is generated until the next publish.
         """
         how = (self._weights, self._layout, self._held, self.tp)
         found = digests(*how, members=self._members) if announced.of else {}
@@ -271,7 +271,7 @@ class ReceivedWeights(_End):
         return self.version
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:
-        """See SampledWeights; nobody trains here."""
+        """See SampledWeights; no rank trains here."""
         del asleep
         if self.version < 0:
             raise WeightError(
@@ -282,7 +282,7 @@ class ReceivedWeights(_End):
 
 
 def links_of(plan: ReshardPlan) -> Links:
-    """Who sends to whom, bucket by bucket."""
+    """Return the senders and receivers of every bucket."""
     found = []
     for bucket in plan.buckets:
         pairs = {
@@ -298,13 +298,13 @@ def links_of(plan: ReshardPlan) -> Links:
 def lay_out(
     model: LanguageModel, *, sizes: MeshSizes, generate: Mesh, ranks: Ranks, version: int = 0
 ) -> tuple[Share[LanguageModel], SharedWeights | ReshardedWeights]:
-    """A policy's share of its model, and what a sampler on the same ranks generates with.
+    """Return a policy's share of its model, and the weights of a sampler on the same ranks.
 
     Args:
-        model: the whole model, on every rank; its module is cut in place.
-        sizes: the grid of training.
-        generate: the ranks in generation; see ``weights.layout.generation_mesh``.
-        ranks: all of them.
+        model: the whole model, on every rank; its module is sharded in place.
+        sizes: the grid in training.
+        generate: the grid in generation; see ``weights.layout.generation_mesh``.
+        ranks: all ranks.
         version: publishes so far.
     """
     if sizes.is_plain:
@@ -322,7 +322,7 @@ def lay_out(
 
 
 def _announced(share: Share[LanguageModel], version: int, compared: bool) -> Digests:
-    """The digests of what a trainer's ranks hold together, if they are wanted; every one of them calls it."""
+    """Return the digests of the trainer's weights, if ``compared``; every rank of the trainer calls it."""
     held, everyone = share.parallel.parameters, share.groups.everyone
     found = digests(share.written, share.layout, held, everyone) if compared else {}
     return Digests(version=version, of=found)

@@ -1,4 +1,4 @@
-"""Reread: the rows of a policy as another model's tokens."""
+"""Reread: the policy's rows as another model's tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rillflow.records.batch import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class Reread:
-    """Rows that another tokeniser has read; see ``assembly.other_tokens``."""
+    """Rows encoded again by another tokeniser; see ``assembly.other_tokens``."""
 
     rows: Batch
-    """``tokens`` of B rows, one at least of each."""
+    """``tokens`` of B rows, at least one per row."""
     why: Sequence[str]
-    """Of each row why it could not be read, and its tokens stand for nothing; empty where it could."""
+    """Reason why each row could not be read, its tokens then being a placeholder; empty if it could."""

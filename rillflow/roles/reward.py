@@ -29,13 +29,13 @@ from rillflow.workers.transfer import DP
 
 OUTCOMES = tuple(Outcome)
 SCORE_FIELDS = ("rewards", "valid", "outcome", "completion", "message")
-"""What a score adds to a row."""
+"""Fields that a score adds to a row."""
 COST_FIELDS = ("costs", *SCORE_FIELDS[1:])
-"""What a cost adds to a row."""
+"""Fields that a cost adds to a row."""
 
 
 def reward_metrics(scores: Batch) -> dict[str, Metric]:
-    """Scores of the rows that have one, what the others got instead, and groups without a difference."""
+    """Return metrics of scores, of the other outcomes, and of groups whose rewards are all equal."""
     valid = scores.dense("valid")
     rewards = scores.dense("rewards")[valid].double()
     groups = prompt_units(scores)[valid]
@@ -56,13 +56,13 @@ def reward_metrics(scores: Batch) -> dict[str, Metric]:
 
 
 def parts_of(scores: Batch) -> list[dict[str, float]]:
-    """Of every row, what each function said where several are summed."""
+    """Return each row's scores by function; empty where only one function scores."""
     texts = scores.ragged("parts").to_text() if "parts" in scores.fields else []
     return [json.loads(text or "{}") for text in texts]
 
 
 def cost_metrics(scores: Batch) -> dict[str, Metric]:
-    """Costs of the rows that have one, and how many have."""
+    """Return metrics of the costs, and the share of rows that have one."""
     valid = scores.dense("valid")
     costs = scores.dense("costs")[valid].double()
     metrics: dict[str, Metric] = {
@@ -76,7 +76,7 @@ def cost_metrics(scores: Batch) -> dict[str, Metric]:
 
 
 def _flat(groups: Tensor, rewards: Tensor) -> Tensor:
-    """[G] float64: 1 where all rewards of a group are equal."""
+    """Return [G] float64: 1 for a group whose rewards are all equal, else 0."""
     names, index = torch.unique(groups, return_inverse=True)
     none = rewards.new_zeros(len(names))
     low, high = (none.scatter_reduce(0, index, rewards, to, include_self=False) for to in ("amin", "amax"))
@@ -84,16 +84,16 @@ def _flat(groups: Tensor, rewards: Tensor) -> Tensor:
 
 
 class Reward:
-    """A reward function behind its workers.
+    """A reward function and the workers that call it.
 
     Args:
         workers: the children that call the function.
         tokenizer: turns sampled tokens into the text that is scored.
-        max_failures: share of rows with a time-out or an error above which the run stops.
+        max_failures: share of rows with a timeout or an error above which the run stops.
     """
 
     field = "rewards"
-    """What the scores are called."""
+    """Name of the scores' field."""
 
     def __init__(self, workers: WeightedWorkers, tokenizer: Tokenizer, *, max_failures: float) -> None:
         self._workers = workers
@@ -153,7 +153,7 @@ class Reward:
 
 
 class Cost(Reward):
-    """A reward function whose scores are called ``costs``: more is worse."""
+    """A reward function whose scores are called ``costs``: higher is worse."""
 
     field = "costs"
 
@@ -166,13 +166,13 @@ class Cost(Reward):
 def scored_rows(
     rollouts: Batch, texts: Sequence[str], scores: Sequence[Score], name: str = "rewards"
 ) -> Batch:
-    """The fields that ``Reward.score`` returns, the first of them called ``name``.
+    """Return the fields of ``Reward.score``, the first of them called ``name``.
 
     Args:
         rollouts: B rows.
         texts: their answers.
         scores: their outcomes.
-        name: what the values are called.
+        name: name of the values' field.
     """
     return Batch(
         ids=rollouts.ids,

@@ -1,8 +1,8 @@
-"""The sampler: the half of the policy that answers prompts.
+"""The sampler: the half of the policy that generates answers.
 
     prompts ─ generate, greedy ─> rollouts          (rollout engine, with the weights published last)
 
-An algorithm calls its endpoints as the policy's. Its ranks are the trainer's, or others.
+An algorithm calls its endpoints through the policy. It runs on the trainer's ranks, or on others.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import ALL_MICRO_DP
 
 ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish", "columns", "limits")
-"""What ``records.rollout.rollout_batch`` makes of every row, and the most tokens it could have sampled."""
+"""Fields that ``records.rollout.rollout_batch`` makes, and the most tokens that a row could have sampled."""
 GREEDY_SAMPLE = -1
-"""The sample in the row ids of greedy answers: they are no sample of their prompt."""
+"""Sample number in the row ids of greedy answers, which are no samples of their prompt."""
 
 
 def rollout_metrics(rollouts: Batch) -> dict[str, Metric]:
-    """Lengths and endings of sampled rows."""
+    """Return metrics of the lengths and endings of sampled rows."""
     lengths = rollouts.ragged("loss_mask").sums().double()
     ended = rollouts.dense("finish") == Finish.STOP
     longest: dict[str, Metric] = {}
@@ -51,46 +51,46 @@ def rollout_metrics(rollouts: Batch) -> dict[str, Metric]:
 
 
 GroupId = tuple[int, int]
-"""A sample group: the epoch and the prompt of its rows."""
+"""Id of a sample group: the epoch and the prompt of its rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advanced:
-    """What came of letting rows run for a while."""
+    """Result of letting rows run for some passes."""
 
     complete: Mapping[GroupId, int]
-    """Groups whose wanted rows have ended since, ready to be collected; by how many passes of the call."""
+    """Groups that became complete and can be collected, each with the number of passes that it took."""
     ended: int
-    """Rows that have, or were taken out."""
+    """Number of rows that ended or were taken out."""
     passes: int
-    """Tokens that a running row went on by."""
+    """Number of passes, each of one token per running row."""
     wasted: int
-    """Tokens of rows that nobody will collect."""
+    """Tokens of rows that are never collected."""
 
 
 @dataclass(kw_only=True)
 class _Running:
-    """A group whose rows run, or wait to be collected."""
+    """A group whose rows run or wait to be collected."""
 
     sampling: SamplingConfig | None
-    """How its tokens are drawn."""
+    """Sampling settings of its rows; None for the recipe's."""
     wanted: int
-    """Rows that make it complete."""
+    """Number of ended rows that complete the group."""
     left: set[RowId] = field(default_factory=set)
-    """The rows that have not ended."""
+    """Rows that still run."""
     ended: list[Rollout] = field(default_factory=list)
-    """Those that have."""
+    """Rows that have ended."""
 
 
 class Sampler:
-    """A rollout engine over the weights that were published.
+    """A rollout engine that samples from the published weights.
 
     Args:
-        weights: the module to sample from, and what is in it.
+        weights: the module to sample from, and its version.
         model: the same model's tokeniser and context.
-        rollout: how it is sampled.
+        rollout: sampling settings.
         seed: the run's seed; every random number follows from it and from row ids.
-        engine: makes what samples, as the class of an Engine does.
+        engine: makes the engine, as the class of an Engine does.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class Sampler:
 
     @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS, measures=rollout_metrics)
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
-        """Rollouts of ``samples`` answers to every prompt, ordered by prompt and sample.
+        """Return rollouts of ``samples`` answers to every prompt, ordered by prompt and sample.
 
-        Rows that run are set aside meanwhile, their tokens kept.
+        Rows that already run are set aside meanwhile and keep their tokens.
         """
         self._turn()
         aside = [
@@ -137,7 +137,7 @@ class Sampler:
 
     @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
     def greedy(self, prompts: Batch) -> Batch:
-        """Rollouts of the likeliest answer to every prompt, in the prompts' order; see GREEDY_SAMPLE."""
+        """Return rollouts of the greedy answer to every prompt, in the prompts' order; see GREEDY_SAMPLE."""
         sampling = SamplingConfig(temperature=0, max_tokens=self._rollout.max_tokens, stop=self._rollout.stop)
         rollouts = self.generate(prompts, 1, sampling)
         ids = rollouts.ids.clone()
@@ -146,7 +146,7 @@ class Sampler:
 
     @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
     def first_part(self, *parts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
-        """Let all rows of ``samples`` answers to the prompts of several parts run; those of the first."""
+        """Start ``samples`` answers to every prompt of several parts, and return the first part's rows."""
         self._turn()
         made = self.engine.generate_parts(parts, samples, sampling)
         self._later = (self._limited(rollouts, sampling) for rollouts in made)
@@ -154,7 +154,7 @@ class Sampler:
 
     @endpoint(ALL_MICRO_DP, writes=ROLLOUT_FIELDS)
     def next_part(self) -> Batch:
-        """The rows of the next part."""
+        """Return the rows of the next part."""
         for rollouts in self._later:
             return rollouts
         raise Stranded("no part is on its way", why="what ran failed, or was taken")
@@ -169,17 +169,17 @@ class Sampler:
         wanted: int = 0,
         enough: float = inf,
     ) -> Advanced:
-        """Let the rows that run go on, with the weights that are here now; every rank of a replica is asked.
+        """Let running rows continue with the present weights; every rank of a replica calls it.
 
         Args:
-            prompts: what begins to run; None for nothing.
-            given_up: groups whose rows are taken out and forgotten.
-            passes: the most tokens that a row goes on by.
-            samples: rows of each prompt.
-            sampling: how their tokens are drawn; None as the recipe says.
-            wanted: rows of each prompt that make it complete, the first that end; the others are taken out.
+            prompts: prompts that start to run; None for none.
+            given_up: groups whose rows are taken out and dropped.
+            passes: the most tokens that a row continues by.
+            samples: rows per prompt.
+            sampling: sampling settings; None for the recipe's.
+            wanted: rows that complete a prompt, the first to end; the others are taken out.
                 0: all.
-            enough: complete groups after which no row goes on.
+            enough: number of complete groups at which rows stop.
         """
         complete, out, ended, made = dict[GroupId, int](), list[Rollout](), 0, 0
         self._turn()
@@ -210,20 +210,20 @@ class Sampler:
         return Advanced(complete=complete, ended=ended, passes=made, wasted=wasted)
 
     def collect(self, groups: Sequence[GroupId]) -> Batch:
-        """The rows of groups that are complete, ordered by group as given and by sample."""
+        """Return the rows of complete groups, ordered by group as given and by sample."""
         taken = [self._running.pop(group) for group in groups]
         rollouts = [row for each in taken for row in sorted(each.ended, key=lambda ended: ended.row)]
         return self._limited(rollout_batch(rollouts), taken[0].sampling)
 
     def _limited(self, rollouts: Batch, sampling: SamplingConfig | None) -> Batch:
-        """The rows, with the most tokens that each could have sampled."""
+        """Add the field ``limits``: the most tokens that each row could have sampled."""
         limit = (sampling or self._rollout).max_tokens
         return rollouts.with_fields(limits=torch.full((len(rollouts),), limit))
 
     def _turn(self) -> None:
-        """Let the engine have the weights that were published last.
+        """Load the published weights into the engine.
 
-        They stay until the last part is taken: nothing else is asked of these ranks before.
+        They stay until the last part is taken; these ranks get no other request before.
         """
         self.weights.turn_to_generation(self.engine.sleep)
         self.engine.wake()

@@ -1,14 +1,14 @@
-"""Saving: what a rank writes of its role, in a thread, from copies, while training goes on.
+"""Saving: write a rank's files of its role in a thread, from copies, while training goes on.
 
     Saving   weights, training state ── the rank's own share ──> copies in the host's memory ─┐
     thread   copies ─> model shards, rank file: each hashed as it is written, and flushed  <──┘
-    written  everyone's hashes meet ─> first rank: index of shards, list of slices
+    written  all ranks' hashes are gathered ─> first rank: index of shards, list of slices
 
-consumes      copies alone, and nothing of the role
-waits for     the disk, and other threads of the process that write: a disk gains nothing from two
+consumes      only copies, nothing of the role
+waits for     the disk, and other threads of the process that write: two writers are no faster than one
 unblocked by  its last byte, or an error, which ``written`` raises on every rank
-produces      files below a folder that nobody reads yet, and their hashes
-shutdown      healthy: with the last file. A rank that ends takes the thread with it; the folder has no
+produces      files below a folder that nothing reads yet, and their hashes
+shutdown      healthy: with the last file. If a rank ends, its thread ends too; the folder has no
               manifest and is no checkpoint
 """
 
@@ -37,18 +37,18 @@ from rillflow.weights.sharded_file import WRITE, own_slices, together, write_lis
 
 _Tensors = Mapping[str, Tensor] | None
 SMALL_BYTES = 2**26
-"""Files of so much in all are written before training goes on; the checkpoint counts at once."""
+"""Largest save in bytes that is written before training goes on, so that the checkpoint is valid at once."""
 _DISK = threading.Lock()
-"""One file at a time."""
+"""Lock that lets one thread write at a time."""
 
 
 class Saving:
-    """One save of one role; every rank makes one, and its constructor is the pause that training makes.
+    """One save of one role; every rank makes one. Training pauses only for the constructor.
 
     Args:
-        share: the rank's part of the model.
-        model: the directory of the weights; its parent is there.
-        state: that of the training state; None where only weights are saved.
+        share: the rank's shard of the model.
+        model: directory of the weights; its parent exists.
+        state: directory of the training state; None to save only weights.
         tensors: the training state.
     """
 
@@ -73,11 +73,11 @@ class Saving:
         pool.shutdown(wait=needed <= SMALL_BYTES)
 
     def end(self) -> None:
-        """Wait until this rank writes no more of it."""
+        """Wait until this rank has written its files."""
         wait([self._done])
 
     def _begun(self, needed: int) -> str:
-        """Make the folders, with the small files, if all of it fits; else what is wrong."""
+        """Make the folders and the small files; return a message if there is no room, else ""."""
         try:
             if shutil.disk_usage(self._model.parent).free < needed * 1.05:
                 raise OSError(errno.ENOSPC, "")
@@ -91,13 +91,13 @@ class Saving:
         return ""
 
     def written(self, *, wait: bool) -> dict[str, Digest] | None:
-        """The files of all ranks, as paths below the model's parent; None while some rank still writes.
+        """Return the files of all ranks by path below the model's parent; None while a rank still writes.
 
         Args:
-            wait: whether to wait for the last of them; all ranks say the same.
+            wait: whether to wait for the last file; all ranks pass the same value.
 
         Raises:
-            RunDirectoryError: a rank could not write. All ranks raise it.
+            RunDirectoryError: a rank could not write; all ranks raise it.
         """
         if self._found is not None:
             return self._found
@@ -128,7 +128,7 @@ class Saving:
         return files
 
     def _list(self, files: Mapping[str, Digest], names: Mapping[str, list[str]]) -> str:
-        """Say which weight, and which slice of the training state, is in which file."""
+        """Write down which file has which weight and which slice of the training state."""
         if len(names) > 1:
             total = sum(files[f"{self._model.name}/{file}"]["bytes"] for file in names)
             write_index(self._model, names, total)
@@ -142,7 +142,7 @@ class Saving:
         return ""
 
     def _copied(self) -> dict[str, dict[str, Tensor]]:
-        """The weights that this rank writes, by file; shard i is of rank i, and so on around."""
+        """Return copies of the weights that this rank writes, by file; shards are dealt to ranks in turn."""
         share, everyone = self._share, self._everyone
         if share.parallel.is_whole:
             weights = share.model.own_weights()

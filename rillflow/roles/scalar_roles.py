@@ -6,7 +6,7 @@
     reward model    rollouts ─ score ─> rewards (or costs), with the fields of the reward role
                     pairs ─ update ─> metrics                                     chosen above rejected
 
-A rollout is scored at its last token, prompt and answer read as the policy's tokens.
+A rollout is scored at its last token; the model reads prompt and answer as the policy's tokens.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class ScalarRole(TrainedRole[ScalarModel]):
     """A model with a scalar head that scores and is trained.
 
     Args:
-        share: the model, or this rank's part of it.
-        tokenizer: the policy's; the two must have the same tokens, unless rows are reread.
+        share: the model, or this rank's shard of it.
+        tokenizer: the policy's tokeniser; both must have the same tokens, unless ``reread`` converts rows.
         train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
         seed: the run's seed; it decides how rows are cut into minibatches.
         updates: optimiser steps of that phase, for the schedule.
         version: calls of the training endpoint so far.
-        name: what errors and files call it; ``called`` where nothing is said.
-        reread: makes the policy's rows those of a model with other tokens, which only scores.
+        name: its name in errors and files; None for ``called``.
+        reread: converts the policy's rows for a model with other tokens, which only scores.
 
     Raises:
-        ModelError: the policy's tokens are others, and nothing rereads them.
+        ModelError: the model's tokens differ from the policy's, and ``reread`` is None.
     """
 
     called: ClassVar[str]
-    """The usual name."""
+    """Usual name."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ScalarRole(TrainedRole[ScalarModel]):
         units: Tensor | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> dict[str, Metric]:
-        """Optimiser steps over rows, those of one unit together; see ``Policy.update`` for ``part``."""
+        """Make optimiser steps over rows, those of one unit together; see ``Policy.update`` for ``part``."""
         cut = self._minibatches(rows, passes, part, units)
         metrics = merge_metrics([self.trainer.update(minibatch, loss) for minibatch in cut])
         self.version += part[0] + 1 == part[1]
@@ -93,18 +93,18 @@ class ScalarRole(TrainedRole[ScalarModel]):
 
 
 class Critic(ScalarRole):
-    """A model with a scalar head that is trained on returns; the cost's has a name of its own."""
+    """A model with a scalar head that is trained on returns; a cost critic has another name."""
 
     called = "critic"
 
     @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("values",))
     def values(self, rollouts: Batch) -> Batch:
-        """The field ``values``: what the state before each sampled token is worth, 0 elsewhere."""
+        """Return the field ``values``: the value of the state before each sampled token, 0 elsewhere."""
         return Batch(ids=rollouts.ids, fields={"values": self._scorer.values(rollouts)})
 
     @endpoint(THREE_D, reads=("tokens",), writes=("final_values",))
     def final_values(self, rollouts: Batch) -> Batch:
-        """The field ``final_values`` [B]: what the state after each row's last token is worth."""
+        """Return the field ``final_values`` [B]: the value of the state after each row's last token."""
         return Batch(ids=rollouts.ids, fields={"final_values": self._scorer.scores(rollouts)})
 
     @endpoint(
@@ -122,16 +122,16 @@ class Critic(ScalarRole):
         part: tuple[int, int] = (0, 1),
         **options: Any,
     ) -> dict[str, Metric]:
-        """Optimiser steps on rows joined from ``known``: rollouts, the ``values`` they had, and ``returns``.
+        """Make optimiser steps on rows joined from ``known``: rollouts, their ``values``, and ``returns``.
 
-        Both are aligned to ``tokens`` and count at the sampled tokens. Metrics are named after the role.
+        Both fields are aligned to ``tokens`` and count at sampled tokens. Metrics are named after the role.
 
         Args:
-            known: rows, with what the loss reads.
+            known: rows with the inputs of the loss.
             loss: a function (see ``formulas.losses``), or ``config.value_loss``.
-            passes: how often rows are gone through, and in how many steps.
-            part: which of how many parts of the iteration's rows these are, in order.
-            options: arguments of the loss that are no fields.
+            passes: number of epochs and minibatches.
+            part: index of this part of the iteration's rows, and the number of parts.
+            options: arguments of the loss that are not fields.
 
         Raises:
             TrainingError: a number is not finite.
@@ -148,7 +148,7 @@ class RewardModel(ScalarRole):
 
     called = "reward model"
     field = "rewards"
-    """What the scores are called."""
+    """Name of the scores' field."""
 
     @endpoint(
         THREE_D,
@@ -161,7 +161,7 @@ class RewardModel(ScalarRole):
         """Score every rollout.
 
         Returns:
-            The fields of ``Reward.score``; every row is valid that the model's tokeniser can read.
+            The fields of ``Reward.score``; a row is valid if the model's tokeniser can read it.
 
         Raises:
             RewardError: a score is not finite, or no row can be read.
@@ -192,13 +192,13 @@ class RewardModel(ScalarRole):
 
     @endpoint(TRAIN_PAIRS, reads=("tokens",), also=("loss_mask",), says=("chosen", "rejected"))
     def update(self, /, pairs: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
-        """Optimiser steps over pairs of answers, one better than the other.
+        """Make optimiser steps over pairs of answers, of which one is better.
 
         Args:
-            pairs: two rows a pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.
-                For costs the chosen answer is the one that costs more.
-            loss: a function of the scores ``chosen`` and ``rejected`` [P], as ``formulas.preference_loss``.
-            passes: how often the pairs are gone through, and in how many steps.
+            pairs: two rows per pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.
+                For costs, the chosen answer is the one that costs more.
+            loss: a function of ``chosen`` and ``rejected`` scores [P], such as ``formulas.preference_loss``.
+            passes: number of epochs and minibatches.
             options: further arguments of the loss.
 
         Raises:
@@ -209,7 +209,7 @@ class RewardModel(ScalarRole):
 
 
 class SafetyCostModel(RewardModel):
-    """A reward model whose scores are ``costs``: more is worse."""
+    """A reward model whose scores are ``costs``: higher is worse."""
 
     called = "cost model"
     field = "costs"
@@ -218,5 +218,5 @@ class SafetyCostModel(RewardModel):
         THREE_D, reads=("tokens", "loss_mask"), also=("columns",), writes=COST_FIELDS, measures=cost_metrics
     )
     def score(self, rollouts: Batch) -> Batch:
-        """Score every rollout: as ``RewardModel.score``, the scores called ``costs``."""
+        """Score every rollout like ``RewardModel.score``; the scores are called ``costs``."""
         return super().score(rollouts)

@@ -1,9 +1,9 @@
-"""Share: what one rank has of its role's model, and which ranks have the rest.
+"""Share: one rank's part of its role's model, and the ranks that have the rest.
 
     a mesh of dp alone      the whole model; the other ranks hold other rows
-    pp, tp, ep or fsdp      this rank's part of it (parallel.module), laid as ``layout`` says
+    pp, tp, ep or fsdp      this rank's shard of it (parallel.module), placed by ``layout``
 
-A role trains and scores with its share, whatever it is; files hold whole models and logical tensors.
+A role trains and scores with its share on any mesh; files hold whole models and logical tensors.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ from rillflow.weights.sharded_file import listed_weights, load_sharded
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Share(Generic[Model]):
-    """One rank's share.
+    """One rank's share of a model.
 
     Example:
         Share.of(outline(...), MeshSizes(dp=2, tp=2), site.ranks)
     """
 
     model: Model
-    """The module, or what is left of it here; its tokeniser and context."""
+    """The module, or the part of it that is left here; its tokeniser and context."""
     parallel: Parallel
-    """What the rank runs of it, and the ranks that have the rest."""
+    """Runner of this rank's part, and the ranks that have the rest."""
     weights: Mapping[str, Weight]
-    """The tensors of the whole model."""
+    """Tensors of the whole model."""
     layout: Layout
-    """Where each of them lies."""
+    """Placement of each tensor."""
 
     @staticmethod
     def whole(model: Model, ranks: Ranks | None = None) -> Share[Model]:
-        """A whole model, and the ranks that have other rows."""
+        """Return the share of a rank that holds a whole model; ``ranks`` hold other rows."""
         ranks = ranks or SingleRank()
         return Share.of(model, MeshSizes(dp=ranks.size), ranks)
 
     @staticmethod
     def of(model: Model, sizes: MeshSizes, ranks: Ranks, beside: Share[Any] | None = None) -> Share[Model]:
-        """This rank's share of a model; its module is cut in place, and what is left is read.
+        """Shard a model's module in place, read this rank's part, and return its share.
 
         Args:
-            model: the whole model, read or not.
+            model: the whole model, with or without its weights.
             sizes: the grid of the role's ranks.
-            ranks: all of them.
-            beside: another one on this rank; two adapters of one base have its weights together.
+            ranks: the role's ranks.
+            beside: another share on this rank; two adapters of one base share its weights.
 
         Raises:
-            ModelError: the model cannot be cut so, or not be read.
+            ModelError: the model cannot be sharded so, or cannot be read.
             TrainingError: another rank cannot read it.
         """
         weights = logical_weights(model.module)
@@ -84,23 +84,23 @@ class Share(Generic[Model]):
 
     @property
     def groups(self) -> RankGroups:
-        """All ranks of the role, and those that hold the other rows of every batch."""
+        """All ranks of the role, and the ranks that hold the other rows of every batch."""
         return self.parallel.groups
 
     @property
     def written(self) -> Mapping[str, Weight]:
-        """The tensors that are trained, written, hashed and published: all, or an adapter's."""
+        """Tensors that are trained, written, hashed and published: all, or only an adapter's."""
         if self.model.adapter is None:
             return self.weights
         return {name: weight for name, weight in self.weights.items() if name in self.model.trained}
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of what is written of the whole model's weights."""
+        """Bytes of the weights that are written for the whole model."""
         return sum(weight.num_bytes for weight in self.written.values())
 
     def _together(self, beside: Share[Any] | None) -> set[str]:
-        """The weights that are the other one's from now on, where both have the whole of one base."""
+        """Use another share's frozen weights if both hold the whole of one base; return their names."""
         own, other = self.model.adapter, None if beside is None else beside.model.adapter
         if beside is None or own is None or other is None or own.base != other.base:
             return set()
@@ -113,7 +113,7 @@ class Share(Generic[Model]):
         return names
 
     def _read(self, known: Set[str]) -> None:
-        """Read this rank's slices of the model's weights, but for those that are known."""
+        """Read this rank's slices of the model's weights, except the known ones."""
         rank, met = self.groups.everyone.rank, None
         held = {name: each for name, each in self.parallel.parameters.items() if name not in known}
         try:
@@ -123,7 +123,7 @@ class Share(Generic[Model]):
         self.parallel.agree(met)
 
     def has_base_of(self, model: LoadedModel, sizes: MeshSizes) -> bool:
-        """Whether a model is this one but for the adapter's numbers, and cut alike, not by fsdp."""
+        """Return whether a model differs only in the adapter's values and is sharded alike, without fsdp."""
         own, other, groups = self.model.adapter, model.adapter, self.groups
         if own is None or other is None or own.base != other.base or self.model.trained != model.trained:
             return False
@@ -133,10 +133,10 @@ class Share(Generic[Model]):
         return not self.parallel.sharded and cut == (sizes.dp, sizes.ep, sizes.pp, sizes.tp)
 
     def read_trained(self, model: LoadedModel) -> dict[str, Tensor]:
-        """What this rank would hold of the weights that are trained, as another model has them.
+        """Return this rank's slices of another model's trained weights.
 
         Raises:
-            ModelError: they cannot be read.
+            ModelError: a weight cannot be read.
         """
         held = self.parallel.parameters
         found = {name: torch.empty_like(held[name]) for name in self.written if name in held}
@@ -144,11 +144,11 @@ class Share(Generic[Model]):
         return found
 
     def load_state(self, trainer: Trainer, folder: Path) -> None:
-        """Let a trainer go on from what ``Saving`` wrote, under whatever mesh that was.
+        """Load a trainer's state that ``Saving`` wrote under any mesh.
 
         Raises:
-            RunDirectoryError: it is damaged, or another model's.
-            TrainingError: it is another module's.
+            RunDirectoryError: the state is damaged, or another model's.
+            TrainingError: the state is another module's.
         """
         listed = listed_weights(folder)
         layout, everyone = self.laid(listed), self.groups.everyone
@@ -161,7 +161,7 @@ class Share(Generic[Model]):
         trainer.optimizer.load_state(tensors)
 
     def listed(self, tensors: Mapping[str, Tensor]) -> dict[str, Weight]:
-        """The logical tensors of a training state, of which this rank has some."""
+        """Return the logical tensors of a training state that this rank has a part of."""
         if self.parallel.is_whole:
             return {
                 name: Weight(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
@@ -177,7 +177,7 @@ class Share(Generic[Model]):
         return found
 
     def laid(self, listed: Mapping[str, Weight]) -> dict[str, Placement]:
-        """Where the tensors of a training state lie: as their weights, what is one number everywhere."""
+        """Return the placements of a training state: like the weights', with scalars on every rank."""
         everywhere = Placement(Mesh.of(dp=self.groups.everyone.size))
         found = {}
         for name, weight in listed.items():
@@ -189,14 +189,14 @@ class Share(Generic[Model]):
 def read_slices(
     source: Source, held: Mapping[str, Tensor], weights: Mapping[str, Weight], layout: Layout, rank: int
 ) -> None:
-    """Read what a rank holds of a model's weights.
+    """Read a rank's slices of a model's weights.
 
     Args:
-        source: of all weights.
-        held: the rank's tensors by name, those that are to be read.
-        weights: of the whole model.
-        layout: where each of them lies.
-        rank: of the layout's meshes.
+        source: source of all weights.
+        held: the rank's tensors to fill, by name.
+        weights: weights of the whole model.
+        layout: placement of each weight.
+        rank: the rank's number in the layout's meshes.
 
     Raises:
         ModelError: a weight cannot be read.

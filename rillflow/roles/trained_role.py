@@ -1,6 +1,6 @@
-"""What roles that are trained have in common: a model, an optimiser for each phase, files to go on from.
+"""Trained roles: common base of roles with a model, an optimiser for each phase, and files to resume from.
 
-begin, begin_saving, written: a phase of training, and what it goes on from
+begin, begin_saving, written: a phase of training, and the state to resume it from
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from rillflow.workers.transfer import TOGETHER
 
 
 class KeptRole:
-    """A role that checkpoints hold: its weights change."""
+    """A role whose weights change, so that checkpoints hold it."""
 
     def __init__(self) -> None:
         self._saves = dict[Path, Saving]()
 
     def _saved(self, folder: Path) -> Saving:
-        """Begin to write below a folder what it goes on from."""
+        """Start to write the state to resume from below a folder."""
         raise NotImplementedError
 
     def begin_saving(self, folder: Path) -> None:
-        """Copy what it goes on from, and let a thread write it; ``written`` says what failed.
+        """Copy the state to resume from, and let a thread write it; ``written`` raises its errors.
 
-        What was begun before is written first: there is one copy at most.
+        Earlier saves are finished first, so there is at most one copy.
         """
         for earlier in self._saves.values():
             earlier.end()
@@ -49,7 +49,7 @@ class KeptRole:
         self._saves[folder] = self._saved(folder)
 
     def written(self, folder: Path, *, wait: bool) -> dict[str, Digest] | None:
-        """What ``begin_saving`` had written there: see ``Saving.written``; on all ranks."""
+        """Return the files that ``begin_saving`` wrote there; see ``Saving.written``; all ranks call it."""
         return self._saves[folder].written(wait=wait)
 
 
@@ -57,12 +57,12 @@ class TrainedRole(KeptRole, Generic[Model]):
     """A model that is trained in phases.
 
     Args:
-        share: the model, or this rank's part of it.
+        share: the model, or this rank's shard of it.
         train: the optimiser's settings of the first phase.
         seed: the run's seed; it decides how rows are cut into minibatches.
         updates: optimiser steps of that phase, for the schedule.
-        version: calls of what counts versions so far.
-        name: what errors and files call it.
+        version: number of publishes, or of training calls, so far.
+        name: its name in errors and files.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class TrainedRole(KeptRole, Generic[Model]):
         self._trainer: Trainer | None = None
 
     def _be_training(self) -> None:
-        """Have the weights as they are trained."""
+        """Switch to the weights as they are trained."""
 
     @property
     def trainer(self) -> Trainer:
-        """Made when it is first asked for: a model that only scores needs no optimiser's memory."""
+        """The trainer, made at first use, because a model that only scores needs no optimiser memory."""
         if self._trainer is None:
             self._trainer = Trainer(
                 self.model.module, self._train, total_steps=self._updates, parallel=self.share.parallel
@@ -92,9 +92,9 @@ class TrainedRole(KeptRole, Generic[Model]):
         """Start a phase with an optimiser of its own.
 
         Args:
-            train: its settings.
+            train: settings of the optimiser.
             updates: optimiser steps of the whole phase.
-            resume: the directory that ``begin_saving`` had written in this phase; None starts afresh.
+            resume: the directory that ``begin_saving`` wrote in this phase; None starts anew.
         """
         self._be_training()
         self._train, self._updates, self._trainer = train, updates, None
@@ -109,7 +109,7 @@ class TrainedRole(KeptRole, Generic[Model]):
     def _minibatches(
         self, rows: Batch, passes: PassesConfig, part: tuple[int, int], units: Tensor | None = None
     ) -> Iterator[Batch]:
-        """Minibatches of rows, which are one part of the iteration's: which, of how many."""
+        """Yield minibatches of one part of the iteration's rows; ``part``: its index, and their number."""
         return minibatches(
             rows,
             passes.epochs,
@@ -122,12 +122,12 @@ class TrainedRole(KeptRole, Generic[Model]):
         )
 
     def save(self, folder: Path) -> None:
-        """Write what it goes on from below a folder; on all ranks.
+        """Write the state to resume from below a folder; all ranks call it.
 
-        The weights become a Hugging Face directory of the role's name, the training state lies beside it.
+        The weights become a Hugging Face directory named after the role, with the training state next to it.
 
         Raises:
-            RunDirectoryError: it does not fit, or the disk fails.
+            RunDirectoryError: the state does not fit, or the disk fails.
         """
         self._saved(folder).written(wait=True)
 
@@ -137,10 +137,10 @@ class TrainedRole(KeptRole, Generic[Model]):
         return Saving(self.share, folder / self._name, state, self.trainer.optimizer.state())
 
     def save_weights(self, folder: Path) -> None:
-        """Write the weights as a Hugging Face directory, and wait for it; on all ranks.
+        """Write the weights as a Hugging Face directory, and wait for it; all ranks call it.
 
         Raises:
-            OSError, RunDirectoryError: the disk fails; what was there before still is.
+            OSError, RunDirectoryError: the disk fails; an earlier directory is left intact.
         """
         self._be_training()
         draft, everyone = folder.with_name(f".{folder.name}.draft"), self.share.groups.everyone
