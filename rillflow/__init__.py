@@ -2,8 +2,8 @@
 
     recipe.toml -> config -> algorithm -> flow -> run directory -> view, resume
 
-Importing this package imports neither torch nor any engine: each room is imported by its own name, and what
-stands here, ``train`` and ``open_run``, when it is first used.
+Importing this package imports neither torch nor any engine: a subpackage is imported by its own name, and
+``train`` and ``open_run`` are loaded at their first use.
 """
 
 from __future__ import annotations

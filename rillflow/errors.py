@@ -1,7 +1,7 @@
-"""Errors: every one says what is wrong (with the value), why it cannot be, and what to do.
+"""Errors: each says what is wrong (with the value), why it cannot be, and what to do.
 
-An error is a record of three sentences, so that a command line can print it as three lines, a
-service can send it as JSON, and a process can hand it to another unharmed (they survive pickling).
+An error holds three sentences. A command line prints them as three lines, a service sends them as JSON, and
+a process passes them to another process (they survive pickling).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable
 
 
 class RillflowError(Exception):
-    """The root of every error a user can cause or meet.
+    """Base of every error that a user can cause or meet.
 
     Example:
         raise ConfigError("policy.lr is -1.0", why="a learning rate is positive", fix="try 1e-5")
     """
 
     is_underway = False
-    """Whether a run had begun, and failed on the way: what was asked for could be done up to there."""
+    """Whether a run had begun and failed on the way."""
 
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         super().__init__(what, why, fix)
@@ -44,23 +44,23 @@ class DataError(RillflowError):
 
 
 class ModelError(RillflowError):
-    """A model or tokeniser that cannot be loaded, or cannot do what is asked of it."""
+    """A model or tokeniser that cannot be loaded, or that lacks a needed ability."""
 
 
 class RecordError(RillflowError):
-    """A batch or rollout asked for something it does not hold."""
+    """A batch or rollout that does not hold what was requested."""
 
 
 class PlacementError(RillflowError):
-    """A mesh or placement that cannot be, or that does not fit a value's shape."""
+    """An impossible mesh or placement, or one that does not fit a value's shape."""
 
 
 class FormulaError(RillflowError):
-    """Tensors or options that a formula is not defined for."""
+    """Tensors or options for which a formula is not defined."""
 
 
 class GraphError(RillflowError):
-    """A step that cannot be traced, or that reads what nothing provides."""
+    """A step that cannot be traced, or that reads a field that nothing provides."""
 
 
 class ClusterError(RillflowError):
@@ -68,19 +68,19 @@ class ClusterError(RillflowError):
 
 
 class PlanError(RillflowError):
-    """A machine, model or workload that cannot be planned, or a plan that cannot be."""
+    """A machine, model or workload that cannot be planned, or an impossible plan."""
 
 
 class WeightError(RillflowError):
-    """Weights that are not where, or not what, they should be."""
+    """Weights in the wrong place, or with wrong values."""
 
 
 class RolloutError(RillflowError):
-    """Generation that cannot go on."""
+    """Generation that cannot continue."""
 
 
 class RowError(RolloutError):
-    """A pass that one row made fail; the same rows without it can go on."""
+    """A pass that failed because of one row; the same rows without it can continue."""
 
     def __init__(
         self, what: str, why: str = "", fix: str = "", *, row: tuple[int, int, int] | None = None
@@ -99,11 +99,11 @@ class TrainingError(RillflowError):
 
 
 class NotFiniteError(TrainingError):
-    """A number of an update is NaN or infinite; a run leaves such an update out, up to a budget."""
+    """A NaN or infinite number in an update; a run skips such updates, up to a budget."""
 
 
 class StreamError(RillflowError):
-    """A stream whose rows cannot be written, taken or found as was asked."""
+    """A stream whose rows cannot be written, taken or found as requested."""
 
 
 class RunDirectoryError(RillflowError):
@@ -111,7 +111,7 @@ class RunDirectoryError(RillflowError):
 
 
 class CallbackError(RillflowError):
-    """A callback of the user's raised, after a whole step."""
+    """A user's callback that raised, after a whole step."""
 
 
 class Interrupted(RillflowError):
@@ -119,10 +119,10 @@ class Interrupted(RillflowError):
 
 
 class Signalled(KeyboardInterrupt):
-    """A signal's handler ends what the main thread does.
+    """A signal that ends the work of the main thread.
 
-    A plain KeyboardInterrupt that passes through ``exec`` of a string, as dataclasses do on import, makes
-    Python end the process by SIGINT later, although somebody caught it. Python looks at the very type.
+    A plain KeyboardInterrupt that passes through ``exec`` of a string, as dataclasses use on import, makes
+    Python end the process by SIGINT later, even if it was caught. Python checks for the exact type.
     """
 
 

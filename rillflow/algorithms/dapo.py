@@ -1,4 +1,4 @@
-"""DAPO: two clips, only groups that differ, a price for long answers (Yu et al., arXiv 2503.14476).
+"""DAPO: asymmetric clip, dynamic sampling and an overlong penalty (Yu et al., arXiv 2503.14476).
 
 prompts ─ generate ─> rollouts ─ score ─> where varied_groups ── enough? ── overlong_rewards ─> advantages
    └──────────── more of them <─────────────────────────────────── no ┘             update <────────┘
@@ -43,17 +43,17 @@ class DAPOConfig(GroupScaleConfig):
 
     @property
     def tails(self) -> Mapping[str, int]:
-        """The priced tokens."""
+        """Number of tokens before the limit that are penalised."""
         return {"overlong_buffer": self.overlong_buffer}
 
     @property
     def draws_again(self) -> bool:
-        """See OnlineConfig."""
+        """See SampledConfig."""
         return self.max_rounds > 1
 
 
 def step(flow: Flow, prompts: Batch, config: DAPOConfig) -> Handle:
-    """One iteration: sample groups until enough of them differ, price their length, learn from them."""
+    """Run one iteration: sample groups until enough of them differ, penalise long answers, train."""
 
     def draw(prompts: Any) -> list[Any]:
         rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)

@@ -1,9 +1,9 @@
-"""DPO and its kin: a policy learns from pairs of answers, no reward (Rafailov et al., arXiv 2305.18290).
+"""DPO and its variants: a policy learns from pairs of answers, no reward (Rafailov et al., arXiv 2305.18290).
 
 pairs ─┬─ reference.totals ─> reference_totals ─┐
        └────────────────────────────────────────┴─ update ─> publish
 
-Kinds that need no reference (simpo, orpo) have none: nothing is loaded for it.
+Kinds without a reference (simpo, orpo) load no model for it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class DPOConfig(AlgorithmConfig):
-    """DPO's settings; a prompt is a pair."""
+    """DPO's settings; ``prompts_per_step`` counts pairs."""
 
     name: Literal["dpo"]
     loss: PairLossConfig = PairLossConfig()
 
 
 def step(flow: Flow, pairs: Batch, config: DPOConfig) -> Handle:
-    """One iteration: raise the chosen answers' probability over the rejected ones', against the reference."""
+    """Run one iteration: raise the chosen answers' probability over the rejected ones', as the loss says."""
     known = [flow.reference.totals(pairs)] if config.loss.has_reference else []
     report = flow.policy.update(pairs, *known, loss=config.loss, passes=config)
     flow.publish(flow.policy)
@@ -37,7 +37,7 @@ def step(flow: Flow, pairs: Batch, config: DPOConfig) -> Handle:
 
 
 def score(flow: Flow, pairs: Batch, config: DPOConfig) -> Handle:
-    """The implicit rewards of held-out answers."""
+    """Return the implicit rewards of held-out answers."""
     given = [flow.policy.totals(pairs), pairs]
     if not config.loss.has_reference:
         return flow.compute(formulas.logprob_rewards, *given, into="rewards", config=config.loss)

@@ -1,7 +1,7 @@
-"""Dr.GRPO: GRPO without its two biases, of deviation and of length (Liu et al., arXiv 2503.20783).
+"""Dr.GRPO: GRPO without its deviation bias and its length bias (Liu et al., arXiv 2503.20783).
 
 GRPO with advantages that are not divided by the group's deviation, and a loss that divides every row's
-sum by one constant, not by the row's length.
+sum by one constant instead of the row's length.
 """
 
 from __future__ import annotations

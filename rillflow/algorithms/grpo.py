@@ -1,4 +1,4 @@
-"""GRPO: a group of answers to one prompt is its own baseline (Shao et al., arXiv 2402.03300).
+"""GRPO: the answers to one prompt are each other's baseline (Shao et al., arXiv 2402.03300).
 
 prompts ─ generate ─> rollouts ─ score ─> rewards ─ group_advantages ─> advantages ─┐
                          └───────────────────────────────────────────────────────── update ─> publish
@@ -27,7 +27,7 @@ ScaleSetting = Annotated[
 
 
 class GroupScaleConfig(GroupConfig):
-    """What GRPO and the algorithms that are GRPO with other settings share."""
+    """Settings that GRPO and its variants share."""
 
     scale: ScaleSetting = "std"
 
@@ -39,7 +39,7 @@ class GRPOConfig(GroupScaleConfig):
 
 
 def step(flow: Flow, prompts: Batch, config: GroupScaleConfig) -> Handle:
-    """One iteration: sample groups, score them, prefer what beat its group."""
+    """Run one iteration: sample groups, score them, prefer answers that beat their group."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     batches = with_logprobs(flow, rollouts, config)

@@ -1,7 +1,7 @@
-"""GSPO: GRPO whose ratio and clip are a whole row's (Zheng et al., arXiv 2507.18071).
+"""GSPO: GRPO with one ratio and one clip for a whole row (Zheng et al., arXiv 2507.18071).
 
-GRPO with the geometric mean of a row's token ratios as the ratio of all its tokens, bounds that fit such
-a mean, and the mean over rows. Rows have to be used more than once for the ratio to matter.
+GRPO in which every token has the geometric mean of its row's token ratios as its ratio, with clip bounds to
+match and the mean over rows. The ratio matters only if rows are used more than once.
 """
 
 from __future__ import annotations

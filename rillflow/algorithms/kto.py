@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class KTOConfig(AlgorithmConfig):
-    """KTO's settings; a prompt is an answer."""
+    """KTO's settings; ``prompts_per_step`` counts answers."""
 
     name: Literal["kto"]
     loss: UnpairedLossConfig = UnpairedLossConfig()
 
 
 def step(flow: Flow, answers: Batch, config: KTOConfig) -> Handle:
-    """One iteration: good answers gain on what the policy gains as a whole, bad ones fall behind it."""
+    """Run one iteration: raise good answers above the policy's overall drift, push bad ones below it."""
     known = flow.reference.totals(answers)
     report = flow.policy.update(answers, known, loss=config.loss, passes=config)
     flow.publish(flow.policy)
@@ -35,7 +35,7 @@ def step(flow: Flow, answers: Batch, config: KTOConfig) -> Handle:
 
 
 def score(flow: Flow, answers: Batch, config: KTOConfig) -> Handle:
-    """The implicit rewards of held-out answers."""
+    """Return the implicit rewards of held-out answers."""
     given = [flow.policy.totals(answers), answers, flow.reference.totals(answers)]
     same = PairLossConfig(beta=config.loss.beta)
     return flow.compute(formulas.implicit_rewards, *given, into="rewards", config=same)

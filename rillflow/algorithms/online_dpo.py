@@ -1,4 +1,4 @@
-"""Online DPO: pairs of one's own answers, iteration by iteration (RLHF Workflow: arXiv 2405.07863).
+"""Online DPO: learn from pairs of the policy's own answers (RLHF Workflow: arXiv 2405.07863).
 
 prompts ─ generate ─> rollouts ─ score ─> rewards ─ pair_places ─> where paired ─ totals ─> pairs
                                     all pairs so far <─ collect ──────────────────────────────┘
@@ -46,12 +46,12 @@ class OnlineDPOConfig(AnchoredConfig):
 
     @property
     def oldest(self) -> int | None:
-        """See UpdateConfig; pairs of earlier iterations are as old as they are."""
+        """See UpdateConfig; pairs of earlier iterations may have any age."""
         return None if self.data == "all" else super().oldest
 
 
 def step(flow: Flow, prompts: Batch, config: OnlineDPOConfig) -> Handle:
-    """One iteration: sample groups, score them, learn from the pairs of these and of earlier ones."""
+    """Run one iteration: sample groups, score them, learn from their pairs and from earlier ones."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     scores = missing_end_penalised(flow, flow.reward.score(rollouts), rollouts, config)
     if config.truncated == "mask":
@@ -72,9 +72,9 @@ def step(flow: Flow, prompts: Batch, config: OnlineDPOConfig) -> Handle:
 
 
 def trained_pairs(flow: Flow, pairs: Handle, config: OnlineDPOConfig) -> Handle:
-    """The pairs that an iteration learns from, with what the reference gives them where the loss reads it.
+    """Return the pairs that an iteration learns from, with the reference's totals if the loss reads them.
 
-    What a reference that stays gives them is computed once, as they are collected.
+    The totals of a fixed reference are computed once, when the pairs are collected.
     """
     stays = config.reference == "first"
     if stays:
@@ -85,7 +85,7 @@ def trained_pairs(flow: Flow, pairs: Handle, config: OnlineDPOConfig) -> Handle:
 
 
 def with_totals(flow: Flow, pairs: Handle, config: OnlineDPOConfig) -> Handle:
-    """The pairs with the reference's totals."""
+    """Return the pairs with the reference's totals."""
     if not config.loss.has_reference:
         return pairs
     if config.reference == "previous":

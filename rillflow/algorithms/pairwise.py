@@ -1,4 +1,4 @@
-"""Pairwise: a language model learns to say which of two answers is the better one.
+"""Pairwise: train a language model to say which of two answers is better.
 
 pairs ─ update ─> report        -log p(label): A where the first answer shown is the better one, else B
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PairwiseConfig(AlgorithmConfig):
-    """How two answers are shown; a prompt is a pair."""
+    """Settings of how two answers are shown; ``prompts_per_step`` counts pairs."""
 
     name: Literal["pairwise"]
     frame: FrameConfig = FrameConfig()
@@ -31,17 +31,17 @@ class PairwiseConfig(AlgorithmConfig):
 
     @property
     def judge_frame(self) -> FrameConfig | None:
-        """How the judge that is trained is asked."""
+        """Frame of the judge that is trained."""
         return self.frame
 
 
 def step(flow: Flow, pairs: Batch, config: PairwiseConfig) -> Handle:
-    """One iteration: raise the probability of the label that names the better answer."""
+    """Run one iteration: raise the probability of the label that names the better answer."""
     return flow.judge.update(pairs, loss=formulas.label_loss, orders=config.orders, passes=config)
 
 
 def score(flow: Flow, pairs: Batch, config: PairwiseConfig) -> Handle:
-    """The scores of held-out answers."""
+    """Return the scores of held-out answers."""
     del config
     return flow.judge.score(pairs)
 

@@ -1,11 +1,11 @@
-"""PPO: a critic says what to expect, the policy prefers what did better (Schulman et al., arXiv 1707.06347).
+"""PPO: a critic predicts returns, the policy prefers what does better (Schulman et al., arXiv 1707.06347).
 
 prompts ─ generate ─> rollouts ─┬─ score ─> rewards ─ per token ─> token_rewards ─┐
                                 ├─ critic.values ─> values ─────── gae ───────────┴─> advantages ─ whitened ─┐
                                 ├─ critic.update <─ returns                                                  │
                                 └─ policy.update ─> publish <────────────────────────────────────────────────┘
 
-With ``pretrain_weight`` the policy's optimiser steps imitate demonstrations too: PPO-ptx (Ouyang et al.,
+With ``pretrain_weight``, the policy's optimiser steps also imitate demonstrations: PPO-ptx (Ouyang et al.,
 arXiv 2203.02155).
 """
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from rillflow.records.batch import Batch
 
 PATIENCE = 10
-"""Steps in which an error of 1 would double the price of divergence (Ziegler et al.: K = 0.1 a step)."""
+"""Steps in which a relative error of 1 would double the KL weight (Ziegler et al.: K = 0.1 per step)."""
 
 
 class CriticTrainedConfig(TokenConfig):
-    """What algorithms with a critic share."""
+    """Settings that algorithms with a critic share."""
 
     lam: float = Field(0.95, ge=0, le=1, description="GAE's lambda.")
     kl_target: float = Field(
@@ -85,7 +85,7 @@ class PPOConfig(CriticTrainedConfig):
 def step(
     flow: Flow, prompts: Batch, config: PPOConfig, demonstrations: Batch | None = None
 ) -> tuple[Handle, Handle]:
-    """One iteration: sample, score, compare with what the critic expected; both learn."""
+    """Run one iteration: sample, score, compare with the critic's prediction, train both."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     batches = with_logprobs(flow, rollouts, config)
@@ -106,7 +106,7 @@ def step(
 def update_with_pretraining(
     flow: Flow, batches: list[Handle], config: CriticTrainedConfig, demonstrations: Batch | None
 ) -> Handle:
-    """``update_and_publish``, with demonstrations in the same optimiser steps where they count (PPO-ptx)."""
+    """Run ``update_and_publish``, with demonstrations in the same optimiser steps if they count (PPO-ptx)."""
     if demonstrations is None:
         return update_and_publish(flow, batches, config)
     policy_term = over(*trained_rows(flow, batches, config), loss=config.loss)
@@ -118,7 +118,7 @@ def update_with_pretraining(
 
 
 def kl_weight(flow: Flow, batches: list[Handle], config: CriticTrainedConfig) -> Any:
-    """The price of divergence in this step; the next one's is remembered, moved towards its target."""
+    """Return the KL weight of this step, and remember the next one, moved towards ``kl_target``."""
     weight = flow.recall("kl_weight", config.loss.kl)
     if config.kl_target:
         estimator = config.loss.estimator
@@ -131,7 +131,7 @@ def kl_weight(flow: Flow, batches: list[Handle], config: CriticTrainedConfig) ->
 
 
 def beside(config: CriticTrainedConfig) -> Data | None:
-    """Demonstrations, where they count."""
+    """Return demonstrations as the second batch, if they count."""
     return Data.DEMONSTRATIONS if config.pretrain_weight else None
 
 

@@ -1,4 +1,4 @@
-"""Preference: a reward or cost model learns from pairs of answers which is the better one.
+"""Preference: train a reward or cost model on pairs of answers, of which one is better.
 
 pairs ─ update ─> report            -log sigmoid(s_chosen - s_rejected): Bradley and Terry, 1952
                                     less a margin of the pair, plus centring x (s_chosen + s_rejected)^2
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PreferenceConfig(AlgorithmConfig):
-    """What a pair says beside which answer is better; a prompt is a pair."""
+    """Settings of preference training; ``prompts_per_step`` counts pairs."""
 
     name: Literal["preference"]
     margin: bool = Field(
@@ -33,18 +33,18 @@ class PreferenceConfig(AlgorithmConfig):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of numbers that the loss reads."""
+        """Number columns that the loss reads."""
         return ("margin",) if self.margin else ()
 
 
 def step(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Handle:
-    """One iteration: raise the chosen answers' scores above the rejected ones'."""
+    """Run one iteration: raise the chosen answers' scores above the rejected ones'."""
     loss = formulas.margin_preference_loss if config.margin else formulas.preference_loss
     return flow.reward_model.update(pairs, loss=loss, centring=config.centring, passes=config)
 
 
 def score(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Handle:
-    """The scores of held-out answers."""
+    """Return the scores of held-out answers."""
     del config
     return flow.reward_model.score(pairs)
 

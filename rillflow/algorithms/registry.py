@@ -1,4 +1,4 @@
-"""The one place that lists the algorithms by name."""
+"""Registry: the only list of the algorithms by name."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ _SHIPPED = (
 ALGORITHMS: dict[str, Algorithm] = {
     module.__name__.rpartition(".")[2]: module.ALGORITHM for module in _SHIPPED
 }
-"""An algorithm is called as its file is."""
+"""Algorithms by name, which is the name of their file."""
 
 
 def warm_start(config: WarmStartConfig) -> tuple[Algorithm, AlgorithmConfig]:
-    """The algorithm and settings that a recipe's ``[warm_start]`` section stands for."""
+    """Return the algorithm and settings for a recipe's ``[warm_start]`` section."""
     settings = sft.SFTConfig(name="sft", steps=config.steps, prompts_per_step=config.prompts_per_step)
     return sft.ALGORITHM, settings

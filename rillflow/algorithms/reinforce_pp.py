@@ -26,7 +26,7 @@ class ReinforcePPConfig(TokenConfig):
 
 
 def step(flow: Flow, prompts: Batch, config: ReinforcePPConfig) -> Handle:
-    """One iteration: sample, score, prefer what earned more than the batch."""
+    """Run one iteration: sample, score, prefer tokens that earn more than the batch."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     batches = with_logprobs(flow, rollouts, config)

@@ -43,7 +43,7 @@ class ReMaxConfig(OnlineConfig):
 
 
 def step(flow: Flow, prompts: Batch, config: ReMaxConfig) -> Handle:
-    """One iteration: sample, score, prefer what beat the likeliest answer."""
+    """Run one iteration: sample, score, prefer answers that beat the greedy one."""
     likeliest = flow.policy.greedy(prompts)
     greedy = missing_end_penalised(flow, flow.reward.score(likeliest), likeliest, config)
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)

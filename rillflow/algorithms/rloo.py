@@ -1,9 +1,9 @@
-"""RLOO: a row's baseline is the mean of the others of its group (Ahmadian et al., arXiv 2402.14740).
+"""RLOO: a row's baseline is the mean of the others in its group (Ahmadian et al., arXiv 2402.14740).
 
 prompts ─ generate ─> rollouts ─ score ─> rewards ─ leave_one_out ─> advantages ─┐
                          └────────────────────────────────────────────────────── update ─> publish
 
-GRPO whose advantage is not divided by the group's deviation and is multiplied by G / (G - 1).
+GRPO without division by the group's deviation, and with advantages multiplied by G / (G - 1).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class RLOOConfig(GroupConfig):
 
 
 def step(flow: Flow, prompts: Batch, config: RLOOConfig) -> Handle:
-    """One iteration: sample groups, score them, prefer what beat the others of its group."""
+    """Run one iteration: sample groups, score them, prefer answers that beat the others in their group."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     batches = with_logprobs(flow, rollouts, config)

@@ -1,12 +1,12 @@
-"""Safe RLHF: the most reward whose cost stays below a limit (Dai et al., arXiv 2310.12773).
+"""Safe RLHF: maximise the reward while the cost stays below a limit (Dai et al., arXiv 2310.12773).
 
 rollouts ─┬─ reward.score ─ gae with critic.values ─────> reward_advantages ─┐
           ├─ cost.score ─┬─ gae with cost_critic.values ─> cost_advantages ──┴─> advantages ─ policy.update
-          │              └─ mean_cost ─> the multiplier of the next step: dearer while cost exceeds the limit
+          │              └─ mean_cost ─> the next step's multiplier, which grows while cost exceeds the limit
           └─ critic.update, cost_critic.update <─ returns of each
 
-PPO with a second critic; the two advantages are mixed at the multiplier's price. Demonstrations beside the
-prompts, where ``pretrain_weight`` lets them count, are imitated in the policy's optimiser steps.
+PPO with a second critic; the multiplier mixes the two advantages. With ``pretrain_weight``, the policy's
+optimiser steps also imitate demonstrations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rillflow.records.batch import Batch
 
 EACH = 0.5
-"""The share of the divergence's price that reward and cost pay each; mixed, no multiplier changes it."""
+"""Share of the KL penalty that reward and cost each pay; their mix does not depend on the multiplier."""
 
 
 class SafeRLHFConfig(CriticTrainedConfig):
@@ -61,7 +61,7 @@ class SafeRLHFConfig(CriticTrainedConfig):
 def step(
     flow: Flow, prompts: Batch, config: SafeRLHFConfig, demonstrations: Batch | None = None
 ) -> tuple[Handle, Handle, Handle]:
-    """One iteration: sample, score, price; reward over cost at the present price, and the next price."""
+    """Run one iteration: sample, score reward and cost, train on their mix, adapt the multiplier."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     costs = flow.cost.score(rollouts)

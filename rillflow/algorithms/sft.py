@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class SFTConfig(AlgorithmConfig):
-    """SFT adds nothing to what every algorithm has."""
+    """SFT's settings: those of every algorithm."""
 
     name: Literal["sft"]
 
 
 def step(flow: Flow, demonstrations: Batch, config: SFTConfig) -> Handle:
-    """One iteration: raise the probability of the demonstrated answers."""
+    """Run one iteration: raise the probability of the demonstrated answers."""
     report = flow.policy.update(demonstrations, loss=formulas.cross_entropy, name="supervised", passes=config)
     flow.publish(flow.policy)
     return report

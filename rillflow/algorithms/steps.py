@@ -1,12 +1,12 @@
-"""What the steps of algorithms that sample have in common: lines of theirs that would be the same.
+"""Steps: code that the steps of several sampling algorithms share.
 
 rollouts ─ with_logprobs ─> batches             the rollouts, and log probabilities that the loss reads
-rewards ─┬─ kl_penalised_rewards ─────> rewards             shaped, less a missing end and the divergence
+rewards ─┬─ kl_penalised_rewards ─────> rewards             shaped, less penalties (missing end, divergence)
          ├─ group_relative_advantages ─> advantages         the same, compared within groups
          └─ token_level_rewards ───────> token_rewards      the same token by token; token_level_costs
-token_rewards ─ bootstrapped ─> token_rewards   a row that was cut off goes on into the critic's value
+token_rewards ─ bootstrapped ─> token_rewards   a cut-off row is continued by the critic's value
 batches, advantages ─ update_and_publish ─> report          trained_rows: those not cut off, if asked
-                      └ publish: what was trained, and a reference that moves follows it
+                      └ publish: the trained policy; a moving reference follows it
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def with_logprobs(flow: Flow, rollouts: Handle, config: OnlineConfig) -> list[Handle]:
-    """The rollouts; the reference's log probabilities and the old policy's, where the loss asks for them."""
+    """Return the rollouts, with the reference's and old policy's log probabilities if the loss reads them."""
     batches, is_held = [rollouts], bool(config.loss.kl)
     is_own = is_held and config.reference == "previous"
     if is_held and not is_own:
@@ -38,7 +38,7 @@ def with_logprobs(flow: Flow, rollouts: Handle, config: OnlineConfig) -> list[Ha
 
 
 def shaped(flow: Flow, rewards: Handle, rollouts: Handle, config: SampledConfig) -> Handle:
-    """The rewards of rows, normalised, bounded and less a price of length, as far as that is asked for."""
+    """Return the rewards, normalised, bounded and less a length price, as far as the settings say."""
     shape = config.shape
     if shape is None:
         return rewards
@@ -54,7 +54,7 @@ def shaped(flow: Flow, rewards: Handle, rollouts: Handle, config: SampledConfig)
 
 
 def _rescaled(flow: Flow, rewards: Handle) -> Handle:
-    """The rewards over the mean and deviation of all so far, these among them, which are remembered."""
+    """Normalise rewards by the mean and deviation of all so far, these included, and remember those."""
     count, mean, squares = (flow.recall(f"reward_{name}", 0.0) for name in ("count", "mean", "squares"))
     found = {
         "count": flow.number(formulas.next_reward_count, rewards, count=count),
@@ -69,7 +69,7 @@ def _rescaled(flow: Flow, rewards: Handle) -> Handle:
 
 
 def missing_end_penalised(flow: Flow, rewards: Handle, rollouts: Handle, config: SampledConfig) -> Handle:
-    """The rewards of rows as they are shaped, less the penalty of those that were cut off."""
+    """Return the shaped rewards, less the penalty of rows that were cut off."""
     rewards = shaped(flow, rewards, rollouts, config)
     if not config.missing_end_penalty:
         return rewards
@@ -80,7 +80,7 @@ def missing_end_penalised(flow: Flow, rewards: Handle, rollouts: Handle, config:
 def kl_penalised_rewards(
     flow: Flow, rewards: Handle, batches: list[Handle], config: OnlineConfig, into: str = "rewards"
 ) -> Handle:
-    """The rewards of rows, less what a missing end costs, and the divergence where it is paid there."""
+    """Return the shaped rewards, less the missing-end penalty, and the KL penalty if it is paid there."""
     rewards = missing_end_penalised(flow, rewards, batches[0], config)
     if config.loss.kl_paid != "reward":
         return rewards
@@ -91,7 +91,7 @@ def kl_penalised_rewards(
 def group_relative_advantages(
     flow: Flow, rewards: Handle, batches: list[Handle], config: GroupScaleConfig
 ) -> Handle:
-    """Advantages within groups; a divergence paid in the reward is no part of the deviation that divides."""
+    """Return advantages within groups; a KL penalty in the reward is no part of the dividing deviation."""
     penalised = kl_penalised_rewards(flow, rewards, batches, config, into="penalised")
     paid = config.loss.kl_paid == "reward"
     formula = formulas.penalised_group_advantages if paid else formulas.group_advantages
@@ -101,7 +101,7 @@ def group_relative_advantages(
 def token_level_rewards(
     flow: Flow, rewards: Handle, batches: list[Handle], config: OnlineConfig, weight: Any, share: float = 1.0
 ) -> Handle:
-    """The rewards of tokens: the row's at its last, less the divergence of each where it is paid there."""
+    """Return token rewards: the row's at its last token, less each token's divergence if it is paid there."""
     rewards = missing_end_penalised(flow, rewards, batches[0], config)
     if config.loss.kl_paid != "reward":
         return flow.compute(formulas.token_rewards, rewards, *batches, into="token_rewards")
@@ -112,7 +112,7 @@ def token_level_rewards(
 def token_level_costs(
     flow: Flow, costs: Handle, batches: list[Handle], config: OnlineConfig, weight: Any, share: float
 ) -> Handle:
-    """The costs of tokens: the row's at its last, plus the divergence of each where it is paid there."""
+    """Return token costs: the row's at its last token, plus each token's divergence if it is paid there."""
     if config.loss.kl_paid != "reward":
         return flow.compute(formulas.token_costs, costs, *batches, into="token_rewards")
     price = {"weight": weight, "estimator": config.loss.estimator, "share": share}
@@ -122,7 +122,7 @@ def token_level_costs(
 def bootstrapped(
     flow: Flow, critic: CriticHandle, token_rewards: Handle, rollouts: Handle, config: TokenConfig
 ) -> Handle:
-    """The rewards of tokens; where asked, those of rows that were cut off go on into the critic's value."""
+    """Return the token rewards; with ``bootstrap``, cut-off rows also get the critic's final value."""
     if config.truncated != "bootstrap":
         return token_rewards
     given = (token_rewards, critic.final_values(rollouts), rollouts)
@@ -130,7 +130,7 @@ def bootstrapped(
 
 
 def trained_rows(flow: Flow, batches: list[Handle], config: SampledConfig) -> list[Handle]:
-    """The batches, of the rows that losses are taken over: all, or those that were not cut off."""
+    """Return the batches with the rows that losses use: all, or those that were not cut off."""
     if config.truncated != "mask":
         return batches
     whole = flow.compute(formulas.ended, batches[0], into="ended")
@@ -138,14 +138,14 @@ def trained_rows(flow: Flow, batches: list[Handle], config: SampledConfig) -> li
 
 
 def update_and_publish(flow: Flow, batches: list[Handle], config: OnlineConfig) -> Handle:
-    """Train the policy on rows, whose advantages are in one of the batches, and publish it."""
+    """Train the policy on batches, one of which has the advantages, and publish it."""
     report = flow.policy.update(*trained_rows(flow, batches, config), loss=config.loss, passes=config)
     publish(flow, config, is_held=bool(config.loss.kl))
     return report
 
 
 def publish(flow: Flow, config: AnchoredConfig, *, is_held: bool) -> None:
-    """Publish what was trained; a reference that moves, and that the loss is held by, follows."""
+    """Publish the trained policy; a moving reference that the loss uses follows it."""
     if is_held and config.moves_reference:
         flow.reference.follow(rate=config.reference_rate, every=config.reference_every)
     flow.publish(flow.policy)

@@ -1,7 +1,7 @@
 """Commands: one function each; arguments in, exit code out.
 
-Every import stands in the command that needs it, so that ``--help`` is there at once and a wrong
-setting is found before torch is loaded.
+Every import is in the command that needs it, so that ``--help`` is fast and a wrong setting is found before
+torch is loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """``rillflow run``: look at what can be seen at once, then run to the end."""
+    """``rillflow run``: check a recipe, then run it to its end."""
     if arguments.lengths is not None and arguments.cluster is None:
         raise ConfigError(
             "--lengths without --cluster",
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """``rillflow check``: everything that can be known before a run."""
+    """``rillflow check``: report everything that can be known before a run."""
     loaded = load(arguments)
     from rillflow.assembly.check import check as examine_recipe
 
@@ -67,7 +67,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def graph(arguments: argparse.Namespace) -> int:
-    """``rillflow graph``: the stages of a recipe's phases, and the fields between them."""
+    """``rillflow graph``: print the stages of a recipe's phases, and the fields between them."""
     loaded = load(arguments)
     from rillflow.assembly.drawing import graphs, unpublished
     from rillflow.view.graphs import as_json, as_mermaid, as_text
@@ -85,7 +85,7 @@ def graph(arguments: argparse.Namespace) -> int:
 
 
 def merge(arguments: argparse.Namespace) -> int:
-    """``rillflow merge``: one model of several."""
+    """``rillflow merge``: merge several models into one."""
     from rillflow.assembly.merged import merge_models
     from rillflow.merging.merge import MergeSettings
 
@@ -105,7 +105,7 @@ def merge(arguments: argparse.Namespace) -> int:
 
 
 def merge_adapter(arguments: argparse.Namespace) -> int:
-    """``rillflow merge-adapter``: a plain model of an adapter and its base."""
+    """``rillflow merge-adapter``: merge an adapter into its base, as a plain model."""
     from rillflow.assembly.trained import write_merged
 
     write_merged(arguments.adapter, arguments.out, arguments.dtype, arguments.base)
@@ -114,7 +114,7 @@ def merge_adapter(arguments: argparse.Namespace) -> int:
 
 
 def ask(arguments: argparse.Namespace) -> int:
-    """``rillflow ask``: answer one prompt, one conversation, or one prompt a line of the input."""
+    """``rillflow ask``: answer one prompt, one conversation, or one prompt per line of input."""
     from rillflow.observe.reader import best_step, require_run
 
     require_run(arguments.run)
@@ -144,14 +144,14 @@ def ask(arguments: argparse.Namespace) -> int:
     for prompt in _typed():
         try:
             print(visible(respondent.answer(prompt)), flush=True)
-        except RillflowError as error:  # a prompt that cannot be answered ends no conversation
+        except RillflowError as error:  # a prompt that fails does not end the conversation
             explain_failure(error, debug=arguments.debug)
             code = FAILED
     return code
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """``rillflow evaluate``: answers to held-out prompts, scored, or compared with another model's."""
+    """``rillflow evaluate``: score answers to held-out prompts, or compare them with another model's."""
     from rillflow.assembly.contest import Asking, contest
     from rillflow.assembly.planning import recipe_of
     from rillflow.assembly.recipe import load_recipe
@@ -189,7 +189,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """``rillflow serve``: a model, or a run's newest, behind OpenAI's protocol until interrupted."""
+    """``rillflow serve``: serve a model, or a run's newest, by OpenAI's protocol until interrupted."""
     try:
         from rillflow.assembly.serving import serve as serve_source
     except ModuleNotFoundError as error:
@@ -215,7 +215,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def timeline(arguments: argparse.Namespace) -> int:
-    """``rillflow timeline``: where the ranks of a run waited, and for whom; the trace of its steps."""
+    """``rillflow timeline``: show where a run's ranks waited, and for whom; write the trace of its steps."""
     from rillflow.assembly.simulated import foretell
     from rillflow.observe.durable import replace
     from rillflow.observe.json_lines import encode
@@ -245,7 +245,7 @@ def timeline(arguments: argparse.Namespace) -> int:
 
 
 def verify(arguments: argparse.Namespace) -> int:
-    """``rillflow verify``: whether a run directory is as the run wrote it; 1 where it is not."""
+    """``rillflow verify``: check that a run directory is as the run wrote it; return 1 if it is not."""
     from rillflow.assembly.verify import verify as verified
 
     found = verified(arguments.run)
@@ -259,7 +259,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """``rillflow replay``: make an update that a run left out again; 1 where it is not finite here too."""
+    """``rillflow replay``: re-run a skipped update; return 1 if it is not finite here either."""
     from rillflow.assembly.replay import replay as replayed
 
     code = DONE
@@ -271,7 +271,7 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """``rillflow doctor``: this machine, as a run would find it."""
+    """``rillflow doctor``: report this machine's state, as a run would find it."""
     from rillflow.assembly.doctor import Health, examine
 
     del arguments
@@ -284,7 +284,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def load(arguments: argparse.Namespace, placed: Sequence[str] = ()) -> LoadedRecipe:
-    """The recipe that the words name, with their ``--set`` texts over it, after those of a plan."""
+    """Return the recipe that the arguments name, with a plan's overrides and then ``--set`` applied."""
     from rillflow.assembly.recipe import load_recipe
 
     overrides = [*placed, *arguments.set]
@@ -312,7 +312,7 @@ def _show_report(report: Report) -> None:
 
 
 def _typed() -> Iterator[str]:
-    """Prompts from the input: with a sign to type after on a terminal, else every line that is not empty."""
+    """Yield prompts from the input: typed after a sign on a terminal, else every line that is not empty."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
         return

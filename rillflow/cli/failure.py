@@ -1,4 +1,4 @@
-"""Failure: what the command line says, and which code it ends with, when a command raises."""
+"""Failure: the message and the exit code of a command that raises."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rillflow.observe.raised import own_line
 from rillflow.observe.wording import visible
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done; it failed on the way; it cannot be done, and nothing was started; the user stopped it."""
+"""Exit codes: done; failed on the way; impossible, with nothing started; stopped by the user."""
 
 
 def explain_failure(error: BaseException, *, debug: bool) -> int:
-    """Say on stderr why a command ended; return its exit code."""
+    """Print on stderr why a command ended; return its exit code."""
     expected, own = isinstance(error, RillflowError | KeyboardInterrupt), own_line(error)
     if debug or not (expected or own):
         traceback.print_exception(error, file=sys.stderr)
@@ -42,7 +42,7 @@ def explain_failure(error: BaseException, *, debug: bool) -> int:
 
 
 def exit_code(error: BaseException) -> int:
-    """The code a command ends with."""
+    """Return the exit code of a command that raised."""
     if isinstance(error, KeyboardInterrupt | Interrupted):
         return INTERRUPTED
     return USAGE if isinstance(error, RillflowError) and not error.is_underway else FAILED

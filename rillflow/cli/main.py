@@ -1,9 +1,9 @@
-"""Main: the arguments of every command, and the one place where errors become exit codes.
+"""Main: the arguments of every command, and the only place where errors become exit codes.
 
     argv ─ parser ─> command ─> its function ─┬─ returns ──────────> its exit code
                                               └─ raises ─ failure ─> what, why, fix on stderr; 1, 2 or 130
 
-Importing this imports little more than the standard library; a command imports what it needs when it runs.
+Importing this loads little more than the standard library; a command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ EPILOG = "exit codes: 0 done, 1 failed on the way, 2 cannot be done and nothing 
 
 
 def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()) -> int:
-    """Run one command; the exit code.
+    """Run one command and return the exit code.
 
     Args:
-        argv: its words; those of the process if None.
-        algorithms: what a recipe may name beside those that are shipped: your own.
+        argv: words of the command; None for those of the process.
+        algorithms: custom algorithms that a recipe may name.
 
     Example:
         raise SystemExit(main(algorithms=[ALGORITHM]))      # at the end of a file of yours
@@ -58,12 +58,12 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
         # The reader of our output went away; the interpreter's own flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  the supervision boundary of the command line
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  a supervision boundary
         return explain_failure(error, debug=arguments.debug)
 
 
 class _Visible(logging.Formatter):
-    """Shows control characters, which a reward's error may have from a model's text."""
+    """Formatter that shows control characters, which an error may contain from a model's text."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See the library."""
@@ -93,7 +93,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _parsed(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespace:
-    """The arguments; a prompt that argparse leaves over, because options stand before it, is taken."""
+    """Parse the arguments; accept a prompt that argparse leaves over because options precede it."""
     parser = build_parser()
     arguments, left = parser.parse_known_args(words, known)
     is_asked = arguments.command == "ask" and arguments.prompt is None
@@ -106,7 +106,7 @@ def _parsed(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespa
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="rillflow",
         description="RL post-training of language models, written as one dataflow.",
@@ -201,7 +201,7 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    """A whole number above 0."""
+    """Return a whole number above 0."""
     if not (text.isdecimal() and text.isascii() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is no number of one or more")
     return int(text)
@@ -229,7 +229,7 @@ def _timeline_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _steps(text: str) -> tuple[int, int]:
-    """The first and the last step. Example: ``_steps("5-8") == (5, 8)``."""
+    """Return the first and the last step. Example: ``_steps("5-8") == (5, 8)``."""
     first, _, last = text.partition("-")
     ends = (first, last if "-" in text else first)
     if not all(end.isdecimal() and end.isascii() for end in ends) or int(ends[0]) > int(ends[1]):
@@ -284,7 +284,7 @@ def _merge_models_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    """The numbers of a list. Example: ``_numbers("2,1") == (2.0, 1.0)``."""
+    """Return the numbers of a list. Example: ``_numbers("2,1") == (2.0, 1.0)``."""
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
@@ -309,7 +309,7 @@ COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentPa
     "merge-adapter": (commands.merge_adapter, _merge_arguments),
     "doctor": (commands.doctor, lambda _: None),
 }
-"""What a word after ``rillflow`` runs, which gives the exit code; and what adds its arguments to a parser."""
+"""Function of each command, which returns the exit code, and the function that adds its arguments."""
 HELP = {
     "run": "run a recipe to its end, or go on with it from its last checkpoint",
     "check": "say everything about a recipe that can be known before it runs",
@@ -328,7 +328,7 @@ HELP = {
     "merge-adapter": "put an adapter into its base's weights, as a model of its own",
     "doctor": "look at this machine and say what would be in the way",
 }
-"""Every command in a line."""
+"""One line of help for every command."""
 
 
 if __name__ == "__main__":

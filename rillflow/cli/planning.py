@@ -1,11 +1,11 @@
-"""Planning: the commands that say what a step will cost: arguments in, exit code out.
+"""Planning: the commands that predict what a step will cost; arguments in, exit code out.
 
-run        recipe, cluster ─ its own placement ─> what is expected of it
+run        recipe, cluster ─ its own placement ─> predicted seconds
 plan       recipe, cluster ─ search ─> tables, plan.toml, a picture
 simulate   recipe, plan, cluster ─ events ─> tables, a timeline
 calibrate  run directory ─ fit ─> a cluster file with its factors
 
-As in ``commands``, every import stands in the function that needs it.
+As in ``commands``, every import is in the function that needs it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from rillflow.planner.simulator.result import Simulation
 
 SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
-"""How much larger than the given one the clusters are that throughput is shown for."""
+"""Sizes of the clusters that throughput is shown for, relative to the given one."""
 SIMULATED, VARIED = 3, 5
-"""The best plans that are simulated, and evaluated with other lengths."""
+"""Numbers of best plans that are simulated, and that are evaluated with other lengths."""
 SHORT = ("model", "gpus", "algorithm", "response")
-"""Words that a plan without a recipe cannot do without."""
+"""Options that a plan without a recipe requires."""
 Words = dict[str, dict[str, Any]]
-"""What ``add_argument`` is told of each word."""
+"""Arguments of ``add_argument`` for each option."""
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    """``rillflow plan``: the best placements of a recipe on a cluster, and what each other is behind by."""
+    """``rillflow plan``: find the best placements of a recipe on a cluster, and rank the others."""
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.plan import plan_text
     from rillflow.planner.ranking import Goal, Objective, order_as_shown
@@ -78,7 +78,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 
 def _stated(arguments: argparse.Namespace) -> Statement:
-    """The problem of a recipe on a cluster, or of the short form."""
+    """Return the problem of a recipe on a cluster, or of the short form."""
     from rillflow.errors import PlanError
 
     words, cluster = vars(arguments), arguments.cluster
@@ -106,7 +106,7 @@ def _stated_recipe(loaded: LoadedRecipe, arguments: argparse.Namespace) -> State
 
 
 def _simulated(problem: Problem, plan: Plan, steps: int = 0, **how: Any) -> Simulation:
-    """So many steps, or those that are enough to know one."""
+    """Simulate a number of steps; 0 takes as many as are enough to know one."""
     from rillflow.planner.cost_model.costs import CostModel
     from rillflow.planner.simulator import simulate as simulator
 
@@ -116,7 +116,7 @@ def _simulated(problem: Problem, plan: Plan, steps: int = 0, **how: Any) -> Simu
 
 
 def simulate(arguments: argparse.Namespace) -> int:
-    """``rillflow simulate``: a plan, event by event."""
+    """``rillflow simulate``: simulate a plan, event by event."""
     from dataclasses import replace
 
     from rillflow.planner.plan import open_plan, require_possible
@@ -142,7 +142,7 @@ def simulate(arguments: argparse.Namespace) -> int:
 
 
 def calibrate(arguments: argparse.Namespace) -> int:
-    """``rillflow calibrate``: the factors with which predictions meet a run."""
+    """``rillflow calibrate``: fit the factors with which predictions match a run."""
     from rillflow.assembly.planning import cluster_text, observe, open_cluster
     from rillflow.planner.calibration import calibrate as fit
     from rillflow.view.plans import calibration_data, calibration_lines
@@ -158,7 +158,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
 
 
 def expected(loaded: LoadedRecipe, arguments: argparse.Namespace) -> Plan:
-    """What a cluster's file says of the recipe as it is placed, for ``rillflow run --cluster``."""
+    """Return the recipe's own placement with predicted seconds, for ``rillflow run --cluster``."""
     from rillflow.assembly.planned import require_for
     from rillflow.assembly.planning import plan_as_placed
     from rillflow.view.plans import said_lines
@@ -172,10 +172,10 @@ def expected(loaded: LoadedRecipe, arguments: argparse.Namespace) -> Plan:
 
 
 class _Once(argparse.Action):
-    """A number that is said once."""
+    """Option that may be given once."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
-        """Keep it, unless there is one."""
+        """Store the value; refuse a second one."""
         said = vars(namespace).setdefault("said", {})
         if self.dest in said:
             parser.error(f"{option} is given twice: {said[self.dest]} and {values}")
@@ -188,7 +188,7 @@ def _word(metavar: str | tuple[str, ...] | None, told: str, kind: Any = Path, **
 
 
 def _page(text: str) -> Path:
-    """The name of a picture's file. Example: ``_page("plan.html") == Path("plan.html")``."""
+    """Return the path of a picture's file. Example: ``_page("plan.html") == Path("plan.html")``."""
     if Path(text).suffix != ".html":
         raise argparse.ArgumentTypeError(
             f"{text} names no kind of picture: a browser shows .html, and prints it"
@@ -219,17 +219,17 @@ WORDS: Words = {
     "--reward-seconds": _word("S", "of the reward's function for a row (0)", float, default=0.0),
     "--steps": _word("N", "of the whole run, for its hours and price", int, default=0),
 }
-"""Those of a plan without a recipe."""
+"""Options of a plan without a recipe."""
 
 
 def run_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``run`` by which predicted seconds stand beside those measured."""
+    """Add the options of ``run`` that predict seconds, to compare with the measured ones."""
     _add(parser.add_mutually_exclusive_group(), PLAN | CLUSTER)
     _add(parser, LENGTHS)
 
 
 def simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``simulate``."""
+    """Add the options of ``simulate``."""
     _add(parser, PLAN | CLUSTER, required=True)
     more = "begin so many times the prompts and the samples, and leave the longest for later"
     slow = "this share of the devices takes so many times as long"
@@ -245,7 +245,7 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``plan``."""
+    """Add the options of ``plan``."""
     _add(parser.add_argument_group("without a recipe"), WORDS, action=_Once)
     goals = (
         "what is to be least: seconds of a step (step), device-hours of a step, devices under a "
@@ -266,7 +266,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of ``calibrate``."""
+    """Add the options of ``calibrate``."""
     machine = _word("FILE", "what it ran on; this machine's cores if left out")
     _add(parser, {"run": _word("RUN", "a run directory"), "--cluster": machine} | OUT | FORMAT)
 
@@ -277,7 +277,7 @@ def _add(parser: Any, words: Words, **alike: Any) -> None:
 
 
 def _freshness_bounds(text: str) -> tuple[int, ...]:
-    """Freshness bounds. Example: ``_freshness_bounds("0,1,4") == (0, 1, 4)``."""
+    """Return freshness bounds. Example: ``_freshness_bounds("0,1,4") == (0, 1, 4)``."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and part.isascii() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 0 on, such as 0,1,4")
@@ -288,7 +288,7 @@ def _write(file: Path, text: str) -> None:
     from rillflow.observe.durable import replace
 
     replace(file, [text.encode("utf-8", "replace")])
-    # Beside the output, which may be JSON for a machine.
+    # To stderr, because the output may be JSON for a machine.
     print(f"wrote {file}", file=sys.stderr)
 
 

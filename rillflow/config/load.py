@@ -1,4 +1,4 @@
-"""Load: a TOML file and ``--set`` settings made into a checked record, or into every reason why not.
+"""Load: turn a TOML file and ``--set`` settings into a checked record, or list every reason why not.
 
 file ─ read_toml ─> data ─ apply_overrides ─> data ─ validate ─> record
        line, column                                  all problems at once
@@ -24,10 +24,10 @@ _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Return the tables of a TOML file.
 
     Raises:
-        ConfigError: there is no such file, it is no file, no UTF-8 or no TOML; with line and column.
+        ConfigError: the file is missing, no regular file, no UTF-8 or no TOML; with line and column.
     """
     text = _decoded(path, _content(path))
     try:
@@ -41,12 +41,12 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def validate(schema: type[S], data: Data, title: str) -> S:
-    """The data as a record.
+    """Return the data as a record.
 
     Args:
         schema: the record's class.
         data: plain data.
-        title: what the data is called in an error.
+        title: name of the data in an error.
 
     Raises:
         ConfigError: everything that is wrong with the data.
@@ -60,7 +60,7 @@ def validate(schema: type[S], data: Data, title: str) -> S:
 
 
 def _with_tuples(value: Any) -> Any:
-    """TOML's lists as the tuples that frozen records hold, and paths as texts."""
+    """Convert TOML's lists to the tuples that frozen records hold, and paths to texts."""
     if isinstance(value, Mapping):
         return {name: _with_tuples(entry) for name, entry in value.items()}
     if isinstance(value, PurePath):

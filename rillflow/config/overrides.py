@@ -1,4 +1,4 @@
-"""Overrides: ``--set a.b=c`` laid over a recipe's data.
+"""Overrides: apply ``--set a.b=c`` to a recipe's data.
 
 "policy.lr=1e-5" ─ parse ─> key and value ─ apply ─> new data; the old stays as it was
 """
@@ -16,7 +16,7 @@ from rillflow.config.schema import Data
 from rillflow.errors import ConfigError
 
 NONE = "none"
-"""The word that takes an optional setting or section away."""
+"""Word that removes an optional setting or section."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,18 +28,18 @@ class Override:
     """
 
     path: tuple[str, ...]
-    """The key's place, from the root."""
+    """Key path, from the root."""
     value: Any
-    """A TOML value, or None to take the setting away."""
+    """TOML value, or None to remove the setting."""
 
     @property
     def dotted(self) -> str:
-        """The key as the user wrote it."""
+        """Key as the user wrote it."""
         return ".".join(self.path)
 
 
 def parse_override(text: str) -> Override:
-    """Read ``a.b=c``: c is a TOML value, the word none, or else a plain text.
+    """Read ``a.b=c``: c is a TOML value, the word none, or else plain text.
 
     Raises:
         ConfigError: there is no ``=``, or an empty key.
@@ -69,10 +69,10 @@ def _value(text: str) -> Any:
 
 
 def apply_overrides(data: Data, overrides: Sequence[Override]) -> dict[str, Any]:
-    """The data with every override in its place, the last one of a key wins.
+    """Return the data with every override applied; the last one of a key wins.
 
     Raises:
-        ConfigError: an override goes through a value as if it were a section.
+        ConfigError: an override treats a value as a section.
     """
     result = dict(data)
     for override in overrides:

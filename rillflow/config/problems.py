@@ -1,4 +1,4 @@
-"""Problems: what a validator found, in sentences a user can act on.
+"""Problems: turn a validator's errors into sentences that a user can act on.
 
 pydantic's error ─ explain ─> ConfigError(key and value, why, fix) ─ together ─> one error that names them all
 """
@@ -37,7 +37,7 @@ _RULES = {
 
 
 def together(problems: Sequence[RillflowError], title: str) -> RillflowError:
-    """The one problem, or an error that lists them all under ``title``."""
+    """Return the only problem, or an error that lists them all under ``title``."""
     if len(problems) == 1:
         return problems[0]
     lines = [f"{title} has {len(problems)} problems"]
@@ -47,7 +47,7 @@ def together(problems: Sequence[RillflowError], title: str) -> RillflowError:
 
 
 def explain(error: ErrorDetails, schema: type[Section], data: Data) -> ConfigError:
-    """What one of pydantic's errors says about the data it was given."""
+    """Return one of pydantic's errors as a ConfigError about the given data."""
     place = at(schema, error["loc"], data)
     kind, context = error["type"], error.get("ctx", {})
     if place.field is None:
@@ -68,7 +68,7 @@ def explain(error: ErrorDetails, schema: type[Section], data: Data) -> ConfigErr
 
 
 def shown(value: object) -> str:
-    """A value as a recipe has it, cut where it is long. Example: ``shown(True) == "true"``."""
+    """Return a value as a recipe has it, shortened if it is long. Example: ``shown(True) == "true"``."""
     if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{key} = {shown(entry)}" for key, entry in value.items()) + "}"
     elif isinstance(value, list | tuple):
@@ -98,7 +98,7 @@ def _remedy(field: FieldInfo, default: object, kind: str, value: object) -> str:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The texts that a setting may have, an optional one's too."""
+    """Return the texts that a setting may have, also those of an optional one."""
     inner = [each for part in get_args(annotation) for each in (get_args(part) or [part])]
     return [each for each in inner if isinstance(each, str)]
 
@@ -124,7 +124,7 @@ def _unknown(place: SettingPlace, value: object, schema: type[Section]) -> Confi
 
 
 def _meant(name: str, known: Mapping[str, FieldInfo], schema: type[Section]) -> str:
-    """What an unknown key stands for: another spelling, another section, or a key described by its words."""
+    """Suggest a fix for an unknown key: another spelling or section, or a key described by its words."""
     spelling = nearest(name, known)
     if spelling.startswith("did you mean"):
         return spelling
@@ -152,7 +152,7 @@ def _missing(dotted: str, field: FieldInfo) -> ConfigError:
 
 
 def _unchosen(dotted: str, field: FieldInfo, value: object) -> ConfigError:
-    """A section that is chosen by name, with a wrong name or none."""
+    """Return the error for a section that is chosen by name, with a wrong name or none."""
     tag = str(field.discriminator)
     names = [name for one in subsections(field) for name in tags(one, tag)]
     if isinstance(value, Mapping) and tag in value:

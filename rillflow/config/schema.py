@@ -1,4 +1,4 @@
-"""Schema: what a Section class says about its keys.
+"""Schema: list the keys of a Section class, and find a setting in it.
 
 Recipe ─ walk ─> policy.lr, policy.model.new.hidden, ...      every key a user may write
        ─ at("policy", "lr") ─> the field and its section      for an error's words
@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from rillflow.config.section import Section
 
 Data: TypeAlias = Mapping[str, Any]
-"""Plain data as TOML gives it: texts, numbers, truth values, lists and tables."""
+"""Plain data as in TOML: texts, numbers, booleans, lists and tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,46 +24,46 @@ class Key:
     """One key of a schema."""
 
     path: tuple[str, ...]
-    """Its place, from the root."""
+    """Key path, from the root."""
     section: type[Section]
-    """The section it is a key of."""
+    """Section that has the key."""
     field: FieldInfo
-    """What may stand there."""
+    """Type and limits of its value."""
 
     @property
     def dotted(self) -> str:
-        """As a user writes it. Example: ``policy.lr``."""
+        """Key as a user writes it. Example: ``policy.lr``."""
         return ".".join(self.path)
 
     @property
     def is_section(self) -> bool:
-        """Whether it holds further keys rather than a value."""
+        """Whether the key holds further keys rather than a value."""
         return bool(subsections(self.field))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingPlace:
-    """Where in a recipe something stands."""
+    """Place of a setting in a recipe."""
 
     dotted: str
-    """As a user writes it. Example: ``rollout.stop[0]``."""
+    """Place as a user writes it. Example: ``rollout.stop[0]``."""
     section: type[Section]
-    """The section it stands in."""
+    """Section that contains the place."""
     field: FieldInfo | None
-    """What may stand there; None where the section has no key of this name."""
+    """Field at the place; None if the section has no key of this name."""
     default: Any = None
-    """What stands there where nothing is given, as the sections around have it."""
+    """Default at the place, as the sections around it define."""
 
 
 def subsections(field: FieldInfo) -> tuple[type[Section], ...]:
-    """The sections a field may hold: none for a value, several where one is chosen by name."""
+    """Return the sections that a field may hold: none for a value, several if one is chosen by name."""
     annotation = field.annotation
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     return tuple(member for member in members if isinstance(member, type) and issubclass(member, Section))
 
 
 def chosen(field: FieldInfo, value: object) -> type[Section] | None:
-    """The section that ``value`` stands for; None where it stands for none, or for an unknown choice."""
+    """Return the section that ``value`` selects; None if it selects none, or an unknown one."""
     candidates = subsections(field)
     if len(candidates) <= 1 or not isinstance(field.discriminator, str):
         return candidates[0] if candidates else None
@@ -72,13 +72,13 @@ def chosen(field: FieldInfo, value: object) -> type[Section] | None:
 
 
 def tags(section: type[Section], discriminator: str) -> tuple[str, ...]:
-    """The names by which a section is chosen."""
+    """Return the names that select a section."""
     annotation = section.model_fields[discriminator].annotation
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def walk(section: type[Section], prefix: tuple[str, ...] = ()) -> Iterator[Key]:
-    """Every key of a schema, sections before their content, every choice of a section included."""
+    """Yield every key of a schema, sections before their content, with every choice of a section."""
     for name, field in section.model_fields.items():
         key = Key(path=(*prefix, name), section=section, field=field)
         yield key
@@ -99,7 +99,7 @@ def at(
     default = vars(preset)[name] if isinstance(preset, section) else field.get_default()
     inner = chosen(field, value)
     if inner is not None and field.discriminator:
-        rest = rest[1:]  # a validator puts the name of the choice into its place, a user does not
+        rest = rest[1:]  # a validator adds the name of the choice to its place, a user does not
     if inner is not None and rest:
         return at(inner, rest, value, dotted, default)
     index = "".join(f"[{part}]" for part in rest if isinstance(part, int))

@@ -1,4 +1,4 @@
-"""Section: the base of every config record."""
+"""Section: the base class of every config record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _over_defaults(cls, data: object) -> object:
-        """Lay what is given of an inner section over the default in its place: a variant states its own."""
+        """Merge a given inner section over the default that this class has for it."""
         if not isinstance(data, Mapping):
             return data
         presets = {

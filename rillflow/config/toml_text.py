@@ -1,4 +1,4 @@
-"""TOML text: tables written so that reading them gives the same values back.
+"""TOML text: write tables so that reading them gives the same values.
 
 tables ─ toml_text ─> text ─ tomllib ─> the same tables
 """
@@ -20,27 +20,27 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml_text(tables: Data, comment: str = "") -> str:
-    """The tables as TOML, values before the tables inside; what is None is left out.
+    """Return the tables as TOML, values before inner tables; None is left out.
 
     Args:
-        tables: texts, truth values, numbers, lists and tables of these.
-        comment: what the first lines say to a person.
+        tables: texts, booleans, numbers, lists and tables of these.
+        comment: text of the first lines.
 
     Raises:
-        ConfigError: a value that TOML has no form for, or a number that is not finite.
+        ConfigError: TOML has no form for a value, or a number is not finite.
     """
     head = [f"# {line}".rstrip() for line in comment.splitlines()]
     return "\n".join([*head, *_lines(tables, ())]).strip("\n") + "\n"
 
 
 def inline_text(table: Data) -> str:
-    """A table in one line. Example: ``inline_text({"main": {"tp": 2}}) == "{main = {tp = 2}}"``."""
+    """Return a table in one line. Example: ``inline_text({"main": {"tp": 2}}) == "{main = {tp = 2}}"``."""
     entries = (f"{_key(name)} = {_value(value, name)}" for name, value in table.items() if value is not None)
     return f"{{{', '.join(entries)}}}"
 
 
 def _lines(table: Data, path: tuple[str, ...]) -> Iterator[str]:
-    """A table's own values, then the tables in it."""
+    """Yield a table's own values, then its inner tables."""
     values = {name: value for name, value in table.items() if not isinstance(value, Mapping)}
     inner = {name: value for name, value in table.items() if isinstance(value, Mapping)}
     if path and (values or not inner):
@@ -58,7 +58,7 @@ def _key(name: str) -> str:
 
 
 def _text(value: str) -> str:
-    # A JSON string is a TOML string but for DEL, which TOML wants escaped.
+    # A JSON string is a TOML string, except for DEL, which TOML wants escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -4,9 +4,9 @@
     rewards [B], divergence [T] ──> token rewards [T], values [T] ──> advantages, returns [T]
     logits [N, V] ──> log probabilities [N] ──> log ratios [N] ──> token losses [N] ──> (sum, denominator)
 
-T are the tokens of all rows laid end to end, N their loss tokens alone; nothing is padded. Names are
-loaded at their first use, and torch where one computes: a step that says ``formulas.group_advantages`` is
-read and traced without waiting for torch.
+T are the tokens of all rows laid end to end, N only their loss tokens; nothing is padded. A name is loaded at
+its first use, and torch when a formula computes, so a step with ``formulas.group_advantages`` is read and
+traced without loading torch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _NAMES = {
 }
 """The public names of each module."""
 Granularity = Literal["row", "group", "batch"]
-"""What a formula has to see to know a row's result: the row, all rows of its prompt, or all there are."""
+"""Rows that a formula must see for a row's result: the row, all rows of its prompt, or the batch."""
 _SEEN: dict[Granularity, str] = {
     "row": (
         "bootstrapped_rewards bounded_rewards ended gae implicit_rewards is_paired is_preferred kept_totals "
@@ -74,7 +74,7 @@ _SEEN: dict[Granularity, str] = {
     ),
     "group": "best_rows group_advantages leave_one_out pair_places penalised_group_advantages varied_groups",
 }
-"""Formulas that run where their rows are; the others see the whole batch."""
+"""Formulas that run on the ranks that hold their rows; the others see the whole batch."""
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
@@ -85,7 +85,7 @@ def __getattr__(name: str) -> Any:
 
 
 def granularity(formula: Callable[..., Any]) -> Granularity:
-    """What a formula has to see; an own one says so by ``seeing``."""
+    """Return the rows that a formula must see; a custom formula sets them with ``seeing``."""
     if formula.__module__.startswith(f"{__name__}."):
         return next((seen for seen, names in _SEEN.items() if formula.__name__ in names.split()), "batch")
     said: Granularity = vars(formula).get("granularity", "batch")
@@ -93,7 +93,7 @@ def granularity(formula: Callable[..., Any]) -> Granularity:
 
 
 def seeing(what: Granularity) -> Callable[[Formula], Formula]:
-    """Say of an own formula what it has to see: one of rows or groups runs on every rank that holds some.
+    """Set the rows that a custom formula must see; with rows or groups it runs on every rank that holds some.
 
     Example:
         @formulas.seeing("group")

@@ -1,4 +1,4 @@
-"""Advantages of rows: how much better a row did than could be expected. Legend: B rows, G groups."""
+"""Advantages of rows: how much better a row did than expected. Legend: B rows, G groups."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from rillflow.records.ragged import Ragged
 
 Scale = Literal["std", "off"]
-"""Whether advantages are divided by the deviation of their group."""
+"""Division of advantages by their group's deviation, or none."""
 EPSILON = 1e-6
-"""Added to a deviation before it divides."""
+"""Added to a deviation before the division."""
 
 
 def group_advantages(rewards: Tensor, groups: Tensor, valid: Tensor, *, scale: Scale) -> Tensor:
-    """[B] each row's reward minus the mean of its group, divided by the group's deviation if asked.
+    """Return [B], each row's reward minus the mean of its group, divided by the group's deviation if asked.
 
-    A_i = (R_i - mean) / (std + 1e-6), the deviation that of a sample (G - 1); GRPO, arXiv 2402.03300.
-    Without the division it is Dr.GRPO's (arXiv 2503.20783), and G/(G-1) times it is RLOO's
-    (``leave_one_out``). Equal rewards give exactly 0.
+    A_i = (R_i - mean) / (std + 1e-6), with the sample deviation (G - 1); GRPO, arXiv 2402.03300. Without the
+    division it is Dr.GRPO's (arXiv 2503.20783), and then G/(G-1) times it is RLOO's (``leave_one_out``).
+    Equal rewards give exactly 0.
 
     Args:
         rewards: [B] float.
@@ -43,11 +43,11 @@ def group_advantages(rewards: Tensor, groups: Tensor, valid: Tensor, *, scale: S
 def penalised_group_advantages(
     rewards: Tensor, penalised: Tensor, groups: Tensor, valid: Tensor, *, scale: Scale
 ) -> Tensor:
-    """[B] ``group_advantages`` of penalised rewards, divided by the deviation of the rewards themselves.
+    """Return [B], ``group_advantages`` of penalised rewards, divided by the deviation of plain rewards.
 
-    A_i = (R'_i - mean') / (std(R) + 1e-6), R' the rewards less their penalty. Where the group's rewards R
-    are all equal nothing divides: the penalty counts what it costs, and its differences, which are noise
-    beside a reward's, are not made as large as one.
+    A_i = (R'_i - mean') / (std(R) + 1e-6), R' the rewards less their penalty. If a group's rewards R are all
+    equal, nothing is divided: differences between penalties are noise compared with those of rewards, and are
+    not scaled up to them.
 
     Args:
         rewards: [B] float, before the penalty.
@@ -69,7 +69,7 @@ def penalised_group_advantages(
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
-    """[B] each row's reward minus the mean reward of the other rows of its group.
+    """Return [B], each row's reward minus the mean reward of the other rows of its group.
 
     A_i = R_i - sum_{j != i} R_j / (G - 1) = G / (G - 1) (R_i - mean), G the group's scored rows; RLOO,
     arXiv 2402.14740. Equal rewards, and a row with no other to compare with, give exactly 0.
@@ -88,18 +88,18 @@ def leave_one_out(rewards: Tensor, groups: Tensor, valid: Tensor) -> Tensor:
 
 
 def over_greedy(rewards: Tensor, valid: Tensor, ids: Tensor, *, greedy: Batch) -> Tensor:
-    """[B] each row's reward minus that of the likeliest answer to its prompt, which stands in another batch.
+    """Return [B], each row's reward minus that of its prompt's greedy answer, which is in another batch.
 
     A_i = R(sample) - R(greedy); ReMax, arXiv 2310.10505.
 
     Args:
         rewards: [B] float.
-        valid: [B] bool; a row without a score gets 0, and one whose greedy answer has none.
-        ids: [B, 3] int64 the rows' ids; the first two, epoch and prompt, find the greedy answer.
-        greedy: a row a prompt with ``rewards`` and ``valid``, in any order.
+        valid: [B] bool; a row gets 0 if it has no score, or its greedy answer has none.
+        ids: [B, 3] int64 row ids; the first two, epoch and prompt, find the greedy answer.
+        greedy: one row per prompt with ``rewards`` and ``valid``, in any order.
 
     Raises:
-        FormulaError: a prompt has not exactly one greedy answer, or there is not one reward a row.
+        FormulaError: a prompt has not exactly one greedy answer, or rewards and rows differ in number.
     """
     import torch
 
@@ -119,10 +119,10 @@ def over_greedy(rewards: Tensor, valid: Tensor, ids: Tensor, *, greedy: Batch) -
 
 
 def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
-    """[B] bool, True for every row of a group in which two scored rows have different rewards.
+    """Return [B] bool, True for every row of a group in which two scored rows have different rewards.
 
-    The groups that teach something: DAPO trains on these and samples others in the place of the rest
-    (arXiv 2503.14476, equation 11). In the rest, ``group_advantages`` and ``leave_one_out`` are 0.
+    DAPO trains on these groups and samples others in place of the rest (arXiv 2503.14476, equation 11). In
+    the rest, ``group_advantages`` and ``leave_one_out`` are 0.
 
     Args:
         rewards: [B] float.
@@ -140,13 +140,13 @@ def varied_groups(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
 
 
 def lagrangian_advantages(reward_advantages: Ragged, cost_advantages: Ragged, multiplier: float) -> Ragged:
-    """[T] the advantage of reward over cost at the multiplier's price.
+    """Return [T], the advantage of reward over cost at the multiplier's price.
 
     A = (A_R - lambda A_C) / (1 + lambda); Safe RLHF, arXiv 2310.12773.
 
     Args:
         reward_advantages: aligned to the tokens.
-        cost_advantages: the same of the cost, high where an answer does harm.
+        cost_advantages: the same for the cost, high where an answer does harm.
         multiplier: lambda, the price of one unit of cost in units of reward; not negative.
 
     Raises:
@@ -164,15 +164,15 @@ def lagrangian_advantages(reward_advantages: Ragged, cost_advantages: Ragged, mu
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Centred:
     rewards: Tensor
-    """[B] minus the mean of the group's scored rows; 0 for a row without a score."""
+    """[B] reward minus the mean of the group's scored rows; 0 for a row without a score."""
     group: Tensor
-    """[B] int64 the place of the row's group in ``size``."""
+    """[B] int64 index of the row's group in ``size``."""
     size: Tensor
-    """[G] float, the group's scored rows, at least 1."""
+    """[G] float number of the group's scored rows, at least 1."""
 
 
 def _centred(rewards: Tensor, groups: Tensor, valid: Tensor) -> _Centred:
-    """Measured from the least of their group, equal rewards are exactly 0 whatever their mean rounds to."""
+    """Centre rewards in their groups, measured from the least one, so that equal rewards are exactly 0."""
     names, group = groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     zeros = rewards.new_zeros(len(names))
     size = zeros.index_add(0, group, valid.to(rewards.dtype)).clamp_min(1)
@@ -182,12 +182,12 @@ def _centred(rewards: Tensor, groups: Tensor, valid: Tensor) -> _Centred:
 
 
 def _deviation(found: _Centred) -> Tensor:
-    """[B] the deviation, that of a sample, of each row's group."""
+    """Return [B], the sample deviation of each row's group."""
     squares = found.size.new_zeros(found.size.shape).index_add(0, found.group, found.rewards.square())
     return (squares / (found.size - 1).clamp_min(1)).sqrt()[found.group]
 
 
 def _least(rewards: Tensor, valid: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """[G] the smallest reward of each group's scored rows; infinity where there is none."""
+    """Return [G], the smallest reward of each group's scored rows; infinity if there is none."""
     highest = rewards.new_full((num_groups,), math.inf)
     return highest.scatter_reduce(0, group, rewards.masked_fill(~valid, math.inf), "amin")

@@ -1,10 +1,10 @@
-"""Aggregation: how the losses of tokens become one loss that any partition computes alike.
+"""Aggregation: combine token losses into one loss that is the same for any partition of the minibatch.
 
     loss mask ──> weight of every token, one denominator for the whole minibatch
     micro-batch or rank: sum(weight x loss of its tokens) ── added up ──> / denominator
 
-The denominator is counted before the minibatch is cut, so no part divides by a count of its own. A row
-without a loss token counts in no aggregation: it is as if it were not there.
+The denominator is counted before the minibatch is split, so no part divides by a count of its own. A row
+without a loss token counts in no aggregation.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossWeights:
-    """What a minibatch's loss is made of: sum(values x token losses) / denominator."""
+    """Weights of a minibatch's loss: sum(values x token losses) / denominator."""
 
     values: Ragged
     """float64, aligned to the tokens; 0 where the policy did not sample."""
     denominator: float
-    """The whole minibatch's; 0 when it has no loss token."""
+    """Denominator of the whole minibatch; 0 if it has no loss token."""
 
 
 def loss_weights(loss_mask: Ragged, aggregation: Aggregation, constant: int = 0) -> LossWeights:
-    """The weights and the denominator of a minibatch.
+    """Return the weights and the denominator of a minibatch.
 
-    token_mean: 1 and the number of loss tokens (DAPO, arXiv 2503.14476). sequence_mean: 1 / |o| and the
-    number of rows with a loss token (GRPO, arXiv 2402.03300). constant: 1 and the same rows x constant
-    (Dr.GRPO, arXiv 2503.20783).
+    token_mean: weight 1, over the number of loss tokens (DAPO, arXiv 2503.14476). sequence_mean: weight 1 /
+    |o|, over the number of rows with a loss token (GRPO, arXiv 2402.03300). constant: weight 1, over the
+    number of such rows x constant (Dr.GRPO, arXiv 2503.20783).
 
     Args:
         loss_mask: bool, True where the policy sampled the token.
-        aggregation: which of the three.
-        constant: the divisor of a row; for ``constant`` alone.
+        aggregation: name of the aggregation.
+        constant: divisor of a row; only for ``constant``.
 
     Raises:
-        FormulaError: the aggregation is unknown, or ``constant`` is asked for without a positive one.
+        FormulaError: the aggregation is unknown, or ``constant`` is chosen without a positive divisor.
     """
     known("loss_weights", Aggregation, aggregation=aggregation)
     if aggregation == "constant" and constant < 1:

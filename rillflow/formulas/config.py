@@ -1,4 +1,4 @@
-"""Settings of the loss family."""
+"""Settings of the losses."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pydantic import Field, field_validator, model_validator
 from rillflow.graph.loss import LossSection
 
 Correction = Literal["none", "tis", "sequence_tis", "icepop", "m2po", "topr"]
-"""What makes up for tokens that another policy sampled."""
+"""Correction of tokens that another policy sampled."""
 Estimator = Literal["k1", "k2", "k3"]
-"""Estimates of a divergence from single tokens: ``formulas.divergence``."""
+"""Estimators of a divergence from single tokens: ``formulas.divergence``."""
 Surrogate = Literal["clip", "weight"]
-"""What the bounds on the ratio are put on: ``formulas.clipped_policy_loss``."""
+"""Quantity that the bounds on the ratio clip: ``formulas.clipped_policy_loss``."""
 Selector = Literal["max_min", "max_random", "max_max", "random"]
-"""Which two rows of a prompt are a pair: ``formulas.pair_places``."""
+"""Rule that selects a prompt's pair: ``formulas.pair_places``."""
 MOST_LOGITS = 1 << 26
-"""Logits of one pass that are kept whole: 256 MiB in float32, and a gradient as large."""
+"""Logits of one pass that are kept whole: 256 MiB in float32, and as much for their gradient."""
 _BOUNDS = {"tis": (0, 2), "sequence_tis": (0, 5), "icepop": (0.5, 5), "m2po": (0, 0.04), "topr": (0, 1)}
-"""The bounds of each correction where a recipe gives none; ``formulas.ratios`` says what they bound."""
+"""Default bounds of each correction; ``formulas.ratios`` describes what they bound."""
 
 
 class PolicyLossConfig(LossSection):
-    """The clipped policy loss and its companions; see docs/algorithms/grpo.md for the equation."""
+    """The clipped policy loss and its further terms; see docs/algorithms/grpo.md for the equation."""
 
     ratio: Literal["token", "sequence"] = Field(
         "token",
@@ -78,28 +78,28 @@ class PolicyLossConfig(LossSection):
     @field_validator("correction", mode="before")
     @classmethod
     def _null_is_none(cls, value: object) -> object:
-        """``--set algorithm.loss.correction=none`` arrives as null."""
+        """Accept ``--set algorithm.loss.correction=none``, which arrives as null."""
         return "none" if value is None else value
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The fields that it is computed from."""
+        """Fields that the loss is computed from."""
         near = ("reference_logprobs",) if self.kl_paid == "loss" else ()
         return ("sampler_logprobs", "advantages", *near)
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The correction's bounds: those that are set, else its own; none has none."""
+        """Bounds of the correction: those that are set, else its own; ``none`` has no bounds."""
         return self.correction_bounds or _BOUNDS[self.correction]
 
     @property
     def kl_paid(self) -> Literal["loss", "reward"] | None:
-        """Where the divergence is paid; None where it has no price."""
+        """Place where the divergence is paid; None if its weight is 0."""
         return self.kl_in if self.kl else None
 
     @property
     def estimator(self) -> Estimator:
-        """The estimator in use: the one that is set, else the one whose gradient is right there."""
+        """Estimator in use: the one that is set, else the one with the right gradient in that place."""
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
 
     @model_validator(mode="after")
@@ -146,14 +146,14 @@ class ValueLossConfig(LossSection):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The fields that it is computed from."""
+        """Fields that the loss is computed from."""
         return ("returns",)
 
 
 PairKind = Literal["dpo", "ipo", "hinge", "simpo", "orpo"]
 """Losses of pairs: ``formulas.preferences``."""
 _SCALES: dict[PairKind, float] = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}
-"""Each kind's beta where a recipe gives none: what its paper uses, or its own page recommends."""
+"""Default beta of each kind, from its paper or its own page."""
 
 
 class PairLossConfig(LossSection):
@@ -184,22 +184,22 @@ class PairLossConfig(LossSection):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The fields that it is computed from."""
+        """Fields that the loss is computed from."""
         return ("reference_totals",) if self.has_reference else ()
 
     @property
     def rows_together(self) -> int:
-        """A pair is never parted."""
+        """Rows that are never separated: the two of a pair."""
         return 2
 
     @property
     def has_reference(self) -> bool:
-        """Whether the policy is compared with where it began."""
+        """Whether the policy is compared with a reference."""
         return self.kind not in ("simpo", "orpo")
 
     @property
     def scale(self) -> float:
-        """Beta: the one that is set, else the kind's."""
+        """Beta: the value that is set, else the kind's."""
         return _SCALES[self.kind] if self.beta is None else self.beta
 
     @property
@@ -209,12 +209,12 @@ class PairLossConfig(LossSection):
 
     @property
     def nll_weight(self) -> float:
-        """What the chosen answers' own loss counts."""
+        """Weight of the chosen answers' own loss."""
         return float(self.kind == "orpo") if self.nll is None else self.nll
 
     @property
     def target_margin(self) -> float:
-        """What is taken from the margin before it is judged."""
+        """Margin that is subtracted before the loss."""
         return 0.0 if self.kind != "simpo" else 1.0 if self.gamma is None else self.gamma
 
     @model_validator(mode="after")
@@ -245,10 +245,10 @@ class UnpairedLossConfig(LossSection):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """The fields that it is computed from."""
+        """Fields that the loss is computed from."""
         return ("label", "reference_totals")
 
     @property
     def rows_together(self) -> int:
-        """An answer, and its prompt with another one."""
+        """Rows that are never separated: an answer, and its prompt with another answer."""
         return 2

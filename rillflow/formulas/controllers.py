@@ -1,6 +1,6 @@
-"""Weights that move with what is measured: pure transitions from one step's number to the next's.
+"""Controllers: weights that adapt to measurements, as pure functions from one step's weight to the next.
 
-No torch here: a controller of an algorithm may hold such a number without loading it.
+No torch here: an algorithm's controller may hold such a weight without loading it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import math
 from rillflow.errors import FormulaError
 
 ERROR_BOUND = 0.2
-"""Largest share of its target by which a measured divergence counts as off."""
+"""Largest relative error of a measured divergence that moves the weight."""
 LARGEST_LOGARITHM = 700.0
-"""Where an exponential leaves the range of float64."""
+"""Exponent above which an exponential leaves the range of float64."""
 
 
 def next_kl_weight(weight: float, observed: float, target: float, horizon: float, rows: int) -> float:
-    """The price of divergence after a step, moved towards the one at which the divergence is the target.
+    """Return the KL weight after a step, moved so that the divergence approaches the target.
 
     weight' = weight (1 + e rows / horizon), e = clip(observed / target - 1, -0.2, 0.2); Ziegler et al.,
     arXiv 1909.08593, section 2.2, where rows / horizon is K = 0.1.
@@ -24,7 +24,7 @@ def next_kl_weight(weight: float, observed: float, target: float, horizon: float
     Args:
         weight: the present price of one nat.
         observed: the step's divergence of a row, in nats.
-        target: the divergence of a row that is wanted, in nats.
+        target: the wanted divergence of a row, in nats.
         horizon: rows over which an error of 1 would double the weight.
         rows: rows of the step.
 
@@ -49,24 +49,24 @@ def next_kl_weight(weight: float, observed: float, target: float, horizon: float
 
 
 def multiplier(log_multiplier: float) -> float:
-    """lambda, the price that ``next_log_multiplier`` moves by its logarithm."""
+    """Return lambda, the price whose logarithm ``next_log_multiplier`` moves."""
     return math.exp(log_multiplier)
 
 
 def next_log_multiplier(
     log_multiplier: float, mean_cost: float, limit: float, lr: float, *, highest: float = math.inf
 ) -> float:
-    """The logarithm of a constraint's price after a step, raised while the cost is above its limit.
+    """Return the logarithm of a constraint's price after a step, raised while the cost is above its limit.
 
-    log lambda' = log lambda + lr lambda (mean_cost - limit): ascent of lambda (E[C] - limit) in log
-    lambda, so that lambda stays positive; Safe RLHF, arXiv 2310.12773.
+    log lambda' = log lambda + lr lambda (mean_cost - limit): gradient ascent on lambda (E[C] - limit) in
+    log lambda, so that lambda stays positive; Safe RLHF, arXiv 2310.12773.
 
     Args:
         log_multiplier: the present log lambda.
         mean_cost: the step's mean cost of a row.
-        limit: the cost of a row that is allowed.
+        limit: the allowed cost of a row.
         lr: size of the step in log lambda, for lambda = 1 and a cost one above the limit.
-        highest: lambda never grows above it; a cost that cannot be lowered would send it to infinity.
+        highest: upper bound of lambda; a cost that cannot be lowered would send it to infinity.
 
     Raises:
         FormulaError: a number is not finite, ``lr`` or ``highest`` is not positive, or lambda has left the

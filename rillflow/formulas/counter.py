@@ -1,10 +1,10 @@
-"""Counter-based random numbers: the number for (seed, row, position) is computed, never drawn in turn.
+"""Counter-based random numbers: computed from (seed, row, position), never drawn in sequence.
 
     seed (64 bits) ─ key ──┐
     (position, sample, prompt, epoch) ─ counter ──> Philox 4x32-10 ──> two uniform numbers
 
-So a row's randomness depends on no completion order, batch mate or worker (contract order-blind).
-Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the test holds the
+A row's randomness depends on no completion order, batch neighbour or worker (contract order-blind).
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; a test checks the
 published known answers.
 """
 
@@ -20,7 +20,7 @@ _ROUNDS = 10
 
 
 def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
-    """Philox 4x32-10.
+    """Return random words from Philox 4x32-10.
 
     Args:
         counter: [..., 4] int64, each entry one unsigned 32-bit word.
@@ -44,7 +44,7 @@ def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
 
 
 def uniform(seed: int, ids: Tensor, positions: Tensor) -> Tensor:
-    """One uniform number in [0, 1) for every row and position.
+    """Return one uniform number in [0, 1) for every row and position.
 
     Args:
         seed: the run's seed; its low 64 bits count.
@@ -62,7 +62,7 @@ def uniform(seed: int, ids: Tensor, positions: Tensor) -> Tensor:
 
 
 def permutation(seed: int, size: int, stream: int = 0) -> Tensor:
-    """[size] int64 a permutation of 0 .. size-1 that depends on (seed, stream) alone."""
+    """Return [size] int64, a permutation of 0 .. size-1 that depends only on (seed, stream)."""
     ids = torch.tensor([stream, 0, 0], dtype=torch.int64).expand(size, 3)
     keys = uniform(seed ^ 0x5851F42D4C957F2D, ids, torch.arange(size))
     return torch.argsort(keys, stable=True)

@@ -1,4 +1,4 @@
-"""How far a measured share may be from the true one. No torch here: reports import it too."""
+"""Intervals of measured shares and means. No torch here: reports import it too."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from statistics import NormalDist, fmean, stdev
 from rillflow.errors import FormulaError
 
 Z95 = 1.959963984540054
-"""The normal distribution's two-sided 95% quantile."""
+"""Two-sided 95% quantile of the normal distribution."""
 
 
 def wilson(correct: float, count: int, z: float = Z95) -> tuple[float, float]:
-    """The Wilson score interval (low, high) of a share of ``correct`` in ``count``.
+    """Return the Wilson score interval (low, high) of a share of ``correct`` in ``count``.
 
     centre = (p + z^2/2n) / (1 + z^2/n), half = z sqrt(p(1-p)/n + z^2/4n^2) / (1 + z^2/n) (E. B. Wilson,
-    JASA 1927). Without a trial nothing is known: (0, 1).
+    JASA 1927). Without a trial it is (0, 1).
 
     Raises:
         FormulaError: ``correct`` is not between 0 and ``count``.
@@ -28,14 +28,14 @@ def wilson(correct: float, count: int, z: float = Z95) -> tuple[float, float]:
     share, square = correct / count, z * z / count
     centre = (share + square / 2) / (1 + square)
     half = z * math.sqrt(share * (1 - share) / count + square / (4 * count)) / (1 + square)
-    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # rounding left out
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # guards against rounding
 
 
 def student_t(freedom: int, level: float = 0.95) -> float:
-    """Student's t: the two-sided quantile at a confidence level, for so many degrees of freedom.
+    """Return Student's t, the two-sided quantile at a confidence level, for these degrees of freedom.
 
-    Newton's steps from the normal quantile. P(|T| <= t) is concave in t and the normal quantile is the
-    smaller one, so every step comes nearer from below.
+    Newton's method from the normal quantile. P(|T| <= t) is concave in t and the normal quantile is smaller,
+    so every step approaches the result from below.
 
     Raises:
         FormulaError: there is no degree of freedom, or the level is not between 0 and 1.
@@ -55,7 +55,7 @@ def student_t(freedom: int, level: float = 0.95) -> float:
 
 
 def _student_within(t: float, freedom: int) -> float:
-    """P(|T| <= t) as a finite sum (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3, 4)."""
+    """Return P(|T| <= t), summed as in Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3, 4."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, square, is_odd = math.sin(angle), math.cos(angle) ** 2, freedom % 2
     term = math.cos(angle) if is_odd else 1.0
@@ -67,7 +67,7 @@ def _student_within(t: float, freedom: int) -> float:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half of Student's 95% interval of a mean: t s / sqrt(n), s with n - 1, t of n - 1 degrees of freedom.
+    """Return half of Student's 95% interval of a mean: t s / sqrt(n), s and t of n - 1 degrees of freedom.
 
     Raises:
         FormulaError: there are fewer than two values.
@@ -78,13 +78,13 @@ def half_width(values: Sequence[float]) -> float:
 def mean_interval(
     values: Sequence[float], possible: tuple[float, float] = (-math.inf, math.inf)
 ) -> tuple[float, float] | None:
-    """Student's 95% interval (low, high) of a mean: mean -+ ``half_width``.
+    """Return Student's 95% interval (low, high) of a mean: mean -+ ``half_width``.
 
-    None where the values do not differ: how far their mean may be off is then unknown.
+    None if the values do not differ, because the error of their mean is then unknown.
 
     Args:
-        values: independent ones, such as one a prompt.
-        possible: the range that every value lies in; the interval ends at its bounds.
+        values: independent values, such as one per prompt.
+        possible: range of every value; the interval ends at its bounds.
     """
     if len(set(values)) < 2:
         return None
@@ -93,18 +93,18 @@ def mean_interval(
 
 
 def calibration_error(likely: Sequence[float], bins: int = 10) -> float:
-    """How far stated probabilities are from shares, of pairs whose better answer is known: ECE, 0 to 1.
+    """Return the expected calibration error (ECE, 0 to 1) of probabilities that better answers are better.
 
-    A pair's confidence is max(p, 1 - p), and right where p > 1/2 (half right at 1/2). Pairs are put into
-    equal bins of confidence from 1/2 to 1; the result is sum over bins of n_bin / n x |right - confidence|
+    A pair's confidence is max(p, 1 - p); it is right if p > 1/2 (half right at 1/2). Pairs are put into equal
+    bins of confidence from 1/2 to 1; the result is sum over bins of n_bin / n x |right - confidence|
     (M. P. Naeini and others, AAAI 2015).
 
     Args:
-        likely: for each pair the stated probability p that the better answer is better.
-        bins: how many.
+        likely: probability p for each pair that the better answer is better.
+        bins: number of bins.
 
     Raises:
-        FormulaError: there is no pair, or a value is no probability.
+        FormulaError: there is no pair, or a value is not a probability.
     """
     if not likely or not all(0 <= each <= 1 for each in likely):
         raise FormulaError(

@@ -1,8 +1,8 @@
-"""Judging: what a judge's labels say of answers, and what many judgments say of two models.
+"""Judging: turn a judge's label probabilities into preferences and ratings, and outcomes into win rates.
 
 log p(label) [N, K] ─ label_shares ─> p [N, K]
 p(first is better) of both orders [N], [N] ─ both_orders ─> p(one beats other) [N]
-p of pairs (i, j) ─ mean_wins ─> a number a row
+outcome of every prompt ─ win_rate, length_controlled ─> share that is won
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Preferences:
-    """What a judge says of N pairs of answers, each read in both orders."""
+    """Preferences of a judge between N pairs of answers, each read in both orders."""
 
     likely: Tensor
-    """[N] that the one answer is better than the other."""
+    """[N] probability that the one answer is better than the other."""
     contradicts: Tensor
-    """[N] bool, True where the two orders name different answers."""
+    """[N] bool, True if the two orders prefer different answers."""
     bias: Tensor
-    """[N] how much likelier the answer that stands first is taken to be better, -1/2 to 1/2."""
+    """[N] position bias: how much likelier the first answer is judged better, -1/2 to 1/2."""
 
 
 def label_shares(logprobs: Tensor) -> Tensor:
-    """[N, K] the probability of each label among the labels: a softmax of their log probabilities [N, K]."""
+    """Return [N, K], each label's share of probability: a softmax of their log probabilities [N, K]."""
     if logprobs.dim() != 2 or logprobs.shape[1] < 2:
         raise FormulaError(
             f"label_shares: shape {list(logprobs.shape)}", why="each row has a number for each of two labels"
@@ -43,13 +43,13 @@ def label_shares(logprobs: Tensor) -> Tensor:
 
 
 def both_orders(one_first: Tensor, other_first: Tensor) -> Preferences:
-    """A preference without the bias of position: the mean over both orders (arXiv 2405.07863, section 2).
+    """Return preferences without position bias: the mean over both orders (arXiv 2405.07863, section 2).
 
-    p(one beats other) = (p(A | one, other) + p(B | other, one)) / 2. A judge that always says A gives 1/2.
+    p(one beats other) = (p(A | one, other) + p(B | other, one)) / 2. A judge that always answers A gives 1/2.
 
     Args:
-        one_first: [N] probability that the answer that stands first is better, where that is the one.
-        other_first: [N] the same where the other stands first.
+        one_first: [N] probability that the first answer is better, with the one shown first.
+        other_first: [N] the same, with the other shown first.
 
     Raises:
         FormulaError: shapes differ.
@@ -63,21 +63,21 @@ def both_orders(one_first: Tensor, other_first: Tensor) -> Preferences:
 
 
 def expected_rating(shares: Tensor, ratings: tuple[float, ...]) -> Tensor:
-    """[N] the mean rating, of labels' shares [N, K] and what each is worth."""
+    """Return [N], the mean rating under the labels' shares [N, K] and the labels' ratings."""
     return shares @ shares.new_tensor(ratings)
 
 
 def win_rate(outcomes: Sequence[float]) -> tuple[float, tuple[float, float]]:
-    """The share of prompts that are won, a tie counting half, with Wilson's 95% interval.
+    """Return the share of prompts that are won, with ties as half, and Wilson's 95% interval.
 
-    The interval is that of so many wins in so many prompts; outcomes between 0 and 1 vary less than wins and
-    losses of the same mean, so it is wide enough for ties and for means over several answers.
+    The interval treats all outcomes as wins or losses. Outcomes between 0 and 1 vary less than these, so the
+    interval is wide enough for ties and for means over several answers.
 
     Args:
-        outcomes: of each prompt 1 where it is won, 0 where it is lost, between where it is neither.
+        outcomes: for each prompt 1 if it is won, 0 if it is lost, a value between otherwise.
 
     Raises:
-        FormulaError: there is none, or one is not between 0 and 1.
+        FormulaError: there is no outcome, or one is not between 0 and 1.
     """
     _require_shares("win_rate", outcomes)
     return fmean(outcomes), wilson(math.fsum(outcomes), len(outcomes))
@@ -86,21 +86,21 @@ def win_rate(outcomes: Sequence[float]) -> tuple[float, tuple[float, float]]:
 def length_controlled(
     outcomes: Sequence[float], longer: Sequence[float], *, deviation: float = 10.0, passes: int = 50
 ) -> float:
-    """The win rate at equal length: sigmoid(a) of P(win) = sigmoid(a + b x longer / spread).
+    """Return the win rate at equal length: sigmoid(a) of P(win) = sigmoid(a + b x longer / spread).
 
-    A logistic regression on the difference of lengths, read where there is none (after length-controlled
-    AlpacaEval, arXiv 2404.04475; no term for the prompt). ``spread`` is the root mean square of the
-    differences. A normal prior of mean 0 and ``deviation`` on a and b keeps them finite where every prompt is
-    won; it moves a share of 100 prompts by less than 0.001. Newton's method.
+    A logistic regression on the difference of lengths, evaluated at difference 0 (after length-controlled
+    AlpacaEval, arXiv 2404.04475; without its prompt term). ``spread`` is the root mean square of the
+    differences. A normal prior with mean 0 and ``deviation`` on a and b keeps them finite if every prompt is
+    won; it moves a share of 100 prompts by less than 0.001. Solved by Newton's method.
 
     Args:
-        outcomes: as of ``win_rate``.
-        longer: of each prompt by how much the one's answer is longer than the other's, in any unit.
-        deviation: of the prior.
-        passes: of Newton's method at most.
+        outcomes: as in ``win_rate``.
+        longer: for each prompt, how much longer the one's answer is than the other's, in any unit.
+        deviation: standard deviation of the prior.
+        passes: most iterations of Newton's method.
 
     Raises:
-        FormulaError: there is none, the two differ in number, or a value is out of range.
+        FormulaError: there is no outcome, the two differ in number, or a value is out of range.
     """
     _require_shares("length_controlled", outcomes)
     if len(longer) != len(outcomes) or not all(map(math.isfinite, longer)):
@@ -120,7 +120,7 @@ def length_controlled(
         ab = math.fsum(h * x for h, x in zip(bends, apart, strict=True))
         scale = aa * bb - ab * ab
         step_a, step_b = (bb * slope_a - ab * slope_b) / scale, (aa * slope_b - ab * slope_a) / scale
-        size = max(abs(step_a), abs(step_b), 1.0)  # a long step of Newton's would go past where it bends
+        size = max(abs(step_a), abs(step_b), 1.0)  # a longer Newton step could overshoot
         a, b = a + step_a / size, b + step_b / size
         if max(abs(step_a), abs(step_b)) < 1e-10:
             break
@@ -128,9 +128,9 @@ def length_controlled(
 
 
 def pass_at(count: int, right: int, k: int) -> float:
-    """The chance that one of k answers is right, of ``right`` in ``count``: 1 - C(n - c, k) / C(n, k).
+    """Return pass@k with ``right`` right answers in ``count``: 1 - C(n - c, k) / C(n, k).
 
-    Unbiased for k answers drawn anew: M. Chen and others, arXiv 2107.03374, equation 1.
+    Unbiased for k new answers: M. Chen and others, arXiv 2107.03374, equation 1.
 
     Raises:
         FormulaError: k is not between 1 and ``count``, or ``right`` is not between 0 and ``count``.

@@ -2,12 +2,12 @@
 
     logits [N, V] ── a chunk of rows at a time, in float32 or wider ──> log p(token), entropy, likeliest? [N]
 
-Kept for the backward pass are the logits themselves and two numbers a row; the backward pass makes the
-one [N, V] gradient and fills it chunk by chunk. Where even one [N, V] is too many, logits are made a slice of
-the vocabulary at a time, and once more in the backward pass:
+The backward pass needs only the logits themselves and two numbers per row; it makes the one [N, V] gradient
+and fills it chunk by chunk. If even one [N, V] is too large, logits are made one vocabulary slice at a time,
+and again in the backward pass:
 
     hidden [N, D] ─ x weight[slice].T ─> [N, S] ─ as above ─> log sum exp, entropy of each ─ joined ─> [N]
-         └─ backward: the logits once more, their gradient in their place ─> weight[slice]'s, hidden's
+         └─ backward: the logits again, overwritten by their gradient ─> weight[slice]'s, hidden's
 
 Legend: N tokens, V vocabulary, C rows of a chunk, D hidden size, S tokens of a slice.
 """
@@ -25,14 +25,14 @@ from rillflow.errors import FormulaError
 from rillflow.formulas.config import MOST_LOGITS
 
 _CACHED = 1 << 18
-"""Logits of one chunk on a processor: few enough to stay in a cache between its passes."""
+"""Logits of one chunk on a CPU: few enough to stay in a cache between its passes."""
 _LAUNCHED = 1 << 27
-"""Logits of one chunk elsewhere: so many that what a chunk computes takes longer than asking for it."""
+"""Logits of one chunk on other devices: enough to hide the launch of its kernels."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenLogprobs:
-    """What a model says about given tokens, in float32 or wider."""
+    """Log probabilities and entropies at given tokens, in float32 or wider."""
 
     logprobs: Tensor
     """[N] log probability of each token, after temperature."""
@@ -44,14 +44,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadLogits:
-    """Logits [N, V] that are not made: ``hidden @ weight.T``, of which only slices are held at a time."""
+    """Logits [N, V] that are not materialised: slices of ``hidden @ weight.T`` are made one at a time."""
 
     hidden: Tensor
-    """[N, D] the states at the tokens that are read."""
+    """[N, D] hidden states at the tokens that are read."""
     weight: Tensor
-    """[V, D] the head's."""
+    """[V, D] weight of the head."""
     most: int = MOST_LOGITS
-    """Logits of one slice at most, but a slice has one token of the vocabulary at least."""
+    """Most logits of one slice; a slice has at least one token of the vocabulary."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,22 +59,22 @@ class HeadLogits:
         return (self.hidden.shape[0], self.weight.shape[0])
 
     def sum(self) -> Tensor:
-        """[] a number that depends on all that the logits do, for a gradient of 0."""
+        """Return [], a number that depends on everything the logits depend on, for a gradient of 0."""
         return self.hidden.sum() + self.weight.sum()
 
 
 def token_logprobs(
     logits: Tensor | HeadLogits, tokens: Tensor, temperature: float = 1.0, *, chunk: int | None = None
 ) -> TokenLogprobs:
-    """What ``softmax(logits / temperature)`` gives each token; gradients flow into what logits are given as.
+    """Return log probabilities and entropies under ``softmax(logits / temperature)``, with gradients.
 
     log p = z_token - log sum exp z with z = logits / temperature; H = -sum p log p.
 
     Args:
-        logits: [N, V] of any float type, or what they are made of.
+        logits: [N, V] of any float type, or the hidden states and the weight they are made of.
         tokens: [N] int64.
-        temperature: the one the tokens were drawn at, above 0.
-        chunk: logits computed at once, in whole rows and at least one; None for what suits the device.
+        temperature: sampling temperature of the tokens, above 0.
+        chunk: logits computed at once, in whole rows and at least one; None chooses for the device.
 
     Raises:
         FormulaError: shapes do not fit, or the temperature is not positive.
@@ -100,7 +100,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Of logits [N, V], or where there is a weight [V, D], of hidden states [N, D]."""
+    """Log probabilities from logits [N, V], or, with a weight [V, D], from hidden states [N, D]."""
 
     @staticmethod
     def forward(
@@ -123,7 +123,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.amax(scores, -1, out=top[part])
                 torch.gather(scores, -1, ids[part, None], out=chosen[part, None])
                 torch.logsumexp(scores, -1, out=normaliser[part])
-                # before the sum: lse - sum p z would cancel where one token rules
+                # before the sum: lse - sum p z would cancel where one token dominates
                 scores.sub_(normaliser[part, None])
                 torch.sum(scores.exp().mul_(scores), -1, out=entropy[part])
             of_slices.append((normaliser, entropy.neg_()))
@@ -138,7 +138,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """dz = g (onehot - p) - h p (z - log sum exp z + H) for gradients g of log p and h of H."""
+        """Compute dz = g (onehot - p) - h p (z - log sum exp z + H) for gradients g of log p and h of H."""
         given, weight, tokens, normaliser, entropy = ctx.saved_tensors
         of_logprobs = torch.zeros_like(normaliser) if gradients[0] is None else gradients[0] / ctx.temperature
         of_entropy = None if gradients[1] is None else gradients[1] / ctx.temperature
@@ -163,7 +163,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _slices(given: Tensor, weight: Tensor | None, most: int) -> Iterator[tuple[int, Tensor | None, Tensor]]:
-    """Where each slice of the vocabulary begins, its weights, its logits; the next one's take their place."""
+    """Yield each slice's first token, weights and logits; the next slice overwrites the logits."""
     if weight is None:
         yield 0, None, given
         return
@@ -176,13 +176,13 @@ def _slices(given: Tensor, weight: Tensor | None, most: int) -> Iterator[tuple[i
 
 
 def _within(tokens: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """[N] each: whether a token is of a slice, and its place there, or any place."""
+    """Return [N] each: whether a token is in a slice, and its index there, or any index."""
     ids = tokens - start
     return (ids >= 0) & (ids < width), ids.clamp(0, width - 1)
 
 
 def _joined(of_slices: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """[N] each: log sum exp and entropy of all slices; H = sum over slices of P (H of the slice - log P)."""
+    """Return [N] each: log sum exp and entropy of all slices; H = sum of P (H of the slice - log P)."""
     normalisers, entropies = (torch.stack(each) for each in zip(*of_slices, strict=True))
     normaliser = torch.logsumexp(normalisers, 0)
     logs = normalisers - normaliser

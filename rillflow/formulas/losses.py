@@ -1,22 +1,22 @@
-"""Losses: what an update minimises, as functions whose parameters name what they read.
+"""Losses: functions that an update minimises; their parameters name their inputs.
 
-    what the model says ──────────────┐
+    outputs of the model ─────────────┐
     fields of the rows, at the tokens ┴─ loss(logprobs, advantages, ..., clip=0.2) ─> [N] losses
 
-| parameter | what a loss is given for it |
+| parameter | value that a loss receives |
 |---|---|
-| ``logprobs``, ``entropy``, ``likeliest`` | what a language model says of a loss token: ``TokenLogprobs`` |
-| ``values`` | what a critic says of the state before each loss token |
-| ``chosen``, ``rejected`` | what a model that learns from pairs gives the two answers, by pair |
-| ``old_logprobs``, ``old_values`` | the field; where no batch has it what the model says, no gradient |
-| ``row_lengths`` | [B] int64 how many loss tokens each row has |
-| any other without a default | the field of that name: of tokens, or of rows and alike for all their tokens |
+| ``logprobs``, ``entropy``, ``likeliest`` | a language model's output at each loss token: ``TokenLogprobs`` |
+| ``values`` | a critic's value of the state before each loss token |
+| ``chosen``, ``rejected`` | scores of the two answers of each pair, from a model that learns from pairs |
+| ``old_logprobs``, ``old_values`` | the field; if no batch has it, the model's output without a gradient |
+| ``row_lengths`` | [B] int64 number of loss tokens of each row |
+| any other without a default | the field of that name: of tokens, or of rows, repeated for all their tokens |
 
-Tokens that another policy sampled are weighed by a correction: ``formulas.ratios``.
-A log ratio is held within +-20 before its exponential: a ratio beyond e^20 is finite and has no gradient.
-The divergence alone keeps a gradient there, a bounded one: ``divergence``.
+A correction weights tokens that another policy sampled: ``formulas.ratios``.
+A log ratio is clamped to +-20 before its exponential: a ratio beyond e^20 is finite and has no gradient.
+Only the divergence keeps a gradient there, a bounded one: ``divergence``.
 
-Legend: N loss tokens of one micro-batch (pairs, where the model learns from pairs), B its rows;
+Legend: N loss tokens of one micro-batch (pairs, if the model learns from pairs), B its rows;
 r = pi / old the probability ratio, A the advantage, sg[] no gradient.
 """
 
@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenLosses:
-    """Losses, and what is measured beside them; a loss that measures nothing returns the tensor alone."""
+    """Losses and their metrics; a loss without metrics returns the tensor alone."""
 
     losses: Tensor
     """[N] with a gradient."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """By metric, [N] numbers. The last word of its name chooses the reduction: ``max``, ``variance``,
-    ``histogram`` (of log ratios), ``largest_share`` (of one token in their sum, weighted as the loss is);
-    any other, such as ``mean`` and ``share``, is the mean."""
+    """[N] numbers by metric. The last word of a name selects the reduction: ``max``, ``variance``,
+    ``histogram`` (of log ratios), ``largest_share`` (of one token in their weighted sum); any other word,
+    such as ``mean`` and ``share``, is the mean.
+    """
 
 
 def policy_loss(
@@ -60,7 +61,7 @@ def policy_loss(
     versions_behind: Tensor | None = None,
     is_kept: Tensor | None = None,
 ) -> TokenLosses:
-    """[N] correction(old / mu) clip_loss(log pi - log old, A) - entropy H; see ``clipped_policy_loss``.
+    """Return [N] correction(old / mu) clip_loss(log pi - log old, A) - entropy H: ``clipped_policy_loss``.
 
     Args:
         logprobs: [N] log pi.
@@ -69,10 +70,10 @@ def policy_loss(
         sampler_logprobs: [N] log mu, of the policy that sampled the tokens.
         old_logprobs: [N] log old, of the policy before the update.
         row_lengths: [B].
-        config: the family's options.
-        reference_logprobs: [N] log ref, where the divergence is paid in the loss: + kl k(log pi - log ref).
-        versions_behind: [N] how old tokens are, where one may be; log old - log mu is then shown by token.
-        is_kept: [N] bool, the tokens that m2po keeps of the minibatch; None: all.
+        config: settings of the loss.
+        reference_logprobs: [N] log ref, if the divergence is paid in the loss: + kl k(log pi - log ref).
+        versions_behind: [N] age of each token, if one may be old; adds a histogram of log old - log mu.
+        is_kept: [N] bool, the tokens of the minibatch that m2po keeps; None: all.
     """
     from rillflow.records.ragged import Ragged
 
@@ -118,21 +119,21 @@ def clipped_policy_loss(
     dual_clip: float,
     surrogate: Surrogate = "clip",
 ) -> Tensor:
-    """[N] minus the clipped objective of each token.
+    """Return [N], minus the clipped objective of each token.
 
     clip: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv 1707.06347; two bounds: DAPO,
-    arXiv 2503.14476). Where A < 0, dual clip bounds the objective below by c A (arXiv 1912.09729).
+    arXiv 2503.14476). If A < 0, dual clip bounds the objective below by c A (arXiv 1912.09729).
     weight: -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log r, which is -sg[clip(r)] A log pi up to a
-    constant (CISPO, arXiv 2506.13585): a token beyond a bound keeps a gradient, by the bound's weight.
-    At r = 1 the gradient of either is that of -A log pi.
+    constant (CISPO, arXiv 2506.13585): a token beyond a bound keeps a gradient, with the bound's weight.
+    At r = 1 both have the gradient of -A log pi.
 
     Args:
         log_ratio: [N] log pi - log old, or ``sequence_log_ratio``.
-        advantages: [N] no gradient flows into them.
+        advantages: [N]; no gradient flows into them.
         clip_low: distance of the lower bound from 1.
         clip_high: distance of the upper bound from 1.
-        dual_clip: c, above 1; 0 for none; of the clip surrogate alone.
-        surrogate: what the bounds are put on, the objective or the weight of log pi.
+        dual_clip: c, above 1; 0 for none; only for the clip surrogate.
+        surrogate: what is clipped: the objective, or the weight of log pi.
 
     Raises:
         FormulaError: shapes differ, or the surrogate is unknown.
@@ -151,11 +152,11 @@ def clipped_policy_loss(
 
 
 def cross_entropy(logprobs: Tensor, likeliest: Tensor) -> TokenLosses:
-    """[N] -log pi: what demonstrations cost.
+    """Return [N] -log pi, the loss of demonstrations.
 
     Args:
         logprobs: [N] log pi.
-        likeliest: [N] bool, where no token is likelier.
+        likeliest: [N] bool, True where no token is likelier.
     """
     metrics = {"supervised/nll/mean": -logprobs.detach(), "supervised/accuracy/mean": likeliest}
     return TokenLosses(losses=-logprobs, metrics=metrics)
@@ -164,17 +165,17 @@ def cross_entropy(logprobs: Tensor, likeliest: Tensor) -> TokenLosses:
 def value_loss(
     values: Tensor, returns: Tensor, *, clip: float = 0.0, old_values: Tensor | None = None
 ) -> TokenLosses:
-    """[N] half the squared error of each value, the larger of the value's and the clipped value's.
+    """Return [N], half the squared error of each value or of its clipped value, whichever is larger.
 
     max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 (PPO's value loss: arXiv 2005.12729,
-    section 3; halved, so that at V = V_old the gradient is V - R). A value that moved further
-    than ``clip`` and is nearer to its return than the bound has no gradient.
+    section 3; halved, so that at V = V_old the gradient is V - R). A value that moved further than ``clip``
+    and is closer to its return than the bound has no gradient.
 
     Args:
-        values: [N] V, the critic's, which gradients flow into.
-        returns: [N] R, what the values should be; no gradient flows into them.
+        values: [N] V, the critic's values; gradients flow into them.
+        returns: [N] R, the targets of the values; no gradient flows into them.
         clip: how far a value may move from the old one; 0 for no bound.
-        old_values: [N] V_old, before the update, where there is a bound; no gradient flows into them.
+        old_values: [N] V_old, before the update, if there is a bound; no gradient flows into them.
 
     Raises:
         FormulaError: shapes differ.
@@ -198,17 +199,17 @@ def value_loss(
 
 
 def preference_loss(chosen: Tensor, rejected: Tensor, centring: float = 0.0) -> TokenLosses:
-    """[N] minus the log probability that the preferred answer of each pair is preferred, in nats.
+    """Return [N], minus the log probability that the preferred answer of each pair is preferred, in nats.
 
     -log sigmoid(s_chosen - s_rejected); R. A. Bradley and M. E. Terry, Biometrika 1952; as a reward model's
-    loss: InstructGPT, arXiv 2203.02155, equation 1. A pair says nothing about where scores are as a whole;
-    centring adds centring x (s_chosen + s_rejected)^2, which draws them to 0 (arXiv 2312.09244). Measured
-    is how often the preferred answer has the higher score, by how much, and where scores are.
+    loss: InstructGPT, arXiv 2203.02155, equation 1. A pair does not determine the level of scores; centring
+    adds centring x (s_chosen + s_rejected)^2, which pulls scores to 0 (arXiv 2312.09244). The metrics are how
+    often the preferred answer has the higher score, by how much, and the mean score.
 
     Args:
         chosen: [N] scores of the preferred answers.
         rejected: [N] scores of the others.
-        centring: what the square of a pair's sum of scores counts.
+        centring: weight of the squared sum of a pair's scores.
 
     Raises:
         FormulaError: shapes differ.
@@ -219,14 +220,14 @@ def preference_loss(chosen: Tensor, rejected: Tensor, centring: float = 0.0) -> 
 def margin_preference_loss(
     chosen: Tensor, rejected: Tensor, margin: Tensor, centring: float = 0.0
 ) -> TokenLosses:
-    """[N] ``preference_loss`` where the better answer is to be better by a margin.
+    """Return [N], ``preference_loss`` with a margin by which the better answer should be better.
 
     -log sigmoid(s_chosen - s_rejected - margin): Llama 2, arXiv 2307.09288, equation 2.
 
     Args:
         chosen: [N] scores of the preferred answers.
         rejected: [N] scores of the others.
-        margin: [N] by how much they differ, in units of scores; 0 where nothing is known.
+        margin: [N] wanted difference of scores; 0 if it is unknown.
         centring: see ``preference_loss``.
 
     Raises:
@@ -246,13 +247,13 @@ def margin_preference_loss(
 
 
 def label_loss(logprobs: Tensor, likeliest: Tensor) -> TokenLosses:
-    """[N] minus the log probability of the label that names the better answer, in nats.
+    """Return [N], minus the log probability of the label that names the better answer, in nats.
 
     The pairwise preference model of RLHF Workflow, arXiv 2405.07863, section 2.
 
     Args:
-        logprobs: [N] of the right label.
-        likeliest: [N] bool, whether no token is likelier.
+        logprobs: [N] log probability of the right label.
+        likeliest: [N] bool, True where no token is likelier.
 
     Raises:
         FormulaError: shapes differ.
@@ -265,7 +266,7 @@ def label_loss(logprobs: Tensor, likeliest: Tensor) -> TokenLosses:
 def _policy_metrics(
     log_ratio: Tensor, advantages: Tensor, mismatch: Tensor, config: PolicyLossConfig
 ) -> dict[str, Tensor]:
-    """What is averaged over tokens; ``mismatch`` [N] is log mu - log old."""
+    """Return the metrics that are averaged over tokens; ``mismatch`` [N] is log mu - log old."""
     ratio, weighs = held(log_ratio).exp(), config.surrogate == "weight"
     low = ((advantages < 0) | weighs) & (ratio < 1 - config.clip_low)
     high = ((advantages > 0) | weighs) & (ratio > 1 + config.clip_high)
@@ -280,30 +281,30 @@ def _policy_metrics(
 
 
 def _divergence_metrics(log_ratio: Tensor, config: PolicyLossConfig) -> dict[str, Tensor]:
-    """The divergence as it is, and as the loss counts it."""
-    paid = divergence(log_ratio, config.estimator, config.kl_bound).clamp_min(0)  # k3 near 0 is rounded
+    """Return metrics of the divergence: its mean, and the terms of the loss."""
+    paid = divergence(log_ratio, config.estimator, config.kl_bound).clamp_min(0)  # rounding may give k3 < 0
     return {"policy/kl/mean": divergence(log_ratio, config.estimator), "policy/kl/largest_share": paid}
 
 
 def divergence(log_ratio: Tensor, estimator: Estimator, bound: float = math.inf) -> Tensor:
-    """[N] an estimate of KL(pi || ref) from each token, d = log pi - log ref its log ratio.
+    """Return [N], an estimate of KL(pi || ref) from each token, d = log pi - log ref its log ratio.
 
     k1 = d; k2 = d^2 / 2; k3 = e^-d - 1 + d (J. Schulman, "Approximating KL divergence", 2020). On tokens
     of pi the means of k1 and k3 are the divergence; k2 and k3 are never negative.
 
-    The gradient of k3 is 1 - ref / pi. It grows exponentially with -d, so one token could outweigh a step.
+    The gradient of k3 is 1 - ref / pi. It grows exponentially with -d, so one token could dominate a step.
     Where ref / pi is above ``bound``, or above e^20, k3 continues along its tangent: the gradient stays
     1 - bound, and still pulls the token back.
 
-    Where an estimate is paid decides which one has the right gradient, over tokens of pi:
+    The place where an estimate is paid decides which one has the right gradient, over tokens of pi:
 
         in the reward   E[k1 grad log pi]                    is that of KL(pi || ref); k2's and k3's are not
         in the loss     E[grad k2], exactly; E[grad k3]      is that of KL(ref || pi), the same at pi = ref
-                        E[grad k1] = E[grad log pi] = 0      the reference falls out
+                        E[grad k1] = E[grad log pi] = 0      independent of the reference
 
     Args:
         log_ratio: [N] float.
-        estimator: which of the three.
+        estimator: name of the estimator.
         bound: the largest ref / pi in the gradient of k3, above 1.
 
     Raises:

@@ -1,14 +1,14 @@
-"""Rewards shaped before they are advantages: spread over tokens, divergence paid, length paid.
+"""Penalties: turn rewards and costs of rows into those of tokens, with prices on divergence and length.
 
-    rewards [B] ── token_rewards ──> the last loss token's alone    [T]
+    rewards [B] ── token_rewards ──> at the last loss token only    [T]
                 ── penalised_token_rewards ──> minus the divergence of every loss token    [T]
                 ── penalised_rewards ──> minus their sum    [B]
-                ── overlong_rewards ──> minus what an answer close to the limit costs    [B]
-                ── missing_end_rewards ──> minus what a missing end costs    [B]
-    costs [B]   ── token_costs ──> the last loss token's alone    [T]
+                ── overlong_rewards ──> minus the penalty of an answer close to the limit    [B]
+                ── missing_end_rewards ──> minus the penalty of a missing end    [B]
+    costs [B]   ── token_costs ──> at the last loss token only    [T]
                 ── penalised_token_costs ──> plus the divergence of every loss token    [T]
-                ── mean_cost ──> what a controller of their price observes
-    divergence  ── mean_divergence ──> what a controller of its price observes
+                ── mean_cost ──> input of the controller of their price
+    divergence  ── mean_divergence ──> input of the controller of its price
 
 Legend: B rows, T tokens.
 """
@@ -37,17 +37,17 @@ def penalised_rewards(
     weight: float,
     estimator: Estimator,
 ) -> Tensor:
-    """[B] each row's reward minus ``weight`` times its divergence from the reference, summed over its tokens.
+    """Return [B], each row's reward minus ``weight`` times the sum of its tokens' divergence.
 
     R' = R - weight * sum_t k(log mu_t - log ref_t), over the tokens the policy sampled (arXiv 2203.02155).
 
     Args:
         rewards: [B] float.
-        sampler_logprobs: what the sampler gave each token.
-        reference_logprobs: what the reference gives each token.
+        sampler_logprobs: the sampler's log probability of each token.
+        reference_logprobs: the reference's log probability of each token.
         loss_mask: True where the policy sampled the token.
         weight: the price of one nat.
-        estimator: which estimator of the divergence.
+        estimator: estimator of the divergence.
 
     Raises:
         FormulaError: rows differ in length, or the estimator is unknown.
@@ -58,16 +58,16 @@ def penalised_rewards(
 
 
 def token_rewards(rewards: Tensor, loss_mask: Ragged) -> Ragged:
-    """[T] each row's reward at its last loss token, 0 at every other token.
+    """Return [T], each row's reward at its last loss token, 0 at every other token.
 
-    A row without a loss token has nowhere to be paid.
+    A row without a loss token gets no reward.
 
     Args:
         rewards: [B] float.
         loss_mask: True where the policy sampled the token.
 
     Raises:
-        FormulaError: there is not one reward a row.
+        FormulaError: rewards and rows differ in number.
     """
     aligned("token_rewards", loss_mask=loss_mask, rewards=rewards)
     places = loss_mask.values.nonzero().squeeze(1)
@@ -79,25 +79,25 @@ def token_rewards(rewards: Tensor, loss_mask: Ragged) -> Ragged:
 
 
 def token_costs(costs: Tensor, loss_mask: Ragged) -> Ragged:
-    """[T] each row's cost at its last loss token; ``token_rewards`` of what is to be low.
+    """Return [T], each row's cost at its last loss token; the ``token_rewards`` of costs.
 
     Args:
         costs: [B] float.
         loss_mask: True where the policy sampled the token.
 
     Raises:
-        FormulaError: there is not one cost a row.
+        FormulaError: costs and rows differ in number.
     """
     return token_rewards(costs, loss_mask)
 
 
 def mean_cost(costs: Tensor, valid: Tensor, *, otherwise: float) -> float:
-    """The mean cost of the rows that have one, which ``next_log_multiplier`` observes.
+    """Return the mean cost of the rows that have one, for ``next_log_multiplier``.
 
     Args:
         costs: [B] float.
         valid: [B] bool; a row without a cost does not count.
-        otherwise: what is observed where no row has a cost; given the limit, the multiplier stays.
+        otherwise: result if no row has a cost; with the limit, the multiplier stays.
 
     Raises:
         FormulaError: shapes differ.
@@ -116,19 +116,19 @@ def penalised_token_rewards(
     estimator: Estimator,
     share: float = 1.0,
 ) -> Ragged:
-    """[T] what each token earns: its divergence from the reference costs, and the last is paid the reward.
+    """Return [T], token rewards: the row's at its last token, less the price of each token's divergence.
 
     R_t = [t is the last] R - share weight k(log mu_t - log ref_t), at the tokens the policy sampled (Ziegler
-    et al., arXiv 1909.08593, equation 2). Over a row they add up to ``penalised_rewards`` at share 1.
+    et al., arXiv 1909.08593, equation 2). With share 1 a row's sum is its ``penalised_rewards``.
 
     Args:
         rewards: [B] float.
-        sampler_logprobs: what the sampler gave each token.
-        reference_logprobs: what the reference gives each token.
+        sampler_logprobs: the sampler's log probability of each token.
+        reference_logprobs: the reference's log probability of each token.
         loss_mask: True where the policy sampled the token.
         weight: the price of one nat.
-        estimator: which estimator of the divergence.
-        share: how much of that price is paid here.
+        estimator: estimator of the divergence.
+        share: share of that price that is paid here.
 
     Raises:
         FormulaError: rows differ in length, or the estimator is unknown.
@@ -148,13 +148,13 @@ def penalised_token_costs(
     estimator: Estimator,
     share: float = 1.0,
 ) -> Ragged:
-    """[T] what each token costs: ``penalised_token_rewards`` of what is to be low, the divergence added.
+    """Return [T], token costs: the row's at its last token, plus the price of each token's divergence.
 
     C_t = [t is the last] C + share weight k(log mu_t - log ref_t); Safe RLHF, arXiv 2310.12773, section 3.4.
-    With share 1/2 in rewards and costs alike, ``lagrangian_advantages`` charges half the weight whatever
-    the multiplier.
+    With share 1/2 in rewards and in costs, ``lagrangian_advantages`` charges half the weight at any
+    multiplier.
 
-    Args and raises as ``penalised_token_rewards``, with costs for rewards.
+    Args and raises as in ``penalised_token_rewards``, with costs for rewards.
     """
     price = {"weight": -weight, "share": share}
     return penalised_token_rewards(
@@ -169,15 +169,15 @@ def mean_divergence(
     *,
     estimator: Estimator,
 ) -> float:
-    """The divergence of a row from the reference in nats, the mean over rows that have a loss token.
+    """Return the divergence of a row from the reference in nats, the mean over rows with a loss token.
 
-    What ``next_kl_weight`` observes: mean_rows sum_t k(log mu_t - log ref_t); 0 without such a row.
+    ``next_kl_weight`` reads it: mean_rows sum_t k(log mu_t - log ref_t); 0 without such a row.
 
     Args:
-        sampler_logprobs: what the sampler gave each token.
-        reference_logprobs: what the reference gives each token.
+        sampler_logprobs: the sampler's log probability of each token.
+        reference_logprobs: the reference's log probability of each token.
         loss_mask: True where the policy sampled the token.
-        estimator: which estimator of the divergence.
+        estimator: estimator of the divergence.
 
     Raises:
         FormulaError: rows differ in length, or the estimator is unknown.
@@ -187,19 +187,19 @@ def mean_divergence(
 
 
 def overlong_rewards(rewards: Tensor, loss_mask: Ragged, limits: Tensor, *, buffer: int) -> Tensor:
-    """[B] each row's reward with the penalty of answers that come close to the limit.
+    """Return [B], each row's reward with the penalty of answers that come close to the limit.
 
-    R' = R + min(0, max(-1, (limit - buffer - sampled tokens) / buffer)): nothing for a short answer, falling
-    in a straight line to -1 over the last ``buffer`` tokens; DAPO, arXiv 2503.14476, equation 13.
+    R' = R + min(0, max(-1, (limit - buffer - sampled tokens) / buffer)): no penalty for a short answer, then
+    a straight line to -1 over the last ``buffer`` tokens; DAPO, arXiv 2503.14476, equation 13.
 
     Args:
         rewards: [B] float.
         loss_mask: True where the policy sampled the token.
-        limits: [B] the most tokens that could be sampled; there the whole penalty, 1, is paid.
-        buffer: how many tokens before that it begins.
+        limits: [B] most tokens that could be sampled; at that length the whole penalty, 1, is paid.
+        buffer: number of tokens before the limit over which the penalty grows.
 
     Raises:
-        FormulaError: there is not one reward and limit a row, or the buffer is not between 1 and the limit.
+        FormulaError: rewards, limits and rows differ in number, or the buffer is not between 1 and the limit.
     """
     aligned("overlong_rewards", loss_mask=loss_mask, rewards=rewards, limits=limits)
     least = min(limits.tolist(), default=buffer)
@@ -214,37 +214,37 @@ def overlong_rewards(rewards: Tensor, loss_mask: Ragged, limits: Tensor, *, buff
 
 
 def previous_logprobs(old_logprobs: Ragged) -> Ragged:
-    """[T] what the policy gave each token before this update, as the reference of it.
+    """Return [T], the policy's log probabilities before this update, which serve as its reference.
 
-    Args:
+    old_logprobs: the policy's log probabilities.
         old_logprobs: the policy's.
     """
     return old_logprobs
 
 
 def previous_totals(policy_totals: Tensor) -> Tensor:
-    """[B] what the policy gave each row before this update, as the reference of it.
+    """Return [B], the policy's totals before this update, which serve as its reference.
 
     Args:
-        policy_totals: the policy's.
+        policy_totals: the policy's totals.
     """
     return policy_totals
 
 
 def kept_totals(reference_totals: Tensor) -> Tensor:
-    """[B] what the reference gives each row, as a field of the rows that are collected.
+    """Return [B], the reference's totals, as a field of the rows that are collected.
 
     Args:
-        reference_totals: the reference's.
+        reference_totals: the reference's totals.
     """
     return reference_totals
 
 
 def ended(finish: Tensor) -> Tensor:
-    """[B] bool, False where a row was cut off: it reached the limit of its tokens or of the context.
+    """Return [B] bool, False for a row that was cut off at the limit of its tokens or of the context.
 
     Args:
-        finish: [B] why each row ended (``records.rollout.Finish``).
+        finish: [B] reason for each row's end (``records.rollout.Finish``).
     """
     from rillflow.records.rollout import Finish
 
@@ -252,12 +252,12 @@ def ended(finish: Tensor) -> Tensor:
 
 
 def missing_end_rewards(rewards: Tensor, finish: Tensor, *, penalty: float) -> Tensor:
-    """[B] each row's reward, less the penalty where the row was cut off and has no end.
+    """Return [B], each row's reward, less the penalty if the row was cut off and has no end.
 
     Args:
         rewards: [B] float.
-        finish: [B] why each row ended.
-        penalty: what a missing end costs.
+        finish: [B] reason for each row's end.
+        penalty: price of a missing end.
 
     Raises:
         FormulaError: shapes differ.
@@ -273,7 +273,7 @@ def _divergences(
     loss_mask: Ragged,
     estimator: Estimator,
 ) -> Ragged:
-    """[T] each loss token's divergence, 0 elsewhere."""
+    """Return [T], each loss token's divergence, 0 elsewhere."""
     aligned(
         formula, loss_mask=loss_mask, sampler_logprobs=sampler_logprobs, reference_logprobs=reference_logprobs
     )

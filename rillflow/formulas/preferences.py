@@ -1,4 +1,4 @@
-"""Preferences: what a policy is taught by two answers to a prompt, one better than the other.
+"""Preferences: losses and rewards of a policy that learns from pairs or from labelled answers.
 
     totals [P] of the chosen and of the rejected, policy's and reference's ─ pair_loss ─> [P] losses
     totals [B] of held-out answers ─ implicit_rewards, logprob_rewards ─> rewards [B]
@@ -11,11 +11,11 @@ h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected), l = log pi / |ans
 | dpo | -(1 - e) log s(beta h) - e log s(-beta h) | arXiv 2305.18290; e: its public code |
 | ipo | (h - 1 / (2 beta))^2, h of token means | arXiv 2310.12036 |
 | hinge | max(0, 1 - beta h) | arXiv 2305.10425, 2309.06657 |
-| simpo | dpo's with beta (l_chosen - l_rejected) - gamma in the place of beta h | arXiv 2405.14734 |
+| simpo | dpo's with beta (l_chosen - l_rejected) - gamma in place of beta h | arXiv 2405.14734 |
 | orpo | -beta log s(log odds_chosen - log odds_rejected), odds = e^l / (1 - e^l) | arXiv 2403.07691 |
 
-Where ``by_length`` is set, dpo and hinge take h of token means too: an answer's log ratio over its tokens.
-To each may be added nll x (-l_chosen), as RPO adds it to dpo (arXiv 2404.19733), and ORPO to its odds.
+With ``by_length``, dpo and hinge also use h of token means: an answer's log ratio over its tokens. The term
+nll x (-l_chosen) may be added to each, as RPO adds it to dpo (arXiv 2404.19733), and ORPO to its odds.
 
 Legend: P pairs, B rows.
 """
@@ -38,37 +38,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AnswerTotals:
-    """What is known of one answer of each pair."""
+    """Totals of one answer of each pair."""
 
     totals: Tensor
     """[P] log pi of the whole answer, with a gradient."""
     lengths: Tensor
-    """[P] its tokens."""
+    """[P] number of its tokens."""
     reference: Tensor | None = None
-    """[P] log ref of it; None where a kind has no reference."""
+    """[P] log ref of the answer; None if a kind has no reference."""
 
     @property
     def ratios(self) -> Tensor:
-        """[P] log pi - log ref; log pi where there is no reference."""
+        """[P] log pi - log ref; log pi if there is no reference."""
         return self.totals if self.reference is None else self.totals - self.reference.detach()
 
     @property
     def means(self) -> Tensor:
-        """[P] log pi of a token in the mean."""
+        """[P] mean log pi of a token."""
         return self.totals / self.lengths
 
     def rewards(self, config: PairLossConfig) -> Tensor:
-        """[P] beta x the log ratio, of the answer or of a token in the mean."""
+        """Return [P], beta x the log ratio of the answer, or of its mean token."""
         return config.scale * (self.ratios / self.lengths if config.by_token else self.ratios)
 
 
 def pair_loss(chosen: AnswerTotals, rejected: AnswerTotals, *, config: PairLossConfig) -> TokenLosses:
-    """[P] the losses of pairs: the table at the head of this module.
+    """Return [P], the losses of pairs, from the table at the head of this module.
 
     Args:
-        chosen: of the better answers.
-        rejected: of the others.
-        config: the kind and its options.
+        chosen: totals of the better answers.
+        rejected: totals of the other answers.
+        config: the kind and its settings.
 
     Raises:
         FormulaError: shapes differ.
@@ -104,16 +104,17 @@ def pair_loss(chosen: AnswerTotals, rejected: AnswerTotals, *, config: PairLossC
 def unpaired_loss(
     answers: AnswerTotals, is_good: Tensor, divergence: Tensor, *, config: UnpairedLossConfig
 ) -> TokenLosses:
-    """[B] w (1 - s(beta (d - z))) of good answers, w (1 - s(beta (z - d))) of bad ones (arXiv 2402.01306, 7).
+    """Return [B], KTO's losses of single answers (arXiv 2402.01306, 7).
 
-    d = log pi - log ref of the answer; z, what the policy has moved as a whole, is the reward that counts as
-    neither good nor bad. No gradient flows into it.
+    They are w (1 - s(beta (d - z))) for good answers and w (1 - s(beta (z - d))) for bad ones, with
+    d = log pi - log ref of the answer. The policy's overall drift z is the reward that counts as neither good
+    nor bad. No gradient flows into z.
 
     Args:
-        answers: of single answers.
+        answers: totals of single answers.
         is_good: [B] bool.
         divergence: [B] z, not below 0.
-        config: beta, and w of either kind.
+        config: beta, and w for good and for bad answers.
 
     Raises:
         FormulaError: shapes differ.
@@ -135,7 +136,7 @@ def unpaired_loss(
 
 
 def smoothed(margin: Tensor, smoothing: float) -> Tensor:
-    """[P] -(1 - e) log s(m) - e log s(-m): a label is wrong with probability e."""
+    """Return [P] -(1 - e) log s(m) - e log s(-m): a label is wrong with probability e."""
     from torch.nn.functional import logsigmoid
 
     right = -logsigmoid(margin)
@@ -143,7 +144,7 @@ def smoothed(margin: Tensor, smoothing: float) -> Tensor:
 
 
 def log_odds(logprobs: Tensor) -> Tensor:
-    """[P] log p - log(1 - p) of log probabilities below 0, exact at both ends."""
+    """Return [P] log p - log(1 - p) of log probabilities below 0, exact at both ends."""
     import torch
 
     below = logprobs.clamp_max(-1e-12)
@@ -154,11 +155,11 @@ def log_odds(logprobs: Tensor) -> Tensor:
 def implicit_rewards(
     policy_totals: Tensor, reference_totals: Tensor, loss_mask: Ragged, *, config: PairLossConfig
 ) -> Tensor:
-    """[B] beta (log pi - log ref): the reward that the policy is the best answer to (arXiv 2305.18290, 5).
+    """Return [B] beta (log pi - log ref): the reward that the policy maximises (arXiv 2305.18290, 5).
 
     Args:
         policy_totals: [B] log pi of whole answers.
-        reference_totals: [B] log ref of them.
+        reference_totals: [B] log ref of whole answers.
         loss_mask: True at the answers' tokens.
         config: beta, and whether rewards are of token means.
     """
@@ -167,7 +168,7 @@ def implicit_rewards(
 
 
 def logprob_rewards(policy_totals: Tensor, loss_mask: Ragged, *, config: PairLossConfig) -> Tensor:
-    """[B] beta log pi / |answer|: the reward of kinds that have no reference (arXiv 2405.14734, 3).
+    """Return [B] beta log pi / |answer|: the reward of kinds without a reference (arXiv 2405.14734, 3).
 
     Args:
         policy_totals: [B] log pi of whole answers.

@@ -1,6 +1,6 @@
-"""Ratios of policies, and what makes up for tokens that another policy sampled.
+"""Ratios of policies, and corrections for tokens that another policy sampled.
 
-    mu ────── sampled the tokens, perhaps some versions ago, perhaps in other arithmetic
+    mu ────── sampled the tokens, perhaps some versions ago or in other arithmetic
      │   w = old / mu       the correction: a weight without a gradient on a token's loss
     old ───── the trainer's weights before the update: the proximal policy
      │   r = pi / old       the loss: clipped, with a gradient
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
     from rillflow.records.ragged import Ragged
 
 LARGEST_LOG_RATIO = 20.0
-"""Nats beyond which a log ratio is held before its exponential, which overflows float32 above 88."""
+"""Nats at which a log ratio is clamped before its exponential, which overflows float32 above 88."""
 
 
 def held(log_ratio: Tensor) -> Tensor:
-    """[N] the log ratio within +-20 nats; beyond them it has no gradient."""
+    """Return [N], the log ratio clamped to +-20 nats; it has no gradient beyond."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def sequence_log_ratio(log_ratio: Ragged) -> Tensor:
-    """[N] the mean log ratio of each token's row, with the gradient of the token's own.
+    """Return [N], the mean log ratio of each token's row, with the gradient of the token's own.
 
-    log s + log pi - sg[log pi], s = exp(mean over the row's loss tokens of log r): every token of a row
-    has the ratio s, and s A summed over its tokens, each by 1 / |o|, has the gradient of s A with A the
-    row's (GSPO and GSPO-token, arXiv 2507.18071).
+    log s + log pi - sg[log pi], s = exp(mean over the row's loss tokens of log r). Every token of a row has
+    the ratio s. The sum of s A over its tokens, each weighted by 1 / |o|, has the gradient of s A with the
+    row's A (GSPO and GSPO-token, arXiv 2507.18071).
 
     Args:
-        log_ratio: log pi - log old of the loss tokens alone, by row.
+        log_ratio: log pi - log old of the loss tokens only, by row.
     """
     fixed = log_ratio.values.detach()
     mean = log_ratio.with_values(fixed).sums() / log_ratio.lengths.clamp_min(1)
@@ -57,15 +57,15 @@ def sequence_log_ratio(log_ratio: Ragged) -> Tensor:
 
 
 def m2po_limit(log_weights: Tensor, *, bound: float) -> float:
-    """The least (log w)^2 that M2PO leaves out; infinity where it keeps every token.
+    """Return the least (log w)^2 that M2PO leaves out; infinity if it keeps every token.
 
-    The largest (log w)^2 are left out until the mean of the rest is below the bound. Equal ones go or stay
-    together, so which tokens stay depends on no order; and the limit is taken over a whole minibatch, before
-    it is cut into parts.
+    The largest (log w)^2 are left out until the mean of the rest is below the bound. Equal ones are kept or
+    left out together, so the choice depends on no order. The limit is computed for a whole minibatch, before
+    it is split.
 
     Args:
         log_weights: [M] log old - log mu of every loss token of a minibatch.
-        bound: what the mean of the squares is to stay below.
+        bound: upper bound of the mean of the squares.
     """
     squares = log_weights.double().square().sort().values
     means = squares.cumsum(0) / squares.new_ones(squares.shape).cumsum(0)
@@ -76,12 +76,12 @@ def m2po_limit(log_weights: Tensor, *, bound: float) -> float:
 def correction_weights(
     log_weights: Ragged, advantages: Tensor, config: PolicyLossConfig, is_kept: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """[N] the weights of a recipe's correction, and [N] bool where they are not w (of a row W) itself.
+    """Return [N] the weights of a recipe's correction, and [N] bool where they are not w (of a row W) itself.
 
     Args:
-        log_weights: log old - log mu of the loss tokens alone, by row.
+        log_weights: log old - log mu of the loss tokens only, by row.
         advantages: [N] A.
-        config: names the correction, and its bounds.
+        config: names the correction and its bounds.
         is_kept: [N] bool, the tokens below m2po's limit; None: every token.
     """
     known, (low, high) = log_weights.values.detach(), config.bounds

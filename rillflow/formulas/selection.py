@@ -1,12 +1,12 @@
-"""Selection: which of a prompt's sampled rows are learnt from, as pairs or as the best ones.
+"""Selection: choose which of a prompt's sampled rows to learn from, as pairs or as the best ones.
 
     rewards [B], groups [B] ──> pair_places [B]: 1 chosen, -1 rejected, 0 left out ──> is_paired, is_preferred
                                         ──> paired_groups, iterations_without_pairs: numbers of an iteration
                             ──> best_rows [B] bool: the best ones of each group
-                            ──> best_of_n_divergence, beside best_of_n_bound: nats that taking the best costs
+                            ──> best_of_n_divergence, best_of_n_bound: divergence in nats of taking the best
 
-Ranks within a group follow from rewards and sample numbers, draws from (seed, epoch, prompt): what is
-selected depends on neither the order of rows nor what else is in the batch.
+Ranks within a group follow from rewards and sample numbers, and draws from (seed, epoch, prompt). The
+selection depends neither on the order of rows nor on the rest of the batch.
 Legend: B rows, G groups.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rillflow.records.ragged import Ragged
 
 _STREAM = 0x9E6C63D0876A9A99
-"""Changes the seed: draws of selectors are not those of sampling."""
+"""Mask of the seed, so that selectors draw other numbers than sampling."""
 
 
 def pair_places(
@@ -42,23 +42,23 @@ def pair_places(
     seed: int,
     length_price: float = 0.0,
 ) -> Tensor:
-    """[B] int64, 1 for the chosen row of each group's pair, -1 for the rejected one, 0 for every other row.
+    """Return [B] int64: 1 for the chosen row of each group's pair, -1 for the rejected one, 0 for the others.
 
     Rows are ranked by ``rewards - length_price x sampled tokens``. ``max_min`` pairs the best with the worst,
     ``max_max`` with the second best, ``max_random`` with any other, ``random`` draws both; selectors of RLHF
-    Workflow, arXiv 2405.07863. Rows without a score take no part. Two that are equal in their ranked
-    reward or in their tokens are no pair, and their group has none.
+    Workflow, arXiv 2405.07863. Rows without a score are ignored. If the two rows have equal ranked rewards or
+    equal tokens, the group has no pair.
 
     Args:
         rewards: [B] float.
-        valid: [B] bool, whether the row has a score.
+        valid: [B] bool, False for a row without a score.
         ids: [B, 3] row ids.
         groups: [B] int64; rows of one group share a number.
-        tokens: of rows.
+        tokens: tokens of the rows.
         loss_mask: True where the policy sampled the token.
-        selector: which two.
-        seed: what draws follow from, with epoch and prompt.
-        length_price: what a sampled token takes from the reward.
+        selector: name of the selector.
+        seed: seed of the draws, together with epoch and prompt.
+        length_price: price of a sampled token.
 
     Raises:
         FormulaError: shapes differ, the selector is unknown, or the price is negative.
@@ -83,33 +83,33 @@ def pair_places(
 
 
 def is_paired(pair_place: Tensor) -> Tensor:
-    """[B] bool, True for the rows of pairs.
+    """Return [B] bool, True for the rows of pairs.
 
     Args:
-        pair_place: [B] of ``pair_places``.
+        pair_place: [B] from ``pair_places``.
     """
     return pair_place != 0
 
 
 def is_preferred(pair_place: Tensor) -> Tensor:
-    """[B] bool, True for the chosen rows of pairs.
+    """Return [B] bool, True for the chosen rows of pairs.
 
     Args:
-        pair_place: [B] of ``pair_places``.
+        pair_place: [B] from ``pair_places``.
     """
     return pair_place > 0
 
 
 def iterations_without_pairs(pair_place: Tensor, *, so_far: float, steps: int) -> float:
-    """How many iterations gave no pair, as long as none has given any; -1 once one has.
+    """Return the number of iterations without a pair, until the first pair; -1 from then on.
 
     Args:
-        pair_place: [B] of ``pair_places``.
-        so_far: what was said after the iteration before; 0 before the first.
+        pair_place: [B] from ``pair_places``.
+        so_far: result of the iteration before; 0 before the first.
         steps: iterations of the phase.
 
     Raises:
-        TrainingError: this was the last one, and none has given a pair: nothing was learnt.
+        TrainingError: this was the last iteration, and none had a pair: nothing was learnt.
     """
     if so_far < 0 or bool((pair_place != 0).any()):
         return -1.0
@@ -123,20 +123,20 @@ def iterations_without_pairs(pair_place: Tensor, *, so_far: float, steps: int) -
 
 
 def paired_groups(pair_place: Tensor) -> float:
-    """How many groups gave a pair.
+    """Return the number of groups with a pair.
 
     Args:
-        pair_place: [B] of ``pair_places``.
+        pair_place: [B] from ``pair_places``.
     """
     return float((pair_place > 0).sum())
 
 
 def whole_scores(valid: Tensor, finish: Tensor) -> Tensor:
-    """[B] bool, True for rows that have a score and were not cut off.
+    """Return [B] bool, True for rows that have a score and were not cut off.
 
     Args:
-        valid: [B] bool, whether the row has a score.
-        finish: [B] why each row ended.
+        valid: [B] bool, False for a row without a score.
+        finish: [B] reason for each row's end.
     """
     return valid & ended(finish)
 
@@ -144,7 +144,7 @@ def whole_scores(valid: Tensor, finish: Tensor) -> Tensor:
 def best_rows(
     rewards: Tensor, valid: Tensor, ids: Tensor, groups: Tensor, *, keep: int, threshold: float = -math.inf
 ) -> Tensor:
-    """[B] bool, True for the ``keep`` rows of each group with the highest rewards; of equal ones the first.
+    """Return [B] bool, True for the ``keep`` best rows of each group by reward; the first of equal ones.
 
     Best of n with imitation is RAFT (arXiv 2304.06767) and rejection sampling (Llama 2, arXiv 2307.09288).
 
@@ -153,8 +153,8 @@ def best_rows(
         valid: [B] bool; a row without a score is never kept.
         ids: [B, 3] row ids; equal rewards are kept in the order of their samples.
         groups: [B] int64; rows of one group share a number.
-        keep: rows of a group at most.
-        threshold: the least reward that is kept.
+        keep: most rows of a group.
+        threshold: least reward that is kept.
 
     Raises:
         FormulaError: shapes differ, or ``keep`` is less than 1.
@@ -169,12 +169,12 @@ def best_rows(
 
 
 def best_of_n_bound(*, n: float) -> float:
-    """The most nats that best of n may be away from what is sampled: log n - (n - 1) / n.
+    """Return the largest divergence of best of n from the sampling policy in nats: log n - (n - 1) / n.
 
-    It is reached where no two answers have one reward; J. Beirami et al., arXiv 2401.01879.
+    It is reached if no two answers have equal rewards; J. Beirami et al., arXiv 2401.01879.
 
     Args:
-        n: answers of which the best one is taken.
+        n: number of answers of which the best one is taken.
 
     Raises:
         FormulaError: n is less than 1.
@@ -185,17 +185,17 @@ def best_of_n_bound(*, n: float) -> float:
 
 
 def best_of_n_divergence(rewards: Tensor, valid: Tensor, groups: Tensor, *, n: int) -> float:
-    """Nats between best of n and what is sampled, as each group's rewards tell; the mean over groups.
+    """Return the divergence of best of n from the sampling policy in nats, the mean over groups.
 
     sum_r q(r) log (q(r) / p(r)), p(r) the share of a group's rows with the reward r, F(r) of those with r
-    at most, q(r) = F(r)^n - F(below r)^n: best of n drawn from the group's own rows. Ties make it less than
-    ``best_of_n_bound``, which it never exceeds; 0 where all rewards of a group are equal.
+    at most, q(r) = F(r)^n - F(below r)^n: best of n drawn from the group's own rows. With ties it is smaller
+    than ``best_of_n_bound``, which it never exceeds; 0 if all rewards of a group are equal.
 
     Args:
         rewards: [B] float.
         valid: [B] bool; rows without a score do not count.
         groups: [B] int64; rows of one group share a number.
-        n: answers of which the best one is taken.
+        n: number of answers of which the best one is taken.
 
     Raises:
         FormulaError: shapes differ.
@@ -221,15 +221,15 @@ def best_of_n_divergence(rewards: Tensor, valid: Tensor, groups: Tensor, *, n: i
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Ranked:
     order: Tensor
-    """[B] rows by group, the best one of each first, those without a score last."""
+    """[B] rows by group, the best of each group first, those without a score last."""
     rank: Tensor
-    """[B] of ``order``, the place within its group, from 0."""
+    """[B] rank of each row of ``order`` in its group, from 0."""
     start: Tensor
-    """[G] where each group begins in ``order``."""
+    """[G] start of each group in ``order``."""
     size: Tensor
-    """[G] rows of it that have a score."""
+    """[G] number of the group's rows with a score."""
     score: Tensor
-    """[B] by row."""
+    """[B] score by row."""
 
 
 def _ranked(score: Tensor, groups: Tensor, valid: Tensor, ids: Tensor) -> _Ranked:
@@ -248,7 +248,7 @@ def _ranked(score: Tensor, groups: Tensor, valid: Tensor, ids: Tensor) -> _Ranke
 
 
 def _drawn_ranks(found: _Ranked, selector: Selector, ids: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """[G] twice: the ranks of the better and of the worse row."""
+    """Return [G] twice: the ranks of the better and of the worse row."""
     import torch
 
     from rillflow.formulas.counter import uniform
@@ -269,7 +269,7 @@ def _drawn_ranks(found: _Ranked, selector: Selector, ids: Tensor, seed: int) -> 
 
 
 def _equal(some: Ragged, others: Ragged) -> Tensor:
-    """[P] bool, whether rows have the same values."""
+    """Return [P] bool, True for rows with the same values."""
     equal = some.lengths == others.lengths
     index = equal.nonzero().squeeze(1)
     one, other = some.select(index), others.select(index)

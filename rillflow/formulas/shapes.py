@@ -1,4 +1,4 @@
-"""The checks at every formula's door: tensors have entries for the same things, options are known ones."""
+"""Shapes: checks at the start of every formula, of matching tensors and known options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def known(formula: str, kind: Any, **options: str) -> None:
-    """Refuse an option that is none of a ``Literal``'s.
+    """Refuse an option that is not in a ``Literal``.
 
     Raises:
         FormulaError: it names the formula, the option and the nearest one that is known.
@@ -24,7 +24,7 @@ def known(formula: str, kind: Any, **options: str) -> None:
 
 
 def same_length(formula: str, **tensors: Tensor) -> None:
-    """Refuse tensors that are not one-dimensional and of one length.
+    """Refuse tensors that are not one-dimensional, or differ in length.
 
     Raises:
         FormulaError: it names the formula, the tensor and the shapes.
@@ -40,7 +40,7 @@ def same_length(formula: str, **tensors: Tensor) -> None:
 
 
 def aligned(formula: str, **fields: Tensor | Ragged) -> None:
-    """Refuse ragged fields whose rows are not as long as the first one's, and dense ones that are not [B].
+    """Refuse ragged fields with other row lengths than the first one's, and dense ones that are not [B].
 
     Raises:
         FormulaError: it names the formula, the field and the first row that differs.

@@ -1,9 +1,9 @@
-"""Shaping: rewards made comparable before anything is learnt from them.
+"""Shaping: make rewards comparable before training.
 
     rewards [B] ─ normalised (this step's mean and deviation, or those of all steps so far)
-                ─ bounded (held within two ends) ─ less a price a token ─> rewards [B]
+                ─ bounded (clamped to a range) ─ less a price per token ─> rewards [B]
 
-A row without a score is in no mean and stays as it is: what counts is ``valid``.
+A row without a score enters no mean and stays unchanged: ``valid`` excludes it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from rillflow.records.ragged import Ragged
 
 LEAST = 1e-8
-"""Added to a deviation: rewards that are all equal become 0."""
+"""Added to a deviation, so that rewards that are all equal become 0."""
 
 
 def normalised_rewards(rewards: Tensor, valid: Tensor) -> Tensor:
-    """[B] (r - mean) / deviation over the rows of the step that have a score.
+    """Return [B] (r - mean) / deviation over the step's rows with a score.
 
     Args:
         rewards: [B] float.
@@ -38,14 +38,14 @@ def normalised_rewards(rewards: Tensor, valid: Tensor) -> Tensor:
 
 
 def rescaled_rewards(rewards: Tensor, valid: Tensor, *, count: float, mean: float, squares: float) -> Tensor:
-    """[B] (r - mean) / deviation, of numbers that earlier steps remembered.
+    """Return [B] (r - mean) / deviation, with numbers that earlier steps remembered.
 
     Args:
         rewards: [B] float.
         valid: [B] bool.
-        count: scores seen so far.
-        mean: theirs.
-        squares: the sum of their squared distances from it.
+        count: number of scores so far.
+        mean: mean of these scores.
+        squares: sum of their squared distances from the mean.
 
     Raises:
         FormulaError: shapes differ.
@@ -57,34 +57,34 @@ def rescaled_rewards(rewards: Tensor, valid: Tensor, *, count: float, mean: floa
 
 
 def next_reward_count(valid: Tensor, *, count: float) -> float:
-    """Scores seen, those of a step included."""
+    """Return the number of scores so far, those of a step included."""
     return count + float(valid.sum())
 
 
 def next_reward_mean(rewards: Tensor, valid: Tensor, *, count: float, mean: float) -> float:
-    """The mean of all scores seen, those of a step included (Chan, Golub and LeVeque 1979)."""
+    """Return the mean of all scores so far, those of a step included (Chan, Golub and LeVeque 1979)."""
     return _merged(rewards, valid, count, mean, 0.0)[1]
 
 
 def next_reward_squares(
     rewards: Tensor, valid: Tensor, *, count: float, mean: float, squares: float
 ) -> float:
-    """The sum of the squared distances of all scores seen from their mean, those of a step included."""
+    """Return the sum of squared distances of all scores so far from their mean, those of a step included."""
     return _merged(rewards, valid, count, mean, squares)[2]
 
 
 def bounded_rewards(
     rewards: Tensor, valid: Tensor, loss_mask: Ragged, *, low: float, high: float, price: float
 ) -> Tensor:
-    """[B] min(max(r, low), high) - price x sampled tokens.
+    """Return [B] min(max(r, low), high) - price x sampled tokens.
 
     Args:
         rewards: [B] float.
         valid: [B] bool.
         loss_mask: [T] bool, True at the sampled tokens of each row.
         low: the least reward.
-        high: the largest.
-        price: of a sampled token.
+        high: the largest reward.
+        price: price of a sampled token.
 
     Raises:
         FormulaError: shapes differ, or the bounds cross.
@@ -101,7 +101,7 @@ def bounded_rewards(
 def _merged(
     rewards: Tensor, valid: Tensor, count: float, mean: float, squares: float
 ) -> tuple[float, float, float]:
-    """Count, mean and squares with a step's scores among them."""
+    """Return count, mean and squares, updated with a step's scores."""
     same_length("next_reward_mean", rewards=rewards, valid=valid)
     found = rewards[valid].double()
     own = float(len(found))

@@ -1,14 +1,13 @@
-"""Advantages of tokens: what followed a token in its row, against what was expected there.
+"""Advantages of tokens: what followed a token in its row, against what the critic expected.
 
     token_rewards, values ── loss tokens of scored rows, laid end to end ──> deltas [N]
     deltas [N] ── discounted sums within each row ──> advantages ── whitened ──> advantages
                                                           └── + values ──> returns ── explained_variance
 
-Prompt tokens and tokens that were put into a row are stepped over: what follows a loss token is the
-row's next loss token, and a discount is paid for loss tokens alone. The value of a token is what its
-predecessors let expect; behind a row's last loss token nothing is expected, unless the row was cut off and
-``bootstrapped_rewards`` pays there what is. Results are aligned to the
-tokens and 0 wherever no loss token of a scored row stands.
+Prompt tokens and inserted tokens are skipped: the successor of a loss token is the row's next loss token, and
+only loss tokens are discounted. The value of a token is the expectation given the tokens before it. After a
+row's last loss token the expectation is 0, unless the row was cut off and ``bootstrapped_rewards`` pays the
+value there. Results are aligned to the tokens, and 0 everywhere but at loss tokens of scored rows.
 
 Legend: B rows, T tokens, N loss tokens of scored rows, L the most of them in one row.
 """
@@ -32,21 +31,21 @@ if TYPE_CHECKING:
 def gae(
     token_rewards: Ragged, values: Ragged, loss_mask: Ragged, valid: Tensor, *, gamma: float, lam: float
 ) -> Ragged:
-    """[T] generalised advantage estimates of the loss tokens.
+    """Return [T], generalised advantage estimates of the loss tokens.
 
     delta_t = R_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; GAE, arXiv 1506.02438,
-    equations 16 to 18. lam = 1 with gamma = 1 is return minus value, lam = 0 the error of one step.
+    equations 16 to 18. lam = 1 with gamma = 1 is return minus value; lam = 0 is the error of one step.
 
     Args:
         token_rewards: float, the reward paid at each token.
-        values: float, what the critic expects before each token.
+        values: float, the critic's value before each token.
         loss_mask: bool, True where the policy sampled the token.
         valid: [B] bool; a row without a score gets 0.
-        gamma: discount a token, in [0, 1].
-        lam: how much a later error counts a token, in [0, 1].
+        gamma: discount per token, in [0, 1].
+        lam: weight per token of a later error, in [0, 1].
 
     Raises:
-        FormulaError: rows differ in length, or ``gamma`` or ``lam`` is no share.
+        FormulaError: rows differ in length, or ``gamma`` or ``lam`` is not in [0, 1].
     """
     aligned("gae", loss_mask=loss_mask, token_rewards=token_rewards, values=values, valid=valid)
     _share("gae", gamma=gamma, lam=lam)
@@ -60,20 +59,20 @@ def gae(
 def bootstrapped_rewards(
     token_rewards: Ragged, loss_mask: Ragged, final_values: Tensor, finish: Tensor, *, gamma: float
 ) -> Ragged:
-    """[T] token rewards; a row that was cut off is also paid, at its last, the value of what was to come.
+    """Return [T] token rewards; a row that was cut off also gets, at its last, the value of what follows.
 
-    R_T + gamma V(s_{T+1}) where the row has no end: then ``gae`` and ``lambda_returns`` of these go on into
-    that value instead of taking the limit for an end (Pardo et al., arXiv 1712.00378).
+    R_T + gamma V(s_{T+1}) if the row has no end: ``gae`` and ``lambda_returns`` of these continue into that
+    value instead of treating the limit as an end (Pardo et al., arXiv 1712.00378).
 
     Args:
         token_rewards: float, the reward paid at each token.
         loss_mask: bool, True where the policy sampled the token.
-        final_values: [B] what the critic expects after each row's last token.
-        finish: [B] why each row ended.
-        gamma: discount a token, in [0, 1].
+        final_values: [B] the critic's value after each row's last token.
+        finish: [B] reason for each row's end.
+        gamma: discount per token, in [0, 1].
 
     Raises:
-        FormulaError: rows differ in length, or ``gamma`` is no share.
+        FormulaError: rows differ in length, or ``gamma`` is not in [0, 1].
     """
     aligned("bootstrapped_rewards", loss_mask=loss_mask, token_rewards=token_rewards, finish=finish)
     _share("bootstrapped_rewards", gamma=gamma)
@@ -82,18 +81,18 @@ def bootstrapped_rewards(
 
 
 def returns_to_go(token_rewards: Ragged, loss_mask: Ragged, valid: Tensor, *, gamma: float) -> Ragged:
-    """[T] the discounted rewards from each loss token to the end of its row.
+    """Return [T], the discounted rewards from each loss token to the end of its row.
 
-    G_t = sum_{k >= 0} gamma^k R_{t+k}, over loss tokens; ``gae`` with lam = 1 where nothing is expected.
+    G_t = sum_{k >= 0} gamma^k R_{t+k}, over loss tokens; ``gae`` with lam = 1 and values of 0.
 
     Args:
         token_rewards: float, the reward paid at each token.
         loss_mask: bool, True where the policy sampled the token.
         valid: [B] bool; a row without a score gets 0.
-        gamma: discount a token, in [0, 1].
+        gamma: discount per token, in [0, 1].
 
     Raises:
-        FormulaError: rows differ in length, or ``gamma`` is no share.
+        FormulaError: rows differ in length, or ``gamma`` is not in [0, 1].
     """
     aligned("returns_to_go", loss_mask=loss_mask, token_rewards=token_rewards, valid=valid)
     _share("returns_to_go", gamma=gamma)
@@ -102,14 +101,14 @@ def returns_to_go(token_rewards: Ragged, loss_mask: Ragged, valid: Tensor, *, ga
 
 
 def value_targets(advantages: Ragged, values: Ragged, loss_mask: Ragged) -> Ragged:
-    """[T] what the critic should have expected before each loss token: advantage plus value.
+    """Return [T], the critic's target before each loss token: advantage plus value.
 
     R_t = A_t + V_t (the lambda-return; PPO, arXiv 1707.06347). A row without a score has advantage 0, so
     its targets are its values.
 
     Args:
-        advantages: float, those of ``gae`` before they are whitened.
-        values: float, what the critic expected before each token.
+        advantages: float, from ``gae`` before they are whitened.
+        values: float, the critic's value before each token.
         loss_mask: bool, True where the policy sampled the token.
 
     Raises:
@@ -123,19 +122,19 @@ def value_targets(advantages: Ragged, values: Ragged, loss_mask: Ragged) -> Ragg
 def lambda_returns(
     token_rewards: Ragged, values: Ragged, loss_mask: Ragged, valid: Tensor, *, gamma: float, lam: float
 ) -> Ragged:
-    """[T] ``value_targets`` of the advantages that ``gae`` finds: what a critic learns.
+    """Return [T], ``value_targets`` of the advantages from ``gae``: what a critic learns.
 
-    Args and raises as ``gae``; a row without a score has its values as targets.
+    Args and raises as in ``gae``; a row without a score has its values as targets.
     """
     found = gae(token_rewards, values, loss_mask, valid, gamma=gamma, lam=lam)
     return value_targets(found, values, loss_mask)
 
 
 def whitened(advantages: Ragged, loss_mask: Ragged, valid: Tensor) -> Ragged:
-    """[T] advantages with mean 0 and deviation 1 over the loss tokens of all scored rows.
+    """Return [T] advantages with mean 0 and deviation 1 over the loss tokens of all scored rows.
 
-    (A - mean) / (std + 1e-6), the deviation that of a sample (N - 1), summed in float64. Equal
-    advantages, and one alone, give exactly 0.
+    (A - mean) / (std + 1e-6), with the sample deviation (N - 1), summed in float64. Equal advantages, and a
+    single one, give exactly 0.
 
     Args:
         advantages: float.
@@ -157,7 +156,7 @@ def whitened(advantages: Ragged, loss_mask: Ragged, valid: Tensor) -> Ragged:
 
 
 def whitened_returns(token_rewards: Ragged, loss_mask: Ragged, valid: Tensor, *, gamma: float) -> Ragged:
-    """[T] discounted rewards to go, whitened over the batch: the advantages of REINFORCE++.
+    """Return [T] discounted rewards to go, whitened over the batch: the advantages of REINFORCE++.
 
     A = whitened(G), G_t = sum_{k >= 0} gamma^k R_{t+k} of rewards that pay for divergence token by token
     (``penalised_token_rewards``); arXiv 2501.03262.
@@ -166,10 +165,10 @@ def whitened_returns(token_rewards: Ragged, loss_mask: Ragged, valid: Tensor, *,
         token_rewards: float, the reward paid at each token.
         loss_mask: bool, True where the policy sampled the token.
         valid: [B] bool; a row without a score gets 0 and does not count.
-        gamma: discount a token, in [0, 1].
+        gamma: discount per token, in [0, 1].
 
     Raises:
-        FormulaError: rows differ in length, or ``gamma`` is no share.
+        FormulaError: rows differ in length, or ``gamma`` is not in [0, 1].
     """
     return whitened(returns_to_go(token_rewards, loss_mask, valid, gamma=gamma), loss_mask, valid)
 
@@ -181,24 +180,24 @@ def _share(formula: str, **options: float) -> None:
 
 
 def _counted(loss_mask: Ragged, valid: Tensor) -> Ragged:
-    """Bool, True at the loss tokens of scored rows."""
+    """Return a bool field, True at the loss tokens of scored rows."""
     return loss_mask.with_values(loss_mask.values & loss_mask.expand(valid))
 
 
 def _placed(chosen: Tensor, counted: Ragged) -> Ragged:
-    """Entries [N] of the counted tokens back at their places."""
+    """Put entries [N] of the counted tokens back at their positions."""
     return counted.with_values(chosen.new_zeros(counted.values.shape).masked_scatter(counted.values, chosen))
 
 
 def _left(rows: Ragged) -> Tensor:
-    """[N] int64 how many entries of its row there are from each on, itself included."""
+    """Return [N] int64, the number of entries from each one to the end of its row, itself included."""
     return rows.expand(rows.lengths) - rows.positions
 
 
 def _discounted_sums(rows: Ragged, discount: float) -> Tensor:
-    """[N] sum_{k >= 0} discount^k x_{t+k} to the end of each row, in log2 L passes over all entries.
+    """Return [N] sum_{k >= 0} discount^k x_{t+k} to the end of each row, in log2 L passes over all entries.
 
-    A sum over the next n entries and the same of the one n further on make the sum over 2 n.
+    The sum over the next 2 n entries is that over the next n, plus that over the n after them.
     """
     sums, left, reach = rows.values, _left(rows), 1
     longest = int(rows.lengths.max()) if len(rows) else 0

@@ -1,4 +1,4 @@
-"""Batch: rows x fields, the only thing that travels between stages.
+"""Batch: rows x fields, the only value that travels between stages.
 
 Legend: B rows.
 """
@@ -28,13 +28,13 @@ class Batch:
         Batch(ids=row_ids([RowId(0, 0, 0)]), fields={"reward": torch.tensor([1.0])})
 
     Raises:
-        RecordError: a field has another number of rows than there are ids.
+        RecordError: the number of rows of a field differs from the number of ids.
     """
 
     ids: Tensor
     """[B, 3] int64 (epoch, prompt, sample) of every row."""
     fields: Mapping[str, Field]
-    """The columns by name."""
+    """Fields by name."""
 
     def __post_init__(self) -> None:
         if self.ids.dim() != 2 or self.ids.shape[1] != 3 or self.ids.dtype != torch.int64:
@@ -54,15 +54,15 @@ class Batch:
         return self.ids.shape[0]
 
     def row_id(self, index: int) -> RowId:
-        """The id of one row."""
+        """Return the id of one row."""
         return RowId(*self.ids[index].tolist())
 
     def row_ids(self) -> list[RowId]:
-        """The ids of all rows, in order."""
+        """Return the ids of all rows, in order."""
         return [RowId(*row) for row in self.ids.tolist()]
 
     def field(self, name: str) -> Field:
-        """A field of either kind; RecordError names the nearest one when there is none."""
+        """Return a field of either kind; RecordError names the nearest one if there is none."""
         if name not in self.fields:
             raise RecordError(
                 f"the batch has no field {name!r}",
@@ -72,34 +72,34 @@ class Batch:
         return self.fields[name]
 
     def dense(self, name: str) -> Tensor:
-        """[B, ...] a dense field."""
+        """Return a dense field, [B, ...]."""
         field = self.field(name)
         if isinstance(field, Ragged):
             raise RecordError(f"field {name!r} is ragged", why="a dense field was asked for")
         return field
 
     def ragged(self, name: str) -> Ragged:
-        """A ragged field."""
+        """Return a ragged field."""
         field = self.field(name)
         if not isinstance(field, Ragged):
             raise RecordError(f"field {name!r} is dense", why="a ragged field was asked for")
         return field
 
     def with_fields(self, **fields: Field) -> Batch:
-        """The same rows with fields added or replaced."""
+        """Return the same rows with fields added or replaced."""
         return Batch(ids=self.ids, fields={**self.fields, **fields})
 
     def only(self, *names: str) -> Batch:
-        """The same rows with these fields alone."""
+        """Return the same rows with only these fields."""
         return Batch(ids=self.ids, fields={name: self.field(name) for name in names})
 
     def select(self, index: Tensor | Sequence[int]) -> Batch:
-        """The rows at ``index`` [N], in that order."""
+        """Return the rows at ``index`` [N], in that order."""
         where = torch.as_tensor(index, dtype=torch.int64, device=self.ids.device)
         return self._each(lambda part: part.select(where) if isinstance(part, Ragged) else part[where])
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Rows ``start`` to ``stop`` (excluded), without a copy."""
+        """Return rows ``start`` to ``stop`` (excluded), without a copy."""
         rows = slice(start, stop)
         return self._each(lambda part: part.slice(start, stop) if isinstance(part, Ragged) else part[rows])
 
@@ -107,8 +107,8 @@ class Batch:
         """Add the other batch's fields to these rows, matched by row id; the other may be in any order.
 
         Raises:
-            RecordError: a row is missing from the other batch, stands twice in it, or both have a
-                field of one name.
+            RecordError: a row is missing from the other batch or occurs twice in it, or both have a field of
+                one name.
         """
         both = set(self.fields) & set(other.fields)
         if both:
@@ -135,23 +135,23 @@ class Batch:
         return self.with_fields(**other.select(index).fields)
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
+        """Return the same batch on another device."""
         return self._each(lambda part: part.to(device))
 
     def _each(self, change: Callable[[Any], Any]) -> Batch:
-        """The batch whose ids and fields are what ``change`` makes of these."""
+        """Return the batch with ``change`` applied to its ids and fields."""
         return Batch(
             ids=change(self.ids), fields={name: change(field) for name, field in self.fields.items()}
         )
 
 
 def row_ids(rows: Sequence[RowId]) -> Tensor:
-    """[B, 3] int64 the ids as a batch holds them."""
+    """Return the ids as a batch holds them, [B, 3] int64."""
     return torch.tensor([list(row) for row in rows], dtype=torch.int64).reshape(len(rows), 3)
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """The rows of every batch, in order.
+    """Return the rows of every batch, in order.
 
     Raises:
         RecordError: there is no batch, or the batches differ in their fields.
@@ -178,7 +178,7 @@ def _concatenate_field(name: str, batches: Sequence[Batch]) -> Field:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """The rows of the first batch with the fields of all of them, matched by row id."""
+    """Return the rows of the first batch with the fields of all of them, matched by row id."""
     if not batches:
         raise RecordError("no batch to join", why="the rows of an empty list are unknown")
     return reduce(Batch.join, batches)

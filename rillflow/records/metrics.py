@@ -25,7 +25,7 @@ class Mean:
     total: float
     """The sum of the values."""
     count: float
-    """How many values; 0 makes the mean NaN."""
+    """Number of values; 0 makes the mean NaN."""
 
     @property
     def value(self) -> float:
@@ -33,20 +33,20 @@ class Mean:
         return self.total / self.count if self.count else float("nan")
 
     def merge(self, other: Mean) -> Mean:
-        """The mean over both sets of values."""
+        """Return the mean over both sets of values."""
         return Mean(total=self.total + other.total, count=self.count + other.count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variance:
-    """How far values are from their mean. Example: ``Variance(squares=8, mean=1, count=4).value == 2``."""
+    """Mean squared distance from the mean. Example: ``Variance(squares=8, mean=1, count=4).value == 2``."""
 
     squares: float
     """The sum of the squared distances from the mean."""
     mean: float
     """The mean of the values."""
     count: float
-    """How many values; 0 makes the variance NaN."""
+    """Number of values; 0 makes the variance NaN."""
 
     @property
     def value(self) -> float:
@@ -54,7 +54,7 @@ class Variance:
         return self.squares / self.count if self.count else float("nan")
 
     def merge(self, other: Variance) -> Variance:
-        """The variance over both sets of values (Chan, Golub and LeVeque 1979)."""
+        """Return the variance over both sets of values (Chan, Golub and LeVeque 1979)."""
         if not self.count or not other.count:
             return self if self.count else other
         count, apart = self.count + other.count, other.mean - self.mean
@@ -73,7 +73,7 @@ class Sum:
     """The total so far."""
 
     def merge(self, other: Sum) -> Sum:
-        """The total of both."""
+        """Return the total of both."""
         return Sum(value=self.value + other.value)
 
 
@@ -85,7 +85,7 @@ class Max:
     """The largest so far."""
 
     def merge(self, other: Max) -> Max:
-        """The larger of both; NaN where one is."""
+        """Return the larger of both; NaN if either is NaN."""
         return self if self.value >= other.value or math.isnan(self.value) else other
 
 
@@ -97,18 +97,18 @@ class Min:
     """The smallest so far."""
 
     def merge(self, other: Min) -> Min:
-        """The smaller of both; NaN where one is."""
+        """Return the smaller of both; NaN if either is NaN."""
         return self if self.value <= other.value or math.isnan(self.value) else other
 
 
 @dataclass(frozen=True, kw_only=True)
 class LargestShare:
-    """How much the largest of some numbers is of their sum. Example: ``(most=2, total=8)`` is 0.25."""
+    """Share of the largest of some numbers in their sum. Example: ``(most=2, total=8)`` is 0.25."""
 
     most: float
-    """The largest number; none is negative."""
+    """Largest number; no number is negative."""
     total: float
-    """The sum of all; where it is 0 the share is 0."""
+    """Sum of all numbers; if it is 0, the share is 0."""
 
     @property
     def value(self) -> float:
@@ -116,27 +116,27 @@ class LargestShare:
         return self.most / self.total if self.total else 0.0
 
     def merge(self, other: LargestShare) -> LargestShare:
-        """The share over both sets of numbers; NaN where one has a NaN."""
+        """Return the share over both sets of numbers; NaN if either has a NaN."""
         most = self.most if self.most >= other.most or math.isnan(self.most) else other.most
         return LargestShare(most=most, total=self.total + other.total)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Histogram:
-    """How many values lie where. Example: ``histogram_of(tensor([0, 1, 1]), (0, 1)).counts == (1, 2, 0)``."""
+    """Counts of values by range. Example: ``histogram_of(tensor([0, 1, 1]), (0, 1)).counts == (1, 2, 0)``."""
 
     edges: tuple[float, ...]
-    """Ascending; a value that is an edge lies below it."""
+    """Ascending edges; a value that equals an edge counts below it."""
     counts: tuple[int, ...]
-    """One more than edges: up to the first, from there to the second, ..., above the last."""
+    """Counts, one more than edges: up to the first edge, from there to the second, ..., above the last."""
 
     @property
     def value(self) -> float:
-        """How many values were counted."""
+        """Number of values."""
         return float(sum(self.counts))
 
     def merge(self, other: Histogram) -> Histogram:
-        """The histogram of both sets of values, which has the same edges."""
+        """Return the histogram of both sets of values, which have the same edges."""
         counts = map(sum, zip(self.counts, other.counts, strict=True))
         return Histogram(edges=self.edges, counts=tuple(counts))
 
@@ -146,18 +146,18 @@ Metrics = Mapping[str, Metric]
 
 
 def mean_of(values: Tensor) -> Mean:
-    """The mean of some numbers, of any shape."""
+    """Return the mean of numbers of any shape."""
     return Mean(total=float(values.sum()), count=float(values.numel()))
 
 
 def histogram_of(values: Tensor, edges: Sequence[float]) -> Histogram:
-    """How many of some numbers [N] lie between edges; one that is not a number lies below the first."""
+    """Return the histogram of numbers [N]; NaN counts below the first edge."""
     places = (values[:, None] > values.new_tensor(edges)).sum(1)
     return Histogram(edges=tuple(edges), counts=tuple(places.bincount(minlength=len(edges) + 1).tolist()))
 
 
 def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Merge metrics of the same name; raise RecordError where two parts disagree on the reduction."""
+    """Merge metrics of the same name; raise RecordError if two parts have different reductions."""
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():

@@ -31,7 +31,7 @@ class Ragged:
     values: Tensor
     """[T, ...] the rows laid end to end."""
     lengths: Tensor
-    """[B] int64 how many values each row has."""
+    """[B] int64 number of values in each row."""
 
     def __post_init__(self) -> None:
         if self.lengths.dim() != 1 or self.lengths.dtype != torch.int64:
@@ -62,7 +62,7 @@ class Ragged:
 
     @staticmethod
     def from_text(texts: Iterable[str]) -> Ragged:
-        """Store text as UTF-8 bytes: text travels like any other ragged column."""
+        """Store texts as UTF-8 bytes, so that they travel like any other ragged column."""
         encoded = [text.encode("utf-8") for text in texts]
         lengths = torch.tensor([len(data) for data in encoded], dtype=torch.int64)
         joined = bytearray(b"".join(encoded))
@@ -70,7 +70,7 @@ class Ragged:
         return Ragged(values=values, lengths=lengths)
 
     def to_text(self) -> list[str]:
-        """Read back what ``from_text`` stored."""
+        """Return the texts that ``from_text`` stored."""
         data = self.values.cpu().numpy().tobytes()
         return [data[start:stop].decode("utf-8") for start, stop in pairwise(self.bounds.tolist())]
 
@@ -79,33 +79,33 @@ class Ragged:
 
     @cached_property
     def bounds(self) -> Tensor:
-        """[B + 1] int64 where each row starts; the last entry is T."""
+        """[B + 1] int64 start of each row; the last entry is T."""
         bounds = torch.zeros(len(self) + 1, dtype=torch.int64, device=self.lengths.device)
         torch.cumsum(self.lengths, 0, out=bounds[1:])
         return bounds
 
     @cached_property
     def row_of(self) -> Tensor:
-        """[T] int64 which row each value belongs to."""
+        """[T] int64 row of each value."""
         rows = torch.arange(len(self), device=self.lengths.device)
         return torch.repeat_interleave(rows, self.lengths)
 
     @cached_property
     def positions(self) -> Tensor:
-        """[T] int64 the place of each value within its row, from 0."""
+        """[T] int64 position of each value in its row, from 0."""
         return torch.arange(self.values.shape[0], device=self.lengths.device) - self.bounds[self.row_of]
 
     def rows(self) -> list[Tensor]:
-        """Every row, without a copy."""
+        """Return every row, without a copy."""
         return list(torch.split(self.values, self.lengths.tolist()))
 
     def lists(self) -> list[list[Any]]:
-        """Every row's values as Python numbers."""
+        """Return every row's values as Python numbers."""
         values: list[Any] = self.values.tolist()
         return [values[start:stop] for start, stop in pairwise(self.bounds.tolist())]
 
     def select(self, index: Tensor) -> Ragged:
-        """The rows at ``index`` [N] int64, in that order, repeats allowed."""
+        """Return the rows at ``index`` [N] int64, in that order; an index may repeat."""
         lengths = self.lengths[index]
         ends = torch.cumsum(lengths, 0)
         total = int(ends[-1]) if len(ends) else 0
@@ -114,20 +114,20 @@ class Ragged:
         return Ragged(values=self.values[torch.arange(total, device=shift.device) + shift], lengths=lengths)
 
     def slice(self, start: int, stop: int) -> Ragged:
-        """Rows ``start`` to ``stop`` (excluded), without a copy."""
+        """Return rows ``start`` to ``stop`` (excluded), without a copy."""
         values = self.values[int(self.bounds[start]) : int(self.bounds[stop])]
         return Ragged(values=values, lengths=self.lengths[start:stop])
 
     def where(self, mask: Ragged) -> Ragged:
-        """The values where a mask of the same lengths is true, by row."""
+        """Return the values where a mask of the same lengths is true, by row."""
         return Ragged(values=self.values[mask.values], lengths=mask.sums())
 
     def with_values(self, values: Tensor) -> Ragged:
-        """Other values [T, ...] of the same lengths."""
+        """Return a column with other values [T, ...] and the same lengths."""
         return Ragged(values=values, lengths=self.lengths)
 
     def padded(self, fill: float = 0) -> Tensor:
-        """[B, L, ...] the rows side by side, short ones filled up at the end with ``fill``."""
+        """Return [B, L, ...], the rows padded at the end with ``fill``."""
         longest = int(self.lengths.max()) if len(self) else 0
         shape = (len(self), longest, *self.values.shape[1:])
         out = torch.full(shape, fill, dtype=self.values.dtype, device=self.values.device)
@@ -135,22 +135,22 @@ class Ragged:
         return out
 
     def sums(self) -> Tensor:
-        """[B, ...] the sum of each row's values; 0 for an empty row."""
+        """Return [B, ...], the sum of each row's values; 0 for an empty row."""
         dtype = torch.int64 if not self.values.dtype.is_floating_point else self.values.dtype
         out = torch.zeros(len(self), *self.values.shape[1:], dtype=dtype, device=self.values.device)
         return out.index_add_(0, self.row_of, self.values.to(dtype))
 
     def expand(self, per_row: Tensor) -> Tensor:
-        """[T, ...] each row's entry of ``per_row`` [B, ...] repeated over the row's values."""
+        """Return [T, ...], each row's entry of ``per_row`` [B, ...] repeated over the row's values."""
         return per_row[self.row_of]
 
     def to(self, device: torch.device | str) -> Ragged:
-        """The same column on another device."""
+        """Return the same column on another device."""
         return Ragged(values=self.values.to(device), lengths=self.lengths.to(device))
 
 
 def concatenate_ragged(parts: Sequence[Ragged]) -> Ragged:
-    """Rows of every part, in order."""
+    """Return the rows of every part, in order."""
     return Ragged(
         values=torch.cat([part.values for part in parts]), lengths=torch.cat([part.lengths for part in parts])
     )

@@ -7,10 +7,10 @@
     versions            ragged int32    tokens        weight version that sampled the token, -1 elsewhere
     finish              dense int8 [B]                why the row ended (Finish)
     columns             ragged uint8                  the prompt's other columns, as JSON text
-    routes              ragged int16    tokens        [routers, k] the experts that each token took, -1 where
-                                                      it went through no pass; only where they are recorded
+    routes              ragged int16    tokens        [routers, k] experts of each token, -1 where it went
+                                                      through no pass; only if they are recorded
 
-A log probability at place t is that of token t given the tokens before it.
+The log probability at position t is that of token t given the tokens before it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from rillflow.records.row import RowId
 
 
 class Finish(IntEnum):
-    """Why a rollout ended."""
+    """Reason why a rollout ended."""
 
     STOP = 0
     """A stop token was sampled; it is the last token."""
     LENGTH = 1
     """The limit of new tokens, or of the model's context, was reached."""
     ABORTED = 2
-    """The row was taken out while it ran; its tokens are kept and it can be resumed."""
+    """The row was taken out while it ran; its tokens are kept, and it can be resumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class Rollout:
     """
 
     row: RowId
-    """The row's stable id."""
+    """Stable id of the row."""
     tokens: tuple[int, ...]
-    """Prompt and everything after it."""
+    """Tokens of the prompt and all tokens after it."""
     loss_mask: tuple[bool, ...]
     """True where the policy sampled the token."""
     logprobs: tuple[float, ...]
@@ -59,32 +59,32 @@ class Rollout:
     versions: tuple[int, ...]
     """The weight version that sampled each token; -1 elsewhere."""
     finish: Finish = Finish.ABORTED
-    """Why it ended; ABORTED as long as it has not."""
+    """Reason for the end; ABORTED until the rollout ends."""
     columns: str = "{}"
     """The prompt's other columns, as JSON text."""
     routes: Tensor | None = field(default=None, compare=False)
-    """[T, R, k] int16 the experts that each token took, once it has ended; None where nobody recorded it."""
+    """[T, R, k] int16 experts of each token, once the rollout has ended; None if they are not recorded."""
 
     @staticmethod
     def start(row: RowId, prompt: Sequence[int], columns: str = "{}") -> Rollout:
-        """A trajectory that holds its prompt alone."""
+        """Return a trajectory that holds only its prompt."""
         empty = Rollout(row=row, tokens=(), loss_mask=(), logprobs=(), versions=(), columns=columns)
         return empty.inserted(prompt)
 
     def sampled(
         self, tokens: Sequence[int], logprobs: Sequence[float], version: int, finish: Finish = Finish.ABORTED
     ) -> Rollout:
-        """The trajectory with sampled tokens appended."""
+        """Return the trajectory with sampled tokens appended."""
         if len(tokens) != len(logprobs):
             raise RecordError(f"{len(tokens)} sampled tokens but {len(logprobs)} log probabilities")
         return self._extended(tokens, logprobs, version, is_sampled=True, finish=finish)
 
     def inserted(self, tokens: Sequence[int]) -> Rollout:
-        """The trajectory with tokens appended that the policy did not sample, such as a tool's answer."""
+        """Return the trajectory with appended tokens that were not sampled, such as a tool's answer."""
         return self._extended(tokens, [0.0] * len(tokens), -1, is_sampled=False, finish=Finish.ABORTED)
 
     def first(self, count: int, finish: Finish) -> Rollout:
-        """The trajectory's first tokens, ended there."""
+        """Return the trajectory's first tokens, with the end there."""
         return replace(
             self,
             tokens=self.tokens[:count],
@@ -108,7 +108,7 @@ class Rollout:
 
 
 def starts(prompts: Batch, samples: int) -> list[Rollout]:
-    """``samples`` trajectories of every prompt [B] that hold it alone, ordered by prompt and sample."""
+    """Return ``samples`` trajectories per prompt [B] with the prompt alone, ordered by prompt and sample."""
     texts = prompts.ragged("columns").to_text()
     rows = zip(prompts.row_ids(), prompts.ragged("tokens").lists(), texts, strict=True)
     begun = [Rollout.start(row, tokens, columns) for row, tokens, columns in rows]
@@ -118,7 +118,7 @@ def starts(prompts: Batch, samples: int) -> list[Rollout]:
 
 
 def rollout_batch(rollouts: Sequence[Rollout]) -> Batch:
-    """The rollouts as a batch with the fields of this module's table."""
+    """Return the rollouts as a batch with the fields of this module's table."""
     routes = [rollout.routes for rollout in rollouts if rollout.routes is not None]
     there: dict[str, Field] = {}
     if rollouts and len(routes) == len(rollouts):
@@ -139,5 +139,5 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> Batch:
 
 
 def completions(batch: Batch) -> Ragged:
-    """The sampled tokens alone, as a ragged field [B]."""
+    """Return only the sampled tokens, as a ragged field [B]."""
     return batch.ragged("tokens").where(batch.ragged("loss_mask"))

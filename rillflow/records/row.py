@@ -1,11 +1,11 @@
-"""The stable identity of one training sample."""
+"""Row: the stable identity of one training sample."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 HELD_OUT_EPOCH = -1
-"""The epoch in the row ids of held-out prompts: their random numbers are no training row's."""
+"""Epoch in the row ids of held-out prompts; it separates their random numbers from training rows'."""
 
 
 class RowId(NamedTuple):
@@ -16,15 +16,15 @@ class RowId(NamedTuple):
     """
 
     epoch: int
-    """How many times the task had been gone through when the row was drawn; see HELD_OUT_EPOCH."""
+    """Number of passes over the task before the row was drawn; see HELD_OUT_EPOCH."""
     prompt: int
-    """The prompt's index in its task."""
+    """Index of the prompt in its task."""
     sample: int
-    """Which of the prompt's samples this is, from 0."""
+    """Index of the sample among the prompt's samples, from 0."""
 
     @property
     def group(self) -> tuple[int, int]:
-        """The sample group of the row: its epoch and its prompt."""
+        """Sample group of the row: its epoch and its prompt."""
         return self.epoch, self.prompt
 
     def __str__(self) -> str:

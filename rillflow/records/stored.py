@@ -1,4 +1,4 @@
-"""Stored batches: one safetensors file, every field of it, lengths beside ragged values.
+"""Stored batches: one safetensors file per batch, with the values and lengths of ragged fields.
 
 ids [B, 3], NAME: [B, ...]   or   NAME:values [N] and NAME:lengths [B]
 """
@@ -24,7 +24,7 @@ def save_batch(batch: Batch, path: Path) -> None:
 
 
 def batch_bytes(batch: Batch) -> bytes:
-    """The content of such a file."""
+    """Return a batch as the bytes of such a file."""
     content: bytes = save(_tensors(batch))
     return content
 
