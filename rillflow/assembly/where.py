@@ -26,8 +26,8 @@ def require_shared(run: Path, files: Sequence[Path], backend: Backend, deadline_
     """Refuse a node that cannot read and write the run directory, or that lacks a file of the recipe.
 
     Args:
+        run: the run directory.
         files: further files that ranks read: reward functions and models.
-        files: what else ranks read: of reward functions and models.
         backend: the backend with the ranks.
         deadline_s: seconds that a rank may take to answer.
 

@@ -55,7 +55,7 @@ def student_t(freedom: int, level: float = 0.95) -> float:
 
 
 def _student_within(t: float, freedom: int) -> float:
-    """Return P(|T| <= t), summed as in Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3, 4."""
+    """Return P(|T| <= t) as a sum (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3, 4)."""
     angle = math.atan(t / math.sqrt(freedom))
     sine, square, is_odd = math.sin(angle), math.cos(angle) ** 2, freedom % 2
     term = math.cos(angle) if is_odd else 1.0

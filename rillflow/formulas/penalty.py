@@ -216,8 +216,8 @@ def overlong_rewards(rewards: Tensor, loss_mask: Ragged, limits: Tensor, *, buff
 def previous_logprobs(old_logprobs: Ragged) -> Ragged:
     """Return [T], the policy's log probabilities before this update, which serve as its reference.
 
-    old_logprobs: the policy's log probabilities.
-        old_logprobs: the policy's.
+    Args:
+        old_logprobs: the policy's log probabilities.
     """
     return old_logprobs
 

@@ -2,7 +2,7 @@
 
     token_rewards, values ── loss tokens of scored rows, laid end to end ──> deltas [N]
     deltas [N] ── discounted sums within each row ──> advantages ── whitened ──> advantages
-                                                          └── + values ──> returns ── explained_variance
+                                                          └── + values ──> returns
 
 Prompt tokens and inserted tokens are skipped: the successor of a loss token is the row's next loss token, and
 only loss tokens are discounted. The value of a token is the expectation given the tokens before it. After a
