@@ -1,4 +1,4 @@
-"""Errors: each says what is wrong (with the value), why it cannot be, and what to do.
+"""Errors: each states what is wrong (with the value), why it cannot be, and what to do.
 
 An error holds three sentences. A command line prints them as three lines, a service sends them as JSON, and
 a process passes them to another process (they survive pickling).

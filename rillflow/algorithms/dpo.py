@@ -29,7 +29,7 @@ class DPOConfig(AlgorithmConfig):
 
 
 def step(flow: Flow, pairs: Batch, config: DPOConfig) -> Handle:
-    """Run one iteration: raise the chosen answers' probability over the rejected ones', as the loss says."""
+    """Run one iteration: raise the chosen answers' probability relative to the rejected ones'."""
     known = [flow.reference.totals(pairs)] if config.loss.has_reference else []
     report = flow.policy.update(pairs, *known, loss=config.loss, passes=config)
     flow.publish(flow.policy)

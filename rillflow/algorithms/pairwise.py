@@ -1,4 +1,4 @@
-"""Pairwise: train a language model to say which of two answers is better.
+"""Pairwise: train a language model to name the better of two answers.
 
 pairs ─ update ─> report        -log p(label): A where the first answer shown is the better one, else B
 """

@@ -5,7 +5,7 @@ rewards ─┬─ kl_penalised_rewards ─────> rewards             shap
          ├─ group_relative_advantages ─> advantages         the same, compared within groups
          └─ token_level_rewards ───────> token_rewards      the same token by token; token_level_costs
 token_rewards ─ bootstrapped ─> token_rewards   a cut-off row is continued by the critic's value
-batches, advantages ─ update_and_publish ─> report          trained_rows: those not cut off, if asked
+batches, advantages ─ update_and_publish ─> report          trained_rows: leaves out cut-off rows
                       └ publish: the trained policy; a moving reference follows it
 """
 
@@ -91,7 +91,7 @@ def kl_penalised_rewards(
 def group_relative_advantages(
     flow: Flow, rewards: Handle, batches: list[Handle], config: GroupScaleConfig
 ) -> Handle:
-    """Return advantages within groups; a KL penalty in the reward is no part of the dividing deviation."""
+    """Return advantages within groups; a KL penalty in the reward does not change the dividing deviation."""
     penalised = kl_penalised_rewards(flow, rewards, batches, config, into="penalised")
     paid = config.loss.kl_paid == "reward"
     formula = formulas.penalised_group_advantages if paid else formulas.group_advantages

@@ -57,7 +57,7 @@ class Respondent:
         chat: whether conversations will be asked, which need a chat template.
 
     Raises:
-        RunDirectoryError: it is no run directory, has no such checkpoint, or trains no policy.
+        RunDirectoryError: the path is not a run directory, has no such checkpoint, or trains no policy.
         ConfigError: a value is out of range.
         ModelError: conversations are to be asked, and the model has no chat template.
     """

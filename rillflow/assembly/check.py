@@ -32,7 +32,7 @@ from rillflow.rollout.config import NATIVE, VLLM
 from rillflow.tasks.files import ENDINGS
 
 DEFAULT = "default"
-"""Origin shown for a setting that nobody gave."""
+"""Origin shown for a setting that is not given."""
 
 
 def check(

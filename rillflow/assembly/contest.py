@@ -253,7 +253,7 @@ def _by_judge(one: Side, other: Side, path: Path, recipe: Recipe) -> Verdicts:
 
 
 def _compared(one: Side, other: Side, verdicts: Verdicts, samples: int) -> dict[str, Any]:
-    """Return the win rate, its companion metrics and the pairs."""
+    """Return the win rate, further numbers and the pairs."""
     said = [each for each in verdicts.outcomes if each is not None]
     lengths = [side.rollouts.ragged("loss_mask").sums().tolist() for side in (one, other)]
     prompts = [prompt_text(columns) for columns in one.rollouts.ragged("columns").to_text()]

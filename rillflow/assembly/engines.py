@@ -39,7 +39,7 @@ def engine_class(name: str) -> type[Engine]:
     """Return the engine class that ``rollout.engine`` names.
 
     Raises:
-        ConfigError: it cannot be imported, or is no engine.
+        ConfigError: it cannot be imported, or is not an engine.
     """
     if name == NATIVE:
         from rillflow.rollout.native.engine import NativeEngine
@@ -189,7 +189,7 @@ def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
         base: its folder.
 
     Raises:
-        ConfigError: it cannot be imported, is no engine, or lacks a capability; the error names the setting.
+        ConfigError: it cannot be imported, is not an engine, or lacks a capability that a setting needs.
     """
     from rillflow.assembly.drawing import graphs
 

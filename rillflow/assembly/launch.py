@@ -72,7 +72,7 @@ def launch(
         interruption: requests to stop the run; it also handles signals while this runs.
 
     Raises:
-        RillflowError: an error that a user can fix; it says what, why and how.
+        RillflowError: an error that a user can fix; it states the problem, the reason and the fix.
         Interrupted: the user asked to stop; the same command resumes.
     """
     with interruption or Interruption() as asked, asked.orderly():

@@ -51,7 +51,7 @@ SAMPLED_LOGITS = 3
 VLLM_PLACES = {"cpu": 128, "cuda": 16}
 """Tokens of a block of vLLM's KV cache, by device type."""
 _NAMED, _MOST_NAMED = 3, 5
-"""Settings that an error suggests; the higher number only until the run fits."""
+"""Number of settings that an error suggests; the second if fewer do not make the run fit."""
 _FEW_TOKENS, _SMALL_CACHE_GIB = 2048, 4
 """Values that the error suggests for ``policy.tokens_per_micro_batch`` and ``rollout.cache_gib``."""
 

@@ -1,7 +1,7 @@
 """Planned: apply a plan to a recipe's placement, or refuse a plan that cannot run.
 
 Plan ─┬─ settings_of ─> placement.pools, roles, train, generate, freshness, oversampling, as --set writes them
-      ├─ require_for ─> refuses a plan of another recipe, and one that no run supports yet
+      ├─ require_for ─> refuses a plan of another recipe, or a plan that no run supports yet
       └─ keep_plan ───> writes it to the run directory; returns whether the run is placed by it
 """
 
@@ -53,7 +53,7 @@ def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
 
 
 def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
-    """Refuse a plan of another recipe, and one that no run supports yet.
+    """Refuse a plan of another recipe, or a plan that no run supports yet.
 
     Raises:
         PlanError: it is another algorithm's, places a role the recipe does not call, spans two fleets,

@@ -52,7 +52,7 @@ def open_cluster(file: Path) -> Hardware:
     """Read a cluster file.
 
     Raises:
-        ConfigError: the file is missing, or is no TOML.
+        ConfigError: the file is missing, or is not TOML.
         PlanError: it describes an impossible cluster.
     """
     return read_hardware(read_toml(file), str(file))
@@ -202,7 +202,7 @@ def observe(
         algorithms: custom algorithms that its recipe may name.
 
     Raises:
-        RunDirectoryError: it is no run directory.
+        RunDirectoryError: the path is not a run directory.
         PlanError: it made too few steps, or ran on unknown hardware.
     """
     data = load(run)
@@ -257,7 +257,7 @@ def cluster_text(
 
     Args:
         factors: the fitted factors.
-        observations: what they were fitted to.
+        observations: the observations that the factors were fitted to.
         cluster: the cluster file of the run; None for this machine.
         run: the run that the comment names.
     """

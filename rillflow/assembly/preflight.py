@@ -165,7 +165,7 @@ def _existing(setting: str, path: str, base: Path) -> str:
 
 
 def reward_functions(recipe: Recipe, base: Path, task: Task[Example] | None) -> tuple[FunctionPath, ...]:
-    """Return the reward functions: the recipe's, or else the task's own; empty if a model scores instead.
+    """Return the reward functions: the recipe's, or else the task's own; empty if there are none.
 
     Raises:
         RewardError: there is no such function.

@@ -75,7 +75,7 @@ def train(
         quiet: show nothing.
 
     Raises:
-        RillflowError: an error that a user can fix; it says what, why and how.
+        RillflowError: an error that a user can fix; it states the problem, the reason and the fix.
         CallbackError: a callback raised; the last whole step is saved.
         Interrupted: Ctrl-C; the same call resumes.
     """

@@ -58,7 +58,7 @@ def replay(bundle: Path, algorithms: Sequence[Algorithm] = ()) -> list[Replayed]
         algorithms: custom algorithms; an update's loss may be a function in one of their files.
 
     Raises:
-        RunDirectoryError: the folder is no bundle, or a damaged one.
+        RunDirectoryError: the folder is not a bundle, or is damaged.
         ModelError: its weights cannot be loaded.
     """
     folders = sorted(file.parent for file in bundle.glob(f"*/{ABOUT}"))

@@ -2,7 +2,7 @@
 
     recipe ─┬─ [policy] ─────────────> the policy and its sampler, or the reward model   ┐ as long
             ├─ [reward], [cost], task ─> reward, cost, eval_reward                       ┘ as the run
-            └─ a phase begins ───────> critics; the reference: the policy as it is then    each phase
+            └─ a phase begins ───────> critics; the reference: a copy of the policy        each phase
 
 The reference of the second phase is the policy that the first phase left.
 """
@@ -58,7 +58,7 @@ class RoleGroups:
         self._groups: dict[str, Group] = {}
         self.executor = executor_of(recipe, self._groups, backend)
         self.delivery: Delivery | None = None
-        """Sends versions to a sampler on ranks of its own; None if the sampler shares the policy's."""
+        """Delivery of versions to a sampler on ranks of its own; None if it shares the policy's ranks."""
         role, model, done = recipe.trained_role, recipe.policy.model, 0
         if checkpoint is not None:
             model = self._directory(checkpoint.model(role))
@@ -138,7 +138,7 @@ class RoleGroups:
         Args:
             role: its name.
             lies: its grid; None for the grid that the recipe gives it.
-            of: the role that this one is a half of.
+            of: the role that it belongs to; the policy, for a sampler.
             given: further fields of its RoleSetting.
         """
         recipe, kind = self._recipe, self._kinds[role]

@@ -2,7 +2,7 @@
 
     row (epoch -1 prompt 197 sample 0) ──> row (prompts.jsonl line 198, held out, sample 0)
 
-Ranks know rows by their ids only. The task, which stays with the controller, knows where a row stands.
+Ranks have row ids only. The task, which stays with the controller, has each row's place in the data.
 """
 
 from __future__ import annotations

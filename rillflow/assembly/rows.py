@@ -28,7 +28,7 @@ from rillflow.tasks.example import Example
 from rillflow.tasks.preference import Preference
 
 CHARACTERS_PER_TOKEN = 4
-"""Characters of a token if the tokeniser is not available; a new model's tokens are characters."""
+"""Characters per token if the tokeniser is not available; a new model's tokens are characters."""
 ASSUMED_SHARE, ASSUMED_SIGMA = 0.25, 0.6
 """Median response as a share of the longest, and its spread, if nothing was measured."""
 READ_STEPS = 6
@@ -50,7 +50,7 @@ def workload_of(loaded: LoadedRecipe, phase: PhasePlan, run: Path | None = None)
             lengths of the data's prompts and answers, or of prompts and assumed answers if rows are sampled.
 
     Raises:
-        RunDirectoryError: it is no run directory.
+        RunDirectoryError: the path is not a run directory.
         PlanError: the run sampled no rows.
     """
     recipe, config = loaded.recipe, phase.config
@@ -141,7 +141,7 @@ def _packing(
 ) -> Packing:
     """Return the shares of tokens that training and scoring compute, for steps cut into minibatches.
 
-    The last token of a row is no input.
+    The last token of a row is not an input.
     """
     whole = [[texts(step[place::minibatches]) for place in range(minibatches)] for step in steps]
     read = [[[row[:-1] for row in part] for part in step] for step in whole]

@@ -99,7 +99,7 @@ class Run:
         return read_rollouts(self.path, made if step is None else step)
 
     def columns(self, step: int | None = None) -> dict[str, list[Any]]:
-        """Return the same as columns, one entry per row: ``pandas.DataFrame(run.columns())``."""
+        """Return a step's rollouts as columns, one entry per row: ``pandas.DataFrame(run.columns())``."""
         return rollout_columns(
             self.path, max(layout.rollout_files(self.path), default=0) if step is None else step
         )
@@ -156,7 +156,7 @@ def open_run(path: str | Path) -> Run:
     """Open a run directory, finished or not, also while another process trains it.
 
     Raises:
-        RunDirectoryError: the path is missing, or no run directory.
+        RunDirectoryError: the path is missing, or is not a run directory.
     """
     require_run(Path(path))
     return Run(Path(path))

@@ -91,7 +91,7 @@ def simulate_as_run(
         recipe: gives the placement of roles, and the parts that rows are passed on in.
         phase: one of its phases.
         problem: the planning problem of its step.
-        stages_s: seconds of its stages by name; formulas give those that are missing.
+        stages_s: seconds of its stages by name; formulas give the others.
         steps: number of steps, from the first one on.
     """
     parts, placement, config = recipe.rollout.parts, recipe.placement, phase.config

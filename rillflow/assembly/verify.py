@@ -36,7 +36,7 @@ def verify(run: Path) -> Verified:
     """Compare everything in a run directory with what the run wrote.
 
     Raises:
-        RunDirectoryError: it is no run directory, or digests.jsonl itself is damaged.
+        RunDirectoryError: the path is not a run directory, or digests.jsonl itself is damaged.
     """
     require_run(run)
     found = damage(run, is_deep=True)

@@ -27,7 +27,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file.
 
     Raises:
-        ConfigError: the file is missing, no regular file, no UTF-8 or no TOML; with line and column.
+        ConfigError: the file is missing, not a regular file, not UTF-8 or not TOML; with line and column.
     """
     text = _decoded(path, _content(path))
     try:

@@ -58,7 +58,7 @@ def _key(name: str) -> str:
 
 
 def _text(value: str) -> str:
-    # A JSON string is a TOML string, except for DEL, which TOML wants escaped.
+    # A JSON string is a TOML string, except for DEL, which TOML requires to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -89,7 +89,7 @@ class PolicyLossConfig(LossSection):
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Bounds of the correction: those that are set, else its own; ``none`` has no bounds."""
+        """Bounds of the correction: the configured ones, else its defaults; ``none`` has no bounds."""
         return self.correction_bounds or _BOUNDS[self.correction]
 
     @property
@@ -99,7 +99,7 @@ class PolicyLossConfig(LossSection):
 
     @property
     def estimator(self) -> Estimator:
-        """Estimator in use: the one that is set, else the one with the right gradient in that place."""
+        """Estimator in use: the configured one, else the one with the right gradient in that place."""
         return self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3")
 
     @model_validator(mode="after")
@@ -199,7 +199,7 @@ class PairLossConfig(LossSection):
 
     @property
     def scale(self) -> float:
-        """Beta: the value that is set, else the kind's."""
+        """Beta: the configured value, else the kind's default."""
         return _SCALES[self.kind] if self.beta is None else self.beta
 
     @property

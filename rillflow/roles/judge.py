@@ -72,7 +72,7 @@ class Judge(TrainedRole[LanguageModel]):
         judging: which answers are compared, and what counts as a tie.
 
     Raises:
-        ModelError: the tokeniser cannot read the frame, or a label is no single token.
+        ModelError: the tokeniser cannot read the frame, or a label is not a single token.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ def reward_metrics(scores: Batch) -> dict[str, Metric]:
 
 
 def parts_of(scores: Batch) -> list[dict[str, float]]:
-    """Return each row's scores by function; empty where only one function scores."""
+    """Return each row's scores by function; empty if only one function scores."""
     texts = scores.ragged("parts").to_text() if "parts" in scores.fields else []
     return [json.loads(text or "{}") for text in texts]
 

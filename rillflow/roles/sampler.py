@@ -31,7 +31,7 @@ from rillflow.workers.transfer import ALL_MICRO_DP
 ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish", "columns", "limits")
 """Fields that ``records.rollout.rollout_batch`` makes, and the most tokens that a row could have sampled."""
 GREEDY_SAMPLE = -1
-"""Sample number in the row ids of greedy answers, which are no samples of their prompt."""
+"""Sample number in the row ids of greedy answers, which are not samples of their prompt."""
 
 
 def rollout_metrics(rollouts: Batch) -> dict[str, Metric]:

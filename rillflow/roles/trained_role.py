@@ -76,7 +76,7 @@ class TrainedRole(KeptRole, Generic[Model]):
         self._trainer: Trainer | None = None
 
     def _be_training(self) -> None:
-        """Switch to the weights as they are trained."""
+        """Switch the weights to training."""
 
     @property
     def trainer(self) -> Trainer:
