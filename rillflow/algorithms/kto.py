@@ -1,6 +1,6 @@
 """KTO: a policy learns from single answers, each good or bad (Ethayarajh et al., arXiv 2402.01306).
 
-answers, and each prompt with another's ─┬─ reference.totals ─> reference_totals ─┐
+answers, and prompts with other answers ─┬─ reference.totals ─> reference_totals ─┐
                                          └────────────────────────────────────────┴─ update ─> publish
 """
 

@@ -148,7 +148,7 @@ def read_messages(path: Path) -> tuple[Message, ...]:
     """Read a conversation from a file: a JSON list of messages, or one per line; ``-`` is standard input.
 
     Raises:
-        DataError: the file cannot be read, or is no conversation that an assistant can answer.
+        DataError: the file cannot be read, or is not a conversation that an assistant can answer.
     """
     try:
         text = sys.stdin.read() if path == Path("-") else path.read_text("utf-8-sig")

@@ -1,7 +1,7 @@
 """Evaluation: measure a trained model on held-out rows.
 
-prompts ─ policy.generate ─> rollouts ─ reward.score ─> scores ─ judged ─> a few numbers
-pairs ─ reward_model.score ─> scores of two answers each ─ ranked ─> the same
+prompts ─ policy.generate ─> rollouts ─ reward.score ─> scores ─ judged ─> Evaluation
+pairs ─ reward_model.score ─> scores of two answers each ─ ranked ─> Evaluation
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
 def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
     """Return whether every unit of the plan is placed as it says; the names of pools do not matter.
 
-    Grids fill their pools, so those of equal grids have equal sizes.
+    Grids fill their pools, so pools with equal grids have equal sizes.
     """
     pairs = {(unit.pool, placement.pool_of(name)) for name, unit in plan.units.items()}
     models = {name: unit for name, unit in plan.units.items() if name != SAMPLER}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Mean:
-    """A weighted mean as its two parts. Example: ``Mean(total=3.0, count=4).value == 0.75``."""
+    """A weighted mean, as a sum and a count. Example: ``Mean(total=3.0, count=4).value == 0.75``."""
 
     total: float
     """The sum of the values."""
