@@ -25,8 +25,8 @@ _NO_CODE = {
 }
 
 
-def code_lines(text: str) -> int:
-    """Return how many lines of a Python file are code."""
+def code(text: str) -> Counter[str]:
+    """Return the lines of code of a Python file, without indentation, and how often each occurs."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     lines = {
         line
@@ -34,7 +34,8 @@ def code_lines(text: str) -> int:
         if token.type not in _NO_CODE
         for line in range(token.start[0], token.end[0] + 1)
     }
-    return len(lines - docstring_lines(ast.parse(text)))
+    every = text.splitlines()
+    return Counter(every[line - 1].strip() for line in lines - docstring_lines(ast.parse(text)))
 
 
 def docstring_lines(tree: ast.Module) -> set[int]:
@@ -56,7 +57,7 @@ def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:
         inner = path.relative_to(package).parts
         name = inner[0] if len(inner) > 1 else "top level"
         files[name] += 1
-        lines[name] += code_lines(path.read_text("utf-8"))
+        lines[name] += code(path.read_text("utf-8")).total()
     return {name: (files[name], count) for name, count in lines.most_common()}
 
 

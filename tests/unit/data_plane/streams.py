@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import psutil
+
 from rillflow.data_plane.schema import ColumnType, Schema, StageColumns
 
 INTS = ColumnType(dtype="int64", ragged=True)
@@ -29,3 +31,8 @@ def diamond(**orders: str) -> Schema:
             stage("train", ("tokens", "reward", "value")),
         ),
     )
+
+
+def processes_of(home: str) -> list[psutil.Process]:
+    """Return the processes that were started with this folder as an argument."""
+    return [each for each in psutil.process_iter(["cmdline"]) if home in (each.info["cmdline"] or ())]

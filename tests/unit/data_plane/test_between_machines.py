@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,7 +20,7 @@ from rillflow.data_plane.schema import ColumnType, Schema, StageColumns
 from rillflow.data_plane.transport import Socket
 from rillflow.errors import StreamError
 from rillflow.records.ragged import Ragged
-from tests.unit.data_plane.streams import diamond
+from tests.unit.data_plane.streams import diamond, processes_of
 
 NUMBERS = count()
 WIDE = Schema(
@@ -256,9 +254,8 @@ def cleared(client: Client, name: str, groups: int) -> bool:
 
 
 def kill(folder: Path) -> None:
-    for entry in Path("/proc").glob("[0-9]*"):
-        if f"--home\0{folder.parent}\0".encode() in (entry / "cmdline").read_bytes():
-            os.kill(int(entry.name), signal.SIGKILL)
+    for process in processes_of(str(folder.parent)):
+        process.kill()
 
 
 def test_a_store_ends_with_the_tables_that_it_joined(tmp_path: Path) -> None:

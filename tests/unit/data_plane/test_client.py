@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import stat
 import subprocess
 import sys
@@ -22,7 +20,7 @@ from rillflow.data_plane.transport import InProcess
 from rillflow.errors import StreamError
 from rillflow.records.batch import Field
 from rillflow.records.ragged import Ragged
-from tests.unit.data_plane.streams import diamond
+from tests.unit.data_plane.streams import diamond, processes_of
 
 NUMBERS = count()
 ONE = Schema(
@@ -324,12 +322,7 @@ def test_the_folder_is_for_its_owner_and_a_killed_server_s_is_removed_by_the_nex
         )
         assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
         with Client(folder, name="left") as client:
-            owner = next(
-                int(entry.name)
-                for entry in Path("/proc").glob("[0-9]*")
-                if str(tmp_path).encode() in (entry / "cmdline").read_bytes()
-            )
-            os.kill(owner, signal.SIGKILL)
+            processes_of(str(tmp_path))[0].kill()
             with pytest.raises(StreamError, match="does not answer"):
                 client.create("s", ONE, capacity=1)
         left = tmp_path / "rillflow-left"
