@@ -98,9 +98,9 @@ def calibrate(observations: Sequence[Observation], names: Sequence[str] | None =
     """
     if not any(one.modelled for one in observations):
         raise PlanError(
-            "nothing to calibrate by",
+            "the run has no times to calibrate with",
             why="no stage that generates, scores or trains was measured",
-            fix="name a run that made more than one step",
+            fix="name a run with more than one step",
         )
     guess = observations[0].problem.hardware.factors
     together = any(pool.devices > 1 for one in observations for pool in one.plan.pools)

@@ -205,7 +205,7 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
             raise PlanError(
                 f"{' + '.join(options)} on {pool.devices} {fleet.device.name} of {fleet.name} need "
                 f"{size(-room)} more memory on every device",
-                why=f"a device has {size(fleet.device.memory_bytes)}, and {largest} takes most of it",
+                why=f"a device has {size(fleet.device.memory_bytes)}, and {largest} needs the largest part",
                 fix=_least_text(least_devices(costs, units, fleet), fleet),
             )
         for unit in units:
@@ -214,9 +214,9 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
                 decoder = costs.decoder(unit, option, pool.fleet, pool.devices, room)
                 if decoder is None:
                     raise PlanError(
-                        f"{unit.name} on pool {pool.name} has no room to generate one row",
-                        why=f"{size(room)} of a device are left for it beside {', '.join(options)}",
-                        fix="give the pool more devices, move a unit to another, or raise generate_tp",
+                        f"{unit.name} on pool {pool.name} has no memory to generate a single row",
+                        why=f"{', '.join(options)} leave {size(room)} per device for the KV cache",
+                        fix="give the pool more devices, move a unit to another pool, or raise generate_tp",
                     )
             found[unit.name] = Seat(unit=unit, pool=pool, option=option, decoder=decoder)
     return {unit.name: found[unit.name] for unit in problem.units}
@@ -228,24 +228,24 @@ def no_plan_fits(problem: Problem, costs: CostModel) -> PlanError:
     def least_missing(units: Sequence[Unit]) -> tuple[float, str]:
         names = " + ".join(unit.name for unit in units)
         return min(
-            (missing_bytes(costs, units, fleet, devices), f"{names} on {devices} of {fleet.name}")
+            (missing_bytes(costs, units, fleet, devices), f"{names} on {devices} devices of {fleet.name}")
             for fleet in problem.hardware.fleets
             for devices in fleet.sizes
         )
 
     every = [least_missing(units) for units in (*([unit] for unit in problem.units), problem.units)]
     missing, where = next((one for one in every if one[0]), every[-1])
-    why = f"{size(missing)} are missing on every device: {where}"
+    why = f"every device lacks {size(missing)}: {where}"
     if not math.isfinite(missing):
-        why = f"no grid cuts {where} evenly"
+        why = f"no grid splits the model evenly: {where}"
     elif not missing:
-        why = f"no room is left to generate a single row: {where}"
+        why = f"no memory is left to generate a single row: {where}"
     fixes = []
     for fleet in problem.hardware.fleets:
         apart = sum(least_devices(costs, [unit], fleet) for unit in problem.units)
         fixes.append(_least_text(min(least_devices(costs, problem.units, fleet), apart), fleet))
     return PlanError(
-        f"no plan of {problem.graph.name} fits into {problem.hardware.name}", why=why, fix="; or ".join(fixes)
+        f"no plan of {problem.graph.name} fits on {problem.hardware.name}", why=why, fix="; or ".join(fixes)
     )
 
 
@@ -277,10 +277,11 @@ def least_devices(costs: CostModel, units: Sequence[Unit], fleet: Fleet) -> floa
 
 
 def _least_text(least: float, fleet: Fleet) -> str:
-    kind = f"{fleet.device.name} like those of {fleet.name}"
+    kind = f"{fleet.device.name} as in fleet {fleet.name}"
     if math.isinf(least):
-        return f"smaller models, shorter rows, another device: {MOST_MACHINES} machines of {kind} will not do"
-    return f"the least that would do is {least} {kind}, here are {fleet.devices}; or other devices for a unit"
+        enough = f"{MOST_MACHINES} machines of {kind} are not enough"
+        return f"use smaller models, shorter rows or another device; {enough}"
+    return f"use at least {least} {kind}, which has {fleet.devices}; or put a unit on other devices"
 
 
 def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -290,13 +291,13 @@ def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
         does = "does not place" if name in names else "places"
         yield f"the plan {does} {name!r}", f"the units of {problem.graph.name} are {', '.join(sorted(names))}"
     if plan.freshness != problem.freshness:
-        why = f"the problem's is {problem.freshness}; problem.of_plan(plan) is the problem of a plan"
+        why = f"the problem's is {problem.freshness}; problem.of_plan(plan) returns the matching problem"
         yield f"the plan's freshness is {plan.freshness}", why
     fleets = {fleet.name: fleet for fleet in problem.hardware.fleets}
     for name in dict.fromkeys(pool.fleet for pool in plan.pools):
         if name not in fleets:
-            yield f"a pool lies in fleet {name!r}", f"the cluster has none; {nearest(name, fleets)}"
+            yield f"a pool is in fleet {name!r}", f"the cluster has no such fleet; {nearest(name, fleets)}"
         sizes = [pool.devices for pool in plan.pools if pool.fleet == name]
         if fleets[name].machines_needed(sizes) > fleets[name].machines:
             what = f"pools of {', '.join(map(str, sizes))} devices in fleet {name}"
-            yield what, f"it has {fleets[name].machines} machines of {fleets[name].per_machine} devices"
+            yield what, f"it has only {fleets[name].machines} machines of {fleets[name].per_machine} devices"

@@ -39,7 +39,7 @@ class Factors:
     """Share of the bandwidth to host memory, which holds offloaded model state."""
     memory: Share = 0.9
     """Share of the memory that models may use; the rest is for libraries."""
-    touches: Annotated[float, quantities.number(0.0, 1000.0, "it counts passes over memory: 0 to 1000")] = 0.0
+    touches: Annotated[float, quantities.number(0.0, 1000.0, "it is a number of passes, 0 to 1000")] = 0.0
     """Additional memory passes over each activation in a forward pass; 0 with fused kernels."""
     head_token_s: Seconds = 0.0
     """Additional seconds of attention per head and token of a row, forward, for small blocks."""
@@ -116,7 +116,7 @@ UNFITTED = "default"
 """Factor set of a cluster file that names none."""
 _FLEETS = quantities.checked(
     lambda tables: tables if isinstance(tables, list) and tables else None,
-    "a cluster is one or more [[fleet]] tables",
+    "a cluster has one or more [[fleet]] tables",
     '[[fleet]], device = "H100", devices = 8, per_machine = 8',
 )
 _FLEET = {
@@ -275,7 +275,7 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     labels = [fleet.name for fleet in fleets]
     doubled = next((label for label in labels if labels.count(label) > 1), None)
     if doubled is not None:
-        raise PlanError(f"{name} has two fleets called {doubled!r}", fix="give each fleet a name of its own")
+        raise PlanError(f"{name} has two fleets called {doubled!r}", fix="give each fleet a different name")
     return Hardware(
         name=said.get("name", name),
         fleets=fleets,
@@ -299,7 +299,7 @@ def _devices(data: Mapping[str, Any], where: str) -> dict[str, Device]:
 
 
 def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -> Fleet:
-    told = f"known are {', '.join(devices)}, and what a table [device.NAME] describes"
+    told = f"known devices are {', '.join(devices)}; a table [device.NAME] describes others"
     readers = {
         "device": quantities.checked(lambda label: devices.get(str(label)), told, known=devices),
         **_FLEET,
@@ -311,8 +311,8 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
     if len(links) == 2 or (count > per_machine and not links):
         raise PlanError(
             f"{where} has {count // per_machine} machines, and {' and '.join(sorted(links)) or 'no link'}",
-            why="one number says how they are linked: of a device, or of a machine, whose devices share it",
-            fix='between = "50 GB/s" of one device, or between_machine = "400 GB/s" of one machine',
+            why="the link between machines needs one bandwidth: per device, or per machine",
+            fix='set between = "50 GB/s" per device, or between_machine = "400 GB/s" per machine',
         )
     alone = said.get("between", device.inside_bandwidth)
     between = said["between_machine"] / per_machine if "between_machine" in said else alone
@@ -333,11 +333,11 @@ def _counted(said: Mapping[str, int], where: str) -> tuple[int, int]:
     count = said.get("devices", (machines or 0) * (per_machine or 0))
     each = per_machine or count // (machines or 1)
     if not each or count % each or machines not in (None, count // each):
-        told = f"{count} devices" + (f", {machines} machines" if machines else "") + f", {each} a machine"
+        told = f"{count} devices" + (f", {machines} machines" if machines else "") + f", {each} per machine"
         raise PlanError(
             f"{where} has {told}",
-            why="machines are alike, and have all devices between them",
-            fix="devices = 16, per_machine = 8; or two fleets",
+            why="all machines have the same number of devices, and together all devices of the fleet",
+            fix="set matching counts, such as devices = 16, per_machine = 8; or define two fleets",
         )
     return count, each
 
@@ -346,6 +346,6 @@ def _require_slower(link: float, memory: float, where: str) -> None:
     if link > memory:
         raise PlanError(
             f"{where} is {link / 1e9:g} GB/s",
-            why=f"a device's memory moves {memory / 1e9:g} GB/s, where what a link brings is written",
+            why=f"received data is written to the device's memory, which moves only {memory / 1e9:g} GB/s",
             fix="check the number and its unit",
         )

@@ -25,7 +25,7 @@ KNOWN = (
 """Model types whose config names its sizes as expected here."""
 _TYPE = checked(
     lambda kind: kind if kind in KNOWN else None,
-    "nothing is known of what such a model computes; known are " + ", ".join(KNOWN),
+    "the planner does not know the cost of this model type; known types are " + ", ".join(KNOWN),
     known=KNOWN,
 )
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
@@ -241,7 +241,7 @@ def _size(
     if known is None:
         raise PlanError(
             f"the config of {name} has no {names[0]}",
-            why="without it nobody can say what the model costs",
+            why="the planner needs it to compute the cost of the model",
             fix=f"add it, or one of {', '.join(names)}; {nearest(names[0], config)}",
         )
     found: int = whole(1, most)(config[known], f"the config of {name}: {known}")
@@ -251,6 +251,6 @@ def _size(
 def _part(name: str, size: int, parts: int, what: str) -> int:
     """Return one of the equal parts of a size."""
     if size % parts:
-        why = f"{size} / {parts} leaves {size % parts}"
+        why = f"it must divide {size}; {size} / {parts} leaves {size % parts}"
         raise PlanError(f"the config of {name} has {what} = {parts}", why=why)
     return size // parts

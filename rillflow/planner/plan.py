@@ -15,7 +15,7 @@ from rillflow.errors import PlanError, nearest
 from rillflow.planner.grid import Grid
 from rillflow.planner.quantities import TABLE, TEXT, Count, Reader, named, number, read, values, whole
 
-COMMENT = "Where models lie and what a step should take; rillflow run RECIPE --plan FILE launches it."
+COMMENT = "Placement of the models and predicted seconds; rillflow run RECIPE --plan FILE launches it."
 SAMPLER = "sampler"
 """Name of the unit that generates on devices other than the policy's training devices."""
 
@@ -63,7 +63,7 @@ def _unit(data: object, where: str) -> PlannedUnit:
     if "dp" in said and "fsdp" in said:
         raise PlanError(
             f"{where} has dp and fsdp",
-            why="devices with other rows each hold all parameters (dp) or their share of them (fsdp)",
+            why="a data-parallel device holds either all parameters (dp) or a shard of them (fsdp)",
             fix="remove one of the two",
         )
     pool, generate_tp, is_sharded = said.pop("pool"), said.pop("generate_tp", 0), "fsdp" in said
@@ -235,20 +235,20 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, str]]:
     names = [pool.name for pool in plan.pools]
     for name in names:
         if names.count(name) > 1:
-            yield f"{names.count(name)} pools are called {name!r}", "a pool is known by its name"
+            yield f"{names.count(name)} pools are called {name!r}", "pool names must be unique"
     for name, unit in plan.units.items():
         if unit.pool not in names:
             known = f"the pools are {', '.join(names) or 'none'}"
             yield f"units.{name}.pool is {unit.pool!r}", f"{known}; {nearest(unit.pool, names)}"
         yield from _unfilled(f"units.{name}", unit, plan.pool(unit.pool))
     for idle in sorted(set(names) - {unit.pool for unit in plan.units.values()}):
-        yield f"the pool {idle} has no unit", "its devices would do nothing"
+        yield f"the pool {idle} has no unit", "its devices would be idle"
     oversampled = [(f"oversample_{what}", 1, 100) for what in ("prompts", "samples")]
     for name, least, most in (("freshness", 0, 1_000_000), *oversampled):
         if not least <= vars(plan)[name] <= most:
-            yield f"{name} is {vars(plan)[name]:g}", f"it lies between {least} and {most:,}"
+            yield f"{name} is {vars(plan)[name]:g}", f"it must lie between {least} and {most:,}"
     if (plan.freshness or plan.streams or plan.publish_every) and SAMPLER not in plan.units:
-        why = "where generation takes turns with training it never runs ahead of the weights"
+        why = "without separate devices for generation, it alternates with training and is always on-policy"
         yield f"freshness is {plan.freshness} and no unit is called {SAMPLER}", why
 
 
@@ -261,17 +261,17 @@ def _recipe_axes(grid: Grid) -> dict[str, int]:
 
 def _unfilled(where: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[tuple[str, str]]:
     """Yield how a grid does not fill its pool or cannot be split evenly."""
-    grid, no_number = unit.grid, "is no whole number"
+    grid, no_number = unit.grid, "is not a whole number"
     if grid.devices != pool.devices:
         sizes = " x ".join(str(size) for axis, size in grid.axes.items() if axis != "ep")
-        why = f"every device has one place in the grid; {sizes} = {grid.devices}"
+        why = f"the grid must use every device of the pool once; {sizes} = {grid.devices}"
         yield f"{where} is {grid} and the pool {pool.name} has {pool.devices} devices", why
     stage = grid.devices // grid.pp
     if stage % grid.ep:
-        why = f"experts lie on those devices; {stage} / {grid.ep} {no_number}"
+        why = f"ep must divide the devices that hold the experts; {stage} / {grid.ep} {no_number}"
         yield f"{where}.ep is {grid.ep} with dp {grid.dp} x tp {grid.tp}", why
     if unit.generate_tp and pool.devices % unit.generate_tp:
-        why = f"copies are alike; {pool.devices} / {unit.generate_tp} {no_number}"
+        why = f"every copy has the same number of devices; {pool.devices} / {unit.generate_tp} {no_number}"
         yield f"{where}.generate_tp is {unit.generate_tp} and its pool has {pool.devices} devices", why
 
 

@@ -18,8 +18,8 @@ from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.plan import SAMPLER, Plan
 from rillflow.planner.workload import Workload
 
-UNFITTED = 'default factors, held against no run: like = "nemo-rl" or "verl" names fitted ones'
-UNTOLD = "the cluster's file sets factors and does not say what they were fitted to (calibrated = ...)"
+UNFITTED = 'default factors, not compared with any run; like = "nemo-rl" or "verl" selects fitted ones'
+UNTOLD = "unknown: the cluster file sets factors but does not name their source (calibrated = ...)"
 
 
 class Work(StrEnum):
@@ -97,7 +97,7 @@ class Problem:
         unknown = sorted(set(self.shapes) - set(self.graph.roles))
         if unknown:
             raise PlanError(
-                f"a model is given for {unknown[0]!r}",
+                f"a model is given for the unknown role {unknown[0]!r}",
                 why=f"the graph has the roles {', '.join(self.graph.roles)}",
             )
 
@@ -114,7 +114,7 @@ class Problem:
         if stage.endpoint not in ENDPOINTS:
             raise PlanError(
                 f"the stage {stage.name} cannot be planned",
-                why=f"what the endpoint {stage.endpoint!r} costs is not known",
+                why=f"the planner does not know the cost of the endpoint {stage.endpoint!r}",
                 fix=nearest(stage.endpoint, ENDPOINTS),
             )
         return ENDPOINTS[stage.endpoint]
@@ -210,8 +210,8 @@ class Statement:
         if error is None:
             return told
         return (
-            f"{told}; on steps left out of the fit the median error is {error.median:.0%}, the worst "
-            f"{error.worst:.0%}; the ranges hold eight of ten of them"
+            f"{told}; on steps held out of the fit, the median error is {error.median:.0%}, the largest "
+            f"{error.worst:.0%}; the ranges contain 80% of these steps"
         )
 
     def range_s(self, seconds: float) -> tuple[float, float] | None:

@@ -63,12 +63,12 @@ def values(
     odd = next((key for key in table if key not in readers), None)
     if odd is not None:
         raise PlanError(
-            f"{where} has the key {odd!r}, which means nothing here",
-            why=f"it may have {', '.join(readers)}",
+            f"{where} has the unknown key {odd!r}",
+            why=f"known keys are {', '.join(readers)}",
             fix=nearest(odd, readers),
         )
     for missing in sorted(set(needed) - set(table)):
-        raise PlanError(f"{where} has no {missing!r}", why=f"needed are {', '.join(sorted(needed))}")
+        raise PlanError(f"{where} has no {missing!r}", why=f"required keys are {', '.join(sorted(needed))}")
     return {key: readers[key](value, f"{where}.{key}") for key, value in table.items()}
 
 
@@ -108,8 +108,8 @@ def quantity(what: str, units: Mapping[str, float], least: float, most: float, e
         return number if least <= number <= most else None
 
     bounds = f"between {least:.3g} and {most:.3g} {next(iter(units))}"
-    why = f"a {what} is a text, a number and its unit, {bounds}"
-    return checked(made, why, f'write it as in "{examples.split(", ")[0]}"; units: {examples}')
+    why = f"a {what} is text in quotes with a number and a unit, {bounds}"
+    return checked(made, why, f"write it in quotes with a unit, such as {examples}")
 
 
 def number(least: float, most: float = math.inf, why: str = "") -> Reader:
@@ -124,7 +124,7 @@ def number(least: float, most: float = math.inf, why: str = "") -> Reader:
 
 def whole(least: int, most: int = 1_000_000) -> Reader:
     """Return a reader of integers within bounds."""
-    why = f"it must be a whole number, {least} or more and at most {most:,}"
+    why = f"it must be a whole number from {least} to {most:,}"
     return checked(lambda value: value if type(value) is int and least <= value <= most else None, why)
 
 
@@ -172,13 +172,13 @@ RATE = quantity("bandwidth", _RATES | _BITS, 1e3, 1e15, "450 GB/s, 3.35 TB/s, 40
 FLOPS = quantity("computing speed", _FLOPS, 1e6, 1e18, "989 TFLOP/s, 64 GFLOP/s, 2.5 PFLOP/s")
 PRICE = quantity("price", _PRICES, 0.0, 1e6, "2.5 $/h, 2.5 €/h")
 DURATION = quantity("duration", _TIMES, 0.0, 1e6, "1.5 s, 30 us, 20 ms")
-TEXT, TABLE = kind_of(str, "it must be a text in quotes"), kind_of(Mapping, "it must be a table")
+TEXT, TABLE = kind_of(str, "it must be text in quotes"), kind_of(Mapping, "it must be a table")
 YES = kind_of(bool, "it must be true or false")
 Count: TypeAlias = Annotated[int, whole(1)]
 """A positive integer."""
-Share: TypeAlias = Annotated[float, number(math.ulp(0.0), 1.0, "it is a share, above 0 up to 1")]
+Share: TypeAlias = Annotated[float, number(math.ulp(0.0), 1.0, "it must be a share above 0 and at most 1")]
 """A share of a device's number, above 0 and at most 1."""
-Part: TypeAlias = Annotated[float, number(0.0, 1.0, "it is a share, from 0 to 1")]
+Part: TypeAlias = Annotated[float, number(0.0, 1.0, "it must be a share from 0 to 1")]
 """A share from 0 to 1."""
 Seconds: TypeAlias = Annotated[float, DURATION]
 """A duration as text, such as ``30 us``."""

@@ -62,9 +62,9 @@ class Objective:
         if (is_open and self.goal is Goal.DEVICES) or not self.deadline_s > 0:
             told = "no deadline" if is_open else f"a deadline of {self.deadline_s} seconds"
             raise PlanError(
-                f"the least {self.goal} is asked for with {told}",
-                why="a step takes time, and the fewest devices that fit would take any",
-                fix="give the most seconds a step may take",
+                f"the objective {self.goal} has {told}",
+                why="a step takes more than 0 seconds, and the fewest devices need a limit on its seconds",
+                fix="set the deadline to the most seconds that a step may take",
             )
 
     def values(self, step_s: Floats, devices: Floats, price_per_hour: Floats) -> Floats:
@@ -166,16 +166,16 @@ def explained(found: Ranked, winner: Ranked) -> Ranked:
     more = {index: spent - best.seconds[index] for index, spent in mine.seconds.items()}
     if late <= 1e-9 * best.step_s:
         if (found.value, mine.devices) == (winner.value, best.devices):
-            why = "as good; of equal plans fewer pools, fresher tokens, the first names win"
+            why = "equally good; ties go to fewer pools, then fresher tokens, then names in order"
             return replace(found, cause=Cause.TIE, why=why)
-        why = f"{mine.step_s:.4g} s on {mine.devices} devices; the best takes {best.step_s:.4g} s on"
+        why = f"{mine.step_s:.4g} s on {mine.devices} devices; the best plan takes {best.step_s:.4g} s on"
         return replace(found, cause=Cause.DEVICES, why=f"{why} {best.devices}")
     if moved >= late / 2:
-        cause, why = Cause.TRANSFER, f"{moved:.3g} s on the way between pools"
+        cause, why = Cause.TRANSFER, f"{moved:.3g} s for transfers between pools"
     elif mine.idle_share - best.idle_share >= 0.05:
         pools = zip(found.plan.pools, mine.pools, strict=True)
         pool, use = max(pools, key=lambda one: one[0].devices * one[1].idle_share)
-        why = f"the {pool.devices} devices of pool {pool.name} idle {use.idle_share:.0%} of a step"
+        why = f"the {pool.devices} devices of pool {pool.name} are idle {use.idle_share:.0%} of a step"
         cause = Cause.IDLE
     elif sum(max(0.0, one) for one in more.values()) >= late / 2:
         slow = max(mine.timings, key=lambda timing: more[timing.stage])
@@ -183,7 +183,7 @@ def explained(found: Ranked, winner: Ranked) -> Ranked:
         cause, why = Cause.SLOWER, f"{slow.name} takes {spent:.3g} s, in the best plan {less:.3g} s"
     else:
         work, least = sum(mine.seconds.values()), sum(best.seconds.values())
-        why = f"its stages take {work:.3g} s in sum, in the best plan {least:.3g} s side by side"
+        why = f"its stages take {work:.3g} s in turn; the best plan overlaps stages of {least:.3g} s"
         cause = Cause.TURNS
     return replace(found, cause=cause, why=f"{mine.step_s:.4g} s, {late:.3g} s more: {why}")
 

@@ -70,17 +70,17 @@ def state_request(
         workload=workload,
         hardware=cluster(gpus, like, between or LINK, price),
     )
-    otherwise = "sigma=... or p90=... in --response says otherwise"
+    otherwise = "set sigma=... or p90=... in --response to change it"
     said = [
-        f"{' and '.join(models)}: models of this one shape",
+        f"{' and '.join(models)}: all have the shape of the given model",
         *assumed(
             problem,
             lengths="" if "sigma" in response else otherwise,
-            seconds="--reward-seconds says how much for a row",
+            seconds="set --reward-seconds to its seconds per row",
         ),
     ]
     if not between and problem.hardware.devices > MACHINE:
-        said.append(f"{LINK} from one device to other machines; --between says otherwise")
+        said.append(f"{LINK} per device between machines; set --between to change it")
     return Statement(problem=problem, assumptions=tuple(said), steps=steps)
 
 
@@ -97,7 +97,7 @@ def open_shape(file: Path, name: str = "") -> ModelShape:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read", why=str(error), fix="name a config.json") from None
     if not isinstance(found, Mapping):
-        raise ModelError(f"{file} is no config.json", why="it holds no table")
+        raise ModelError(f"{file} is not a config.json", why="it does not contain a JSON object")
     return read_shape(found, name or file.parent.name or file.name)
 
 
@@ -109,7 +109,7 @@ def graph_of(algorithm: str) -> Graph:
     """
     known = json.loads(_GRAPHS.read_text("utf-8"))
     if algorithm not in known:
-        why = f"shipped are {', '.join(known)}"
+        why = f"shipped algorithms are {', '.join(known)}"
         raise PlanError(f"--algorithm is {algorithm!r}", why=why, fix=nearest(algorithm, known))
     stages = tuple(
         Stage(index=index, role=role, endpoint=endpoint, reads=(), writes=())
@@ -130,12 +130,12 @@ def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:
     """
     found = re.fullmatch(r"\s*([1-9][0-9]*)\s*[x*]\s*(\S+)\s*", gpus)
     if found is None:
-        why = "it is a number of devices, 1 or more, and their kind"
-        raise PlanError(f"--gpus is {gpus!r}", why=why, fix="--gpus 64xH100")
+        why = "it must be a number of devices, 1 or more, and their type"
+        raise PlanError(f"--gpus is {gpus!r}", why=why, fix="write it like --gpus 64xH100")
     count, kind = int(found[1]), found[2]
     fleet = {"device": kind, "devices": count, "per_machine": min(count, MACHINE), "between": between}
     fleet |= {"price": price} if price else {}
-    return read_hardware({"name": f"{count} x {kind}", "like": like, "fleet": [fleet]}, "the short form")
+    return read_hardware({"name": f"{count} x {kind}", "like": like, "fleet": [fleet]}, "the --gpus cluster")
 
 
 def lengths(text: str, where: str) -> Lengths:
@@ -154,7 +154,7 @@ def lengths(text: str, where: str) -> Lengths:
     for part in text.split(","):
         found = _SAID.fullmatch(part)
         if found is None or found[1] in said or not float(found[2]):
-            why = "it has one each of mean, median, max, sigma, p1 to p99, which is a number above 0"
+            why = "each of mean, median, max, sigma and p1 to p99 may be given once, as a number above 0"
             fix = nearest(part.partition("=")[0].strip(), ("mean", "median", "max", "sigma", "p90"))
             raise PlanError(f"{where} has {part.strip()!r}", why=why, fix=fix)
         said[found[1]] = float(found[2])
@@ -168,18 +168,18 @@ def _lognormal(said: Mapping[str, float], where: str) -> Lengths:
     if "max" not in said or not middle or len(more) > 1 or "median" in more:
         raise PlanError(
             f"{where} has {', '.join(said)}",
-            why="three numbers settle a log-normal: max, mean or median, and sigma or one percentile",
-            fix="mean=2000,sigma=0.9,max=8192",
+            why="a log-normal has max, one of mean and median, and at most one of sigma and p1 to p99",
+            fix="write it like mean=2000,sigma=0.9,max=8192",
         )
     limit, sigma = int(said["max"]), said.get("sigma", SIGMA)
     for key in (middle, *more):
         if key != "sigma" and said[key] > limit:
-            raise PlanError(f"{where} has {key} {said[key]:g} and max {limit}", why="none is longer than max")
+            raise PlanError(f"{where} has {key} {said[key]:g} and max {limit}", why="no length exceeds max")
     if more and more != ["sigma"]:
         times, share = said[more[0]] / said[middle], NormalDist().inv_cdf(int(more[0][1:]) / 100)
         sigma = math.log(times) / share if share and times != 1.0 else 0.0
         if not 0.0 <= sigma <= 5.0:
-            why = f"it crosses {middle} {said[middle]:g}"
+            why = f"it contradicts {middle} {said[middle]:g}"
             raise PlanError(f"{where} has {more[0]} {said[more[0]]:g}", why=why)
     if middle == "mean":
         return lengths_of_mean(said["mean"], limit, sigma)
@@ -193,7 +193,7 @@ def _measured(file: Path, where: str) -> Lengths:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
             f"{where} is {str(file)!r}",
-            why=f"no file with a length a line: {error}",
-            fix='mean=2000,max=8192, or a file with a number or {"length": ...} a line',
+            why=f"it is not a file with one length per line: {error}",
+            fix='write mean=2000,max=8192, or name a file with a number or {"length": ...} on each line',
         ) from None
     return Lengths(kind="measured", limit=max(found, default=0), values=tuple(found))

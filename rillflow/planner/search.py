@@ -70,7 +70,7 @@ def search(
     if not ranking.best:
         if math.isfinite(objective.deadline_s):
             fastest = search(problem, costs, freshness=freshness, apart_in_step=apart_in_step).best[0].value
-            what = f"no plan of {problem.graph.name} keeps the deadline of {objective.deadline_s:g} s"
+            what = f"no plan of {problem.graph.name} meets the deadline of {objective.deadline_s:g} s"
             raise PlanError(
                 what,
                 why=f"the fastest step takes {fastest:.4g} s",
@@ -129,9 +129,9 @@ def _require_prices(problem: Problem, objective: Objective) -> None:
     free = [fleet.name for fleet in problem.hardware.fleets if not fleet.price_per_hour]
     if objective.goal is Goal.COST and free:
         raise PlanError(
-            f"the least cost is asked for, and fleet {free[0]} has no price",
-            why="what costs nothing would always win",
-            fix='give every fleet a price, as in price = "2.5 $/h"',
+            f"the objective is cost, and fleet {free[0]} has no price",
+            why="plans on a fleet without a price would always win",
+            fix='give every fleet a price, such as price = "2.5 $/h"',
         )
 
 

@@ -50,16 +50,16 @@ class Lengths:
         if self.kind == "lognormal":
             if not 0.0 < self.median < math.inf:
                 raise PlanError(
-                    f"a median length of {self.median:g}", why="log-normal lengths have one above 0"
+                    f"the median length is {self.median:g}", why="a log-normal has a median above 0"
                 )
-            told = ": at 1 the longest of 1,000 rows is 25 times the median"
+            told = "; at sigma 1, the longest of 1,000 rows is 25 times the median"
             require_within("sigma of log-normal lengths", self.sigma, 0, 5, told)
         if self.kind == "measured":
             values = self.values
             if not values or tuple(sorted(values)) != values or values[0] < 0 or values[-1] > self.limit:
                 raise PlanError(
                     f"{len(values)} measured lengths up to {max(values, default=0)}, limit {self.limit}",
-                    why="they are ascending, at least one, none below 0 and none above the limit",
+                    why="there must be at least one, in ascending order, from 0 to the limit",
                 )
 
     @property
@@ -112,7 +112,7 @@ def lengths_of_mean(mean: float, limit: int, sigma: float = 0.6) -> Lengths:
         PlanError: the mean is not between 1 and the limit.
     """
     if not 1.0 <= mean <= limit:
-        raise PlanError(f"a mean length of {mean:g}", why=f"it lies between 1 and the limit, {limit}")
+        raise PlanError(f"the mean length is {mean:g}", why=f"it must lie between 1 and the limit, {limit}")
     low, high = 0.0, 12.0 * max(sigma, 0.1) + math.log(limit)
     for _ in range(60):
         middle = (low + high) / 2
@@ -124,7 +124,7 @@ def lengths_of_mean(mean: float, limit: int, sigma: float = 0.6) -> Lengths:
 def require_within(what: str, value: float, least: float, most: float, told: str = "") -> None:
     """Raise an error for a number outside of bounds, or NaN."""
     if not least <= value <= most:
-        raise PlanError(f"{what} is {value:.12g}", why=f"it lies between {least} and {most:,}{told}")
+        raise PlanError(f"{what} is {value:.12g}", why=f"it must lie between {least} and {most:,}{told}")
 
 
 @lru_cache(maxsize=1024)
@@ -189,7 +189,7 @@ class Workload:
             raise PlanError(
                 f"minibatches is {self.minibatches} and a step has {self.rows} rows",
                 why="every optimiser step needs a row",
-                fix=f"at most {self.rows}",
+                fix=f"set at most {self.rows} minibatches",
             )
         require_within("gradient_share", self.gradient_share, 0, 1)
         require_within("function_s", self.function_s, 0, 86_400)

@@ -18,10 +18,10 @@ def contest_lines(found: Mapping[str, Any]) -> list[str]:
     lines.append(f"{one} against {other}, by {found['by']}: {counts}{undecided}")
     if "win_rate" in found:
         low, high = found["interval"]
-        equal = f"at equal length {found['length_controlled']:.3f}"
+        equal = f"length-controlled {found['length_controlled']:.3f}"
         lines.append(f"  win rate {found['win_rate']:.3f} [{low:.3f}, {high:.3f}], {equal}")
     if "contradiction" in found:
-        bias = f"bias to the first {found['position_bias']:+.3f}"
+        bias = f"position bias to the first {found['position_bias']:+.3f}"
         lines.append(f"  the two orders contradict each other on {found['contradiction']:.1%}; {bias}")
     return lines
 

@@ -69,51 +69,51 @@ CURVES = (
     ),
     Curve(
         title="Supervised loss",
-        hint="Mean negative log probability of an example's token, in nats. It falls, fast at first.",
+        hint="Mean negative log probability of an example's token, in nats. It falls, at first quickly.",
         metrics={"supervised/nll/mean": ""},
-        y_name="nats a token",
+        y_name="nats per token",
     ),
     Curve(
-        title="Likeliest tokens",
-        hint="Share of the examples' tokens that the model thinks likeliest. It rises.",
+        title="Token accuracy",
+        hint="Share of the examples' tokens that have the highest probability. It should rise.",
         metrics={"supervised/accuracy/mean": ""},
         y_name="share of tokens",
         is_share=True,
     ),
     Curve(
         title="Policy loss",
-        hint="Near 0 and noisy, it is no measure of progress; only a large or growing size says something.",
+        hint="Noisy and near 0. It does not measure progress; only a large or growing value is a warning.",
         metrics={"policy/loss/mean": ""},
         y_name="loss",
     ),
     Curve(
         title="Entropy",
-        hint="How undecided the policy is, in nats a token. It falls slowly; a plunge to 0 ends exploring.",
+        hint="Uncertainty of the policy, in nats per token. It falls slowly; a drop to 0 ends exploration.",
         metrics={"policy/entropy/mean": ""},
-        y_name="nats a token",
+        y_name="nats per token",
     ),
     Curve(
         title="Divergence from the reference",
-        hint="How far the policy has moved, in nats a token. It grows slowly; a jump means it ran away.",
+        hint="KL divergence from the reference, in nats per token. It grows slowly; a jump is a warning.",
         metrics={"policy/kl/mean": ""},
-        y_name="nats a token",
+        y_name="nats per token",
     ),
     Curve(
         title="Clipped tokens",
-        hint="Share of tokens where the clip binds. Above 0.3, there are too many epochs or too large steps.",
+        hint="Share of tokens with a ratio beyond a clip bound. Above 0.3, take fewer or smaller steps.",
         metrics={"policy/clipped/share": ""},
         y_name="share of tokens",
     ),
     Curve(
         title="Gradient norm",
-        hint="Before it is scaled down. It settles; spikes that come more often announce a collapse.",
+        hint="Norm before clipping. It settles; spikes that become more frequent warn of a collapse.",
         metrics={"train/grad_norm/mean": ""},
         y_name="norm",
         is_apart=True,
     ),
     Curve(
         title="Sampler against trainer",
-        hint="Largest gap between their log probabilities of one token: rounding, and nothing else.",
+        hint="Largest difference of their log probabilities of a token. Only rounding should cause it.",
         metrics={"mismatch/logprob_gap/max": ""},
         y_name="nats",
         is_log=True,
@@ -121,7 +121,7 @@ CURVES = (
         verdict=Verdict(
             limit=1e-3,
             kept="They agree.",
-            broken="More than float32 rounds; bfloat16 may give 0.1. See loss.correction.",
+            broken="Too large for float32 rounding; bfloat16 may give 0.1. See loss.correction.",
         ),
     ),
     Curve(
@@ -134,7 +134,7 @@ CURVES = (
     ),
     Curve(
         title="First minibatch against the sampler",
-        hint="Mean distance of their log probabilities before the step's first update, in nats. The run "
+        hint="Mean difference of their log probabilities before the step's first update, in nats. The run "
         "stops above algorithm.gap_tolerance.",
         metrics={"mismatch/first_gap/mean": ""},
         y_name="nats",
@@ -142,27 +142,29 @@ CURVES = (
     ),
     Curve(
         title="Answer length",
-        hint="Sampled tokens of a row. Growth without more reward is rambling; a fall to 1 is giving up.",
+        hint="Sampled tokens per row. Growth without more reward is rambling; a fall to 1 is a collapse.",
         metrics={"rollout/length/mean": "mean", "rollout/length/max": "longest"},
         y_name="tokens",
     ),
     Curve(
         title="Finished answers",
-        hint="Share that ended by themselves. If it falls, read the longest samples or raise max_tokens.",
+        hint="Share of answers that ended before the token limit. If it falls, read the longest samples or "
+        "raise max_tokens.",
         metrics={"rollout/stopped/share": ""},
         y_name="share of rows",
         is_share=True,
     ),
     Curve(
-        title="Groups without a difference",
-        hint="All answers of a prompt scored alike and teach nothing. Near 1, prompts are too easy or hard.",
+        title="Groups with equal rewards",
+        hint="Share of prompts whose answers all have the same reward, so that there is nothing to learn. "
+        "Near 1, the prompts are too easy or too hard.",
         metrics={"reward/flat_groups/share": ""},
         y_name="share of prompts",
         is_share=True,
     ),
     Curve(
         title="Learning rate",
-        hint="What the schedule gave.",
+        hint="Rate of each step, as given by the schedule.",
         metrics={"train/lr/mean": ""},
         y_name="rate",
     ),
@@ -232,16 +234,12 @@ def over_optimisation(data: RunData) -> list[Html]:
             series=[Series(label="", points=points)],
             has_marks=True,
             is_stepped=is_stepped,
-            x_name="step" if is_stepped else "nats a token",
+            x_name="step" if is_stepped else "nats per token",
             y_name=title.lower(),
         )
-        over = "step" if is_stepped else "divergence from the reference, in nats a token"
-        what = (
-            "What held-out answers are judged by" if title == "Gold" else "The reward model's score of them"
-        )
-        hint = (
-            f"{what}, over the {over}. Where the proxy goes on rising and gold falls, it is over-optimised."
-        )
+        over = "step" if is_stepped else "divergence from the reference, in nats per token"
+        what = "Held-out evaluation score" if title == "Gold" else "Reward model's score of held-out answers"
+        hint = f"{what}, over the {over}. If the proxy rises while gold falls, the policy is over-optimised."
         found.append(
             _frame(f"{title} over the {over.partition(' ')[0]}", hint, draw(chart), number(values[-1]))
         )
@@ -266,8 +264,8 @@ def _held_out_card(data: RunData, name: str, scores: Sequence[EvaluationRecord])
         has_marks=True,
         y_name=last.name,
     )
-    what = "Share that was right of" if is_share else "Mean reward of the answers to"
-    hint = f"{what} {last.count:,} problems, never trained on. The band is the 95% interval."
+    what = "Share of correct answers to" if is_share else "Mean reward of the answers to"
+    hint = f"{what} {last.count:,} held-out problems. The band is the 95% interval."
     return _frame(f"{name} {last.name}", hint, draw(chart), number(last.value))
 
 
@@ -286,9 +284,9 @@ def _speed_card(data: RunData) -> list[Html]:
         return []
     curve = Curve(
         title="Generation speed",
-        hint="Sampled tokens a second, while generating.",
+        hint="Sampled tokens per second of generation.",
         metrics={},
-        y_name="tokens a second",
+        y_name="tokens per second",
     )
     return [_card(curve, [Series(label="", points=points)], data.phases)]
 
@@ -314,7 +312,7 @@ def _verdict(verdict: Verdict, recent: Sequence[float]) -> Html:
     # A non-finite value is above every limit.
     worst = max((value if math.isfinite(value) else math.inf for value in recent), default=0.0)
     is_kept = worst <= verdict.limit
-    text = f"{verdict.kept if is_kept else verdict.broken} Largest lately: {number(worst)}."
+    text = f"{verdict.kept if is_kept else verdict.broken} Largest recent value: {number(worst)}."
     return el("p", text, class_="good" if is_kept else "bad")
 
 

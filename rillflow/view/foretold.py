@@ -52,7 +52,7 @@ def foretold_lines(data: RunData, found: Foretold | str) -> list[str]:
     error = f" ({predicted / measured - 1:+.0%})" if measured else ""
     return [
         f"{which}: the simulator predicts {seconds(predicted)} a step, measured {seconds(measured)}{error}",
-        "  from these stages' own seconds and rows; calls, records and all else beside stages are left out",
+        "  simulated from the stages' measured seconds and rows, without the time outside stages",
     ]
 
 

@@ -14,8 +14,8 @@ COLUMNS = 60
 """Largest number of columns in a picture; with more steps, neighbouring steps are summed."""
 WIDTH, HEIGHT, LEFT = 480, 240, 96
 HINTS = {
-    "staleness/versions/histogram": "Versions that a token is behind the weights it trains.",
-    "mismatch/log_ratio/histogram": "log(trainer / sampler) of a token, in nats: the staler, the wider.",
+    "staleness/versions/histogram": "Number of versions that a token is older than the weights it trains.",
+    "mismatch/log_ratio/histogram": "log(trainer / sampler) of a token, in nats. Stale tokens widen it.",
 }
 """Caption of each picture; docs/metrics.md defines the metrics."""
 

@@ -62,9 +62,9 @@ def measured(data: RunData, first: int | None = None, last: int | None = None) -
     known = sorted({span.step for span in data.spans})
     if not known:
         raise RunDirectoryError(
-            f"{data.path} has no span: no stage of it has been timed",
-            why="spans are written when a step ends, and none has",
-            fix="try again after its first step",
+            f"{data.path} has no spans, so no stage has a time",
+            why="spans are written when a step ends, and no step has ended",
+            fix="try again after the first step",
         )
     begun = data.phases[-1].first if data.phases else known[0]
     low = first if first is not None else min(begun, known[-1])
@@ -73,8 +73,8 @@ def measured(data: RunData, first: int | None = None, last: int | None = None) -
         if step not in known:
             raise RunDirectoryError(
                 f"{data.path} has no span of step {step}",
-                why=f"there are spans of steps {known[0]} to {known[-1]}",
-                fix=f"name steps among them, such as --steps {max(known[0], known[-1] - 3)}-{known[-1]}",
+                why=f"the run has spans of steps {known[0]} to {known[-1]}",
+                fix=f"name steps in this range, such as --steps {max(known[0], known[-1] - 3)}-{known[-1]}",
             )
     works = works_of(data.spans)
     inside = [work for work in works if low <= work.step <= high]
@@ -99,24 +99,24 @@ def last_steps(data: RunData, count: int) -> Measured:
 
 def measured_lines(found: Measured) -> list[str]:
     """Return lines of text: the time of every rank, and the longest waits."""
-    given = "by what each stage was given; one that was given nothing of its step waited for what ended last"
-    how = given if found.is_inputs else "by end times alone: this run did not write what stages were given"
+    given = "by recorded inputs; a stage without inputs of its step waited for the last work to end"
+    how = given if found.is_inputs else "by end times only: this run recorded no inputs of stages"
     long = _longest_rows(found)
     return [
         f"{found.steps}: {duration(found.end_s - found.start_s)}",
         "",
         *columns(rank_rows(found), text=1),
         *_left_out(found),
-        *(["", "longest waits, a step and rank", *columns(long, left=2, text=1)] if len(long) > 1 else []),
+        *(["", "longest waits, per step and rank", *columns(long, left=2, text=1)] if len(long) > 1 else []),
         "",
-        f"for whom: {how}",
-        "else: calls, results on their way, records, evaluations, checkpoints",
+        f"causes: {how}",
+        "other: calls, results in transfer, records, evaluations, checkpoints",
     ]
 
 
 def rank_rows(found: Measured) -> Rows:
     """Return a row for every shown rank: the shares of its time, and the stages it waited for."""
-    rows: Rows = [("rank", "busy", "waits", "else", "waits for")]
+    rows: Rows = [("rank", "busy", "waits", "other", "waits for")]
     whole = found.end_s - found.start_s or 1.0
     for one in rank_times(found.works, found.waits, found.start_s, found.end_s):
         if one.on.rank < MOST_LANES:
@@ -201,4 +201,4 @@ def _left_out(found: Measured) -> Iterator[str]:
     last = {on.pool: on.rank for on in ranks_of(found.works, found.waits)}
     for pool, rank in last.items():
         if rank >= MOST_LANES:
-            yield f"  ranks {MOST_LANES} to {rank} of {pool} are in the trace alone"
+            yield f"  ranks {MOST_LANES} to {rank} of {pool} are only in the trace"

@@ -8,9 +8,9 @@ from rillflow.view.run_data import RunData
 
 OUTCOMES = {
     "score": "scored",
-    "abstain": "abstained: the reward had no opinion",
-    "timeout": "timed out: the reward was stopped",
-    "error": "failed: the reward raised or died",
+    "abstain": "abstained: the reward returned None",
+    "timeout": "timed out: the reward was stopped at its time limit",
+    "error": "failed: the reward raised an error, died, or returned an invalid score",
 }
 """Meaning of each reward outcome."""
 

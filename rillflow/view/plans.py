@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 TOLD = 0.1
 """Relative difference between simulated and computed step that is reported if no error was measured."""
-AXES = "rows a second by devices"
+AXES = "rows per second by devices"
 """Title of the throughput chart."""
-BESIDE = "beside"
+BESIDE = "no devices"
 """Lane of the stages that use no devices: functions and formulas."""
 Rows = list[tuple[str, ...]]
 
@@ -88,10 +88,10 @@ def shown_s(one: Ranked, simulated: Simulation) -> float:
 def decision_lines(found: Decision) -> list[str]:
     """Return the decision as lines: the plan and its cost, then the accuracy, then details."""
     best, statement, ranking = found.best, found.statement, found.ranking
-    nowhere = f", {ranking.nowhere:,} fit nowhere" if ranking.nowhere else ""
+    nowhere = f", {ranking.nowhere:,} too large for the cluster" if ranking.nowhere else ""
     return [
         *_head(found),
-        f"how exact: {statement.accuracy}",
+        f"accuracy: {statement.accuracy}",
         *_sensitivity(found),
         *_warnings(found),
         "",
@@ -99,14 +99,14 @@ def decision_lines(found: Decision) -> list[str]:
         *columns(_best_rows(found), left=2, text=2),
         *_simulated_notes(found),
         "",
-        "the best one",
+        "best plan:",
         *columns(_unit_rows(best.plan)),
         "",
         *columns(_stage_rows(statement, best), left=2),
         "",
         *columns(_pool_rows(best.plan, found.simulated[0])),
         "",
-        "throughput against the size of the cluster",
+        "throughput by cluster size",
         *columns(_size_rows(found)),
         "",
         *(f"assumed: {sentence}" for sentence in statement.assumptions),
@@ -141,13 +141,13 @@ def decision_data(found: Decision) -> dict[str, Any]:
 
 def simulation_lines(plan: Plan, found: Simulation, statement: Statement) -> list[str]:
     """Return a simulation as lines of text."""
-    ages = ", ".join(f"{age} old: {count / found.trained:.0%}" for age, count in sorted(found.ages.items()))
+    ages = ", ".join(f"{age} for {count / found.trained:.0%}" for age, count in sorted(found.ages.items()))
     median_s, settled_s = (ranged(statement, one) for one in (found.median_step_s, found.settled_step_s))
-    age = [f"age      versions between a row's oldest token and its training: {ages}"]
+    age = [f"age      policy versions between a row's oldest token and its training: {ages}"]
     return [
-        f"a step   {median_s} (median), {settled_s} once settled",
+        f"a step   {median_s} (median), {settled_s} in steady state",
         f"rate     {number(found.rows_per_s)} rows/s, {number(found.tokens_per_s)} tokens/s",
-        f"rows     {found.begun:,} begun, {found.trained:,} trained, {found.unfinished:,} under way"
+        f"rows     {found.begun:,} begun, {found.trained:,} trained, {found.unfinished:,} unfinished"
         + "".join(f", {count:,} dropped: {reason}" for reason, count in found.dropped.items()),
         *(age if plan.freshness else []),
         *_unused(statement, sum(pool.devices for pool in plan.pools)),
@@ -183,7 +183,7 @@ def calibration_lines(found: Calibration) -> list[str]:
         for name, value in asdict(found.factors).items()
     ]
     limits = [
-        f"note: {name} came out at 1: the device does as much as its description says, or more"
+        f"note: {name} was fitted to 1: the device is at least as fast as its description says"
         for name in found.at_limit
     ]
     head = ("stage", "phase", "measured", "fitted", "error")
@@ -214,7 +214,7 @@ def plan_page(title: str, found: Simulation, lines: Sequence[str], sizes: Sequen
         *section("In numbers", [el("pre", "\n".join(lines))]),
         *section("Timeline", [el("section", timeline, class_="card wide")] if timeline else []),
         *section("Throughput", [card] if sizes else []),
-        el("footer", "Made by Rillflow; docs/design/planner.md says how each number is predicted."),
+        el("footer", "Made by Rillflow; docs/design/planner.md explains how each number is predicted."),
     ]
     return page(title, body)
 
@@ -248,7 +248,7 @@ def _growth(sizes: Sequence[ClusterSize]) -> list[Series]:
 def said_lines(statement: Statement) -> list[str]:
     """Return the accuracy of predictions and the assumptions."""
     sentences = (f"assumed: {sentence}" for sentence in statement.assumptions)
-    return ["", f"how exact: {statement.accuracy}", *sentences]
+    return ["", f"accuracy: {statement.accuracy}", *sentences]
 
 
 def pools_text(plan: Plan) -> str:
@@ -280,34 +280,35 @@ def _head(found: Decision) -> Iterator[str]:
     how = ", as simulated," if best.plan.freshness else ""
     yield f"a step: {ranged(statement, step_s)}{how} on {devices} devices"
     for line in _unused(statement, devices):
-        yield f"{line}, which would not make it better"
+        yield f"{line}; they would not improve the plan"
     larger = next((one for one in found.ranking.sizes if one.devices > hardware.devices), None)
     if larger is not None and larger.best is not None and larger.gain is not None:
         more = ranged(statement, larger.best.evaluation.step_s)
-        how = ", both by formulas" if best.plan.freshness else ""
-        yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows a second{how}"
+        how = ", both computed without simulation" if best.plan.freshness else ""
+        yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows per second{how}"
     price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
     steps = statement.steps or 100
     cost = f", {number(steps * step_s / HOUR_S * price)} at the cluster's prices" if price else ""
     yield f"{steps:,} steps: {ranged(statement, steps * step_s)}{cost}"
     if best.plan.freshness:
         yield (
-            f"freshness {best.plan.freshness}: rows are trained on up to {best.plan.freshness} updates after "
-            "the weights that wrote them, which changes what is learnt"
+            f"freshness {best.plan.freshness}: training is off-policy, because rows come from weights up to "
+            f"{best.plan.freshness} updates old; this affects what the policy learns"
         )
 
 
 def _sensitivity(found: Decision) -> Iterator[str]:
     for one in found.variations:
-        step = ranged(found.statement, one.step_s) if one.step_s < float("inf") else "no room"
-        flips = f"; then {pools_text(found.ranking.best[one.best].plan)} is better" if one.best else ""
-        gain = "" if one.gain is None else f"; doubling then gains {one.gain:+.0%}"
+        step = ranged(found.statement, one.step_s) if one.step_s < float("inf") else "does not fit"
+        pools = pools_text(found.ranking.best[one.best].plan)
+        flips = f"; then the placement {pools} is better" if one.best else ""
+        gain = "" if one.gain is None else f"; doubling the devices then gains {one.gain:+.0%}"
         yield f"with {one.what}: {step}{flips}{gain}"
 
 
 def _best_rows(found: Decision) -> Rows:
     goal = "" if found.objective.goal in (Goal.STEP, Goal.DEVICES) else found.objective.goal.value
-    head = ("", "pools", "devices", "freshness", "step", "simulated", goal, "behind by", "")
+    head = ("", "pools", "devices", "freshness", "step", "simulated", goal, "weakness", "")
     rows = (
         (
             f"{place}.",
@@ -332,7 +333,7 @@ def _simulated_notes(found: Decision) -> Iterator[str]:
     for place, (one, simulated) in enumerate(zip(found.ranking.best, found.simulated_s, strict=False), 1):
         more = simulated / one.evaluation.step_s - 1
         if abs(more) > told:
-            yield f"note: {place}. takes {more:+.0%} when simulated row by row; trust the simulated step"
+            yield f"note: plan {place} takes {more:+.0%} when simulated row by row; trust the simulated step"
 
 
 def _unit_rows(plan: Plan) -> Rows:
@@ -357,7 +358,7 @@ def _stage_rows(statement: Statement, one: Ranked) -> Rows:
 
 
 def _pool_rows(plan: Plan, found: Simulation) -> Rows:
-    rows: Rows = [("pool", "devices", "busy", "idle", "idle because of", "most memory a device")]
+    rows: Rows = [("pool", "devices", "busy", "idle", "idle because of", "peak memory per device")]
     for pool in found.pools:
         causes = sorted(pool.idle_s.items(), key=lambda entry: -entry[1])
         shares = ((cause, idle_s / found.wall_s) for cause, idle_s in causes)
@@ -389,20 +390,20 @@ def _warnings(found: Decision) -> Iterator[str]:
             yield f"warning: {one.devices} devices gain {gain}"
             if before.devices == hardware.devices:
                 pays = found.pays_with
-                batch = f"{pays:,} prompts a step" if pays else "no batch that was tried"
-                yield f"{one.devices} devices would pay with {batch}"
+                batch = f"{pays:,} prompts a step" if pays else "none of the tried numbers of prompts a step"
+                yield f"{one.devices} devices would pay off with {batch}"
     for fleet in hardware.fleets:
         is_unsaid = fleet.between_bandwidth == fleet.device.inside_bandwidth
         larger = any(one.devices > hardware.devices for one in found.ranking.sizes)
         if is_unsaid and fleet.devices == fleet.per_machine and larger:
-            yield f"note: nobody says how machines of {fleet.name} are linked; here as fast as within one"
+            yield f"note: the link between machines of {fleet.name} is unknown; assumed as fast as within one"
 
 
 def _placement(plan: Plan) -> list[str]:
     """Return the recipe's section if a run can follow the plan."""
     parted = plan.streams or plan.publish_every
     if parted or any(unit.grid.ep > 1 for unit in plan.units.values()):
-        return ["", "a recipe cannot say this placement yet: --out keeps it as a plan"]
+        return ["", "a recipe cannot express this placement; --out writes it to a plan file"]
     ahead = ["", "[algorithm]", f"freshness = {plan.freshness}"] if plan.freshness else []
     placed = (f"{key} = {inline_text(value)}" for key, value in plan.placement.items())
     return [*ahead, "", "[placement]", *placed]

@@ -85,7 +85,7 @@ def steps_s(data: RunData, first: int, last: int) -> list[float]:
 
 def render_comparison(found: Comparison) -> str:
     """Return the comparison as a text table, followed by the stage with the largest error."""
-    head = f"predicted against measured, medians of {found.steps:,} steps:"
+    head = f"predicted and measured, medians of {found.steps:,} steps:"
     return "\n".join([head, *columns(_rows(found)), _furthest_line(found)]).rstrip()
 
 
@@ -104,7 +104,7 @@ def _furthest_line(found: Comparison) -> str:
     if worst is None:
         return ""
     said = f"predicted {seconds(worst.predicted_s)}, measured {seconds(worst.measured_s)}"
-    return f"furthest off: {worst.stage}, {said}"
+    return f"largest error: {worst.stage}, {said}"
 
 
 def _rows(found: Comparison) -> list[tuple[str, ...]]:

@@ -92,9 +92,9 @@ def draw_groups(read: Sequence[Sequence[Sample]]) -> list[Html]:
     last = read[-1] if read else []
     step = f" of step {last[0].step}" if last else ""
     groups = (
-        (f"Best{step}", "Highest reward; of equals, the ones the policy was least sure of.", best(last)),
-        (f"Worst{step}", "Lowest reward; of equals, the ones the policy was surest of.", worst(last)),
-        ("Longest", "The most tokens, a row of each prompt, over the steps that were read.", longest(every)),
+        (f"Best{step}", "Highest reward; ties go to the answers with the lowest confidence.", best(last)),
+        (f"Worst{step}", "Lowest reward; ties go to the answers with the highest confidence.", worst(last)),
+        ("Longest", "Most sampled tokens, from all steps read; one row per prompt first.", longest(every)),
     )
     return [_group(title, hint, chosen) for title, hint, chosen in groups if chosen]
 

@@ -82,7 +82,7 @@ def draw_stages(data: RunData) -> list[Html]:
 def _card(phase: PhaseSpan, times: Sequence[StageTime], colours: dict[str, int]) -> Html:
     total = sum(one.seconds for one in times) or 1.0
     bar: list[Html] = []
-    rows: list[Sequence[str]] = [("stage", "time", "share", "usual step", "rows/s", "tokens/s")]
+    rows: list[Sequence[str]] = [("stage", "time", "share", "median step", "rows/s", "tokens/s")]
     for one in times:
         kind = f"k{colours[one.stage]}" if one.stage in colours else "k-rest"
         share = one.seconds / total

@@ -166,7 +166,7 @@ def _gone(data: RunData) -> list[str]:
     due = [one for one in data.steps if not isinstance(every, int) or (every and one.step % every == 0)]
     gone = [one.step for one in due if "rollout/length/mean" in one.metrics and one.step not in there]
     few = ", ".join(map(str, gone[:5])) + (" ..." if len(gone) > 5 else "")
-    return [f"the rollouts of {len(gone):,} steps are gone: {few}"] if gone else []
+    return [f"the rollout files of {len(gone):,} steps are missing: {few}"] if gone else []
 
 
 def _best(run: Path, newest: Path | None) -> str | None:
@@ -190,12 +190,12 @@ def verdict(before: EvaluationRecord, after: EvaluationRecord) -> str:
     """Describe a change in plain words; overlapping intervals are called possible chance."""
     change = after.value - before.value
     if math.isnan(change):
-        return "No answer had a reward at one of the two."
+        return "One of the two evaluations has no reward."
     if change == 0:
         return "It did not change."
     words = f"It {'rose' if change > 0 else 'fell'} by {abs(change):.3f}"
     if before.interval is None or after.interval is None:
-        return f"{words}; no interval says how much of it may be chance."
+        return f"{words}; without both intervals, this may be chance."
     if after.interval[0] > before.interval[1] or after.interval[1] < before.interval[0]:
         return f"{words}; the intervals do not overlap."
     return f"{words}, but the intervals overlap: this may be chance."
@@ -215,11 +215,11 @@ def interval_text(interval: tuple[float, float] | None) -> str:
 def _score_lines(summary: Summary) -> list[str]:
     before, after = summary.before, summary.after
     if before is None:
-        return ["Nothing was evaluated: nothing was held out, or no evaluation was reached."]
+        return ["No evaluation: no rows are held out, or the run has not reached an evaluation."]
     title = f"Held-out {before.name:<8}  "
     first = f"{before.value:.3f} {interval_text(before.interval)}".rstrip()
     if after is None:
-        seen = f"{title}{first} after step {before.step}, seen once ({before.count:,} problems)"
+        seen = f"{title}{first} after step {before.step}, evaluated once ({before.count:,} problems)"
         return [seen, *_more_lines(summary, before)]
     last = f"{after.value:.3f} {interval_text(after.interval)}".rstrip()
     return [
@@ -263,7 +263,7 @@ def _place_lines(summary: Summary) -> list[str]:
 
 def _next_lines(summary: Summary) -> list[str]:
     if not summary.is_finished:
-        return ["Next", f"  go on:           {shlex.join(summary.command) or 'launch the same recipe'}"]
+        return ["Next", f"  resume:          {shlex.join(summary.command) or 'launch the same recipe'}"]
     lines = ["Next"]
     if summary.checkpoint and Path(summary.checkpoint).name != _ASKED:
         is_judge = Path(summary.checkpoint).name == "judge"
@@ -283,7 +283,7 @@ def _next_lines(summary: Summary) -> list[str]:
     if summary.after and not rose:
         other = _again(summary, "policy.lr=NUMBER", f"{summary.run}-lr")
         lines.append("  it did not rise: read the worst samples and the reward's outcomes in the report,")
-        lines.append(f"                   then try another rate: {other}")
+        lines.append(f"                   then try another learning rate: {other}")
     return lines
 
 

@@ -13,7 +13,7 @@ from rillflow.observe import layout
 from rillflow.planner.plan import open_plan
 
 CLUSTER = '[[fleet]]\nname = "cores"\ndevice = "cpu"\ndevices = 2\nper_machine = 2\n'
-TITLE = "predicted against measured, medians of"
+TITLE = "predicted and measured, medians of"
 LEFT = "not placed as"
 TWO = ("--set", "placement.backend=inline", "--set", "placement.pools.main=2")
 
@@ -42,7 +42,7 @@ def test_a_resumed_run_is_compared_only_where_it_lies_as_planned(
         return captured.out + captured.err
 
     out = ran("--cluster", str(cluster))
-    assert f"{TITLE} 5 steps" in out and "furthest off: " in out and "assumed: responses" in out
+    assert f"{TITLE} 5 steps" in out and "largest error: " in out and "assumed: responses" in out
     assert f"--cluster {cluster} --set algorithm.steps=12" in out, "the command that trains longer has it too"
     plan = open_plan(run / layout.PLAN)
     assert plan.predicted_step_s > 0 and list(plan.units) == ["policy", "reference"]

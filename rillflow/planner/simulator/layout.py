@@ -229,18 +229,18 @@ def require_flow(layout: Layout) -> None:
     what = why = ""
     if beside or not pools:
         what = f"generation shares a pool with {', '.join(beside)}"
-        why = f"rows flow only where generation has devices of its own: {SAMPLER}"
+        why = f"off-policy or streamed generation needs a pool of its own: {SAMPLER}"
     elif workload.minibatches % (plan.publish_every or 1) or workload.prompts % layout.batches:
         parts = f"{workload.minibatches} minibatches of {workload.prompts} prompts"
         what = f"publish_every is {plan.publish_every}, with {parts}"
-        why = "a step has a whole number of batches of as many prompts each"
+        why = "a step must consist of whole batches with the same number of prompts"
     elif max(plan.oversample_prompts, plan.oversample_samples) > 1.0:
         what = f"oversample_prompts is {plan.oversample_prompts:g}, samples {plan.oversample_samples:g}"
-        why = "where rows flow, long ones hold nobody up: there are no rounds to leave them out of"
+        why = "off-policy or streamed generation has no rounds that could leave out long rows"
     elif not layout.problem.publishing:
-        what, why = "no stage publishes weights", "rows would stay of version 0"
+        what, why = "no stage publishes weights", "all rows would come from version 0"
     if what:
-        raise PlanError(f"freshness is {plan.freshness}: {what}", why=why, fix="change it, or freshness 0")
+        raise PlanError(f"freshness is {plan.freshness}: {what}", why=why, fix="change it, or freshness = 0")
 
 
 def _shared(task: StageTask, share: float, last: float, apart: Set[int] = frozenset()) -> StageTask:

@@ -70,9 +70,9 @@ class Replica:
             tokens, most = row.prompt_tokens + row.response_tokens, self._decoder.capacity_tokens
             if tokens > most:
                 raise PlanError(
-                    f"a row of {tokens} tokens does not fit into a replica's cache of {most:.0f}",
-                    why="a row's whole context stays in the cache until it ends",
-                    fix="share a copy among more devices, or lower the longest response",
+                    f"a row of {tokens} tokens does not fit into a replica's KV cache of {most:.0f} tokens",
+                    why="the whole context of a row stays in the cache until the row ends",
+                    fix="raise generate_tp, or lower the longest response",
                 )
             self._waiting.append((row, row.response_tokens))
         self._now_s = now_s

@@ -72,7 +72,7 @@ def simulate(
         PlanError: the plan does not fit, requests something not simulated, or has a row too long for a cache.
     """
     if not 1 <= steps <= MOST_STEPS:
-        raise PlanError(f"{steps} steps", why=f"a simulation has between 1 and {MOST_STEPS:,}")
+        raise PlanError(f"the number of steps is {steps}", why=f"a simulation has 1 to {MOST_STEPS:,} steps")
     layout = Layout(problem=problem, costs=costs, plan=plan, settings=settings or Settings(), seed=seed)
     if layout.flows:
         require_flow(layout)

@@ -60,18 +60,18 @@ SIMULATE = ("simulate", "run.toml", "--cluster", "cluster.toml", "--plan", "plan
 
 def test_a_recipe_is_planned_and_the_plan_simulated(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, *PLAN, "--out", "plan.toml", "--plot", "plan.html")
-    assert "5 placements, 1 fit nowhere; the best 4" in out
+    assert "5 placements, 1 too large for the cluster; the best 4" in out
     head, best, second = out.split("the best 4\n")[1].splitlines()[:3]
-    assert "behind by" in head and "more: " not in best and "more: " in second
-    assert "throughput against the size of the cluster" in out
+    assert "weakness" in head and "more: " not in best and "more: " in second
+    assert "throughput by cluster size" in out
     assert "assumed: responses: log-normal" in out
     plan = open_plan(here / "plan.toml")
     assert set(plan.units) == {"policy", "reference", "critic"}
     assert plan.predicted_step_s > 0 and plan.predicted_stages_s["policy.generate"] > 0
     assert {pool.device for pool in plan.pools} == {"cpu"}
     page = (here / "plan.html").read_text()
-    assert "policy.generate, step 1" in page and "rows a second by devices" in page
-    assert "behind by" in page and second.strip() in page
+    assert "policy.generate, step 1" in page and "rows per second by devices" in page
+    assert "weakness" in page and second.strip() in page
     out = said(capsys, *SIMULATE, "--steps", "3", "--plot", "steps.html")
     assert "ppo on two, freshness 0, seed 0: 3 steps simulated" in out
     assert "192 begun, 192 trained" in out
@@ -83,17 +83,17 @@ def test_a_prediction_says_what_its_factors_were_fitted_to(
 ) -> None:
     file = here / "cluster.toml"
     for more, told in (
-        ("", "default factors, held against no run"),
-        ('like = "verl"', "on steps left out of the fit the median error is 22%, the worst 58%"),
-        ("[factors]\ntrain_flops = 0.3\n", "does not say what they were fitted to"),
+        ("", "default factors, not compared with any run"),
+        ('like = "verl"', "on steps held out of the fit, the median error is 22%, the largest 58%"),
+        ("[factors]\ntrain_flops = 0.3\n", "does not name their source"),
     ):
         file.write_text(more + CLUSTER if more.startswith("like") else CLUSTER + more)
         lines = said(capsys, *PLAN).splitlines()
-        (line,) = [line for line in lines if line.startswith("how exact: ")]
+        (line,) = [line for line in lines if line.startswith("accuracy: ")]
         assert told in line
         assert ("as verl would run it" in lines[0]) == more.startswith("like")
     file.write_text('calibrated = "runs/first by rillflow calibrate"' + CLUSTER)
-    assert "how exact: factors fitted to runs/first by rillflow calibrate\n" in said(capsys, *PLAN)
+    assert "accuracy: factors fitted to runs/first by rillflow calibrate\n" in said(capsys, *PLAN)
     assert json.loads(said(capsys, *PLAN, "--format", "json"))["accuracy"].startswith(
         "factors fitted to runs/"
     )
@@ -112,7 +112,7 @@ def test_the_price_that_an_error_asks_for_is_one_that_a_cluster_may_have(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = said(capsys, *PLAN, "--objective", "cost", code=2)
-    price = error.split("as in ")[1].splitlines()[0]
+    price = error.split("such as ")[1].splitlines()[0]
     (here / "cluster.toml").write_text(CLUSTER + price + "\n")
     assert "the best 4" in said(capsys, *PLAN, "--objective", "cost")
 
@@ -144,9 +144,9 @@ def test_the_short_form_decides_without_a_recipe_and_without_torch() -> None:
     head = out.splitlines()
     assert head[0] == "ppo on 16 x H100, as nemo-rl would run it"
     assert re.match(r"a step: .* s \(.* to .* s\) on \d+ devices", head[1])
-    assert re.search(r"\non 32 devices: .* \(.* to .*\) a step, [+-]\d+% rows a second\n", out)
+    assert re.search(r"\non 32 devices: .* \(.* to .*\) a step, [+-]\d+% rows per second\n", out)
     assert "200 steps: " in out and "at the cluster's prices" in out
-    assert "on steps left out of the fit the median error is" in out
+    assert "on steps held out of the fit, the median error is" in out
     assert "with answers twice as long: " in out and "a heavier tail" in out
     assert "simulated" in out and "assumed: responses: log-normal" in out
     assert "[placement]" in out
@@ -223,7 +223,7 @@ def test_freshness_takes_generation_apart(here: Path, capsys: pytest.CaptureFixt
         (use,) = [use for use in planned["best"][0]["pool_use"] if use["name"] == pool["pool"]]
         assert use["idle_share"] == pytest.approx(share)
     out = said(capsys, *SIMULATE, "--steps", "6")
-    assert "freshness 1" in out and "1 old" in out
+    assert "freshness 1" in out and re.search(r"\b1 for \d+%", out)
 
 
 def test_generation_may_be_apart_in_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

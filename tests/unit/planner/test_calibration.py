@@ -160,5 +160,5 @@ def test_a_device_that_does_more_than_it_says_is_named() -> None:
 
 def test_nothing_measured_is_refused() -> None:
     empty = [replace(one, stages_s={}) for one in run(Factors())]
-    with pytest.raises(PlanError, match="nothing to calibrate by"):
+    with pytest.raises(PlanError, match="no times to calibrate with"):
         calibrate(empty)

@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_told_by_bytes_role_and_devices() -> None:
     plan = best_plan(PROBLEM, pools=1)
     with pytest.raises(PlanError, match="more memory on every device") as error:
         evaluate(PROBLEM, _NeverFits(problem=PROBLEM, seed=1, memory=400.0), plan)
-    assert "takes most of it" in error.value.why
+    assert "needs the largest part" in error.value.why
     assert "4096 machines" in error.value.fix
 
 

@@ -97,13 +97,13 @@ class EqualCosts(PlainCosts):
         return 0.0
 
 
-TIED = "as good; of equal plans fewer pools, fresher tokens, the first names win"
+TIED = "equally good; ties go to fewer pools, then fresher tokens, then names in order"
 
 
 @pytest.mark.parametrize(
     ("memory", "pools", "whys"),
     [
-        (160.0, 1, [TIED] * 3 + ["0.25 s on 3 devices; the best takes 0.25 s on 2"]),
+        (160.0, 1, [TIED] * 3 + ["0.25 s on 3 devices; the best plan takes 0.25 s on 2"]),
         (80.0, 2, [TIED] * 3),
     ],
 )
@@ -122,7 +122,7 @@ def test_equal_plans_are_in_the_order_of_the_search_and_say_so(
 def test_a_placement_with_slow_links_is_behind_by_transfer() -> None:
     _, *others = search(PROBLEM, plain(memory=300.0, link=50.0)).best
     assert {one.cause for one in others} == {Cause.TRANSFER}
-    assert "on the way between pools" in others[0].why
+    assert "for transfers between pools" in others[0].why
 
 
 def test_placements_too_large_for_a_device_are_counted() -> None:
@@ -139,22 +139,22 @@ def test_with_the_fewest_devices_wanted_a_faster_placement_is_behind_by_devices(
 
 
 def test_where_no_plan_fits_the_role_the_bytes_and_the_least_cluster_are_told() -> None:
-    with pytest.raises(PlanError, match="no plan of toy fits into toys") as error:
+    with pytest.raises(PlanError, match="no plan of toy fits on toys") as error:
         search(PROBLEM, plain(memory=43.0))
-    assert "7 bytes are missing on every device: policy" in error.value.why
-    assert "4096 machines of toy like those of here will not do" in error.value.fix
+    assert "every device lacks 7 bytes: policy" in error.value.why
+    assert "4096 machines of toy as in fleet here are not enough" in error.value.fix
 
 
 def test_the_least_cluster_that_would_do_is_named() -> None:
     small = replace(PROBLEM, hardware=replace(PROBLEM.hardware, fleets=(toy_fleet(devices=2),)))
     with pytest.raises(PlanError) as error:
         search(small, plain(memory=70.0))
-    assert "the least that would do is 3 toy like those of here, here are 2" in error.value.fix
+    assert "use at least 3 toy as in fleet here, which has 2" in error.value.fix
 
 
 def test_a_deadline_none_keeps_is_told() -> None:
     fastest = search(PROBLEM, plain(memory=300.0)).best[0].value
-    with pytest.raises(PlanError, match="keeps the deadline") as error:
+    with pytest.raises(PlanError, match="meets the deadline") as error:
         search(PROBLEM, plain(memory=300.0), objective=Objective(deadline_s=0.1))
     assert error.value.why == f"the fastest step takes {fastest:.4g} s"
 

@@ -87,7 +87,7 @@ def test_lengths_that_contradict_themselves_are_refused(text: str, said: str) ->
         ({"gpus": "0xH100"}, "'0xH100'"),
         ({"gpus": "0"}, "'0'"),
         ({"gpus": "64xH10"}, "device is 'H10'"),
-        ({"gpus": "12xH100"}, "12 devices, 8 a machine"),
+        ({"gpus": "12xH100"}, "12 devices, 8 per machine"),
         ({"algorithm": "grop"}, "'grop'"),
         ({"like": "nemo"}, "like is 'nemo'"),
         ({"model": Path("nowhere.json")}, "nowhere.json"),

@@ -52,9 +52,9 @@ def test_the_table_says_what_was_furthest_off(make_run: MakeRun) -> None:
     found = compare(load(planned(make_run())))
     assert found is not None
     text = render_comparison(found)
-    assert "furthest off: policy.update, predicted 100 ms, measured" in text
+    assert "largest error: policy.update, predicted 100 ms, measured" in text
     assert len({len(line.split()) for line in text.splitlines()}) > 1
-    assert text.splitlines()[0] == "predicted against measured, medians of 39 steps:"
+    assert text.splitlines()[0] == "predicted and measured, medians of 39 steps:"
 
 
 def test_the_report_shows_it(make_run: MakeRun) -> None:

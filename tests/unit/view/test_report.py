@@ -124,7 +124,7 @@ def test_axes_are_named_and_wide_things_show_that_they_scroll(make_run: MakeRun)
     text, page = report(make_run())
     charts = re.findall(r'<svg[^>]*class="chart".*?</svg>', text)
     assert charts and all('class="axis end"' in chart for chart in charts)
-    assert "nats a token" in page.text and "share of tokens" in page.text
+    assert "nats per token" in page.text and "share of tokens" in page.text
     scroll = STYLE[STYLE.index(".scroll {") :].split("}")[0]
     assert "overflow-x: auto" in scroll and "var(--edge)" in scroll
 
@@ -213,7 +213,7 @@ def test_numbers_that_are_not_finite_leave_a_gap_and_are_said(tmp_path: Path) ->
             run.log_metrics(step, "grpo", metrics)
     text, page = report(tmp_path / "run")
     assert "2 values are not finite, the first at step 2." in page.text
-    assert "More than float32 rounds" in page.text
+    assert "Too large for float32 rounding" in page.text
     assert not re.search(r'="[^"]*\b(nan|inf)\b', text)
 
 

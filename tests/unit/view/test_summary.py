@@ -81,7 +81,7 @@ def test_a_finished_run_is_told_in_full(make_run: MakeRun) -> None:
         (
             score(0.5, None),
             score(0.6, None),
-            "It rose by 0.100; no interval says how much of it may be chance.",
+            "It rose by 0.100; without both intervals, this may be chance.",
         ),
         (graded(0.1, 0.02), graded(0.2, 0.02), "It rose by 0.100; the intervals do not overlap."),
         (
@@ -89,7 +89,7 @@ def test_a_finished_run_is_told_in_full(make_run: MakeRun) -> None:
             graded(3.5, 0.5),
             "It fell by 0.500, but the intervals overlap: this may be chance.",
         ),
-        (graded(math.nan, None), graded(0.5, 0.1), "No answer had a reward at one of the two."),
+        (graded(math.nan, None), graded(0.5, 0.1), "One of the two evaluations has no reward."),
     ],
 )
 def test_chance_is_called_chance(before: EvaluationRecord, after: EvaluationRecord, words: str) -> None:
@@ -122,7 +122,7 @@ def test_the_next_command_is_placed_as_the_last_one(make_run: MakeRun, words: st
     summary = replace(summarise(make_run(final=0.3)), command=command, run="a")
     text = render_text(summary)
     assert f"train longer:    rillflow run {kept} --set algorithm.steps=80 --dir a" in text
-    assert f"try another rate: rillflow run {kept} --set policy.lr=NUMBER --dir a-lr" in text
+    assert f"try another learning rate: rillflow run {kept} --set policy.lr=NUMBER --dir a-lr" in text
 
 
 def test_the_next_command_of_an_algorithm_of_ones_own_is_its_file(make_run: MakeRun) -> None:
@@ -131,16 +131,16 @@ def test_the_next_command_of_an_algorithm_of_ones_own_is_its_file(make_run: Make
     again = "python 'my own.py' run run.toml --set policy.lr=1e-5 --set"
     assert f"train longer:    {again} algorithm.steps=80 --dir a" in render_text(summary)
     stopped = render_text(replace(summary, is_finished=False))
-    assert "go on:           python 'my own.py' run run.toml --set policy.lr=1e-5 --dir a" in stopped
+    assert "resume:          python 'my own.py' run run.toml --set policy.lr=1e-5 --dir a" in stopped
 
 
 def test_where_a_program_launched_no_command_is_made_up(make_run: MakeRun) -> None:
     summary = replace(summarise(make_run(final=0.3)), command=(), run="a")
     text = render_text(summary)
     assert "train longer:    launch the recipe with algorithm.steps=80, run.dir=a" in text
-    assert "try another rate: launch the recipe with policy.lr=NUMBER, run.dir=a-lr" in text
+    assert "try another learning rate: launch the recipe with policy.lr=NUMBER, run.dir=a-lr" in text
     assert "rillflow run" not in text
-    assert "go on:           launch the same recipe" in render_text(replace(summary, is_finished=False))
+    assert "resume:          launch the same recipe" in render_text(replace(summary, is_finished=False))
 
 
 def test_graded_rewards_are_no_accuracy(make_run: MakeRun, tmp_path: Path) -> None:
@@ -183,9 +183,10 @@ def test_what_should_not_be_overlooked_is_said(make_run: MakeRun, tmp_path: Path
     assert "Warning" not in render_text(summarise(run))
     for step in (21, 25):
         (run / "rollouts" / f"step-{step:06d}-0001-of-0001.safetensors").unlink()
-    assert "Warning            the rollouts of 2 steps are gone: 21, 25" in render_text(summarise(run))
+    told = "the rollout files of 2 steps are missing"
+    assert f"Warning            {told}: 21, 25" in render_text(summarise(run))
     write_report(run)
-    assert "the rollouts of 2 steps are gone" in (run / "report.html").read_text()
+    assert told in (run / "report.html").read_text()
     with RunDirectory.open(tmp_path / "silent", {}) as silent:
         for step in range(1, 9):
             silent.log_metrics(step, "grpo", {"reward/score/share": Mean(total=0.0, count=8)})
@@ -197,8 +198,8 @@ def test_a_stopped_run_names_the_command_that_goes_on(make_run: MakeRun) -> None
     run = make_run(steps=30)
     (run / "finished.json").unlink()
     text = render_text(summarise(run))
-    assert "go on:           rillflow run recipes/arithmetic/run.toml" in text
-    assert "seen once" in text
+    assert "resume:          rillflow run recipes/arithmetic/run.toml" in text
+    assert "evaluated once" in text
     assert "train longer" not in text
 
 

@@ -125,7 +125,7 @@ def test_spans_of_an_older_version_are_one_rank_a_pool(run: Path) -> None:
     (run / layout.SPANS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = measured(load(run))
     assert {work.on for work in found.works} == {ANSWERS, MAIN, SCORES}
-    assert any(line.startswith("for whom: by end times alone") for line in measured_lines(found))
+    assert any(line.startswith("causes: by end times only") for line in measured_lines(found))
 
 
 ENDS = st.tuples(st.floats(0, 20), st.floats(0, 5), st.integers(0, 2), st.integers(0, 2), st.integers(1, 2))
@@ -163,7 +163,7 @@ def test_the_command_says_who_waited_for_whom(run: Path, capsys: pytest.CaptureF
     assert (
         "policy.update main 5.25 s policy.generate on answers 4.00 s, reward.score on scores 1.25 s" in told
     )
-    assert "for whom: by what each stage was given" in told
+    assert "causes: by recorded inputs" in told
     assert main(["timeline", str(run), "--steps", "2"]) == 0
     assert capsys.readouterr().out.startswith("step 2: 9.0 s")
 
@@ -205,7 +205,7 @@ def test_the_drawing_shows_waits_beside_work_and_no_more_ranks_than_it_has_room_
     assert {bar.lane for bar in measured_bars(found) if bar.pool == "main"} == {
         f"rank {rank:>2}" for rank in range(MOST_LANES)
     }
-    assert "  ranks 16 to 39 of main are in the trace alone" in measured_lines(found)
+    assert "  ranks 16 to 39 of main are only in the trace" in measured_lines(found)
     assert sum(one["name"] == "thread_name" for one in trace_of(found)["traceEvents"]) == 42
 
 
@@ -214,10 +214,10 @@ def test_the_drawing_shows_waits_beside_work_and_no_more_ranks_than_it_has_room_
     [
         (["nowhere"], "there is no run directory"),
         (["RUN", "--steps", "3"], "has no span of step 3"),
-        (["RUN", "--steps", "0-2"], "there are spans of steps 1 to 2"),
+        (["RUN", "--steps", "0-2"], "has spans of steps 1 to 2"),
         (["RUN", "--out", "no/such/folder/t.json"], "there is no folder no/such/folder"),
         (["RUN", "--out", "there.json"], "nothing of yours is overwritten"),
-        (["EMPTY"], "no stage of it has been timed"),
+        (["EMPTY"], "has no spans"),
     ],
 )
 def test_what_cannot_be_shown_is_named(

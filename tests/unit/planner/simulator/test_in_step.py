@@ -170,5 +170,5 @@ def test_plans_that_cannot_be_simulated_are_refused(changes: dict[str, float], s
 
 @pytest.mark.parametrize("steps", [0, -1, 10**9])
 def test_steps_are_a_sensible_number(steps: int) -> None:
-    with pytest.raises(PlanError, match=f"{steps} steps"):
+    with pytest.raises(PlanError, match=f"the number of steps is {steps}"):
         run(toy(TOGETHER), steps=steps)

@@ -110,5 +110,5 @@ def test_new_weights_cost_a_stall() -> None:
 
 def test_a_row_longer_than_the_cache_is_refused_before_time_passes() -> None:
     replica = Replica(FakeDecoder(capacity_tokens=50))
-    with pytest.raises(PlanError, match="a row of 65 tokens does not fit into a replica's cache of 50"):
+    with pytest.raises(PlanError, match="a row of 65 tokens does not fit into a replica's KV cache of 50"):
         replica.begin(rows_of([60]), 0.0)
