@@ -8,9 +8,9 @@ from rillflow.view.run_data import RunData
 
 OUTCOMES = {
     "score": "scored",
-    "abstain": "abstained: the reward returned None",
+    "abstain": "abstained: the reward gave no score",
     "timeout": "timed out: the reward was stopped at its time limit",
-    "error": "failed: the reward raised an error, died, or returned an invalid score",
+    "error": "failed: the reward raised an error or died",
 }
 """Meaning of each reward outcome."""
 
