@@ -396,7 +396,7 @@ def _warnings(found: Decision) -> Iterator[str]:
         is_unsaid = fleet.between_bandwidth == fleet.device.inside_bandwidth
         larger = any(one.devices > hardware.devices for one in found.ranking.sizes)
         if is_unsaid and fleet.devices == fleet.per_machine and larger:
-            yield f"note: the link between machines of {fleet.name} is unknown; assumed as fast as within one"
+            yield f"note: no link between machines of {fleet.name} is given; it counts as fast as within one"
 
 
 def _placement(plan: Plan) -> list[str]:

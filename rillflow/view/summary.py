@@ -215,7 +215,7 @@ def interval_text(interval: tuple[float, float] | None) -> str:
 def _score_lines(summary: Summary) -> list[str]:
     before, after = summary.before, summary.after
     if before is None:
-        return ["No evaluation: no rows are held out, or the run has not reached an evaluation."]
+        return ["Nothing was evaluated: no rows are held out, or the run reached no evaluation."]
     title = f"Held-out {before.name:<8}  "
     first = f"{before.value:.3f} {interval_text(before.interval)}".rstrip()
     if after is None:
