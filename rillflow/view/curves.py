@@ -15,7 +15,7 @@ from rillflow.observe.reader import EvaluationRecord
 from rillflow.observe.wording import number
 from rillflow.records.metrics import Metric
 from rillflow.view.chart import Chart, Point, Series, draw
-from rillflow.view.histograms import HINTS
+from rillflow.view.histograms import CAPTIONS
 from rillflow.view.html import Html, el
 from rillflow.view.run_data import PhaseSpan, RunData
 from rillflow.view.summary import alike, scores_of
@@ -196,7 +196,7 @@ def _compares(data: RunData) -> bool:
 
 def other_cards(data: RunData) -> list[Html]:
     """Return one card for every metric that no named curve draws."""
-    named = {*HINTS, *(name for curve in CURVES for name in curve.metrics)}
+    named = {*CAPTIONS, *(name for curve in CURVES for name in curve.metrics)}
     names = sorted({name for record in data.steps for name in record.metrics} - named)
     return [
         _card(Curve(title=name, hint="", metrics={}), [_series(data, name, "", data.phases)], data.phases)

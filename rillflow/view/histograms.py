@@ -13,16 +13,22 @@ from rillflow.view.run_data import RunData
 COLUMNS = 60
 """Largest number of columns in a picture; with more steps, neighbouring steps are summed."""
 WIDTH, HEIGHT, LEFT = 480, 240, 96
-HINTS = {
-    "staleness/versions/histogram": "Number of versions that a token is older than the weights it trains.",
-    "mismatch/log_ratio/histogram": "log(trainer / sampler) of a token, in nats. Stale tokens widen it.",
+CAPTIONS = {
+    "staleness/versions/histogram": (
+        "Staleness",
+        "Number of versions that a token is older than the weights it trains.",
+    ),
+    "mismatch/log_ratio/histogram": (
+        "Trainer against sampler",
+        "log(trainer / sampler) of a token, in nats. Stale tokens widen it.",
+    ),
 }
-"""Caption of each picture; docs/metrics.md defines the metrics."""
+"""Title and caption of each picture; docs/metrics.md defines the metrics."""
 
 
 def histogram_cards(data: RunData) -> list[Html]:
     """Return a card for every histogram that the run recorded."""
-    return [_card(data, name) for name in HINTS if any(name in record.metrics for record in data.steps)]
+    return [_card(data, name) for name in CAPTIONS if any(name in record.metrics for record in data.steps)]
 
 
 def _card(data: RunData, name: str) -> Html:
@@ -46,8 +52,8 @@ def _card(data: RunData, name: str) -> Html:
     for at, anchor, step in ((LEFT, "tick", steps[0][0]), (WIDTH, "tick end", steps[-1][0])):
         parts.append(el("text", f"{step:,}", class_=anchor, x=at, y=HEIGHT - 6))
     chart = el("svg", parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", class_="chart", role="img")
-    title = name.removesuffix("/histogram")
-    return el("section", el("h3", title), el("p", HINTS[name], class_="hint"), chart, class_="card")
+    title, hint = CAPTIONS[name]
+    return el("section", el("h3", title), el("p", hint, class_="hint"), chart, class_="card")
 
 
 def labels(edges: tuple[float, ...]) -> list[str]:
