@@ -182,11 +182,11 @@ def places(pools: Sequence[Pool]) -> list[Place]:
         ClusterError: there is no pool, two pools share a name, or a pool has no rank.
     """
     if not pools:
-        raise ClusterError("there is no pool", why="a role runs on the ranks of one")
+        raise ClusterError("there is no pool", why="every role needs the ranks of a pool")
     name, count = Counter(pool.name for pool in pools).most_common(1)[0]
     if count > 1:
         raise ClusterError(f"{count} pools are called {name!r}", why="a role finds its pool by name")
     for pool in pools:
         if pool.size < 1:
-            raise ClusterError(f"pool {pool.name!r} has size {pool.size}", why="a pool has a rank at least")
+            raise ClusterError(f"pool {pool.name!r} has size {pool.size}", why="a pool has at least 1 rank")
     return [Place(pool.name, rank) for pool in pools for rank in range(pool.size)]

@@ -125,8 +125,8 @@ class InlineBackend:
             return self.read_all(references, self._deadline_s)
         except TimeoutError:
             raise ClusterError(
-                f"an argument was not there after {self._deadline_s:g} s",
-                why="the call that makes it still runs, or waits itself",
+                f"an argument was not ready after {self._deadline_s:g} s",
+                why="the call that returns it is still running or waiting",
             ) from None
 
     def _run(self, place: Place, work: RankCall, arguments: tuple[Any, ...]) -> Any:

@@ -29,12 +29,12 @@ from rillflow.errors import ClusterError
 from rillflow.observe.environment import installed_versions, own_version
 from rillflow.observe.wording import size as bytes_text
 
-ALIKE = "install the same on every node: one image, or one environment on a shared disk"
+ALIKE = "install the same versions on every node: use one image, or one environment on a shared disk"
 """Advice about a node that runs other code."""
-_BETWEEN = "the ranks of a pool speak to each other without Ray"
+_BETWEEN = "the ranks of a pool connect to each other directly, not through Ray"
 _OPEN = (
-    "let every TCP port through between the nodes; with several networks, ray start --node-ip-address takes "
-    "the one that they share"
+    "open every TCP port between the nodes; with several networks, pass the shared network's address to "
+    "ray start --node-ip-address"
 )
 REACH_S = 30.0
 """Seconds that a rank tries to reach another node."""
@@ -104,7 +104,7 @@ def seat_of(node: str, devices: list[str], driver: Mapping[str, str]) -> Process
     if odd:
         raise ClusterError(
             f"node {node} has other versions than the driver: {'; '.join(odd)}",
-            why="ranks that compute or speak in other ways give other numbers, or none",
+            why="ranks with different versions may compute different numbers or fail to communicate",
             fix=ALIKE,
         )
     room = os.statvfs("/dev/shm")
@@ -127,10 +127,10 @@ def require_room(seat: ProcessSeat, store_bytes: float) -> None:
     if seat.shared_bytes < store_bytes:
         has, wanted = bytes_text(seat.shared_bytes), bytes_text(int(store_bytes))
         raise ClusterError(
-            f"/dev/shm of node {seat.node} has {has}, and Ray's object store there {wanted}",
-            why="the store is then in files of /tmp, and every batch goes over the disk",
-            fix="docker run --shm-size, an emptyDir of medium Memory at /dev/shm, "
-            "or ray start --object-store-memory with less",
+            f"/dev/shm of node {seat.node} has {has}, but Ray's object store needs {wanted}",
+            why="Ray then keeps the store in files under /tmp, and every batch goes through the disk",
+            fix="enlarge it with docker run --shm-size or an emptyDir of medium Memory at /dev/shm, "
+            "or shrink the store with ray start --object-store-memory",
         )
 
 
@@ -221,5 +221,5 @@ def meet(here: str, seating: Seating, store: TCPStore | None) -> Ranks:
         return ProcessRanks.join(rank, size, found, backend, seating.deadline_s)
     except RuntimeError as error:
         told = str(error).splitlines()[0]
-        what = f"node {here} does not reach every node of pool {seating.place.pool!r}"
+        what = f"node {here} cannot reach every node of pool {seating.place.pool!r}"
         raise ClusterError(what, why=f"{told}; {_BETWEEN}", fix=_OPEN) from None

@@ -46,7 +46,7 @@ def warn_without_token(address: str) -> None:
     """Log a warning that the joined cluster requires no token."""
     if os.environ.get("RAY_AUTH_MODE") != "token":
         logger.warning(
-            "the cluster at %s asks for no token: whoever reaches its ports runs code there; start it "
+            "the cluster at %s needs no token: anyone who reaches its ports can run code on it; start it "
             "with RAY_AUTH_MODE=token, and give the driver the same token",
             address,
         )

@@ -174,7 +174,7 @@ class ThreadRanks:
         except threading.BrokenBarrierError:
             raise Stranded(
                 f"rank {self.rank} of {self.size} waits in a collective for ranks that do not come",
-                why="one of them failed, or the ranks of a group took different ways through a method",
+                why="one of them failed, or ranks of the group took different branches of a method",
             ) from None
 
 

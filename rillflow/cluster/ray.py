@@ -113,8 +113,8 @@ class RayBackend:
         if message.nbytes > MAX_ARGUMENT_BYTES:
             raise ClusterError(
                 f"{what}{_heaviest(value)} takes {message.nbytes / 2**20:.0f} MiB",
-                why=f"options travel with every call: {MAX_ARGUMENT_BYTES / 2**20:.0f} MiB at most",
-                fix="put large data into a batch: its rows go where they are needed, once",
+                why=f"options are sent with every call; the limit is {MAX_ARGUMENT_BYTES / 2**20:.0f} MiB",
+                fix="put large data into a batch: each row is sent once, to the ranks that need it",
             )
         return message
 
@@ -130,7 +130,7 @@ class RayBackend:
         try:
             message = packed((work, arguments, results), is_call=True)
         except Exception as error:  # noqa: BLE001  any error of an argument's own pickling
-            raise _cannot_travel("something a call needs", error) from None
+            raise _cannot_travel("an argument of a call", error) from None
         self.traffic.calls += 1
         self.traffic.sent_bytes += message.nbytes
         held = list(message.references)
@@ -219,8 +219,8 @@ class RayBackend:
             if wanted > has:
                 listed = ", ".join(f"{pool.name} {pool.size}" for pool in taking)
                 raise ClusterError(
-                    f"the pools ({listed}) take {wanted} {kind}s, and the cluster has {has:g}",
-                    why=f"{wanted - has:g} are missing, for every rank takes 1; {_listed(there)}",
+                    f"the pools ({listed}) need {wanted} {kind}s, but the cluster has {has:g}",
+                    why=f"{wanted - has:g} are missing, because every rank takes 1; {_listed(there)}",
                     fix="make a pool smaller, let roles share one, or add machines to the cluster",
                 )
 
@@ -233,7 +233,7 @@ class RayBackend:
             raise ClusterError(
                 f"pool {pool.name!r} of {pool.size} was not scheduled in {_START_S:g} s",
                 why=f"free in the cluster: {ray.available_resources()}; {_listed(ray.nodes())}",
-                fix="end what else runs on the cluster, or make the pool smaller",
+                fix="stop other programs on the cluster, or make the pool smaller",
             )
         actor = ray.remote(RankProcess)
         for index in range(pool.size):
@@ -254,7 +254,7 @@ class RayBackend:
         sizes, neighbours = Counter(at.pool for at in seated), Counter(seat.node for seat in seated.values())
         first = [at for at in seated if at.rank == 0 and sizes[at.pool] > 1]
         hosting = {at: self._ranks[at].host.remote(sizes[at.pool], self._deadline_s) for at in first}
-        ports = self._asked("hosting its pool", hosting)
+        ports = self._asked("opening the store of its pool", hosting)
         joining = {}
         for at, seat in seated.items():
             host = Place(at.pool, 0)
@@ -269,7 +269,7 @@ class RayBackend:
                 deadline_s=self._deadline_s,
             )
             joining[at] = self._ranks[at].join.remote(seating)
-        self._asked("meeting its pool", joining)
+        self._asked("joining its pool", joining)
 
     def _looked_at(self, seated: Mapping[Place, ProcessSeat]) -> dict[Place, Node]:
         """Return the node of every rank; check each node's shared memory and clock once."""
@@ -291,8 +291,8 @@ class RayBackend:
         except TimeoutError:
             late = ", ".join(str(each.place) for each in awaited if not self.is_ready(each.reference))
             raise ClusterError(
-                f"{late} did not end {doing} in {timeout_s:g} s",
-                why="a process is not there, imports still, or does not reach the others",
+                f"{late} did not finish {doing} in {timeout_s:g} s",
+                why="a process is missing, is still importing, or cannot reach the others",
             ) from None
 
 
@@ -360,7 +360,7 @@ class RankProcess:
         except faults.GetTimeoutError:
             raise ClusterError(
                 f"{self._site.place} waited {self._deadline_s:g} s for an argument",
-                why="the call that makes it still runs, or waits itself",
+                why="the call that returns it is still running or waiting",
             ) from None
         except faults.RayTaskError as error:
             _raise_cause(error)
@@ -406,24 +406,24 @@ def _weight(value: Any) -> float:
 
 def _cannot_travel(what: str, error: BaseException) -> ClusterError:
     return ClusterError(
-        f"{what} cannot travel: {error}",
-        why="ranks are other processes; what passes between them does so as bytes",
-        fix="give values: batches, numbers, texts, settings, functions of a module",
+        f"{what} cannot be serialised: {error}",
+        why="ranks are separate processes, and values pass between them as bytes",
+        fix="pass plain values: batches, numbers, strings, settings, functions of a module",
     )
 
 
 _LOSSES: dict[tuple[type[faults.RayError], ...], tuple[str, str]] = {
     (faults.OutOfMemoryError,): (
-        "was killed for want of memory",
-        "smaller micro-batches, fewer ranks a machine, or RAY_memory_usage_threshold nearer to 1",
+        "was killed because its node ran out of memory",
+        "use smaller micro-batches or fewer ranks per node, or raise RAY_memory_usage_threshold towards 1",
     ),
     (faults.RayActorError, faults.WorkerCrashedError, faults.LocalRayletDiedError, faults.NodeDiedError): (
         "has died",
-        "look at the end of its output; a killed process has often run out of memory",
+        "read the end of its output; a killed process has often run out of memory",
     ),
     (faults.ObjectLostError, faults.ObjectStoreFullError, faults.OutOfDiskError): (
-        "has lost what it had made",
-        "look at the cluster's nodes, and at the room of /dev/shm and /tmp there",
+        "has lost its results",
+        "check the cluster's nodes and the free space of /dev/shm and /tmp on them",
     ),
 }
 """Message and advice for each kind of Ray error."""
@@ -433,9 +433,9 @@ def _loss(error: faults.RayError) -> tuple[str, str, str]:
     """Return what happened to a rank, why, and what to do, from an error of Ray itself."""
     what, fix = next(
         (said for kinds, said in _LOSSES.items() if isinstance(error, kinds)),
-        ("has failed", "the same command goes on from the last checkpoint"),
+        ("has failed", "run the same command again: it resumes from the last checkpoint"),
     )
-    told = [line.strip() for line in str(error).splitlines() if line.strip()] or ["Ray says no more"]
+    told = [line.strip() for line in str(error).splitlines() if line.strip()] or ["Ray gives no reason"]
     if "creation task" in told[0]:
         on = re.search(r"ip=([\w.:]+)", told[0])
         return f"could not be started{f' on node {on[1]}' if on else ''}", told[-1], nodes.ALIKE

@@ -48,7 +48,7 @@ def start_cluster(folder: Path, ranks: int) -> None:
         raise ClusterError(
             "Ray did not start on this machine",
             why=str(error),
-            fix="look at its load and free memory, and give the same command again",
+            fix="check its load and free memory, and run the same command again",
         ) from None
 
 
@@ -60,14 +60,14 @@ def join_cluster(address: str) -> None:
     """
     host, _, port = address.rpartition(":")
     what = f"the cluster at {address} cannot be joined"
-    fix = "look at the address, and at ray status there; between nodes a firewall lets every TCP port through"
+    fix = "check the address and ray status on that node; open every TCP port between the nodes"
     try:
         if port.isdigit():
             socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
         if not _is_node():  # Ray would abort this process
-            why = "Ray is not up on this machine, and a driver is on a node of its cluster"
-            raise ClusterError(what, why=why, fix=f"ray start --address={address} first, or run it on a node")
-        fix = "the same Python and Ray on all nodes; where there is a token, RAY_AUTH_MODE=token and that one"
+            why = "Ray is not running on this machine, but a driver must run on a node of its cluster"
+            raise ClusterError(what, why=why, fix=f"run ray start --address={address} first")
+        fix = "use one version of Python and Ray; if the cluster has a token, set RAY_AUTH_MODE=token and the token"
         with kept_by_driver():
             ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
         warn_without_token(address)

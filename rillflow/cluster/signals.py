@@ -46,7 +46,7 @@ def kept_by_driver() -> Iterator[None]:
     if is_ended:
         signal.raise_signal(signal.SIGTERM)
         raise ClusterError(
-            "Ray did not start", why="a SIGTERM arrived meanwhile", fix="give the command again"
+            "Ray did not start", why="a SIGTERM arrived during the start", fix="run the command again"
         )
 
 

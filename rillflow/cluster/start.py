@@ -50,8 +50,8 @@ def start_backend(config: PlacementConfig, pools: Sequence[Pool], device: str) -
     elif find_spec("ray") is None:
         ranks = sum(config.pools.values())
         raise ClusterError(
-            f"the pools have {ranks} ranks, which run on Ray, and Ray is not installed",
-            why="several ranks are several processes; inline they would share one interpreter",
+            f"the pools have {ranks} ranks, which need Ray, but Ray is not installed",
+            why="several ranks run in several processes; inline they would share one interpreter",
             fix="pip install 'rillflow[ray]', or set placement.backend = \"inline\"",
         )
     else:
@@ -90,21 +90,21 @@ def settle(address: str | None = None) -> str | None:
     if address is not None and "://" in address:
         raise ClusterError(
             f"placement.address is {address}",
-            why="a Ray client is on no node of the cluster, and the driver has to be on one",
-            fix="run it there, for example with ray job submit, with host:port or auto",
+            why="a Ray client runs outside the cluster, but the driver must run on one of its nodes",
+            fix="run the driver on a node, for example with ray job submit, and set host:port or auto",
         )
     is_own = {name: os.environ.get(name) == value for name, value in _OWN.items()}
     if "ray" in sys.modules and address is None and not all(is_own.values()):
         raise ClusterError(
-            "ray was imported before Rillflow could ask it for protection",
-            why="whether a cluster wants a token is settled when ray is imported",
-            fix="import it later, or set RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 before",
+            "ray was imported before Rillflow could turn its authentication on",
+            why="ray decides at import whether a cluster needs a token",
+            fix="import ray later, or first set RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0",
         )
     if "ray" in sys.modules and address is not None and is_own["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]:
         raise ClusterError(
             f"this process cannot join the cluster at {address}",
-            why="it has had one of its own, so Ray keeps to the loopback device here",
-            fix="join it from another process",
+            why="it started a cluster of its own before, so its Ray only uses the loopback device",
+            fix="join the cluster from a new process",
         )
     for name, value in {**_EVERY, **(_OWN if address is None else {})}.items():
         os.environ.setdefault(name, value)

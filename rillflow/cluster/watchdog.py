@@ -41,7 +41,7 @@ def end(watchdog: subprocess.Popen[bytes], timeout_s: float) -> None:
 
     A forked process may hold the watchdog's input open.
     """
-    assert watchdog.stdin is not None, "watch gives it one"
+    assert watchdog.stdin is not None, "watch opens a pipe to it"
     watchdog.stdin.close()
     with suppress(subprocess.TimeoutExpired):
         watchdog.wait(timeout_s)

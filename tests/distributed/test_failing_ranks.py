@@ -174,7 +174,7 @@ def test_a_death_seen_by_whoever_needs_the_result_is_named(on_ray: RayBackend) -
 def test_more_ranks_than_the_cluster_has(on_ray: RayBackend) -> None:
     more = ray_backend(30.0)
     with pytest.raises(
-        ClusterError, match=r"pools \(huge 500\) take 500 CPUs, and the cluster has"
+        ClusterError, match=r"pools \(huge 500\) need 500 CPUs, but the cluster has"
     ) as caught:
         more.open([Pool(name="huge", size=500)])
     assert "are missing" in caught.value.why

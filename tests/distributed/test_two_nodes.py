@@ -204,7 +204,7 @@ def test_a_head_that_is_not_there_is_said_at_once(cluster: Cluster, address: str
 
 def test_a_driver_is_on_a_node_of_the_cluster(cluster: Cluster) -> None:
     said = cluster.refused("outside", on=cluster.others[3])
-    assert "Ray is not up on this machine" in said and f"ray start --address={ADDRESS}" in said
+    assert "Ray is not running on this machine" in said and f"ray start --address={ADDRESS}" in said
 
 
 def test_a_cluster_wants_its_token(cluster: Cluster) -> None:
@@ -214,10 +214,10 @@ def test_a_cluster_wants_its_token(cluster: Cluster) -> None:
 
 def test_what_is_missing_is_told_by_node(two: Cluster) -> None:
     said = two.refused("many", "placement.pools={ main = 5 }")
-    assert "the pools (main 5) take 5 CPUs, and the cluster has 2" in said
+    assert "the pools (main 5) need 5 CPUs, but the cluster has 2" in said
     assert "node 10.77.0.1: 1 CPUs, 0 GPUs; node 10.77.0.2: 1 CPUs, 0 GPUs" in said
     said = two.refused("no_gpu", DP, "run.device=cuda")
-    assert "the pools (main 2) take 2 GPUs, and the cluster has 0" in said
+    assert "the pools (main 2) need 2 GPUs, but the cluster has 0" in said
 
 
 def test_a_node_of_other_versions_is_refused_with_each(cluster: Cluster) -> None:
@@ -246,7 +246,7 @@ def test_shared_memory_that_is_too_small_is_refused(cluster: Cluster) -> None:
     cluster.join(node)
     said = cluster.refused("small")
     stop_ray(node)
-    assert "/dev/shm of node 10.77.0.4 has 64.0 MiB, and Ray's object store there 95.4 MiB" in said
+    assert "/dev/shm of node 10.77.0.4 has 64.0 MiB, but Ray's object store needs 95.4 MiB" in said
 
 
 def test_a_run_directory_that_a_node_cannot_write_or_does_not_see_is_refused(cluster: Cluster) -> None:

@@ -63,7 +63,7 @@ def test_a_store_that_does_not_fit_in_shared_memory_is_refused() -> None:
     with pytest.raises(ClusterError) as caught:
         require_room(seat("10.0.0.9", shared_bytes=2**26), 2**28)
     assert (
-        caught.value.what == "/dev/shm of node 10.0.0.9 has 64.0 MiB, and Ray's object store there 256.0 MiB"
+        caught.value.what == "/dev/shm of node 10.0.0.9 has 64.0 MiB, but Ray's object store needs 256.0 MiB"
     )
 
 
