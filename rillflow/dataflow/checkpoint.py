@@ -184,11 +184,11 @@ def latest_checkpoint(folder: Path, run: str = "") -> Checkpoint | None:
             state = json.loads((path / "state.json").read_text())
             return Checkpoint(path=path, step=_step(path), state=state)
         problems.append(f"{path.name}: {problem}")
-        _log.warning("checkpoint %s is left out: %s", path, problem)
+        _log.warning("checkpoint %s is skipped: %s", path, problem)
     if problems:
         raise RunDirectoryError(
-            f"no checkpoint in {folder} is whole: {'; '.join(problems)}",
-            why="training state that differs from what was written must not be trained on",
+            f"no checkpoint in {folder} is intact: {'; '.join(problems)}",
+            why="a run must not resume from training state that has changed on disk",
             fix="restore the files, or start again with --fresh",
         )
     return None
@@ -219,11 +219,11 @@ def _problem(path: Path, run: str) -> str | None:
     try:
         manifest = json.loads(_inside(path, "manifest.json").read_text())
         if manifest["format"] != FORMAT:
-            return f"it has format {manifest['format']}, and this version reads format {FORMAT}"
+            return f"it has format {manifest['format']}, but this version reads format {FORMAT}"
         if run and manifest.get("run", run) != run:
-            return f"another run wrote it: {manifest['run']!r}, and this is {run!r}"
+            return f"another run wrote it: {manifest['run']!r}, while this run is {run!r}"
         if manifest["step"] != _step(path):
-            return f"its manifest is that of step {manifest['step']}"
+            return f"its manifest belongs to step {manifest['step']}"
         files = manifest["files"]
         if not isinstance(files, dict) or not files:
             return "its manifest lists no files"
@@ -241,7 +241,7 @@ def _inside(folder: Path, name: str) -> Path:
     """Return a regular file below the folder; refuse any other path in a manifest."""
     path = folder / name
     if ".." in Path(name).parts or Path(name).is_absolute() or path.is_symlink() or not path.is_file():
-        raise ValueError(f"{name!r} is not a plain file of the checkpoint")
+        raise ValueError(f"{name!r} is not a regular file of the checkpoint")
     return path
 
 

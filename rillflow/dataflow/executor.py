@@ -255,7 +255,7 @@ class GroupExecutor:
         if isinstance(argument, Pending):
             return argument.whole()
         is_ready = isinstance(argument, Batch | Own | Rows | Whole)
-        return argument if is_ready else self._backend.pack(argument, f"what {name} needs")
+        return argument if is_ready else self._backend.pack(argument, f"an argument of {name}")
 
     def deal(
         self, role: str, rank: int, parts: int, function: Callable[..., Any], *arguments: Any
@@ -310,7 +310,7 @@ def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch
     if missing:
         there = sorted({*fields, *(name for batch in batches for name in batch.fields)})
         raise RecordError(
-            f"formula {formula.__name__} reads the field {missing[0]!r}, which no batch it is given has",
+            f"formula {formula.__name__} reads the field {missing[0]!r}, which none of its batches has",
             why=f"the fields are {', '.join(there)}",
             fix=nearest(missing[0], there),
         )

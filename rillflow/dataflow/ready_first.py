@@ -326,7 +326,7 @@ class ReadyFirst:
         self._complete.pop(group.id, None)
         self._prompts.appendleft(group.prompt)
         behind = self._rule.version - group.version
-        self._dropped.append((group.id, f"begun {behind} versions before the weights that would be trained"))
+        self._dropped.append((group.id, f"sampled {behind} versions before the weights that would train it"))
 
     def _is_settled(self, replica: SamplerReplica) -> bool:
         return replica.version == self._newest and not replica.arriving
@@ -334,9 +334,9 @@ class ReadyFirst:
     def _stalled(self) -> RolloutError:
         least = self._rule.least_version(self._newest)
         return RolloutError(
-            f"no row runs, and none may begin before version {least} of the phase is published",
-            why=f"the newest is {self._newest}, and no step is at work that could publish another: rows that "
-            "begin now would become older than algorithm.freshness allows",
+            f"no row is running, and none may start before version {least} of the phase is published",
+            why=f"the newest version is {self._newest}, and no open step could publish another; rows that "
+            "start now would become older than algorithm.freshness allows",
             fix="call flow.publish(flow.policy) in every step, or sample in order",
         )
 

@@ -38,9 +38,9 @@ forwards to its child the signal that the whole process group already received."
 class RunStage(Enum):
     """The stage of a run; its value is the text of the message after the first signal."""
 
-    STARTING = "ending before a step begins"
-    TRAINING = "finishing this step{pace}, then a checkpoint"
-    ENDING = "the run is ending"
+    STARTING = "stopping before a step begins"
+    TRAINING = "finishing this step{pace}, then writing a checkpoint"
+    ENDING = "the run is already ending"
 
 
 class Interruption:
@@ -93,9 +93,9 @@ class Interruption:
         except (KeyboardInterrupt, Exception):
             if self.requested and self.stage is RunStage.STARTING:  # the signal broke the start
                 raise Interrupted(
-                    "stopped before a step began, as asked",
-                    why="nothing was under way: the run is as it was",
-                    fix="give the same command to go on from there",
+                    "stopped before a step began, as requested",
+                    why="nothing had started: the run is unchanged",
+                    fix="run the same command to resume",
                 ) from None
             raise
 
@@ -118,7 +118,7 @@ class Interruption:
         if asked is not None and self.say is not None:
             doing = self.stage.value.format(pace=self.pace)
             left = ", without this step" if self.stage is RunStage.TRAINING else ""
-            self.say(f"{asked}: {doing}; once more to end at once{left}")
+            self.say(f"{asked}: {doing}; repeat to stop at once{left}")
 
 
 def stopped(step: int, path: Path | None) -> Interrupted:
@@ -129,5 +129,5 @@ def stopped(step: int, path: Path | None) -> Interrupted:
         path: the checkpoint of that step; None before the first step.
     """
     where = f"after step {step}" if path else "before the first step"
-    why = f"everything up to it is in {path}" if path else "nothing was under way"
-    return Interrupted(f"stopped {where}, as asked", why=why, fix="give the same command to go on from there")
+    why = f"everything up to that step is saved in {path}" if path else "no step had finished"
+    return Interrupted(f"stopped {where}, as requested", why=why, fix="run the same command to resume")

@@ -178,10 +178,10 @@ class Loop:
         lines = read_lines(self._run.path / layout.SKIPS).lines
         if len(lines) > self._cadence.max_skipped and lines[-1].data["step"] == step:
             raise TrainingError(
-                f"{len(lines)} updates in all were not finite, the last in step {step}",
-                why=f"run.max_skipped is {self._cadence.max_skipped}; that one: {lines[-1].data['reason']}",
-                fix=f"look: rillflow replay {self._run.path}/bundles/step-{step:06d}; a lower policy.lr or a "
-                "larger run.max_skipped goes on from here",
+                f"{len(lines)} updates were skipped as not finite, the last in step {step}",
+                why=f"run.max_skipped is {self._cadence.max_skipped}; the last: {lines[-1].data['reason']}",
+                fix=f"inspect it: rillflow replay {self._run.path}/bundles/step-{step:06d}; to resume, lower "
+                "policy.lr or raise run.max_skipped",
             )
 
     @contextmanager
@@ -195,14 +195,14 @@ class Loop:
             cut = opened if self._is_cut(phase, first) else ()
             if cut or self._saves or self._is_unsaved(phase):
                 what = (str(first) or type(first).__name__).splitlines()[0]
-                self._progress.note(f"{what}; saving what is whole first")
+                self._progress.note(f"{what}; saving the finished steps first")
                 try:  # running or stuck ranks may take a while
                     self._rescue(phase, cut)
                 except Exception as second:  # noqa: BLE001  the first error ended the run
                     self._progress.note(f"no checkpoint could be written after the error: {second}")
             kept, lost = self._saved_step, self._place.step - self._saved_step
-            again = f"; {lost} steps after it are made again" if lost else ""
-            there = f"is saved{again}: the same command goes on from there"
+            again = f"; {lost} steps after it will run again" if lost else ""
+            there = f"is saved{again}: run the same command to resume"
             self._progress.note(f"step {kept} {there}" if kept else "no step is saved")
             raise
         finally:
@@ -254,7 +254,7 @@ class Loop:
         """Wait until rows of finished steps are on disk; record the rows on dead ranks as lost."""
         left = [each for each in self._writing if not each.has_failed]
         if len(left) < len(self._writing):
-            self._run.evidence.of_lost_rollouts(self._written_step, "the ranks that held them have died")
+            self._run.evidence.of_lost_rollouts(self._written_step, "the ranks that held them died")
         self._writing = left
         self._written(wait_s)
 

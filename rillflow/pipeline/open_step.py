@@ -259,7 +259,7 @@ class OpenStep:
         for role, skips in self._left_out.items():
             for skip in skips.read(wait_s):
                 self._run.log_skip(self.number, role, skip.reason, skip.rows)
-                told = f"an update of the {role} in step {self.number} was left out: {skip.reason}"
+                told = f"an update of the {role} in step {self.number} was skipped: {skip.reason}"
                 self.skips.append(told)
         for group, reason in self._given_up:
             self._run.log_given_up(self.number, group, reason)

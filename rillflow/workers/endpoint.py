@@ -52,9 +52,9 @@ class Endpoint:
     def __post_init__(self) -> None:
         if self.measures is not None and not self.writes:
             raise GraphError(
-                f"endpoint {self.name!r} has a measure and says of no field that it writes it",
-                why="rows of the step are measured, and without writes= nobody knows that it returns those",
-                fix='name the fields of the batch that it returns: writes=("rewards", "valid")',
+                f"endpoint {self.name!r} has a measure but declares no written fields",
+                why="only rows of the step are measured, and writes= declares that it returns them",
+                fix='list the fields of the returned batch: writes=("rewards", "valid")',
             )
 
     @property

@@ -74,7 +74,7 @@ class Group:
             RillflowError: an error that a constructor raised.
             ClusterError: a rank died or did not finish in time.
         """
-        packed = self._backend.pack(factory, f"what makes {self.role}")
+        packed = self._backend.pack(factory, f"the factory of {self.role}")
         awaited = [
             Awaited(doing=f"making {self.role}", place=place, reference=made)
             for place in self.places
@@ -85,8 +85,8 @@ class Group:
         except TimeoutError:
             late = [str(each.place) for each in awaited if not self._backend.is_ready(each.reference)]
             raise ClusterError(
-                f"{self.role} was not made on {', '.join(late)} in {deadline_s:g} s",
-                why="its constructor still runs",
+                f"{self.role} was not constructed on {', '.join(late)} in {deadline_s:g} s",
+                why="its constructor is still running",
             ) from None
 
     def call(self, endpoint: str, *arguments: Any, **options: Any) -> Pending:
@@ -158,8 +158,8 @@ class Group:
         if any(isinstance(argument, Batch) and not len(argument) for argument in arguments):
             raise ClusterError(
                 f"{call} was called with a batch of 0 rows",
-                why="there is nothing to compute, and a mean over nothing is no number",
-                fix="look at what filtered or drew the rows",
+                why="there is nothing to compute, and the mean of no rows is undefined",
+                fix="check the stage that filtered or drew the rows",
             )
 
 
@@ -258,13 +258,13 @@ def _require_pool(role: str, pool: str, mesh: Mesh, pools: Mapping[str, int]) ->
     if pool not in pools:
         there = ", ".join(f"{name} of {size}" for name, size in pools.items())
         raise ClusterError(
-            f"role {role!r} has no pool: there is none called {pool!r}",
+            f"role {role!r} is on pool {pool!r}, which does not exist",
             why=f"the pools are {there or 'not open yet'}",
             fix=nearest(pool, pools),
         )
     if max(mesh.ranks) >= pools[pool]:
         raise ClusterError(
-            f"role {role!r} is to be on rank {max(mesh.ranks)} of pool {pool!r}",
+            f"role {role!r} needs rank {max(mesh.ranks)} of pool {pool!r}",
             why=f"the pool has {pools[pool]} ranks, counted from 0",
             fix=f"give it a mesh of {pools[pool]} ranks, or make the pool larger",
         )
@@ -274,7 +274,7 @@ def _require_axes(stage: str, transfer: Transfer, mesh: Mesh) -> None:
     for name in (*transfer.send, *transfer.receive, *transfer.at):
         if name not in mesh.names and name not in AXES:
             raise PlacementError(
-                f"{stage} places values along the axis {name!r}, which the mesh of its ranks has not",
+                f"{stage} places values along the axis {name!r}, which its mesh does not have",
                 why=f"its axes are {', '.join(mesh.names) or 'none'}; {', '.join(AXES)} may be left out",
                 fix=nearest(name, {*mesh.names, *AXES}),
             )

@@ -87,7 +87,7 @@ class Pending(Handle):
         """Return the references to its parts; ``place`` gathers their facts if there are many parts."""
         if self.held.facts is None and len(self._references) > MANY:
             facts = self._backend.submit(place, program.gather_facts, self.held)[0]
-            packed = self._backend.pack(facts, f"what is known of {self.stage}")
+            packed = self._backend.pack(facts, f"the row counts of {self.stage}")
             self._held = Held(table=self.held.table, facts=packed)
         return self.held
 
@@ -188,9 +188,9 @@ class Pending(Handle):
         told = f"; {self.stage} waits for it" if late is not self else ""
         return ClusterError(
             f"{late.stage} has not answered on {', '.join(ranks)}{told}",
-            why=f"asked {time.monotonic() - late._since:.1f} s ago with {late._given or 'no batch'}; "
+            why=f"it was called {time.monotonic() - late._since:.1f} s ago with {late._given or 'no batch'}; "
             f"the deadline is {deadline_s:g} s",
-            fix="look at that rank's output and load, or raise placement.deadline_s",
+            fix="check that rank's output and load, or raise placement.deadline_s",
         )
 
 

@@ -55,8 +55,8 @@ def start(site: Site, role: str, factory: Factory) -> None:
     if role in site.objects:
         raise ClusterError(
             f"two roles are called {role!r} on {site.place}",
-            why="a call finds its role by name; the second would take the first one's place",
-            fix="give each a name of its own",
+            why="a call finds its role by name, so the second role would replace the first",
+            fix="give each role its own name",
         )
     try:
         site.objects[role] = factory(site)
@@ -131,7 +131,7 @@ def _reading(
         batches += [each for each in whole() if isinstance(each, Batch)]
         there = sorted({name for batch in batches for name in batch.fields})
         raise RecordError(
-            f"{call} reads the field {missing[0]!r}, which no batch it is given has",
+            f"{call} reads the field {missing[0]!r}, which none of its batches has",
             why=f"the fields are {', '.join(there) or 'none'}",
             fix=nearest(missing[0], there),
         )
@@ -177,7 +177,7 @@ def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> R
     return (Stranded if is_echo else ClusterError)(
         f"{type(error).__name__} {where}{f': {error}' if str(error) else ''}",
         why=f"raised at {innermost_line(error)}",
-        fix="mend what that line does; inline and with one rank, breakpoint() works there",
+        fix='fix that line; with placement.backend = "inline" or one rank, breakpoint() works there',
     )
 
 

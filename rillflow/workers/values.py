@@ -191,9 +191,9 @@ def shares(rows: int, count: int, unit: int = 1) -> tuple[int, ...]:
     """
     if rows % unit:
         raise ClusterError(
-            f"{rows} rows cannot be shared out in units of {unit}",
-            why=f"the last unit has {rows % unit} rows; those of one unit stand one after the other",
-            fix="look at what filtered or drew the rows",
+            f"{rows} rows cannot be split over ranks in units of {unit}",
+            why=f"the last unit has only {rows % unit} rows; the rows of one unit must be consecutive",
+            fix="check the stage that filtered or drew the rows",
         )
     least, more = divmod(rows // unit, count)
     return tuple(unit * (least + (index < more)) for index in range(count))
@@ -256,9 +256,9 @@ def _rows(wanted: Rows, fetch: Fetcher) -> Batch:
     lengths = tuple(each.rows for each in facts)
     if min(lengths) < 0:
         raise ClusterError(
-            "an argument that is to be cut by rows is no batch",
-            why="the method that made it returned something else",
-            fix="give it as an option by name: options are the same for every rank",
+            "an argument that is to be split by rows is not a batch",
+            why="the method that returned it returned another type",
+            fix="pass it as a keyword option: every rank gets the same options",
         )
     sizes = _sizes(wanted, facts, fetch)
     if lengths == sizes:

@@ -77,13 +77,13 @@ def test_the_last_whole_step_is_saved_and_the_run_goes_on(
     assert died.returncode == 1 and "rank 0 of pool 'answers' has died" in said, said
     kept = tiny.steps_kept("cut")[-1]
     assert kept == len(tiny.lines("cut")) and kept >= DIES_IN, said
-    assert f"step {kept} is saved: the same command goes on from there" in said
+    assert f"step {kept} is saved: run the same command to resume" in said
     assert main(command(tiny, "cut", ahead, inline), algorithms=[ALGORITHM]) == 0
     assert len(tiny.lines("cut")) == 5
     fresher = f"step {kept + 1} is sampled by the weights after step {kept}"
     assert (fresher in " ".join(capsys.readouterr().out.split())) == bool(freshness)
     main(["verify", str(tiny.folder / "cut")])
-    assert "the ranks that held them have died" in capsys.readouterr().out
+    assert "the ranks that held them died" in capsys.readouterr().out
     if not freshness:
         assert main(command(tiny, "whole", ahead, inline), algorithms=[ALGORITHM]) == 0
         tiny.assert_same_weights("whole", "cut")

@@ -60,8 +60,8 @@ def test_an_outage_of_the_reward_loses_no_step_and_the_same_command_goes_on(
     assert tiny.run("late") == 1
     said = capsys.readouterr()
     assert "the judge is down" in said.err
-    failure, saved = said.out.index("the judge is down"), said.out.index("; saving what is whole first")
-    assert failure < saved < said.out.index("step 4 is saved: the same command goes on from there")
+    failure, saved = said.out.index("the judge is down"), said.out.index("; saving the finished steps first")
+    assert failure < saved < said.out.index("step 4 is saved: run the same command to resume")
     assert tiny.steps_kept("late") == [4]
     assert "what there is so far" in said.out and (folder / "report.html").is_file()
     assert json.loads((folder / "summary.json").read_text())["is_finished"] is False
@@ -105,7 +105,7 @@ def test_an_outage_at_one_rank_of_several_loses_no_step(
     assert tiny.run("late", *BOTH) == 1
     said = capsys.readouterr()
     assert "the judge of this rank is down" in said.err
-    assert "step 2 is saved: the same command goes on from there" in said.out
+    assert "step 2 is saved: run the same command to resume" in said.out
     assert tiny.steps_kept("late") == [2]
     (tiny.folder / "fails_on").unlink()
     assert tiny.run("late", *BOTH) == 0
@@ -130,7 +130,7 @@ def test_an_error_of_one_rank_in_the_update_saves_the_step_before_it(
         assert tiny.run("late", *BOTH) == 1
     said = capsys.readouterr()
     assert "a bit of this rank fell over" in said.err
-    assert "step 2 is saved: the same command goes on from there" in said.out
+    assert "step 2 is saved: run the same command to resume" in said.out
     assert tiny.run("late", *BOTH) == 0
     tiny.assert_same("whole", "late")
 
@@ -143,7 +143,7 @@ def test_an_outage_at_one_rank_on_ray_loses_no_step(tiny: Tiny, capsys: pytest.C
     assert tiny.run("whole", *BOTH, "run.checkpoint_every=2") == 0
     (tiny.folder / "fails_on").write_text(prompt_of(tiny, "whole", 4))
     assert tiny.run("late", *where) == 1
-    assert "step 3 is saved: the same command goes on from there" in capsys.readouterr().out
+    assert "step 3 is saved: run the same command to resume" in capsys.readouterr().out
     (tiny.folder / "fails_on").unlink()
     assert tiny.run("late", *where) == 0
     tiny.assert_same("whole", "late")
@@ -162,7 +162,7 @@ def test_an_error_after_an_optimiser_step_saves_no_mixture(
 
     monkeypatch.setattr(OpenStep, "finish", failing)
     assert tiny.run("late", "run.checkpoint_every=3") == 1
-    assert "step 3 is saved; 1 steps after it are made again" in capsys.readouterr().out
+    assert "step 3 is saved; 1 steps after it will run again" in capsys.readouterr().out
     assert tiny.steps_kept("late") == [3]
 
 

@@ -69,7 +69,7 @@ def test_python_and_the_command_have_the_same_bits_whether_stopped_or_not(tiny: 
 
     run = train(tiny.folder / "python", see)
     assert (run.is_finished, len(run.metrics)) == (False, 2)
-    with pytest.raises(Interrupted, match="stopped after step 4, as asked"):
+    with pytest.raises(Interrupted, match="stopped after step 4, as requested"):
         train(tiny.folder / "python", see)
     run = train(tiny.folder / "python", see)
     assert run.is_finished

@@ -121,7 +121,7 @@ def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(tmp_path: Pa
     given_up = run / layout.GIVEN_UP
     lines = [json.loads(line) for line in given_up.read_text().splitlines()] if given_up.exists() else []
     assert bool(lines) == (late == "drop")
-    assert all("versions before the weights that would be trained" in each["reason"] for each in lines)
+    assert all("versions before the weights that would train it" in each["reason"] for each in lines)
     told = [each.metrics for each in read_metrics(run)][-STEPS:]
     assert sum(each["flight/given_up/sum"].value for each in told) == len(lines)
     work = [span for span in read_spans(run) if span.stage == "policy.generate" and span.step > first]

@@ -96,7 +96,7 @@ def test_interrupted_run_resumes_bit_for_bit(recipe: Path, tmp_path: Path, whole
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert "give the same command" in errors
+    assert "run the same command" in errors
     assert len(numbers(run)) < 12
     assert main(words(recipe, run, "--quiet")) == 0
     assert_same_run(whole, run)

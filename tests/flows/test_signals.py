@@ -66,7 +66,7 @@ def assert_ended_and_resumes(tiny: Tiny, process: subprocess.Popen[str], *settin
     said, _ = process.communicate(timeout=LONG_S)
     assert process.returncode == 130, said
     made, run = steps_of(tiny.folder / "cut"), tiny.folder / "cut"
-    assert "give the same command" in said or "interrupted;" in said, said
+    assert "run the same command" in said or "interrupted;" in said, said
     if made:
         assert tiny.steps_kept("cut")[-1] == made, said
         assert (run / "report.html").is_file() and (run / "summary.json").is_file(), said

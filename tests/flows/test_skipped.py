@@ -44,7 +44,7 @@ def test_it_is_left_out_and_counted_its_rows_are_named_and_a_replay_finds_the_on
     steps = [line["step"] for line in left_out]
     assert steps and set(steps) < {1, 2, 3, 4, 5}
     said = capsys.readouterr().out
-    assert f"an update of the policy in step {steps[0]} was left out: {left_out[0]['reason']}" in said
+    assert f"an update of the policy in step {steps[0]} was skipped: {left_out[0]['reason']}" in said
     counted = {line["step"]: line["metrics"] for line in tiny.lines("run", "metrics.jsonl")}
     for step, metrics in counted.items():
         skipped = metrics["train/skipped/sum"]["sum"] if step in steps else 0

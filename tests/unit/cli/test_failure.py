@@ -64,8 +64,8 @@ def test_an_error_says_where_it_was_raised(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_an_interruption_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    explain_failure(raised(Interrupted("stopped after step 3, as asked")), debug=False)
-    assert capsys.readouterr().err == "stopped after step 3, as asked\n"
+    explain_failure(raised(Interrupted("stopped after step 3, as requested")), debug=False)
+    assert capsys.readouterr().err == "stopped after step 3, as requested\n"
 
 
 def test_a_second_interrupt_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:

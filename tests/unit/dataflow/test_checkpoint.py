@@ -120,8 +120,8 @@ def rewrite(path: Path, **changes: object) -> None:
     [
         ({"format": 99}, "format 99"),
         ({"step": 7}, "step 7"),
-        ({"files": {"../../etc/passwd": {}}}, "not a plain file"),
-        ({"files": {"/etc/passwd": {}}}, "not a plain file"),
+        ({"files": {"../../etc/passwd": {}}}, "not a regular file"),
+        ({"files": {"/etc/passwd": {}}}, "not a regular file"),
         ({"files": 3}, "lists no files"),
     ],
 )
@@ -145,7 +145,7 @@ def test_a_link_or_a_pipe_in_place_of_a_file_is_refused(
         path.symlink_to(moved)
     else:
         os.mkfifo(path)
-    with pytest.raises(RunDirectoryError, match=f"'{name}' is not a plain file"):
+    with pytest.raises(RunDirectoryError, match=f"'{name}' is not a regular file"):
         latest_checkpoint(tmp_path)
 
 

@@ -337,7 +337,7 @@ def test_the_ranks_of_a_replica_are_asked_the_same() -> None:
 
 
 def test_weights_that_are_never_published_end_in_an_error() -> None:
-    with pytest.raises(RolloutError, match="none may begin before version 1 of the phase is published"):
+    with pytest.raises(RolloutError, match="none may start before version 1 of the phase is published"):
         Scene(1, 1, 2, 1).run(publishes=False)
 
 

@@ -55,7 +55,7 @@ def test_a_signal_ends_a_start_at_once(number: signal.Signals) -> None:
     ):
         os.kill(os.getpid(), number)
         pytest.fail("the start goes on")
-    assert "ending before a step begins" in told.get(timeout=10)
+    assert "stopping before a step begins" in told.get(timeout=10)
 
 
 def test_an_error_that_the_end_of_a_start_causes_is_told_as_the_end() -> None:
@@ -88,8 +88,8 @@ def test_the_first_signal_is_answered_while_the_step_still_runs() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         answer = told.get(timeout=10)
         assert interruption.requested
-    assert answer.startswith("SIGTERM: finishing this step (the last one took 12 s), then a checkpoint")
-    assert "once more to end at once" in answer
+    assert answer.startswith("SIGTERM: finishing this step (the last one took 12 s), then writing a checkpoint")
+    assert "repeat to stop at once" in answer
     assert told.empty()
 
 

@@ -115,7 +115,7 @@ def test_groups_that_parts_cut_arrive_whole(sizes: list[int], count: int, cuts: 
 
 
 def test_a_unit_that_is_not_whole_is_refused() -> None:
-    with pytest.raises(ClusterError, match="7 rows cannot be shared out in units of 2"):
+    with pytest.raises(ClusterError, match="7 rows cannot be split over ranks in units of 2"):
         shares(7, 2, 2)
 
 
