@@ -67,7 +67,7 @@ def join_cluster(address: str) -> None:
         if not _is_node():  # Ray would abort this process
             why = "Ray is not running on this machine, but a driver must run on a node of its cluster"
             raise ClusterError(what, why=why, fix=f"run ray start --address={address} first")
-        fix = "use one version of Python and Ray; if the cluster has a token, set RAY_AUTH_MODE=token and the token"
+        fix = "use the same Python and Ray on all nodes; for a cluster with a token set RAY_AUTH_MODE=token"
         with kept_by_driver():
             ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
         warn_without_token(address)

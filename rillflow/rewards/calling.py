@@ -123,7 +123,7 @@ def _require_cells(cells: RowCells) -> None:
     """
     tried = cells.call(lambda _: {"type": "returned", "what": "null"}, {"type": "run"})
     if tried["type"] != "returned":
-        raise Refused(f"could not be shut in: a process for one row {tried['what']}")
+        raise Refused(f"could not be sandboxed: a process for one row {tried['what']}")
 
 
 def _limit(memory_bytes: int) -> list[str]:
@@ -164,7 +164,7 @@ def _parameters(function: Callable[..., Any]) -> Frame:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise Refused(f"does not tell its parameters: {error}") from None
+        raise Refused(f"has no readable signature: {error}") from None
     for each in parameters:
         if each.kind is each.POSITIONAL_ONLY and each.default is each.empty:
             raise Refused(f"{_place(function)}takes {each.name!r} by position; columns are passed by name")

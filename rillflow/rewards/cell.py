@@ -109,7 +109,7 @@ def describe_end(ended: int) -> str:
     if code >= 0:
         return f"exited with status {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else "no name"
-    memory = ", as happens when the machine runs out of memory" if -code == signal.SIGKILL else ""
+    memory = ", possibly because the machine ran out of memory" if -code == signal.SIGKILL else ""
     return f"was killed by signal {-code} ({name}){memory}"
 
 

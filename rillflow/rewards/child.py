@@ -121,7 +121,7 @@ class Child:
         try:
             self._spawn(containment, visible, door)
         except OSError as error:
-            raise RewardError(f"no process can be started for {function}", why=str(error)) from None
+            raise RewardError(f"cannot start a process for {function}", why=str(error)) from None
         load = {
             "type": "load",
             "file": str(function.file),
@@ -165,9 +165,9 @@ class Child:
             message = encode(self._asked)
         except FrameError as error:
             raise RewardError(
-                f"{num_rows} rows are too much for one call: {error}",
-                why="a call is one message",
-                fix="raise reward.workers, or take fewer rows a step",
+                f"{num_rows} rows are too large for one call: {error}",
+                why="a call sends its rows in one message",
+                fix="raise reward.workers, or use fewer rows per step",
             ) from None
         rows_bytes = num_rows * ROW_BYTES if call["type"] == "call" else RETURNED_BYTES
         self._reader.limit_bytes = CALL_BYTES + rows_bytes
@@ -199,7 +199,7 @@ class Child:
             answer = self._interpret(self._reader.feed(answered), is_over=ended is not None)
         except FrameError as error:
             self.stop()
-            return self._ended(f"wrote to the descriptor of the answers: {error}")
+            return self._ended(f"wrote to the file descriptor of its results: {error}")
         if ended is None:
             return answer
         self.stop()
@@ -216,8 +216,8 @@ class Child:
         if loading:
             raise RewardError(
                 f"{self._function} was not loaded within {START_LIMIT_S:g} s{self._last_output()}",
-                why=f"{self._function.file} works or waits at its top level",
-                fix="move the work into the function",
+                why=f"{self._function.file} computes or waits at module level",
+                fix="move that code into the function",
             )
         return self._failure(Outcome.TIMEOUT, f"gave no answer within {self._limit_s:.3g} s")
 
@@ -239,7 +239,7 @@ class Child:
                 return
         raise RewardError(
             f"process {self._process.pid} of {self._function} does not end",
-            why=f"it was killed {STOP_LIMIT_S:g} s ago; the kernel waits for a device or a file system",
+            why=f"it was killed {STOP_LIMIT_S:g} s ago; the kernel is waiting for a device or a file system",
         )
 
     def _interpret(self, frames: list[Frame], *, is_over: bool) -> Answer | None:
@@ -248,10 +248,8 @@ class Child:
         if not frames or (is_over and not loading):
             return None
         if len(frames) > 1 or self._reader.num_held or self.state is State.IDLE:
-            rest = f", and {self._reader.num_held} bytes" if self._reader.num_held else ""
-            raise FrameError(
-                f"{len(frames)} frames{rest} where {int(self.state is not State.IDLE)} is expected"
-            )
+            rest = f" and {self._reader.num_held} bytes" if self._reader.num_held else ""
+            raise FrameError(f"expected {int(self.state is not State.IDLE)} frames, got {len(frames)}{rest}")
         number = frames[0].get("number")
         if not loading and number != self._asked["number"]:
             raise FrameError(f"an answer to call {reprlib.repr(number)}, which is not the open one")
@@ -306,8 +304,8 @@ class Child:
             case {"type": "malformed", "what": str(what)} if is_scored:
                 raise RewardError(
                     f"{self._function} {what}",
-                    why="it returns one entry, a number or None, for every completion",
-                    fix="return a list; a score that holds for all rows is [score] * len(completions)",
+                    why="it must return one number or None for every completion",
+                    fix="return a list; for one score for all rows, return [score] * len(completions)",
                 )
         raise FrameError(f"an answer of type {reprlib.repr(frame['type'])} to a {self._asked['type']}")
 
@@ -316,9 +314,9 @@ class Child:
         if self.parameters is None and how.startswith(REFUSED):
             raise RewardError(
                 f"{self._function} {how}",
-                why="it runs text or starts processes, or its sandbox setting is true",
-                fix="run where Linux gives user namespaces (`rillflow doctor` says what is missing); "
-                "sandbox = false accepts that an answer can set its own reward",
+                why="it needs the sandbox: it runs text or starts processes, or its sandbox setting is true",
+                fix="run on a Linux with user namespaces (`rillflow doctor` reports what is missing); "
+                "sandbox = false allows an answer to set its own reward",
             )
         if self.parameters is None:
             raise self._unusable(f"cannot be loaded: the process {how}")
@@ -327,8 +325,8 @@ class Child:
     def _unusable(self, what: str) -> RewardError:
         return RewardError(
             f"{self._function} {what}{self._last_output()}",
-            why=f"every child loads {self._function.file} anew, in {self._memory_bytes} bytes of memory",
-            fix="mend the file, or raise reward.memory_bytes if memory ran out",
+            why=f"every child process loads {self._function.file}, with {self._memory_bytes} bytes of memory",
+            fix="fix the file, or raise reward.memory_bytes if memory ran out",
         )
 
     def _failure(self, outcome: Outcome, what: str) -> Failure:
@@ -336,7 +334,7 @@ class Child:
 
     def _last_output(self) -> str:
         text = self._output.decode(errors="replace").strip()
-        return f"; the last it printed: {text}" if text else ""
+        return f"; its last output: {text}" if text else ""
 
     def _send_some(self) -> None:
         try:
@@ -387,4 +385,4 @@ def _require_json(text: str) -> None:
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FrameError(f"what was returned is not JSON: {error}") from None
+        raise FrameError(f"the returned value is not JSON: {error}") from None

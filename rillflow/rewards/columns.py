@@ -43,7 +43,7 @@ def choose(columns: Columns, parameters: Parameters, function: object) -> Column
             raise RewardError(
                 f"{function} needs a column {name!r}",
                 why=f"the columns are {', '.join(sorted(columns))}",
-                fix=f"{nearest(name, columns)}; or give the parameter a default",
+                fix=f"{nearest(name, columns)}; or give the parameter a default value",
             )
     if parameters.takes_any:
         return columns

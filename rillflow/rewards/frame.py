@@ -43,7 +43,7 @@ class FrameConfig(Section):
 
     chat: bool = Field(
         False,
-        description="Whether to send the template as a user message of the chat template; the assistant's "
+        description="Whether to send the template as a user message in the chat template; the assistant's "
         "message begins with a label.",
     )
 
@@ -52,15 +52,15 @@ class FrameConfig(Section):
         places = _PLACES.findall(self.template)
         if places not in (PAIR, ONE):
             raise ValueError(
-                f"the template has the places {places or 'none'}; it has {PAIR} to compare, or {ONE} to "
-                "rate, in this order and each once"
+                f"the template has placeholders {places or 'none'}; it needs {PAIR} to compare, or {ONE} to "
+                "rate, each once and in this order"
             )
         if self.compares and len(self.labels) != 2:
-            raise ValueError(f"a template that compares has two labels, not {len(self.labels)}")
+            raise ValueError(f"a template that compares needs two labels, not {len(self.labels)}")
         if not self.compares:
             self.ratings  # noqa: B018  a label that is not a number raises
         if len({*self.labels}) < max(len(self.labels), 2):
-            raise ValueError(f"the labels {self.labels} are not two different ones at least")
+            raise ValueError(f"the labels {self.labels} are not at least two different labels")
         return self
 
     @property

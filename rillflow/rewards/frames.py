@@ -70,7 +70,7 @@ class FrameReader:
         while len(self._held) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._held)
             if length > self.limit_bytes:
-                raise FrameError(f"a frame announces {length} bytes, and {self.limit_bytes} are allowed")
+                raise FrameError(f"a frame announces {length} bytes, but only {self.limit_bytes} are allowed")
             end = _LENGTH.size + length
             if len(self._held) < end:
                 break

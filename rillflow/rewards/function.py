@@ -54,15 +54,15 @@ def parse_function(text: str, base: Path, what: str = "reward function") -> Func
     written, colon, name = text.rpartition(":")
     if not colon or not written or not name.isidentifier():
         raise RewardError(
-            f"{text!r} names no {what}",
-            why="it is written as a file, a colon and the name of a function",
+            f"the {what} {text!r} is not a path and a name",
+            why="it must be a file, a colon and the name of a function",
             fix="write it like rewards.py:exact",
         )
     file = _locate(base / written, f"{what} {text!r}")
     names = _bound_names(_parse(file))
     if name not in names and "*" not in names:
         raise RewardError(
-            f"{file} has no function {name!r}", why="the file binds no such name", fix=nearest(name, names)
+            f"{file} has no function {name!r}", why="the file does not define it", fix=nearest(name, names)
         )
     return FunctionPath(file=file, name=name)
 
@@ -111,7 +111,7 @@ def _locate(path: Path, named: str) -> Path:
             fix=nearest(file.name, beside),
         )
     if not file.is_file():
-        raise RewardError(f"the {named} is in no file", why=f"{file} is a folder or a device")
+        raise RewardError(f"the {named} is not in a regular file", why=f"{file} is a folder or a device")
     return file
 
 

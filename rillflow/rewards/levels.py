@@ -17,10 +17,10 @@ class Level(StrEnum):
 
 
 SENTENCES = {
-    Level.FULL: "function and programs run in a sandbox, each row in processes of its own, under other users "
+    Level.FULL: "function and programs run in a sandbox, each row in its own processes, as other users "
     "than the driver",
-    Level.SHARED_USER: "function and programs run in a sandbox, each row in processes of its own, but under "
-    "the driver's user: only root may give them others",
-    Level.NONE: "no sandbox: what the function runs can set its own reward and has the user's rights",
+    Level.SHARED_USER: "function and programs run in a sandbox, each row in its own processes, but as "
+    "the driver's user: only root may run them as other users",
+    Level.NONE: "no sandbox: code that the function runs can set its own reward and has the user's rights",
 }
 """Each level in words."""

@@ -52,7 +52,7 @@ class MemoryGroup:
                     raise
             except OSError as error:
                 refusals.append(f"{error.strerror} at {error.filename}")
-        raise OSError(0, refusals[0] if refusals else "this kernel shows no memory controller")
+        raise OSError(0, refusals[0] if refusals else "this kernel has no memory controller")
 
     def join(self) -> None:
         """Move this process and its future forks into the group."""

@@ -100,9 +100,9 @@ def _runner(stack: ExitStack) -> socket.socket:
     if select.select([ours.fileno(), status], [], [])[0] == [status]:
         told = os.read(status, 4096).decode(errors="replace")
         raise RewardError(
-            "run_python can run no program on this machine",
+            "run_python cannot run programs on this machine",
             why=told or "its sandbox ended at once",
-            fix="run where Linux gives user namespaces; `rillflow doctor` says what is missing",
+            fix="run on a Linux with user namespaces; `rillflow doctor` reports what is missing",
         )
     ours.recv(16)
     return ours
@@ -126,4 +126,4 @@ def _finished(answers: socket.socket) -> FinishedProgram:
             }
         ]:
             return FinishedProgram(exit_code=code, stdout=stdout, stderr=stderr, timed_out=timed_out)
-    raise RewardError("a program's sandbox ended without a result", why="the kernel refused a part of it")
+    raise RewardError("a program's sandbox ended without a result", why="the kernel refused part of it")

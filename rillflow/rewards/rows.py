@@ -100,7 +100,7 @@ class RowCells:
                     if time.monotonic() > until:
                         break
             waiting = late
-        unseen = f"no time was left of the {request['limit_s']:.3g} s of the call"
+        unseen = f"no time was left of the call's {request['limit_s']:.3g} s"
         return {"type": "scores", "scores": [verdicts.get(row, {"late": unseen}) for row in rows]}
 
     def _in_turn(
@@ -117,7 +117,7 @@ class RowCells:
         try:
             for place in range(len(requests)):
                 cell, following = following, None
-                assert cell is not None, "a cell is made before its turn"
+                assert cell is not None, "each cell is started before its turn"
                 try:
                     with contextlib.suppress(BrokenPipeError):  # the cell's status has the reason
                         os.write(cell.turn, b"x")
@@ -208,7 +208,7 @@ def _awaited(cell: _Cell, limit_s: float, begun: float) -> Frame:
             elif ended in found:  # all writers have ended, and their data is read
                 break
     except FrameError as error:
-        refused = f"wrote to the descriptor of the answers: {error}"
+        refused = f"wrote to the file descriptor of its results: {error}"
     finally:
         os.close(ended)
         status = cell.end()

@@ -44,11 +44,11 @@ def shipped(function: Callable[..., Any], weight: float = 1.0) -> FunctionPath:
     if not inspect.isfunction(plain):
         raise RewardError(
             f"the reward {function!r} is a {type(function).__name__}",
-            why="it is called in a process of its own, which is given a function's text",
-            fix="write a function that calls it, or name one in a file: reward='rewards.py:exact'",
+            why="the reward runs in its own process, which needs the source text of a function",
+            fix="write a function that calls it, or name a function in a file: reward='rewards.py:exact'",
         )
     if not (isinstance(weight, int | float) and math.isfinite(weight)):
-        raise RewardError(f"the weight of {plain.__name__} is {weight!r}", why="a weight is a finite number")
+        raise RewardError(f"the weight of {plain.__name__} is {weight!r}", why="a weight must be finite")
     name = plain.__name__ if plain.__name__.isidentifier() else "reward"
     text = _Text(name)
     text.add(name, function)
@@ -73,7 +73,7 @@ class _Text:
         """Bind a name to a value."""
         if name in self._values:
             if self._values[name] is not value:
-                raise self._refusal(name, value, "and something else by the same name")
+                raise self._refusal(name, value, "and another object by the same name")
             return
         self._values[name] = value
         function = inspect.unwrap(value) if callable(value) else value
@@ -90,7 +90,7 @@ class _Text:
         elif _is_plain(value):
             self.statements.append(f"{name} = {value!r}")
         else:
-            raise self._refusal(name, value, "which has no text")
+            raise self._refusal(name, value, "which has no source text")
 
     def _add_function(self, name: str, function: FunctionType) -> None:
         text = _definition(name, function)
@@ -104,9 +104,9 @@ class _Text:
     def _refusal(self, name: str, value: Any, what: str) -> RewardError:
         return RewardError(
             f"the reward {self._root} reads {name!r}, a {type(value).__name__}, {what}",
-            why="it is called in a process of its own, which is given its text, with the modules, functions "
-            "and plain values that it names",
-            fix=f"make it inside the function, or write it into a file: reward='rewards.py:{self._root}'",
+            why="the reward runs in its own process, which gets its source text and the modules, functions "
+            "and plain values that it reads",
+            fix=f"create it inside the function, or move both to a file: reward='rewards.py:{self._root}'",
         )
 
 
@@ -117,9 +117,9 @@ def _definition(name: str, function: FunctionType) -> str:
         tree = ast.parse("".join(inspect.findsource(function)[0]))
     except (OSError, SyntaxError) as error:
         raise RewardError(
-            f"the text of the reward's function {name} is not to be had",
+            f"the source text of the reward function {name} is not available",
             why=str(error),
-            fix=f"write it into a file: reward='rewards.py:{name}'",
+            fix=f"move it to a file: reward='rewards.py:{name}'",
         ) from None
     found = [
         node for node in ast.walk(tree) if isinstance(node, kinds) and _line(node) == code.co_firstlineno
@@ -127,9 +127,9 @@ def _definition(name: str, function: FunctionType) -> str:
     found = [node for node in found if isinstance(node, ast.Lambda) == (code.co_name == "<lambda>")]
     if len(found) != 1:
         raise RewardError(
-            f"the text of the reward's function {name} is not to be had",
-            why=f"line {code.co_firstlineno} of {code.co_filename} has {len(found)} functions like it",
-            fix="give it a name with def, on a line of its own; load its file again if that has changed",
+            f"the source text of the reward function {name} is not available",
+            why=f"line {code.co_firstlineno} of {code.co_filename} has {len(found)} matching functions",
+            fix="define it with def on its own line; reload its file if the file has changed",
         )
     text = ast.unparse(found[0])
     return f"{name} = {text}" if isinstance(found[0], ast.Lambda) else text

@@ -15,7 +15,7 @@ from rillflow.rewards.sandbox import Visible, clean_environment
 RUNNER = "RILLFLOW_PROGRAM_RUNNER"
 """Environment variable with the descriptor of the sandbox's runner, in the process that has it."""
 
-REFUSED = "could not be shut in"
+REFUSED = "could not be sandboxed"
 """Beginning of a status that explains why a sandbox is not available."""
 
 _PACKAGE_ROOT = Path(__file__).parents[2]

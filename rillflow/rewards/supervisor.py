@@ -59,9 +59,9 @@ _LINUX = sys.platform == "linux"
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 _NO_NAMESPACE = (
-    "there is no pid namespace: a process that a reward function detaches may outlive a killed supervisor"
+    "no pid namespace: a process that a reward function detaches may outlive a killed supervisor"
     if _LINUX
-    else "this is no Linux: a process that leaves the reward function's process group lives on"
+    else "not Linux: a process that leaves the reward function's process group keeps running"
 )
 
 
@@ -117,7 +117,7 @@ def _watch(keeper: int, driver: int, woken: int) -> str:
             return ""
         size = crowd.size()
         if size > MAX_PROCESSES:
-            return f"bred {size} processes"
+            return f"started {size} processes"
     return ""
 
 
@@ -330,7 +330,7 @@ def _contain(plan: Supervised) -> _Held:
     """
     wanted = plan.containment
     if not _LINUX and wanted.is_sandbox:
-        raise OSError(0, f"this is {sys.platform}, and the sandbox needs Linux")
+        raise OSError(0, f"the sandbox needs Linux, and this is {sys.platform}")
     if not _LINUX:
         return _Held(containment=Containment.DESCENDANTS, shortcomings=[_NO_NAMESPACE])
     adopt_orphans()
@@ -346,12 +346,12 @@ def _contain(plan: Supervised) -> _Held:
 
 def _sandboxed(plan: Supervised) -> _Held:
     if not seccomp.is_known():
-        raise OSError(0, f"there is no seccomp filter for {os.uname().machine}")
+        raise OSError(0, f"no seccomp filter exists for {os.uname().machine}")
     held = _Held(containment=plan.containment)
     try:
         held.group = MemoryGroup.make(plan.memory_bytes) if plan.memory_bytes else None
     except OSError as error:
-        held.shortcomings.append(f"no memory cgroup bounds the sandbox as a whole ({error.strerror})")
+        held.shortcomings.append(f"no memory cgroup limits the sandbox as a whole ({error.strerror})")
     try:
         mapped = isolate(SHUT_IN, further_users=plan.containment is Containment.SANDBOX)
     except OSError:

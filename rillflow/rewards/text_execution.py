@@ -100,10 +100,10 @@ def is_shut_in(function: FunctionPath, setting: Setting) -> bool:
     for use in uses:
         if use.is_in_process:
             raise RewardError(
-                f"{function} runs text in its own process: {use.call} in {use.file}, line {use.line}",
-                why="a text in the process that computes a score can set that score, in a sandbox too",
-                fix="run it with run_python of rillflow.rewards.programs and compare its output there, or "
-                "check syntax with ast.parse; sandbox = false accepts that an answer can set its own reward",
+                f"{function} executes text in its own process: {use.call} in {use.file}, line {use.line}",
+                why="text that runs in the scoring process can set its own score, even in a sandbox",
+                fix="run it with run_python of rillflow.rewards.programs and compare its output, or "
+                "check its syntax with ast.parse; sandbox = false allows an answer to set its own reward",
             )
     return bool(uses)
 

@@ -30,7 +30,7 @@ def verdict_of(value: Any) -> Verdict:
     if not math.isfinite(number):
         return f"the score is {number}, not a finite number"
     if abs(number) > _LARGEST_FLOAT32:
-        return f"the score is {number}, beyond float32"
+        return f"the score is {number}, outside the range of float32"
     return number
 
 

@@ -47,7 +47,7 @@ _LEAST_LIMIT_S = 0.05
 _REASON_CHARACTERS = 300
 _NOT_TRIED = Failure(
     outcome=Outcome.TIMEOUT,
-    message=f"no time was left: {RETRIES} time-outs are kept for the rows of failed calls",
+    message=f"no time was left: the rows of failed calls share {RETRIES} timeouts",
 )
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class RewardWorkers(ExitStack):
                 per row.
         """
         if self._closed:
-            raise RewardError(f"{self._function} was asked to score after close", why="its children are gone")
+            raise RewardError(f"{self._function} was called after close", why="its processes have ended")
         everything = {"prompts": prompts, "completions": completions, **columns}
         if not prompts:
             return []
@@ -161,7 +161,7 @@ class RewardWorkers(ExitStack):
         for reply in self._run(self._shares(num_rows), columns):
             if isinstance(reply.answer, Failure) and len(reply.rows) > 1:
                 reason = f"the call of {len(reply.rows)} rows {reply.answer.message}"[:_REASON_CHARACTERS]
-                logger.warning("%s: %s; its rows are tried apart", self._function, reason)
+                logger.warning("%s: %s; its rows are now scored one by one", self._function, reason)
                 failed.update(dict.fromkeys(reply.rows, reason))
             else:
                 scores.update(reply.by_row())

@@ -99,7 +99,7 @@ def test_a_judge_that_cannot_be_asked_is_refused_before_the_run(folder: Path) ->
             ["reward.judge.frame={template='{prompt}{answer}',labels=['1','2']}", "reward.judge.abstain=0.1"],
             "rate",
         ),
-        (["reward.judge.frame={template='{prompt}'}"], "the places"),
+        (["reward.judge.frame={template='{prompt}'}"], "placeholders"),
         (["reward.judge.abstain=0.5"], "abstain"),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -64,8 +64,8 @@ SCORES = {
         "an answer to call 'beef', which",
     ),
     "none": ('{"type": "scores", "scores": [1.0]}', "an answer to call None, which is not the open one"),
-    "twice": ('{"type": "x", NUMBER}|{"type": "y"}', "2 frames where 1 is expected"),
-    "tail": ('{"type": "scores", "scores": [1.0], NUMBER}|9', "1 frames, and 4 bytes where 1 is"),
+    "twice": ('{"type": "x", NUMBER}|{"type": "y"}', "expected 1 frames, got 2"),
+    "tail": ('{"type": "scores", "scores": [1.0], NUMBER}|9', "expected 1 frames, got 1 and 4 bytes"),
     "array": ("[1.0]", "a frame is not an object with a type"),
     "text": ("1.0 please", "a frame is not JSON"),
     "long": (str(CALL_BYTES + ROW_BYTES + 1), f"a frame announces {CALL_BYTES + ROW_BYTES + 1} bytes"),
@@ -87,7 +87,7 @@ def test_a_forged_frame_is_an_error_that_names_the_value(forger: RewardWorkers, 
     written, told = SCORES[kind]
     (score,) = forger.score(["p"], [written], {})
     assert (score.outcome, score.value) == (Outcome.ERROR, None)
-    assert f"wrote to the descriptor of the answers: {told}" in score.message
+    assert f"wrote to the file descriptor of its results: {told}" in score.message
 
 
 def answered(child: Child, until: Callable[[], bool]) -> Answer | None:
@@ -109,7 +109,7 @@ def answered(child: Child, until: Callable[[], bool]) -> Answer | None:
         ('{"type": "scores", "scores": [1.0], NUMBER}', "an answer of type 'scores' to a run"),
         ('{"type": "malformed", "what": "x", NUMBER}', "an answer of type 'malformed' to a run"),
         ('{"type": "returned", "what": 1, NUMBER}', "an answer of type 'returned' to a run"),
-        ('{"type": "returned", "what": "{", NUMBER}', "what was returned is not JSON"),
+        ('{"type": "returned", "what": "{", NUMBER}', "the returned value is not JSON"),
     ],
 )
 def test_an_agents_forged_frame_is_an_error_that_names_the_value(

@@ -92,7 +92,7 @@ def test_a_late_row_times_out_alone_and_its_neighbours_are_scored(write: Write) 
         ("import os, signal; signal.signal(15, 1); os._exit(7)", "exited with status 7"),
         ("raise KeyError('oh')", "KeyError: 'oh'"),
         ("return ['x']", "not a number"),
-        ("return [1e300]", "beyond float32"),
+        ("return [1e300]", "outside the range of float32"),
     ],
 )
 def test_a_row_that_fails_in_its_cell_is_an_error_that_says_how(write: Write, body: str, told: str) -> None:

@@ -78,7 +78,7 @@ def test_a_path_upwards_is_resolved(folder: Path) -> None:
 
 @pytest.mark.parametrize("text", ["rewards.py", "rewards.py:", ":exact", "rewards.py:not a name", "", ":"])
 def test_another_form_is_refused(folder: Path, text: str) -> None:
-    with pytest.raises(RewardError, match="names no reward function") as caught:
+    with pytest.raises(RewardError, match="is not a path and a name") as caught:
         parse_function(text, folder)
     assert repr(text) in caught.value.what
 
@@ -96,7 +96,7 @@ def test_a_file_in_a_missing_folder_is_told(folder: Path) -> None:
 
 
 def test_a_folder_is_no_file(folder: Path) -> None:
-    with pytest.raises(RewardError, match="is in no file"):
+    with pytest.raises(RewardError, match="is not in a regular file"):
         parse_function(f"{folder}:exact", folder)
 
 

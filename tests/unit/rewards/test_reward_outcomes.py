@@ -108,7 +108,7 @@ def test_none_for_all_abstains_for_all(actor: RewardWorkers) -> None:
         ("nan", "the score is nan, not a finite number"),
         ("inf", "the score is inf, not a finite number"),
         ("-inf", "the score is -inf, not a finite number"),
-        ("large", "the score is 1e+300, beyond float32"),
+        ("large", "the score is 1e+300, outside the range of float32"),
         ("huge int", "not a number: int too large"),
         ("text", "the score is 'high' (str), not a number"),
         ("digits", "the score is '1.0' (str), not a number"),
@@ -141,11 +141,11 @@ def test_what_is_no_number_is_an_error_of_its_row_alone(actor: RewardWorkers, ki
         ("input", "raised EOFError"),
         ("os._exit", "exited with status 0"),
         ("os._exit 7", "exited with status 7"),
-        ("segfault", "was killed by signal 11 (SIGSEGV); the last it printed: Fatal Python error"),
+        ("segfault", "was killed by signal 11 (SIGSEGV); its last output: Fatal Python error"),
         ("abort", "was killed by signal 6 (SIGABRT)"),
-        ("killed", "was killed by signal 9 (SIGKILL), as happens when the machine runs out of memory"),
-        ("garbage", "wrote to the descriptor of the answers"),
-        ("closes", "exited with status 1; the last it printed: "),
+        ("killed", "was killed by signal 9 (SIGKILL), possibly because the machine ran out of memory"),
+        ("garbage", "wrote to the file descriptor of its results"),
+        ("closes", "exited with status 1; its last output: "),
     ],
 )
 def test_a_row_that_breaks_the_call_is_an_error_and_its_neighbours_are_scored(
@@ -275,7 +275,7 @@ def test_prints_are_allowed_and_shown_where_a_row_fails(write: Write) -> None:
         assert [score.value for score in workers.score(["p"] * 2, ["1", "2"], {})] == [1.0, 0.5]
         (row,) = workers.score(["p"], ["0"], {})
     assert "ZeroDivisionError" in row.message
-    assert row.message.endswith("; the last it printed: seen 0\nand to stderr")
+    assert row.message.endswith("; its last output: seen 0\nand to stderr")
 
 
 def test_the_message_names_the_line_of_the_users_file_below_library_frames(write: Write) -> None:

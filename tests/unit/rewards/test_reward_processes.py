@@ -219,7 +219,7 @@ def test_a_fork_bomb_is_ended_and_its_neighbours_are_scored(
         before, bomb, after = rewards.score(["p"] * 3, ["c", "bomb", "c"], {})
         assert (before.value, after.value) == (1.0, 1.0)
         assert bomb.outcome is Outcome.ERROR
-        assert bomb.message.startswith("bred ")
+        assert bomb.message.startswith("started ")
         assert len(mine()) < 10
 
 

@@ -216,7 +216,7 @@ def test_a_kernel_that_refuses_the_sandbox_is_an_error_and_nothing_runs(
     interpreter = (sys.executable, "-I", "-u", "-c", boot + refusing)
     monkeypatch.setattr("rillflow.rewards.supervised._INTERPRETER", interpreter)
     with (
-        pytest.raises(RewardError, match=r"could not be shut in: .*unshare"),
+        pytest.raises(RewardError, match=r"could not be sandboxed: .*unshare"),
         RewardWorkers(function, RewardConfig(), containment=Containment.SANDBOX) as workers,
     ):
         workers.score(["p"], ["a"], {})

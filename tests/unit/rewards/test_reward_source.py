@@ -155,8 +155,8 @@ def test_what_has_no_text_is_refused_and_named() -> None:
 
     with pytest.raises(RewardError) as caught:
         shipped(reads)
-    assert "the reward reads reads 'held', a Held, which has no text" in caught.value.what
-    assert "make it inside the function, or write it into a file" in caught.value.fix
+    assert "the reward reads reads 'held', a Held, which has no source text" in caught.value.what
+    assert "create it inside the function, or move both to a file" in caught.value.fix
 
 
 def test_one_name_for_two_things_is_refused() -> None:
@@ -166,7 +166,7 @@ def test_one_name_for_two_things_is_refused() -> None:
         other = found["other"]
         return lambda completions: [bonus + other()] * len(completions)
 
-    with pytest.raises(RewardError, match="'bonus', a int, and something else by the same name"):
+    with pytest.raises(RewardError, match="'bonus', a int, and another object by the same name"):
         shipped(make(0.5))
 
 
@@ -177,8 +177,8 @@ def test_one_name_for_two_things_is_refused() -> None:
         (Held(), 1.0, "is a Held"),
         (len, 1.0, "is a builtin_function_or_method"),
         (3, 1.0, "the reward 3 is a int"),
-        ((lambda a: a, lambda a: a)[1], 1.0, "2 functions like it"),
-        (eval("lambda completions: [1.0]"), 1.0, "is not to be had"),  # noqa: S307  made without a text
+        ((lambda a: a, lambda a: a)[1], 1.0, "2 matching functions"),
+        (eval("lambda completions: [1.0]"), 1.0, "is not available"),  # noqa: S307  made without a text
         (cell, math.nan, "the weight of cell is nan"),
         (cell, "2", "the weight of cell is '2'"),
     ],

@@ -193,7 +193,7 @@ def test_a_parameter_without_a_column_is_named_with_the_columns_there_are(write:
         ("def reward(completions): ...\n1 / 0", "ZeroDivisionError: division by zero (rewards.py, line 2"),
         ("import sys\nreward = 1\nsys.exit('stop')", "cannot be loaded: SystemExit: stop"),
         ("import os\nreward = 1\nos._exit(5)", "cannot be loaded: the process exited with status 5"),
-        ("reward = print('last words')\nimport os\nos.abort()", "(SIGABRT); the last it printed: last words"),
+        ("reward = print('last words')\nimport os\nos.abort()", "(SIGABRT); its last output: last words"),
         ("reward = bytearray(1 << 40)", "cannot be loaded: MemoryError"),
         ("reward = 3", "rewards.py:reward is 3 (int), which cannot be called"),
         ("def reward(): ...\ndel reward", "rewards.py:reward is None (NoneType), which cannot be called"),
@@ -260,7 +260,7 @@ def test_after_close_nothing_is_scored(write: Write) -> None:
     rewards = RewardWorkers(write(LENGTHS), RewardConfig())
     rewards.close()
     rewards.close()
-    with pytest.raises(RewardError, match="asked to score after close"):
+    with pytest.raises(RewardError, match="called after close"):
         rewards.score(["p"], ["c"], {})
 
 

@@ -136,7 +136,7 @@ def test_a_chat_template_writes_the_frame_and_no_answer_ends_its_message() -> No
 @pytest.mark.parametrize(
     ("template", "labels", "why"),
     [
-        ("{prompt}", ("A", "B"), "the places"),
+        ("{prompt}", ("A", "B"), "placeholders"),
         ("{prompt}{second}{first}", ("A", "B"), "in this order"),
         ("{prompt}{first}{second}", ("A", "B", "C"), "two labels"),
         ("{prompt}{first}{second}", ("A", "A"), "two different"),
