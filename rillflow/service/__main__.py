@@ -30,14 +30,14 @@ def listening(folder: Path, host: str, token_file: Path | None) -> str:
     """
     if host and token_file is None and not ipaddress.ip_address(host).is_loopback:
         raise StreamError(
-            f"{host} can be reached from elsewhere",
-            why="a token is then to be given",
+            f"{host} can be reached from other machines",
+            why="such an address needs a token of your own",
             fix="add --token-file FILE",
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     token = token_file.read_text().strip() if token_file else secrets.token_urlsafe(32)
     if len(token) < 16:
-        raise StreamError(f"a token of {len(token)} characters", why="16 are the least that is not guessed")
+        raise StreamError(f"the token has {len(token)} characters", why="a safe token has at least 16")
     (folder / "token").unlink(missing_ok=True)
     (folder / "token").touch(mode=0o600)
     (folder / "token").write_text(token)
@@ -47,12 +47,12 @@ def listening(folder: Path, host: str, token_file: Path | None) -> str:
 def main() -> None:
     """Serve streams over HTTP."""
     parser = argparse.ArgumentParser(prog="python -m rillflow.service", description=main.__doc__)
-    parser.add_argument("folder", type=Path, help="gets the socket and the token")
-    parser.add_argument("--capacity-bytes", type=int, default=2**30, help="of memory, for all streams")
-    parser.add_argument("--host", default="", help="an address to listen on instead of the socket")
+    parser.add_argument("folder", type=Path, help="folder for the socket and the token")
+    parser.add_argument("--capacity-bytes", type=int, default=2**30, help="memory for all streams, in bytes")
+    parser.add_argument("--host", default="", help="address to listen on instead of the socket")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
-        "--token-file", type=Path, default=None, help="a token of your own; made anew if left out"
+        "--token-file", type=Path, default=None, help="file with your token; default: a new token"
     )
     asked = parser.parse_args()
     token = listening(asked.folder, asked.host, asked.token_file)

@@ -86,7 +86,7 @@ class AgentEngine(RowByRow):
         stack: ExitStack,
         **given: object,
     ) -> None:
-        assert config.agent is not None, "an agent is named"
+        assert config.agent is not None, "the config names an agent"
         self._inner, self._config, self._agent = inner(module, config, **given), config, config.agent
         self._function, self._encoder, self._stack = function, encoder, stack
         self._queue = EngineQueue(self._inner, encoder.tokenizer, max_rows=config.max_rows)
@@ -219,7 +219,7 @@ class AgentEngine(RowByRow):
             conversation=Conversation(start, sampling, self._encoder),
             key=key,
         )
-        assert child.parameters is not None, "a child that is idle has told them"
+        assert child.parameters is not None, "an idle child has reported its parameters"
         columns = {
             name: [value] for name, value in {**known, "base_url": self._urls[child], "api_key": key}.items()
         }
@@ -255,7 +255,7 @@ class AgentEngine(RowByRow):
         if isinstance(answer, Failure):
             failed = (answer.outcome, f"the agent {answer.message}")
         elif not agent.conversation.is_begun:
-            failed = (Outcome.ERROR, "the agent returned and had never asked the policy")
+            failed = (Outcome.ERROR, "the agent returned without a request to the policy")
         told = {RETURNED: None, FAILED: failed} if failed else {RETURNED: json.loads(_only(answer))}
         columns = json.dumps({**json.loads(agent.start.columns), **told})
         return replace(row, columns=columns, finish=Finish.LENGTH if failed else row.finish)

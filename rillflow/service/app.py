@@ -145,7 +145,11 @@ class Service:
         body = await body_of(request, self._max_body_bytes)
         decoded(body)
         if version <= self._weights[0]:
-            raise Declined(409, f"weights of version {version}", why=f"version {self._weights[0]} is there")
+            raise Declined(
+                409,
+                f"weights of version {version} are not new",
+                why=f"version {self._weights[0]} is published",
+            )
         async with self._published:
             self._weights = (version, bytes(body))
             self._published.notify_all()
@@ -166,9 +170,9 @@ class Service:
         """Refuse an unknown path or method."""
         raise Declined(
             404,
-            f"there is no {request.method} {request.url.path[:80]}",
+            f"there is no endpoint {request.method} {request.url.path[:80]}",
             why=f"this service speaks v1: {', '.join(OPERATIONS)}, weights",
-            fix="see /openapi.json; update a client of another version",
+            fix="read /openapi.json; update a client of another version",
         )
 
     async def describe(self, request: Request) -> Response:
@@ -189,7 +193,9 @@ class Service:
             try:
                 if not hmac.compare_digest(said.encode(), self._token.encode()):
                     raise Declined(
-                        401, "the token is wrong", fix="send the one of the service's token file as bearer"
+                        401,
+                        "the token is wrong",
+                        fix="send the token of the service's token file as a bearer token",
                     )
                 answer: Response = await operation(request)
                 return answer
@@ -203,11 +209,11 @@ class Service:
 def openapi() -> dict[str, Any]:
     """Return the OpenAPI document, generated from the request models."""
     error = {
-        "description": "what is wrong, why it cannot be, what to do",
+        "description": "the error, its reason and a fix",
         "content": {"application/json": {}},
     }
     answers = {"200": {"description": "done"}, **dict.fromkeys(("401", "408", "413", "422"), error)}
-    maybe = {**answers, "204": {"description": "the stream's end, or nothing newer in time"}}
+    maybe = {**answers, "204": {"description": "the stream has ended, or nothing newer came in time"}}
     paths: dict[str, Any] = {}
     for name, model in OPERATIONS.items():
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -215,7 +221,7 @@ def openapi() -> dict[str, Any]:
         kind = TENSORS if name in WITH_TENSORS else "application/json"
         told = model.__doc__ or ""
         if name in WITH_TENSORS:
-            told += " JSON in the metadata, under 'request'; tensors are columns, .rows, .tokens and .ids."
+            told += " The JSON is in the metadata under 'request'; tensors are columns, .rows, .tokens, .ids."
         content = {kind: {"schema": schema}}
         paths[f"/v1/{name}"] = {
             "post": {
@@ -230,12 +236,12 @@ def openapi() -> dict[str, Any]:
     ]
     paths["/v1/weights"] = {
         "put": {
-            "summary": "Weights of a version are there.",
+            "summary": "Publish the weights of a version.",
             "parameters": query[:1],
             "requestBody": {"content": {TENSORS: {"schema": {}}}, "required": True},
             "responses": {**answers, "409": error},
         },
-        "get": {"summary": "The newest weights.", "parameters": query[1:], "responses": maybe},
+        "get": {"summary": "Return the newest weights.", "parameters": query[1:], "responses": maybe},
     }
     defs: dict[str, Any] = {}
     for model in OPERATIONS.values():
@@ -257,7 +263,7 @@ async def body_of(request: Request, most: int) -> bytearray:
     """
     announced = request.headers.get("content-length", "0")
     body = bytearray()
-    too_long = Declined(413, f"a body of {announced[:20]} bytes", why=f"{most} is the most", fix="send less")
+    too_long = Declined(413, f"a body of {announced[:20]} bytes", why=f"the limit is {most}", fix="send less")
     if not announced.isdecimal() or len(announced) > 20 or int(announced) > most:
         raise too_long
     within_s = BODY_WITHIN_S + int(announced) / SLOWEST_BYTES_S
@@ -268,8 +274,8 @@ async def body_of(request: Request, most: int) -> bytearray:
                 if len(body) > most:
                     raise too_long
     except (TimeoutError, ClientDisconnect):
-        what = f"{len(body)} bytes came of a body of {announced}"
-        raise Declined(408, what, why=f"all are due in {within_s:g} s", fix="send it again") from None
+        what = f"only {len(body)} of the body's {announced} bytes arrived"
+        raise Declined(408, what, why=f"the timeout is {within_s:g} s", fix="send it again") from None
     return body
 
 
@@ -282,9 +288,9 @@ def json_object(body: bytearray) -> dict[str, Any]:
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise StreamError(f"a request is not JSON: {error}") from None
+        raise StreamError(f"the request is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise StreamError("a request is no object")
+        raise StreamError("the request is not a JSON object")
     _check_json(found)
     return found
 
@@ -303,19 +309,19 @@ def _check_json(found: dict[str, Any]) -> None:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise StreamError(
-                    f"a text of the request has U+{ord(text[error.start]):04X} at place {error.start}",
-                    why="half of a surrogate pair is no character",
-                    fix="send the character whole, as UTF-8 or as both halves",
+                    f"a string of the request has U+{ord(text[error.start]):04X} at index {error.start}",
+                    why="half of a surrogate pair is not a character",
+                    fix="send the whole character, as UTF-8 or as both halves",
                 ) from None
         level = [part for part in inner if isinstance(part, dict | list)]
     if level:
         raise StreamError(
-            f"the request is nested deeper than {MAX_JSON_DEPTH} levels", why=f"{MAX_JSON_DEPTH} are the most"
+            f"the request is nested deeper than {MAX_JSON_DEPTH} levels", why=f"the limit is {MAX_JSON_DEPTH}"
         )
 
 
 def _number(request: Request, name: str, default: int | None = None) -> int:
     said = request.query_params.get(name, "" if default is None else str(default))
     if not said.removeprefix("-").isdecimal() or len(said) > 12:
-        raise StreamError(f"{name} is {said[:80]!r}", why="a whole number is expected")
+        raise StreamError(f"{name} is {said[:80]!r}", why="it must be a whole number")
     return int(said)

@@ -23,8 +23,8 @@ from rillflow.service.openai import ChatRequest, SamplingRequest, text_of
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example, shown
 
-_WHY = "a row is one conversation: its tokens are kept as they were sampled, and others come after them"
-_FIX = "send what was said and answered before, unchanged, with the new part behind it"
+_WHY = "a row is one conversation: its tokens stay as sampled, and new tokens are appended"
+_FIX = "send the earlier messages and answers unchanged, followed by the new part"
 
 
 class Conversation:
@@ -53,7 +53,7 @@ class Conversation:
         """See Visitor; any thread may call it."""
         with self._lock:
             if self.is_asking:
-                why, fix = "a row is one conversation", "wait for it"
+                why, fix = "a row is one conversation", "wait for that answer"
                 raise DataError("an answer is being sampled", why=why, fix=fix)
             self._require_usual(asked)
             tokens = self._of_chat(asked) if isinstance(asked, ChatRequest) else self._of_text(asked)
@@ -90,10 +90,10 @@ class Conversation:
         for place, was in enumerate(known):
             now = turns[place] if place < len(turns) else None
             if now != was:
-                what = f"message {place + 1} is {shown(now)}, and was {shown(was)}"
+                what = f"message {place + 1} is {shown(now)}, but was {shown(was)}"
                 raise DataError(what, why=_WHY, fix=_FIX)
         if not isinstance(known, list):
-            raise DataError("messages after a prompt", why=_WHY, fix=_FIX)
+            raise DataError("messages follow a text prompt", why=_WHY, fix=_FIX)
         tokenizer, more = self._encoder.tokenizer, self._encoder.template_arguments
         before, later = (
             Chat(turns=each, tools=example.tools, arguments=more) for each in (known[:-1], turns)
@@ -119,15 +119,15 @@ class Conversation:
             if isinstance(known, str) and text.startswith(known):
                 rest = text[len(known) :]
                 return self._encoder.tokenizer.encode_more(rest, is_rendered=self._encoder.is_rendered)
-        what = f"the prompt is {shown(text)}, and does not begin with {shown(next(iter(self._known), None))}"
+        what = f"the prompt is {shown(text)}, but does not begin with {shown(next(iter(self._known), None))}"
         raise DataError(what, why=_WHY, fix=_FIX)
 
     def _require_usual(self, asked: SamplingRequest) -> None:
         """Raise DataError unless the row is sampled with the settings that the trainer assumes."""
         usual, said = self._usual.model_dump(), asked.sampling(self._usual).model_dump()
         if asked.n != 1:
-            raise DataError(f"n is {asked.n}", why="a row is one conversation", fix="leave n out")
+            raise DataError(f"n is {asked.n}", why="a row is one conversation", fix="omit n")
         for name in ("temperature", "top_p", "top_k"):
             if said[name] != usual[name]:
-                what = f"{name} is {said[name]}, and this row's is {usual[name]}"
-                raise DataError(what, why="a row is drawn as the recipe says", fix=f"leave {name} out")
+                what = f"{name} is {said[name]}, but this row's is {usual[name]}"
+                raise DataError(what, why="the recipe sets how a row is sampled", fix=f"omit {name}")

@@ -99,7 +99,7 @@ class NewRows:
         if prompts * samples > MAX_REQUEST_ROWS:
             raise DataError(
                 f"{prompts} prompts with n = {samples} are {prompts * samples:,} rows",
-                why=f"{MAX_REQUEST_ROWS:,} rows are the most of one request",
+                why=f"the limit is {MAX_REQUEST_ROWS:,} rows per request",
                 fix="send several requests",
             )
 
@@ -168,8 +168,8 @@ class Door:
 
         async def failed(request: Request, error: Exception) -> Response:
             del request
-            what = "the door failed at the request"
-            told = StreamError(what, why=type(error).__name__, fix="see the log of the server")
+            what = "the server failed on this request"
+            told = StreamError(what, why=type(error).__name__, fix="read the server's log")
             return JSONResponse(_told(told, "server_error"), status_code=500)
 
         # The server logs unexpected errors, after ``failed`` has answered.
@@ -181,7 +181,7 @@ class Door:
         asked = await to_thread(lambda: checked(kind, json_object(body)))
         if asked.model not in ("", self._model):
             what = f"there is no model {asked.model[:80]!r}"
-            raise Declined(404, what, why="one is served", fix=f"{self._model!r}, or leave it out")
+            raise Declined(404, what, why="only one model is served", fix=f"use {self._model!r}, or omit it")
         begun = await to_thread(visitor.begin, asked)
         answer = _Answer(self._queue, asked, begun, visitor, self._tokenizer)
         around = partial(envelope, asked, f"{kind.kind}-{secrets.token_hex(8)}", self._model)
@@ -199,7 +199,7 @@ class Door:
             async with answer:
                 while not answer.is_over:
                     index, rollout = await answer.wait() or (0, None)
-                    assert rollout is not None, "without a limit something is told"
+                    assert rollout is not None, "without a time limit there is always a rollout"
                     choice = answer.choices[index].next(rollout, is_over=index in answer.rows)
                     yield _event(around(self._version(), choices=[choice]))
             if answer.asked.stream_options.get("include_usage"):
@@ -215,7 +215,7 @@ class Door:
 
     async def _refuse(self, request: Request, visitor: Visitor) -> Response:
         del visitor
-        what = f"there is no {request.method} {request.url.path[:80]}"
+        what = f"there is no endpoint {request.method} {request.url.path[:80]}"
         raise Declined(404, what, why="there are /v1/chat/completions, /v1/completions and /v1/models")
 
     def _guarded(self, operation: Callable[[Request, Visitor], Any]) -> Callable[[Request], Any]:
@@ -224,7 +224,7 @@ class Door:
             try:
                 visitor = self._visitor(key)
                 if visitor is None:
-                    raise Declined(401, "the key is wrong", fix="send the one that was given, as bearer")
+                    raise Declined(401, "the API key is wrong", fix="send the right key as a bearer token")
                 answer: Response = await operation(request, visitor)
                 return answer
             except RillflowError as error:

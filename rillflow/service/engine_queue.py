@@ -124,7 +124,7 @@ class EngineQueue:
         except Exception as error:
             if self._isolate(error) and not isinstance(error, RillflowError):
                 why = f"{type(error).__name__}: {error}"
-                raise StreamError("the engine failed at a request, which has ended", why=why) from error
+                raise StreamError("the engine failed on a request and ended it", why=why) from error
             raise
         self._new.clear()
         for rollout in ended:
@@ -197,8 +197,8 @@ class EngineQueue:
             if capability not in self.engine.can:
                 raise StreamError(
                     f"this engine cannot {capability}",
-                    why=f"it can {', '.join(sorted(self.engine.can)) or 'do no more than sample'}",
-                    fix="leave out what asks for it",
+                    why=f"it can {', '.join(sorted(self.engine.can)) or 'only sample'}",
+                    fix="omit the parameter that needs it",
                 )
 
     def _isolate(self, error: Exception) -> bool:
@@ -283,4 +283,4 @@ def _failed(error: Exception, wanted: Wanted) -> Declined:
         told = _of_request(error, wanted)
         return Declined(500, told.what, told.why, told.fix)
     why = f"{type(error).__name__}: {error}"
-    return Declined(500, f"the engine failed at {wanted.name}", why, "see the log of the server")
+    return Declined(500, f"the engine failed on {wanted.name}", why, "read the server's log")

@@ -20,12 +20,14 @@ from rillflow.records.rollout import Finish, Rollout
 from rillflow.rollout.config import Factor, Penalty, SamplingConfig, Temperature, TopK
 
 NOT_OFFERED = {
-    "seed": "a row's random numbers follow from the engine's own seed and the row's id",
-    "tool_choice": "the model's text is handed over as it is; whoever asks reads calls out of it",
-    "response_format": "tokens are drawn from what the model says, and nothing else",
-    "top_logprobs": "log probabilities are kept of the sampled tokens alone",
-    "logit_bias": "tokens are drawn by what the model says and what the row has, and by nothing else",
-    **dict.fromkeys(("best_of", "echo", "suffix", "functions"), "it is an older form of the protocol"),
+    "seed": "the engine's seed and the row's id determine a row's random numbers",
+    "tool_choice": "the answer is the model's raw text; the client parses tool calls from it",
+    "response_format": "tokens are sampled without grammar constraints",
+    "top_logprobs": "only the log probabilities of sampled tokens are kept",
+    "logit_bias": "only the model's logits and the row's own tokens decide what is sampled",
+    **dict.fromkeys(
+        ("best_of", "echo", "suffix", "functions"), "it belongs to an older version of the protocol"
+    ),
 }
 """Refused parameters of the protocol, with reasons."""
 DRAWING = (
@@ -42,21 +44,23 @@ class SamplingRequest(BaseModel):
     """Parameters of both kinds of request."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-    model: str = Field(default="", description="the one that /v1/models names; may be left out")
-    n: int = Field(default=1, ge=1, le=128, description="answers to each prompt")
-    temperature: Temperature | None = Field(default=None, le=100, description="0 is greedy")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="the least set with this mass")
-    top_k: TopK | None = Field(default=None, description="the k likeliest tokens; 0 for all")
-    min_p: float | None = Field(default=None, gt=0, le=1, description="of the likeliest token's probability")
-    repetition_penalty: Factor | None = Field(default=None, description="for tokens that the row has")
-    presence_penalty: Penalty | None = Field(default=None, description="for tokens that were sampled")
-    frequency_penalty: Penalty | None = Field(default=None, description="the same for each time they were")
-    max_tokens: int | None = Field(default=None, gt=0, description="new tokens at most")
-    stop: str | list[str] = Field(default=[], description="texts that end an answer, left out of its text")
-    stream: bool = Field(default=False, description="answers as they are sampled")
-    stream_options: dict[str, bool] = Field(default={}, description="include_usage")
-    return_token_ids: bool = Field(default=False, description="prompt's and sampled tokens, their versions")
-    user: str = Field(default="", description="read by nobody")
+    model: str = Field(default="", description="name of the model in /v1/models; optional")
+    n: int = Field(default=1, ge=1, le=128, description="number of answers per prompt")
+    temperature: Temperature | None = Field(
+        default=None, le=100, description="sampling temperature; 0 is greedy"
+    )
+    top_p: float | None = Field(default=None, gt=0, le=1, description="mass of nucleus sampling")
+    top_k: TopK | None = Field(default=None, description="number of likeliest tokens; 0 for all")
+    min_p: float | None = Field(default=None, gt=0, le=1, description="least share of the top probability")
+    repetition_penalty: Factor | None = Field(default=None, description="factor for tokens of the row")
+    presence_penalty: Penalty | None = Field(default=None, description="penalty for sampled tokens")
+    frequency_penalty: Penalty | None = Field(default=None, description="penalty per earlier occurrence")
+    max_tokens: int | None = Field(default=None, gt=0, description="largest number of new tokens")
+    stop: str | list[str] = Field(default=[], description="stop texts, not part of the answer")
+    stream: bool = Field(default=False, description="streaming of answers as they are sampled")
+    stream_options: dict[str, bool] = Field(default={}, description="option include_usage")
+    return_token_ids: bool = Field(default=False, description="token ids and their versions in the answer")
+    user: str = Field(default="", description="name of the user; ignored")
     kind: ClassVar[str]
     """Object type in an answer."""
 
@@ -88,10 +92,10 @@ class SamplingRequest(BaseModel):
 class ChatRequest(SamplingRequest):
     """A conversation that the assistant continues."""
 
-    messages: list[dict[str, Any]] = Field(description="role and content, and where they apply the rest")
-    tools: list[dict[str, Any]] | None = Field(default=None, description="given to the chat template")
-    max_completion_tokens: int | None = Field(default=None, gt=0, description="as max_tokens")
-    logprobs: bool = Field(default=False, description="of the sampled tokens")
+    messages: list[dict[str, Any]] = Field(description="conversation: messages with role and content")
+    tools: list[dict[str, Any]] | None = Field(default=None, description="tools for the chat template")
+    max_completion_tokens: int | None = Field(default=None, gt=0, description="newer name of max_tokens")
+    logprobs: bool = Field(default=False, description="log probabilities of the sampled tokens")
     kind = "chat.completion"
 
     @property
@@ -103,8 +107,8 @@ class ChatRequest(SamplingRequest):
 class CompletionRequest(SamplingRequest):
     """Prompts to continue, as text or as tokens."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="one, or several")
-    logprobs: int | None = Field(default=None, ge=0, le=1, description="of the sampled tokens")
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="one prompt or several")
+    logprobs: int | None = Field(default=None, ge=0, le=1, description="log probabilities; 1 to return them")
     kind = "text_completion"
 
     @property
@@ -126,9 +130,9 @@ def checked(kind: type[A], says: Mapping[str, Any]) -> A:
     said = {name: value for name, value in says.items() if value is not None}
     for name in said.keys() - kind.model_fields.keys():
         if name in NOT_OFFERED:
-            raise StreamError(f"{name} is not offered", why=NOT_OFFERED[name], fix="leave it out")
+            raise StreamError(f"{name} is not supported", why=NOT_OFFERED[name], fix="omit it")
         what = f"there is no parameter {name[:80]!r}"
-        raise StreamError(what, why="it would silently change nothing", fix=nearest(name, kind.model_fields))
+        raise StreamError(what, why="it would have no effect", fix=nearest(name, kind.model_fields))
     found = checked_request(kind, said)
     assert isinstance(found, kind)
     return found

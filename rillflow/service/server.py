@@ -62,7 +62,7 @@ def bound(port: int) -> socket.socket:
         made.listen(BACKLOG)  # a client that knows the address may connect before the server runs
     except (OSError, OverflowError) as error:
         made.close()
-        raise StreamError(f"port {port} cannot be listened on", why=str(error), fix="--port 0") from None
+        raise StreamError(f"cannot listen on port {port}", why=str(error), fix="use --port 0") from None
     return made
 
 

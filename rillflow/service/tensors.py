@@ -57,15 +57,15 @@ def decoded(body: bytes | bytearray) -> tuple[dict[str, Any], dict[str, NDArray[
     length = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else len(body)
     if length > min(MAX_JSON_BYTES, len(body) - 8):
         raise WireError(
-            f"a header of {length} bytes in a body of {len(body)}", why=f"{MAX_JSON_BYTES} is the most"
+            f"a header of {length} bytes in a body of {len(body)}", why=f"the limit is {MAX_JSON_BYTES}"
         )
     try:
         header = json.loads(bytes(body[8 : 8 + length]))
         says = json.loads(header.pop("__metadata__", {}).get(REQUEST, "{}"))
     except (ValueError, RecursionError, AttributeError, TypeError) as error:
-        raise WireError(f"the header of a body cannot be read: {error}") from None
+        raise WireError(f"the header of the body cannot be read: {error}") from None
     if not isinstance(says, dict):
-        raise WireError("the request in a body's metadata is no object")
+        raise WireError("the request in the body's metadata is not a JSON object")
     arrays: dict[str, NDArray[Any]] = {}
     at = 8 + length
     for name, entry in header.items():
@@ -78,11 +78,9 @@ def decoded(body: bytes | bytearray) -> tuple[dict[str, Any], dict[str, NDArray[
                 dtype = np.dtype(STORED.get(TYPES[kind], TYPES[kind]))
                 nbytes = math.prod(shape) * dtype.itemsize
             case _:
-                raise WireError(f"array {name!r} of a body is described as {str(entry)[:80]}")
+                raise WireError(f"array {name!r} of the body has the invalid entry {str(entry)[:80]}")
         if 8 + length + start != at or end - start != nbytes or at + nbytes > len(body):
-            raise WireError(
-                f"array {name!r} of a body does not lie where it says", why="arrays lie end to end"
-            )
+            raise WireError(f"array {name!r} of the body has wrong offsets", why="arrays must be contiguous")
         arrays[name] = (
             np.frombuffer(body, dtype, math.prod(shape), at).reshape(shape)
             if nbytes
@@ -90,5 +88,5 @@ def decoded(body: bytes | bytearray) -> tuple[dict[str, Any], dict[str, NDArray[
         )
         at += nbytes
     if at != len(body):
-        raise WireError(f"a body has {len(body) - at} bytes that belong to no array")
+        raise WireError(f"the body has {len(body) - at} bytes that belong to no array")
     return says, arrays

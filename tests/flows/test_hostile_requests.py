@@ -88,7 +88,7 @@ COMPLETIONS: list[tuple[str, Any, str]] = [
     ("U+202E", {"prompt": "\u202e"}, "no character"),
     ("NUL", {"prompt": "1\0"}, "no character"),
     *(
-        (f"surrogate {place}", {**P, **says}, "has U+D800 at place")
+        (f"surrogate {place}", {**P, **says}, "has U+D800 at index")
         for place, says in {
             "prompt": {"prompt": "1\ud800"},
             "stop": {"stop": "\ud800"},
@@ -98,7 +98,7 @@ COMPLETIONS: list[tuple[str, Any, str]] = [
             "prompts": {"prompt": ["1", "\ud800"]},
         }.items()
     ),
-    ("low surrogate", {"prompt": "\udfff"}, "has U+DFFF at place 0"),
+    ("low surrogate", {"prompt": "\udfff"}, "has U+DFFF at index 0"),
     ("17 stops", {**P, "stop": ["1"] * 17}, "at most 16 texts"),
     ("a million stops", {**P, "stop": ["1"] * 10**6}, "at most 16 texts"),
     ("long stop", {**P, "stop": "1" * 1001}, "at most 16 texts of at most 1,000 characters"),
@@ -111,7 +111,7 @@ COMPLETIONS: list[tuple[str, Any, str]] = [
     ("unknown", {**P, "temprature": 1}, "did you mean 'temperature'?"),
     ("long name", {**P, "x" * 10**5: 1}, "there is no parameter 'xxxx"),
     *(
-        (name, {**P, name: 1}, f"{name} is not offered")
+        (name, {**P, name: 1}, f"{name} is not supported")
         for name in ("seed", "logit_bias", "best_of", "echo", "suffix", "top_logprobs", "response_format")
     ),
 ]
@@ -140,8 +140,8 @@ RAW: list[tuple[str, bytes, str]] = [
     ("nothing", b"", "not JSON"),
     ("text", b"hello", "not JSON"),
     ("half", b'{"prompt": ', "not JSON"),
-    ("list", b"[]", "a request is no object"),
-    ("number", b"1", "a request is no object"),
+    ("list", b"[]", "the request is not a JSON object"),
+    ("number", b"1", "the request is not a JSON object"),
     ("NaN", b'{"prompt": "1", "temperature": NaN}', "temperature is nan"),
     ("Infinity", b'{"prompt": "1", "presence_penalty": Infinity}', "presence_penalty is inf"),
     ("1e999", b'{"prompt": "1", "temperature": 1e999}', "temperature is inf"),
@@ -150,7 +150,7 @@ RAW: list[tuple[str, bytes, str]] = [
     ("deep prompt", b'{"prompt": ' + DEEP.encode() + b"}", "nested deeper than 64 levels"),
     ("deeper object", b'{"a":' * 900 + b"1" + b"}" * 900, "nested deeper than 64 levels"),
     ("not UTF-8", b'{"prompt": "\xff"}', "not JSON"),
-    ("raw surrogate", b'{"prompt": "\xed\xa0\x80"}', "has U+D800 at place 0"),
+    ("raw surrogate", b'{"prompt": "\xed\xa0\x80"}', "has U+D800 at index 0"),
     ("zeros", b"\0" * 1000, "not JSON"),
     ("17 MiB", b" " * (17 * 2**20), "a body of 17825792 bytes"),
 ]

@@ -63,7 +63,7 @@ def test_a_run_is_served_and_followed(tmp_path: Path) -> None:
             assert len(said.choices[0].token_ids) == len(said.choices[0].logprobs.token_logprobs)
             with pytest.raises(openai.BadRequestError, match="the model has no chat template"):
                 client.chat.completions.create(model="run", messages=[{"role": "user", "content": "1"}])
-            with pytest.raises(openai.AuthenticationError, match="the key is wrong"):
+            with pytest.raises(openai.AuthenticationError, match="the API key is wrong"):
                 client.with_options(api_key="another").models.list()
             greedy = {"model": "run", "prompt": "1+2=", "temperature": 0, "logprobs": 0}
             before = client.completions.create(**greedy)

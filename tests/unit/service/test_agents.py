@@ -163,9 +163,9 @@ FAILURES = {
     "raises": ("error", "the agent raised KeyError: 'oh' (agent.py, line 23, in solve: raise", 2),
     "hangs": ("timeout", "the agent gave no answer within 4 s", 2),
     "exits": ("error", "the agent exited with status 3", 0),
-    "silent": ("error", "the agent returned and had never asked the policy", 0),
-    "forgets": ("error", 'message 1 is {"role": "user", "content": "9"}, and was {"role": "user", "con', 2),
-    "warm": ("error", "temperature is 0.25, and this row's is 1.0; why: a row is drawn as the recipe", 0),
+    "silent": ("error", "the agent returned without a request to the policy", 0),
+    "forgets": ("error", 'message 1 is {"role": "user", "content": "9"}, but was {"role": "user", "con', 2),
+    "warm": ("error", "temperature is 0.25, but this row's is 1.0; why: the recipe sets how", 0),
 }
 """What is told of an agent that fails so, and how many tokens it had sampled."""
 

@@ -236,7 +236,7 @@ def test_a_client_that_goes_away_takes_its_rows_along(door: tuple[str, Passes]) 
     ("path", "says", "status", "told"),
     [
         ("/completions", {"prompt": "1", "temprature": 1}, 400, "did you mean 'temperature'?"),
-        ("/completions", {"prompt": "1", "seed": 3}, 400, "seed is not offered; why: a row's random numbers"),
+        ("/completions", {"prompt": "1", "seed": 3}, 400, "seed is not supported; why: the engine's seed"),
         ("/completions", {"prompt": "1", "n": 0}, 400, "n is 0; why: Input should be greater"),
         ("/completions", {"prompt": "#"}, 400, "the tokeniser has no character '#'"),
         ("/completions", {"prompt": []}, 400, "prompt is []"),
@@ -250,7 +250,7 @@ def test_a_client_that_goes_away_takes_its_rows_along(door: tuple[str, Passes]) 
         ("/completions", {"prompt": "1", "model": "tinny"}, 404, "there is no model 'tinny'"),
         ("/chat/completions", {"messages": []}, 400, "the prompt is []"),
         ("/chat/completions", {"messages": [{"role": "usr", "content": "1"}]}, 400, "did you mean 'user'?"),
-        ("/embeddings", {"input": "1"}, 404, "there is no POST /v1/embeddings"),
+        ("/embeddings", {"input": "1"}, 404, "there is no endpoint POST /v1/embeddings"),
     ],
 )
 def test_what_cannot_be_is_told_in_openai_s_form(

@@ -170,7 +170,7 @@ def test_one_of_several_new_rows_is_found_by_trying_each(queue: EngineQueue, eng
     assert len(errors) == 2 and "IndexError: an index of nobody's" in errors[0].why
     del expected[4]
     assert tokens_of(told) == expected
-    assert isinstance(told[4], Declined) and "the engine failed at the request" in told[4].what
+    assert isinstance(told[4], Declined) and "the engine failed on the request" in told[4].what
 
 
 def test_a_row_that_cannot_be_added_ends_alone(queue: EngineQueue, engine: Faulty) -> None:

@@ -17,11 +17,11 @@ from rillflow.service.__main__ import listening
 def test_an_address_that_others_reach_is_refused_without_a_token_of_one_s_own(
     tmp_path: Path, host: str
 ) -> None:
-    with pytest.raises(StreamError, match="can be reached from elsewhere"):
+    with pytest.raises(StreamError, match="can be reached from other machines"):
         listening(tmp_path, host, None)
     own = tmp_path / "own"
     own.write_text("short")
-    with pytest.raises(StreamError, match="a token of 5 characters"):
+    with pytest.raises(StreamError, match="the token has 5 characters"):
         listening(tmp_path, host, own)
     own.write_text("a token of enough characters\n")
     assert listening(tmp_path, host, own) == "a token of enough characters"

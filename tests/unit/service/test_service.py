@@ -162,7 +162,7 @@ def test_a_body_of_4_gb_is_refused_where_it_is_announced(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("operation", "body", "said"),
     [
-        ("look", b"[]", "is no object"),
+        ("look", b"[]", "is not a JSON object"),
         ("look", b"\xff", "is not JSON"),
         ("look", b'{"stream":"nosuch"}', "no stream 'nosuch'"),
         ("take", b'{"stream":"nosuch","stage":"a","count":0}', "count is 0"),
@@ -171,7 +171,7 @@ def test_a_body_of_4_gb_is_refused_where_it_is_announced(folder: Path) -> None:
         ("begin", b"", "a header of"),
         ("begin", b"\xff" * 64, "a header of"),
         ("begin", encoded({"stream": "nosuch"}, {}), "no stream 'nosuch'"),
-        ("begin", encoded({"stream": "nosuch"}, {"x": np.zeros(3)})[:-1], "does not lie where it says"),
+        ("begin", encoded({"stream": "nosuch"}, {"x": np.zeros(3)})[:-1], "has wrong offsets"),
         (
             "begin",
             encoded({"stream": "nosuch"}, {"x": np.zeros(3)}) + b"1",
