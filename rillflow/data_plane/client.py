@@ -249,7 +249,10 @@ class Client:
         arrays = {ROWS: np.asarray(rows, dtype=np.int64)}
         for name, field in columns.items():
             if name not in known:
-                raise StreamError(f"stream {stream} has no column {name!r}", why=f"{writer} writes others")
+                raise StreamError(
+                    f"stream {stream} has no column {name!r} for {writer}",
+                    why=f"{writer} writes other columns",
+                )
             if isinstance(field, Ragged):
                 arrays[name + LENGTHS] = field.lengths.numpy()
             values = field.values if isinstance(field, Ragged) else field
@@ -321,7 +324,7 @@ def _token_of(folder: Path) -> str:
         raise StreamError(
             f"no data plane serves {folder}",
             why=str(error),
-            fix="name the folder that the server printed when it started",
+            fix="pass the folder that the server printed at its start",
         ) from error
 
 
@@ -366,7 +369,7 @@ def started(
         if not said:
             process.kill()
             raise StreamError(
-                "the data plane's server did not start", why=f"it said nothing in {START_S:g} s"
+                "the data plane's server did not start", why=f"it printed nothing in {START_S:g} s"
             )
         yield Path(said.strip())
     finally:

@@ -80,7 +80,7 @@ class Elsewhere:
             done = set()
         if not done or due.cancelled():
             self._close()
-            raise StreamError(f"store {self.address} is gone", why="its connection ended, or hangs")
+            raise StreamError(f"store {self.address} is gone", why="its connection has ended or hangs")
         answer = due.result()
         if answer.kind == Kind.ERROR:
             raise StreamError(answer.says["what"], why=answer.says["why"], fix=answer.says["fix"])

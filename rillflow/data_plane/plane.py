@@ -107,7 +107,9 @@ class _Claim:
     def check(self) -> None:
         """Raise StreamError if the store of the columns is gone."""
         if self._store and self._store not in self._elsewhere:
-            raise StreamError("the store that has the columns is gone", fix="start again beside another one")
+            raise StreamError(
+                "the store that holds the columns is gone", fix="restart the writer with another store"
+            )
 
     def place(self, ids: Ids) -> None:
         """Record the location of the columns under the groups' numbers."""
@@ -149,7 +151,8 @@ class Plane:
         if request.stream in self._streams:
             if (there := self.table(request.stream)).schema != schema or there.capacity != request.capacity:
                 raise StreamError(
-                    f"there is another stream {request.stream!r}", fix="give this one another name"
+                    f"stream {request.stream!r} exists with another schema or capacity",
+                    fix="choose another name",
                 )
             return
         writers = [SOURCE, *(stage.name for stage in schema.stages)]
@@ -197,7 +200,9 @@ class Plane:
         if not arrays or not isinstance(request, Begin | Done):
             return request
         if self._homes.get(holder, _OWN).store:
-            raise StreamError(f"{holder} sends columns", why="it writes into a store of its own machine")
+            raise StreamError(
+                f"{holder} sends columns to the tables", why="it writes into the store of its own machine"
+            )
         frame = packed(SEGMENT, {}, arrays)
         wait_s = request.wait_s if isinstance(request, Begin) else DONE_WAITS_S
         number = await self.reserve(Reserve(nbytes=frame.nbytes, wait_s=wait_s), holder)
@@ -286,9 +291,9 @@ class Plane:
         stream, table = self._stream(request.stream), self.table(request.stream)
         lease = table.lease(request.lease, ids)
         if lease.holder != holder:
-            raise StreamError(f"{holder} ends lease {request.lease}", why=f"it is {lease.holder}'s")
+            raise StreamError(f"{holder} cannot end lease {request.lease}", why=f"{lease.holder} holds it")
         if not len(ids):
-            raise StreamError(f"{holder} is done with no group of lease {request.lease}")
+            raise StreamError(f"{holder} reports no groups of lease {request.lease} as done")
         async with self._claimed(stream, lease.stage, request.segment, holder, table.rows(ids)) as claim:
             claim.check()
             out = table.done(
@@ -305,7 +310,7 @@ class Plane:
         """End a lease; its groups become ready again."""
         table = self.table(request.stream)
         if (lease := table.lease(request.lease, np.zeros(0, np.int64))).holder != holder:
-            raise StreamError(f"{holder} returns lease {request.lease}", why=f"it is {lease.holder}'s")
+            raise StreamError(f"{holder} cannot return lease {request.lease}", why=f"{lease.holder} holds it")
         self._obey(request.stream, table.give_back(request.lease, self._clock()))
 
     def status(self, stream: str) -> dict[str, Any]:
@@ -356,7 +361,7 @@ class Plane:
     def join(self, store: Elsewhere) -> int:
         """Add a store of another machine; return its number."""
         if store.address in [each.address for each in self._elsewhere.values()]:
-            raise StreamError(f"there is another store {store.address}")
+            raise StreamError(f"a store at {store.address} has joined already")
         self._elsewhere[number := next(self._numbers)] = store
         return number
 
@@ -364,7 +369,9 @@ class Plane:
         """Make a holder write into a joined store, which knows it as ``there``."""
         stores = {each.address: number for number, each in self._elsewhere.items()}
         if address not in stores:
-            raise StreamError(f"{holder} writes into store {address}", why="none of that address has joined")
+            raise StreamError(
+                f"{holder} writes into store {address}", why="no store with that address has joined"
+            )
         self._homes[holder] = _Home(store=stores[address], there=there)
 
     def lost(self, number: int) -> None:
@@ -376,7 +383,7 @@ class Plane:
                 for writer in stream.cells
                 for ids in [stream.table.unread(writer)]
             ]
-            reason = f"store {gone.address} is gone, and with it columns of the group"
+            reason = f"store {gone.address} is gone, with columns of the group"
             self._obey(name, stream.table.drop(np.concatenate(ids), reason, self._clock()))
 
     def clear(self, request: Clear, segments: Ids) -> None:
@@ -466,19 +473,19 @@ class Plane:
         while (found := attempt()) is None:
             future = self._bells.setdefault(bell, loop.create_future())
             if not (await asyncio.wait({future}, timeout=until - loop.time()))[0]:
-                raise StreamError(f"nothing came of waiting {wait_s:g} s", why=waits())
+                raise StreamError(f"timeout after {wait_s:g} s", why=waits())
         return found
 
     def _oldest(self) -> str:
         if self.table_address:
-            return f"what is in them, the tables at {self.table_address} know"
+            return f"the tables at {self.table_address} know their contents"
         now = self._clock()
         held = [
             f"{name}: {stream.table.holds(now)}"
             for name, stream in self._streams.items()
             if stream.table.oldest < stream.table.begun
         ]
-        return "; ".join(held) or "nothing but reservations"
+        return "; ".join(held) or "only by reservations"
 
 
 def _counted(tokens: Ids | None, groups: int) -> Ids:
@@ -486,7 +493,8 @@ def _counted(tokens: Ids | None, groups: int) -> Ids:
         return np.zeros(groups, np.int64)
     if tokens.dtype != np.int64 or tokens.shape != (groups,) or (tokens < 0).any():
         raise StreamError(
-            f"tokens are {tokens.dtype} {list(tokens.shape)}", why=f"int64 [{groups}] is expected"
+            f"tokens are {tokens.dtype} {list(tokens.shape)}",
+            why=f"they must be int64 [{groups}], not negative",
         )
     return tokens
 

@@ -81,17 +81,17 @@ class Schema:
     def __post_init__(self) -> None:
         for name in (*self.columns, *(stage.name for stage in self.stages)):
             if not _NAME.fullmatch(name):
-                raise StreamError(f"{name!r} is no name", why="letters, digits, _ and . make a name")
+                raise StreamError(f"{name!r} is not a valid name", why="names have letters, digits, _ and .")
         if not 0 < len(self.columns) <= MAX_COLUMNS or not self.stages:
             raise StreamError(
-                f"a stream of {len(self.columns)} columns and {len(self.stages)} stages",
-                why=f"it has 1 to {MAX_COLUMNS} columns, and a stage that reads them",
+                f"a stream with {len(self.columns)} columns and {len(self.stages)} stages",
+                why=f"it needs 1 to {MAX_COLUMNS} columns, and a stage that reads them",
             )
         for name, column in self.columns.items():
             if column.dtype not in DTYPES or any(size < 1 for size in column.shape):
                 raise StreamError(
                     f"column {name!r} has type {column.dtype!r} and shape {list(column.shape)}",
-                    why="a value has a known type and positive sizes",
+                    why="a column needs a known type and positive sizes",
                     fix=nearest(column.dtype, DTYPES),
                 )
         self._check_stages()
@@ -99,7 +99,7 @@ class Schema:
     def _check_stages(self) -> None:
         names = [stage.name for stage in self.stages]
         if len({*names, SOURCE}) != len(names) + 1:
-            raise StreamError(f"stages {', '.join(names)} do not have names of their own")
+            raise StreamError(f"the stage names {', '.join(names)} are not unique or contain {SOURCE!r}")
         for stage in self.stages:
             for column in (*stage.reads, *stage.writes):
                 if column not in self.columns:
@@ -108,7 +108,9 @@ class Schema:
                         fix=nearest(column, self.columns),
                     )
             if not stage.reads:
-                raise StreamError(f"stage {stage.name} reads no column", why="nothing would make it ready")
+                raise StreamError(
+                    f"stage {stage.name} reads no column", why="no column would make a group ready for it"
+                )
         for column in self.columns:
             writers = [stage.name for stage in self.stages if column in stage.writes]
             if len(writers) > 1:
@@ -116,17 +118,19 @@ class Schema:
             if not any(column in stage.reads for stage in self.stages):
                 raise StreamError(
                     f"column {column!r} is read by no stage",
-                    why="a cell is deleted after its last reader, so this one would never be",
+                    why="a cell is deleted after its last reader, so these would never be deleted",
                 )
         known, waiting = set(self.written_by(SOURCE)), list(self.stages)
         if not known:
-            raise StreamError("every column is written by a stage", why="a group begins with some of its own")
+            raise StreamError(
+                "every column is written by a stage", why="a new group needs columns of its own"
+            )
         while waiting:
             able = [stage for stage in waiting if known.issuperset(stage.reads)]
             if not able:
                 raise StreamError(
                     f"stages {', '.join(stage.name for stage in waiting)} wait for each other",
-                    why="each reads a column that another of them, or itself, writes",
+                    why="each reads a column that it or another of them writes",
                 )
             known.update(*(stage.writes for stage in able))
             waiting = [stage for stage in waiting if stage not in able]

@@ -134,14 +134,14 @@ def require_linux(system: str) -> None:
     if system != "linux":
         raise StreamError(
             f"the data plane does not run on {system}",
-            why="its shared memory uses system calls that only Linux has",
+            why="it uses system calls for shared memory that only Linux has",
             fix="use a Linux machine or container; training with the native engine needs no data plane",
         )
 
 
 def _gone(number: int) -> StreamError:
     return StreamError(
-        f"segment {number} is not there any more", why="the lease of who reads it ended", fix="take again"
+        f"segment {number} no longer exists", why="the reader's lease has ended", fix="take the groups again"
     )
 
 
@@ -152,9 +152,9 @@ def _reserve(descriptor: int, at: int, size: int, where: str) -> None:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         raise StreamError(
-            f"{size} bytes of shared memory for a segment are not there",
-            why=f"{where} is full before the store is",
-            fix="give the store fewer, or the machine more (docker: --shm-size)",
+            f"no room for a segment of {size} bytes of shared memory",
+            why=f"{where} is full although the store is not",
+            fix="lower the store's capacity, or enlarge shared memory (docker: --shm-size)",
         ) from None
 
 
@@ -178,7 +178,7 @@ def checked(arrays: Arrays, columns: Mapping[str, ColumnType], rows: Ids) -> Non
         odd = sorted(set(arrays) ^ wanted)
         raise StreamError(f"{odd[0]!r} is {'missing' if odd[0] in wanted else 'not for this writer'}")
     if arrays[ROWS].dtype != np.int64 or not np.array_equal(arrays[ROWS], rows):
-        raise StreamError("groups are written with another number of rows than they have", why=f"{rows[:9]}")
+        raise StreamError("groups are written with wrong numbers of rows", why=f"they have {rows[:9]}")
     for name, column in columns.items():
         values, entries = arrays[name], len(rows) if column.per == "group" else int(rows.sum())
         if column.ragged:
@@ -192,7 +192,7 @@ def checked(arrays: Arrays, columns: Mapping[str, ColumnType], rows: Ids) -> Non
         if (values.dtype.name, values.shape) != expected:
             raise StreamError(
                 f"column {name!r} is {values.dtype.name} {list(values.shape)}",
-                why=f"it is {expected[0]} {list(expected[1])} by the schema, the rows and their lengths",
+                why=f"the schema, rows and lengths require {expected[0]} {list(expected[1])}",
             )
 
 

@@ -172,7 +172,9 @@ class Server:
         if not isinstance(hello, Hello) or not hmac.compare_digest(
             hello.token.encode(), self._token.encode()
         ):
-            raise WireError("the token is wrong", why="who may ask has read the server's token file")
+            raise WireError(
+                "the token is wrong", why="a client must send the token in the server's token file"
+            )
         holder = f"{hello.name}#{next(self._numbers)}"
         if hello.store:
             self._plane.settle(holder, hello.store, hello.there)
@@ -239,23 +241,25 @@ def main() -> None:
     """Serve in a new folder and print its path once clients can connect."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("capacity_bytes", type=int)
-    parser.add_argument("--home", type=Path, default=HOME, help="where folders are made: shared memory")
-    parser.add_argument("--host", default="", help="to listen on TCP besides, with the same token")
+    parser.add_argument(
+        "--home", type=Path, default=HOME, help="parent of the server's folder, in shared memory"
+    )
+    parser.add_argument("--host", default="", help="address to listen on over TCP too, with the same token")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--token-file", type=Path, help="a token that is there; made anew if left out")
-    parser.add_argument("--join", default="", help="HOST:PORT of the tables whose columns this store has")
+    parser.add_argument("--token-file", type=Path, help="file with an existing token; default: a new token")
+    parser.add_argument("--join", default="", help="HOST:PORT of the tables whose columns this store holds")
     asked = parser.parse_args()
     try:
         if asked.join and not (asked.host and asked.token_file):
             raise StreamError(
-                f"a store that joins {asked.join}",
-                why="readers of other machines fetch from it, with the tables' token",
+                f"--join {asked.join} without --host and --token-file",
+                why="readers on other machines fetch from this store with the tables' token",
                 fix="add --host ADDRESS --token-file FILE",
             )
         with own_folder(asked.home) as folder:
             asyncio.run(_run(folder, asked))
     except (RillflowError, OSError, TimeoutError) as error:
-        raise SystemExit(f"the data plane's server does not start: {error}") from None
+        raise SystemExit(f"the data plane's server cannot start: {error}") from None
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def ids_and_tokens(arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[np.int64], 
     """
     ids, tokens = arrays.pop(IDS, np.zeros(0, np.int64)), arrays.pop(TOKENS, None)
     if ids.dtype != np.int64 or ids.ndim != 1:
-        raise StreamError(f"ids are {ids.dtype} {list(ids.shape)}", why="int64 [N] is expected")
+        raise StreamError(f"ids are {ids.dtype} {list(ids.shape)}", why="they must be int64 [N]")
     return ids, tokens
 
 
@@ -91,12 +91,14 @@ class Session:
         plane, holder, request = self._plane, self._holder, parsed(message)
         arrays = dict(message.arrays)
         if isinstance(request, Keep | Clear) and not self._is_table:
-            raise StreamError(f"{holder} says what a store keeps", why="the tables that it joined say that")
+            raise StreamError(
+                f"{holder} cannot keep or clear cells", why="only the tables that the store joined may do so"
+            )
         says: dict[str, Any] = {}
         found: dict[str, NDArray[Any]] = {}
         match request:
             case Hello() | Join():
-                raise WireError("a second greeting")
+                raise WireError("the connection sent its greeting twice")
             case Reserve():
                 says["segment"] = await plane.reserve(request, holder)
             case Fetch():
@@ -137,7 +139,8 @@ class Session:
             cells = arrays.get(f"{CELLS}{place}", np.zeros(0, np.int64))
             if cells.dtype != np.int64 or cells.ndim != 2 or cells.shape[1] != 2 or not len(cells):
                 raise StreamError(
-                    f"cells are {cells.dtype} {list(cells.shape)}", why="int64 [N, 2] is expected"
+                    f"cells are {cells.dtype} {list(cells.shape)}",
+                    why="they must be int64 [N, 2], N at least 1",
                 )
             its = dict(self._plane.store.gathered(names, cells[:, 0], cells[:, 1]))
             found |= {f"{ROWS}{place}": its.pop(ROWS), **its}

@@ -70,7 +70,7 @@ class Store:
             raise StreamError(
                 f"{holder} reserves {nbytes} bytes",
                 why=f"the store has {self.capacity_bytes}",
-                fix="put less at once",
+                fix="write less at once",
             )
         if free := self._free.get(size):
             number = free.pop()
@@ -104,13 +104,15 @@ class Store:
         arrays: Arrays = {}
         if number is not None:
             if segment is None or segment.holder != holder or segment.groups:
-                raise StreamError(f"{holder} writes into segment {number}", why="it has not reserved it")
+                raise StreamError(
+                    f"{holder} writes into segment {number}", why="it has not reserved that segment"
+                )
             arrays = mapped(self.segments, number).arrays
         if rows is None:
             rows = arrays[ROWS].copy() if ROWS in arrays else np.zeros(0, np.int64)
             if rows.ndim != 1 or (rows < 1).any():
                 raise StreamError(
-                    f"{holder} begins groups of {rows[:9].tolist()} rows", why="a group has 1 at least"
+                    f"{holder} begins groups of {rows[:9].tolist()} rows", why="a group has at least 1 row"
                 )
         checked(arrays, columns, rows)
         if segment is not None:
@@ -130,11 +132,11 @@ class Store:
             frames[number] = mapped(self.segments, number).arrays
             segment = self._segments.get(number)
             if segment is None or not 0 <= its.min() <= its.max() < len(frames[number][ROWS]):
-                raise StreamError(f"group {its.max()} of segment {number} is not there")
+                raise StreamError(f"group {its.max()} of segment {number} does not exist")
             for name in names:
                 kind = segment.columns.get(name)
                 if kind is None or columns.setdefault(name, kind) != kind:
-                    raise StreamError(f"segment {number} has no column {name[:64]!r} like the others")
+                    raise StreamError(f"segment {number} has no column {name[:64]!r} of the same type")
         return gathered(frames, numbers, places, columns)
 
     def write(self, number: int, frame: Packed) -> None:

@@ -68,7 +68,7 @@ class Table:
 
     def __init__(self, schema: Schema, *, capacity: int, now: float = 0.0) -> None:
         if capacity < 1:
-            raise StreamError(f"a table of {capacity} groups", why="it holds one at least")
+            raise StreamError(f"a table for {capacity} groups", why="it needs at least 1")
         self.schema = schema
         self.capacity = capacity
         self.begun = 0
@@ -168,7 +168,10 @@ class Table:
         """
         place = self._place(stage)
         if not 0 < least <= count:
-            raise StreamError(f"{holder} takes {least} to {count} groups", why="1 is the least")
+            raise StreamError(
+                f"{holder} takes {least} to {count} groups",
+                why="the smaller number is at least 1 and at most the larger",
+            )
         out = self._drop_older(place, least_version, now) if least_version is not None else []
         state = self._in_order(self._state[place])
         ids = self.oldest + SAMPLERS[self.schema.stages[place].order](state, count)
@@ -231,7 +234,7 @@ class Table:
     def expire(self, now: float) -> list[Instruction]:
         """End the leases whose deadline has passed; their groups become ready again."""
         late = [lease for lease in self._leases.values() if lease.deadline <= now]
-        return [each for lease in late for each in self._give_back(lease, now, "let its deadline pass")]
+        return [each for lease in late for each in self._give_back(lease, now, "passed its deadline")]
 
     def died(self, holder: str, now: float) -> list[Instruction]:
         """End all leases of a holder."""
@@ -273,7 +276,7 @@ class Table:
         place = self._writers.index(writer)
         slots = ids[ids >= self.oldest] % self.capacity
         if self._unread[place, slots].any():
-            raise StreamError(f"cells of {writer} are cleared before their last reader is done")
+            raise StreamError(f"cells of {writer} are cleared before their last reader has finished")
         self._held[place, slots] = False
         return self._advance()
 
@@ -298,12 +301,12 @@ class Table:
             mine &= self._lease[self._place(lease.stage), ids % self.capacity] == number
         for group in ids[~mine if lease else slice(None)][:1].tolist():
             raise StreamError(
-                f"lease {number} does not have group {group}", why=self.story(group), fix="take it again"
+                f"lease {number} does not hold group {group}", why=self.story(group), fix="take it again"
             )
         if lease is None:
-            raise StreamError(f"there is no lease {number}", why="it ended, or was never given out")
+            raise StreamError(f"there is no lease {number}", why="it has ended or never existed")
         if len(np.unique(ids)) != len(ids):
-            raise StreamError(f"lease {number} is done with a group twice at once")
+            raise StreamError(f"lease {number} reports one group as done twice")
         return lease
 
     def rows(self, ids: Ids) -> Ids:
@@ -346,13 +349,13 @@ class Table:
         if stage is None:
             if self.room:
                 return f"{self.room} groups may begin"
-            return f"all {self.capacity} slots are in use; the oldest, {self.holds(now)}"
+            return f"all {self.capacity} slots are in use; the oldest: {self.holds(now)}"
         place = self._place(stage)
         its = self.oldest + np.flatnonzero(self._in_order(self._state[place]) != DONE)
         if not len(its):
             last = max((event.now for event in self._events if event.text.startswith("begun")), default=None)
             since = f"for {now - (self._made if last is None else last):g} s"
-            return f"{stage} waits for groups to begin: none has {since}"
+            return f"{stage} waits for new groups: none has begun {since}"
         return f"{stage} waits: {self._blame(int(its[0]), place, now)}"
 
     def holds(self, now: float) -> str:
@@ -449,10 +452,12 @@ class Table:
         state = int(self._state[place, slot])
         if state == TAKEN:
             lease = self._leases[int(self._lease[place, slot])]
-            return f"{lease.holder} has had group {group} for {stage} for {now - lease.since:g} s"
+            return f"{lease.holder} has held group {group} for {stage} for {now - lease.since:g} s"
         if state == READY:
             last = self._taken_at.get(stage)
-            said = "nobody ever took a group" if last is None else f"nobody took one for {now - last:g} s"
+            said = (
+                "no worker ever took a group" if last is None else f"no worker took one for {now - last:g} s"
+            )
             return f"group {group} is ready for {stage}: {said}"
         missing = self._reads[place] & ~int(self._written[slot])
         writer = next(each for each, written in enumerate(self._writes) if written & missing)

@@ -167,7 +167,7 @@ class Direct:
         """Have the plane's thread answer; the answer's arrays are copies."""
         asked = self._session.answer(Message(kind=kind, says=dict(request), arrays=arrays))
         ended = StreamError(
-            f"the data plane does not answer {kind.name.lower()}", why="its thread has ended, or hangs"
+            f"the data plane does not answer {kind.name.lower()}", why="its thread has ended or hangs"
         )
         try:
             found = asyncio.run_coroutine_threadsafe(asked, self._loop)

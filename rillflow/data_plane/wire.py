@@ -103,7 +103,7 @@ def packed(kind: int, says: Mapping[str, Any], arrays: Arrays | None = None, *, 
     at = 0
     for name, array in (arrays or {}).items():
         if array.dtype.name not in ARRAY_TYPES:
-            raise WireError(f"array {name!r} is of type {array.dtype}", why=f"types are {ARRAY_TYPES}")
+            raise WireError(f"array {name!r} is of type {array.dtype}", why=f"the types are {ARRAY_TYPES}")
         table.append([name, array.dtype.name, list(array.shape), at])
         at = _aligned(at + array.nbytes)
     text = json.dumps({**says, "arrays": table}, allow_nan=False, separators=(",", ":")).encode()
@@ -128,11 +128,11 @@ def head_of(data: bytes | memoryview, *, number: int | None = None) -> Head:
     if version != VERSION:
         raise WireError(
             f"a frame of version {version}",
-            why=f"this side speaks version {VERSION}",
+            why=f"this side uses version {VERSION}",
             fix="update the older side",
         )
     if number is not None and found != number:
-        raise WireError(f"frame {found} came where {number} was due", why="a frame was said again, or lost")
+        raise WireError(f"received frame {found} instead of {number}", why="a frame was repeated or lost")
     _check_lengths(json_bytes, body_bytes)
     return Head(kind=kind, number=found, json_bytes=json_bytes, body_bytes=body_bytes)
 
@@ -155,7 +155,7 @@ def message_of(head: Head, text: bytes, body: memoryview | bytes) -> Message:
         name, dtype, shape, at = _checked(row)
         count = math.prod(shape)
         if at < end or at % ALIGNMENT or at + count * np.dtype(dtype).itemsize > len(body) or name in arrays:
-            raise WireError(f"array {name!r} of a frame, at {at}, overlaps another or leaves the body")
+            raise WireError(f"array {name!r} of a frame, at {at}, overlaps another one or exceeds the body")
         arrays[name] = np.ndarray(shape, dtype, body, at) if count else np.empty(shape, dtype)
         end = at + arrays[name].nbytes
     return Message(kind=head.kind, says=says, arrays=arrays)
@@ -228,7 +228,7 @@ def _checked(row: Any) -> tuple[str, str, list[int], int]:
             if len(sizes) == len(shape) <= _MAX_DIMENSIONS and type(at) is int:
                 return name, dtype, sizes, at
     raise WireError(
-        f"a frame lists as an array {str(row)[:80]}", why="name, type, shape and place are listed"
+        f"a frame has the array entry {str(row)[:80]}", why="an entry is name, type, shape and offset"
     )
 
 
@@ -237,7 +237,7 @@ def _check_lengths(json_bytes: int, body_bytes: int) -> None:
         if found > most:
             raise WireError(
                 f"a frame with {found} bytes of {what}",
-                why=f"{most} is the most",
+                why=f"the limit is {most}",
                 fix="send fewer groups at once",
             )
 

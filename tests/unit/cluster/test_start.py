@@ -67,7 +67,9 @@ def test_a_ray_that_was_imported_for_another_kind_of_cluster_is_refused(
         settle(HEAD)
     del os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]
     assert settle(HEAD) == HEAD
-    with pytest.raises(ClusterError, match="ray was imported before Rillflow could turn its authentication on"):
+    with pytest.raises(
+        ClusterError, match="ray was imported before Rillflow could turn its authentication on"
+    ):
         settle()
 
 

@@ -80,7 +80,7 @@ def test_a_slot_is_free_once_the_cells_of_every_writer_are_cleared() -> None:
     table.begin(1, holder="task", now=0.0)
     for stage in ("sample", "score", "critic", "train"):
         lease = lease_of(table.take(stage, 1, holder="a", now=0.0, deadline=9.0))
-        with pytest.raises(StreamError, match="before their last reader is done"):
+        with pytest.raises(StreamError, match="before their last reader has finished"):
             table.cleared("begin" if stage == "sample" else "sample", ids(0))
         table.done(lease.number, lease.ids, now=0.0)
     for writer in ("begin", "sample", "score"):
@@ -88,7 +88,7 @@ def test_a_slot_is_free_once_the_cells_of_every_writer_are_cleared() -> None:
     assert [type(each) for each in table.cleared("critic", ids(0))] == [Room]
     table.begin(1, holder="task", now=0.0)
     lease = lease_of(table.take("sample", 1, holder="a", now=0.0, deadline=9.0))
-    with pytest.raises(StreamError, match="does not have group 0"):
+    with pytest.raises(StreamError, match="does not hold group 0"):
         table.done(lease.number, ids(0), now=0.0)
 
 
@@ -122,10 +122,10 @@ def test_a_lease_that_let_its_deadline_pass_gives_its_groups_to_another_and_is_r
         table.done(slow.number, ids(1), now=7.0)
     assert late.value.why == (
         "group 1: begun by task at 0 s, taken for sample by slow at 1 s, returned from sample, for slow "
-        "let its deadline pass at 5 s, taken for sample by quick at 6 s"
+        "passed its deadline at 5 s, taken for sample by quick at 6 s"
     )
     table.done(again.number, ids(1), now=8.0)
-    with pytest.raises(StreamError, match="does not have group 1"):
+    with pytest.raises(StreamError, match="does not hold group 1"):
         table.done(again.number, ids(1), now=8.0)
 
 
@@ -206,23 +206,23 @@ def test_groups_whose_tokens_are_too_old_are_dropped_whole_with_the_reason() -> 
 
 def test_whoever_waits_is_told_for_whom_for_what_and_since_when() -> None:
     table = Table(diamond(), capacity=2)
-    assert table.waits("train", 3.0) == "train waits for groups to begin: none has for 3 s"
+    assert table.waits("train", 3.0) == "train waits for new groups: none has begun for 3 s"
     assert table.waits(None, 3.0) == "2 groups may begin"
     table.begin(2, holder="task", now=4.0)
     assert table.waits("train", 6.0) == (
-        "train waits: train lacks tokens of group 0; group 0 is ready for sample: nobody ever took a group"
+        "train waits: train lacks tokens of group 0; group 0 is ready for sample: no worker ever took a group"
     )
     run(table, "sample", 2, now=6.0)
     run(table, "score", 1, now=6.0)
     table.take("critic", 1, holder="rank 3", now=7.0, deadline=99.0)
     assert table.waits("train", 9.0) == (
-        "train waits: train lacks value of group 0; rank 3 has had group 0 for critic for 2 s"
+        "train waits: train lacks value of group 0; rank 3 has held group 0 for critic for 2 s"
     )
-    assert table.waits("score", 9.0) == "score waits: group 1 is ready for score: nobody took one for 3 s"
+    assert table.waits("score", 9.0) == "score waits: group 1 is ready for score: no worker took one for 3 s"
     assert table.waits(None, 9.0).startswith(
         "all 2 slots are in use; the oldest, group 0: begun by task at 4 s"
     )
-    assert table.waits(None, 9.0).endswith("rank 3 has had group 0 for critic for 2 s")
+    assert table.waits(None, 9.0).endswith("rank 3 has held group 0 for critic for 2 s")
 
 
 def test_two_streams_share_nothing() -> None:
@@ -253,12 +253,12 @@ def test_a_batch_out_of_100000_groups_is_scheduled_in_under_a_millisecond() -> N
         ({"x": "float31"}, [("a", ["x"], [])], "did you mean 'float32'"),
         ({"x": "int64"}, [("a", ["y"], [])], "names column 'y'"),
         ({"x": "int64", "y": "int64"}, [("a", ["x"], [])], "'y' is read by no stage"),
-        ({"x": "int64"}, [("a", ["x"], []), ("a", ["x"], [])], "names of their own"),
-        ({"x": "int64"}, [("begin", ["x"], [])], "names of their own"),
+        ({"x": "int64"}, [("a", ["x"], []), ("a", ["x"], [])], "are not unique"),
+        ({"x": "int64"}, [("begin", ["x"], [])], "are not unique"),
         ({"x": "int64", "y": "int64"}, [("a", ["x"], ["y"]), ("b", ["y"], ["y"])], "written by a and b"),
         ({"x": "int64", "y": "int64"}, [("a", ["x", "y"], ["y"])], "wait for each other"),
-        ({"x": "int64"}, [("a", ["x"], ["x"])], "begins with some of its own"),
-        ({"../x": "int64"}, [("a", ["../x"], [])], "is no name"),
+        ({"x": "int64"}, [("a", ["x"], ["x"])], "needs columns of its own"),
+        ({"../x": "int64"}, [("a", ["../x"], [])], "is not a valid name"),
         ({"x": "int64"}, [("a", [], [])], "reads no column"),
     ],
 )

@@ -92,7 +92,7 @@ def test_a_head_that_announces_what_cannot_be_is_refused_before_anything_is_read
     head[at : at + len(put)] = put
     with pytest.raises(WireError, match=said):
         head_of(head)
-    with pytest.raises(WireError, match="frame 0 came where 1 was due"):
+    with pytest.raises(WireError, match="received frame 0 instead of 1"):
         head_of(packed(1, {}).front, number=1)
 
 

@@ -88,7 +88,9 @@ def test_the_first_signal_is_answered_while_the_step_still_runs() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         answer = told.get(timeout=10)
         assert interruption.requested
-    assert answer.startswith("SIGTERM: finishing this step (the last one took 12 s), then writing a checkpoint")
+    assert answer.startswith(
+        "SIGTERM: finishing this step (the last one took 12 s), then writing a checkpoint"
+    )
     assert "repeat to stop at once" in answer
     assert told.empty()
 

@@ -83,12 +83,12 @@ def test_groups_go_from_who_begins_them_through_a_sampler_to_a_trainer(folder: P
     prompts = taken.columns["prompt"]
     assert isinstance(prompts, tuple) and [each.tolist() for each in prompts] == [[0, 1, 2, 3, 4], [2, 3]]
     own = {"tokens": (np.arange(6), np.array([1, 2, 3])), "reward": np.array([0.5, 1, 2], np.float32)}
-    with pytest.raises(StreamError, match="it is sampler's"):
+    with pytest.raises(StreamError, match="sampler holds it"):
         trainer.done(taken, own)
     with pytest.raises(StreamError, match="'reward' is missing"):
         sampler.done(taken, {"tokens": own["tokens"]})
     sampler.done(taken, own, version=3)
-    with pytest.raises(StreamError, match="does not have group 0"):
+    with pytest.raises(StreamError, match="does not hold group 0"):
         sampler.done(taken, own, version=3)
     batch = trainer.take(name, "train", 8)
     assert batch is not None and isinstance(reward := batch.columns["reward"], np.ndarray)
@@ -102,9 +102,9 @@ def test_who_waits_is_told_for_whom_and_a_stage_that_never_takes_is_named(folder
     client = ServiceClient(folder, name="trainer")
     name = stream(client)
     client.begin(name, {"prompt": PROMPTS}, rows=[1, 1])
-    with pytest.raises(StreamError, match="group 0 is ready for sample: nobody ever took a group"):
+    with pytest.raises(StreamError, match="group 0 is ready for sample: no worker ever took a group"):
         client.take(name, "train", 1, wait_s=0.1)
-    assert "nobody ever took" in client.status(name)["waits"]["train"]
+    assert "no worker ever took" in client.status(name)["waits"]["train"]
     killed = client.take(name, "sample", 2, lease_s=0.3)
     again = ServiceClient(folder, name="heir").take(name, "sample", 2, wait_s=30)
     assert killed is not None and again is not None and again.ids.tolist() == [0, 1]
@@ -139,7 +139,7 @@ def test_weights_reach_whoever_waits_for_newer_ones_and_never_go_back(folder: Pa
     waiting.join(30.0)
     version, weights = found[0]
     assert version == 1 and weights["w"].tolist() == [1, 1]
-    with pytest.raises(StreamError, match="version 1 is there"):
+    with pytest.raises(StreamError, match="version 1 is published"):
         trainer.put_weights(1, {"w": np.zeros(2, np.float32)})
 
 
@@ -335,10 +335,10 @@ def test_rows_that_are_said_twice_begin_once_and_are_done_once(folder: Path) -> 
     assert taken is not None
     twice = replace(taken, ids=np.array([0, 0]))
     own = {"tokens": (np.arange(2), np.array([1, 1])), "reward": np.zeros(2, np.float32)}
-    with pytest.raises(StreamError, match="with a group twice at once"):
+    with pytest.raises(StreamError, match="one group as done twice"):
         client.done(twice, own)
     client.done(taken, own)
-    with pytest.raises(StreamError, match="does not have group 0"):
+    with pytest.raises(StreamError, match="does not hold group 0"):
         client.done(taken, own)
     assert client.status(name)["stages"]["sample"]["done"] == 2
 
