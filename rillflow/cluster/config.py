@@ -75,7 +75,7 @@ class PlacementConfig(Section):
     )
     address: str | None = Field(
         None,
-        description="Running Ray cluster to join: host:port or auto. Default: RAY_ADDRESS if it is set, "
+        description="Running Ray cluster to join: host:port or auto. Left out, RAY_ADDRESS if it is set, "
         "else a new cluster.",
     )
     pools: dict[str, int] = Field(

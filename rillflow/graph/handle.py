@@ -28,28 +28,28 @@ class Handle:
 
     def _looked_at(self, what: str) -> GraphError:
         return GraphError(
-            f"the step asks the result of {self.stage} for {what}",
-            why="results are handles: the controller passes them on, and only ranks have what they stand for",
-            fix="let a formula decide: flow.compute for a field, flow.number for a number, flow.filter",
+            f"the step reads {what} of the result of {self.stage}",
+            why="results are handles: the controller only passes them on, and the ranks hold the values",
+            fix="use a formula: flow.compute for a field, flow.number for a number, flow.filter for rows",
         )
 
     def __bool__(self) -> NoReturn:
-        raise self._looked_at("its truth")
+        raise self._looked_at("the truth value")
 
     def __float__(self) -> NoReturn:
-        raise self._looked_at("its number")
+        raise self._looked_at("the number")
 
     def __int__(self) -> NoReturn:
-        raise self._looked_at("its number")
+        raise self._looked_at("the number")
 
     def __len__(self) -> NoReturn:
-        raise self._looked_at("its length")
+        raise self._looked_at("the length")
 
     def __getitem__(self, _: Any) -> NoReturn:
-        raise self._looked_at("a part of it")
+        raise self._looked_at("an item")
 
     def _reckon(self, _: Any) -> NoReturn:
-        raise self._looked_at("its number, to reckon with")
+        raise self._looked_at("the number")
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _reckon
     __lt__ = __le__ = __gt__ = __ge__ = _reckon
@@ -73,7 +73,7 @@ def reports_of(returned: Any) -> tuple[Any, ...]:
         if not isinstance(each, Handle):
             raise GraphError(
                 f"the step returned {each!r:.60}",
-                why="a step returns the report of its update, or a tuple of reports: a run's metrics",
-                fix="report = flow.policy.update(...), and at its end: return report",
+                why="a step must return the report of its update, or a tuple of reports",
+                fix="write report = flow.policy.update(...), and end the step with: return report",
             )
     return reports

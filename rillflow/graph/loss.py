@@ -90,9 +90,9 @@ def laid_flat(
     if terms:
         if len(terms) != len(args) or "loss" in options:
             raise GraphError(
-                f"{stage} is given batches or a loss outside of over(...)",
-                why="each loss has its own rows, and what is outside of over(...) has none",
-                fix="put every batch into an over(..., loss=...)",
+                f"{stage} gets batches or a loss outside over(...)",
+                why="each loss has its own rows, and arguments outside over(...) belong to no loss",
+                fix="pass every batch in an over(..., loss=...)",
             )
         args = [batch for each in terms for batch in each.batches]
         options = {**options, "loss": tuple(replace(each, batches=()) for each in terms)}
@@ -127,7 +127,7 @@ def only_term(stage: str, loss: AnyLoss | tuple[LossTerm, ...], options: Mapping
     """
     terms = loss_terms({"loss": loss, **options}, 0)
     if len(terms) != 1:
-        raise GraphError(f"{stage} was given {len(terms)} losses", why="it minimises one at a time")
+        raise GraphError(f"{stage} got {len(terms)} losses", why="it minimises one loss at a time")
     return terms[0]
 
 
@@ -135,18 +135,20 @@ def _check_loss(stage: str, term: LossTerm) -> None:
     loss = term.loss
     if isinstance(loss, LossSection):
         for beside in (*term.options, *(["name"] if term.name else [])):
-            said = f"the loss of {stage} is a recipe's section, and {beside!r} is given beside it"
-            raise GraphError(said, why="it has its own already", fix="set it in the recipe")
+            said = f"{stage} gets {beside!r} in addition to a loss from the recipe"
+            raise GraphError(
+                said, why="the recipe's loss has its own options and name", fix="set it in the recipe"
+            )
         return
     if not isinstance(loss, FunctionType):
         raise GraphError(
             f"the loss of {stage} is {loss!r:.60}",
             why="a loss is a function of log probabilities, advantages and other fields",
-            fix="name a function, or config.loss for the one that the recipe describes",
+            fix="pass a function, or config.loss for the recipe's loss",
         )
     if "<" in loss.__qualname__:
         raise GraphError(
             f"the loss of {stage} is {loss.__qualname__} of {loss.__module__}",
-            why="ranks and replays find a loss by its name, and one inside another function has none",
-            fix="def it at the top of a file; what it takes from around it is an option: loss=f, clip=0.2",
+            why="ranks and replays import a loss by its name, and a nested function cannot be imported",
+            fix="define it at module level; pass variables of its scope as options: loss=f, clip=0.2",
         )

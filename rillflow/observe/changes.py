@@ -47,8 +47,8 @@ def allowed_changes(path: Path, config: Mapping[str, JSON], may_change: Iterable
     refused = [each for each in found if not _is_among(each.key, names)]
     if refused:
         raise RunDirectoryError(
-            f"{path} holds a run with another config: {'; '.join(map(str, refused))}",
-            why="its numbers would come from two configs, and no one could tell which from which; "
+            f"{path} has a run with another config: {'; '.join(map(str, refused))}",
+            why="the run's numbers would come from two configs without any mark; "
             "docs/design/run_directory.md lists the settings that a run may change",
             fix="choose another run directory, or add --fresh to set the old one aside",
         )

@@ -102,17 +102,17 @@ def write_error(path: Path, error: Exception, needed_bytes: int = 0) -> RunDirec
     reason = os.strerror(code) if code else str(error)
     if code in _FULL:
         fix = (
-            "make room (old checkpoints and rollouts are the largest), then run the same command: it resumes"
+            "free disk space (old checkpoints and rollouts are largest), then run the same command to resume"
         )
     elif code in _FORBIDDEN:
-        fix = "choose a run directory that you may write"
+        fix = "choose a writable run directory"
     else:
-        fix = "check the disk, then run the same command: it resumes"
+        fix = "check the disk, then run the same command to resume"
     needs = f"it needs {size(needed_bytes)}, and " if needed_bytes else ""
     why = f"{needs}{_free_space(path)}"
     if code == errno.ENOENT:  # Rillflow creates missing folders; ENOENT thus means the system allows none
         there = next(folder for folder in path.absolute().parents if folder.exists())
-        why, fix = f"nothing can be made in {there}", "choose a run directory that you may write, with --dir"
+        why, fix = f"{there} does not allow new files", "choose a writable run directory with --dir"
     return RunDirectoryError(f"cannot write {path}: {reason}", why=why, fix=fix)
 
 

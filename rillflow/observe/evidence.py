@@ -191,9 +191,9 @@ def entries(run: Path) -> list[Entry]:
                 found.append(entry)
             case _:
                 raise RunDirectoryError(
-                    f"{file} line {line.number} is no digest: {line.text[:60]!r}",
-                    why="every line names a file of the run directory",
-                    fix=f"restore {file}, or remove it: the run is then taken as it is",
+                    f"{file} line {line.number} is not a digest: {line.text[:60]!r}",
+                    why="every line must have the digest of a file in the run directory",
+                    fix=f"restore {file}, or remove it to accept the run's files unverified",
                 )
     return found
 
@@ -209,7 +209,7 @@ def damage(run: Path, *, is_deep: bool) -> list[Damage]:
         RunDirectoryError: digests.jsonl is damaged, or a file cannot be read.
     """
     if not (run / layout.DIGESTS).exists():
-        return [Damage(place=layout.DIGESTS, problem="missing: nothing tells whether the rest is whole")]
+        return [Damage(place=layout.DIGESTS, problem="missing: the other files cannot be verified")]
     found = entries(run)
     if found and not _is_written(run, found):
         found = found[:-1]  # the process was killed between the entry and its write
@@ -243,7 +243,7 @@ def recover(run: Path) -> list[str]:
         problem, data = _problem(run / name, entry.digest, is_read=True), encode(entry.content, indent=2)
         if problem and digest(data) == entry.digest:
             durable.replace(run / name, [data])
-            told.append(f"{name} was {problem}, and is restored from {layout.DIGESTS}")
+            told.append(f"{name} was {problem} and is restored from {layout.DIGESTS}")
     return told
 
 

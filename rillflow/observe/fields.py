@@ -79,7 +79,7 @@ class Fields:
         """Return a list of texts; empty if the field is missing."""
         values = self._list(name)
         if not all(isinstance(value, str) for value in values):
-            raise self._wrong(name, "a list of texts")
+            raise self._wrong(name, "a list of strings")
         return tuple(values)  # type: ignore[arg-type]
 
     def records(self, name: str) -> list[Fields]:
@@ -110,7 +110,7 @@ class Fields:
 
     def _value(self, name: str) -> JSON:
         if name not in self._line.data:
-            raise self.refusal(f"field {name!r} is missing", "the line is not one of this file's records")
+            raise self.refusal(f"field {name!r} is missing", "the line is not a record of this file")
         return self._line.data[name]
 
     def _list(self, name: str) -> list[JSON]:

@@ -97,7 +97,7 @@ def read_json(path: Path) -> Mapping[str, JSON]:
         raise RunDirectoryError(
             f"{path} is not a JSON object",
             why=f"it begins with {content[:60]!r}",
-            fix="restore it from a copy; rillflow verify says what else of a run is damaged",
+            fix="restore it from a copy; rillflow verify lists all damaged files of a run",
         )
     return data
 
@@ -114,7 +114,7 @@ def _garbage(path: Path, number: int, text: bytes) -> RunDirectoryError:
     shown = text[:60].decode("utf-8", "replace").rstrip("\n")
     return RunDirectoryError(
         f"{path} line {number} is not a JSON object: {shown!r}",
-        why="only the last line may be cut off; this one was changed by something else",
+        why="a crash can only cut off the last line; another program changed this one",
         fix="remove the line, or restore the file",
     )
 

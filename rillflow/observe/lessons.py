@@ -29,8 +29,8 @@ class Streak:
     def text(self) -> str:
         """Streak in words."""
         return (
-            f"{self.why} in steps {self.first:,} to {self.last:,}: rewards that do not differ teach nothing; "
-            "read what the reward said of these answers"
+            f"{self.why} in steps {self.first:,} to {self.last:,}: equal rewards teach nothing; "
+            "check the reward function on these answers"
         )
 
 

@@ -40,7 +40,7 @@ class Lock:
             os.close(self._descriptor)
             raise RunDirectoryError(
                 f"cannot lock {path}: {os.strerror(error.errno or 0)}",
-                why="without a lock, a second driver could write over this one's files",
+                why="without a lock, a second driver could overwrite this run's files",
                 fix="choose a run directory on a local disk",
             ) from error
         self._path = path
@@ -60,8 +60,8 @@ class Lock:
         if there is None or (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
             raise RunDirectoryError(
                 f"{self._path} was {'removed' if there is None else 'replaced'} while this run wrote",
-                why="another driver may be at work in the same directory, and would mix its steps with these",
-                fix="leave the file where it is; once no driver runs, the same command goes on",
+                why="another driver may be running in the same directory; the steps of both runs would mix",
+                fix="leave the file in place; when no other driver runs, run the same command to resume",
             )
 
     def _write_holder(self, path: Path) -> None:
@@ -89,6 +89,6 @@ def _held(path: Path) -> RunDirectoryError:
         who = f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
     return RunDirectoryError(
         f"run directory {path.parent} is in use by {who}",
-        why="two drivers would write over each other",
-        fix="wait for it, stop it, or choose another run directory",
+        why="two drivers would overwrite each other's files",
+        fix="wait until it ends, stop it, or choose another run directory",
     )

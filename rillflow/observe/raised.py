@@ -28,7 +28,7 @@ def own_line(error: BaseException) -> str:
 def innermost_line(error: BaseException) -> str:
     """Return the user's own line, or else the line that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
-    return own_line(error) or (_shown(frames[-1]) if frames else "a line unknown")
+    return own_line(error) or (_shown(frames[-1]) if frames else "an unknown line")
 
 
 def _shown(frame: traceback.FrameSummary) -> str:

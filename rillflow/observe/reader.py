@@ -182,7 +182,7 @@ def read_starts(run: Path) -> list[Mapping[str, JSON]]:
     file = run / layout.ENVIRONMENT
     starts = read_json(file).get("starts") if file.exists() else []
     if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise RunDirectoryError(f"{file} has no list of starts", why="it was written by something else")
+        raise RunDirectoryError(f"{file} has no list of starts", why="Rillflow did not write this file")
     return cast(list[Mapping[str, JSON]], starts)
 
 
@@ -224,8 +224,8 @@ def best_step(run: Path) -> int:
     if best is None:
         raise RunDirectoryError(
             f"{run} has no best checkpoint",
-            why="none of those that are kept was judged by held-out rows",
-            fix="leave --best out: the newest one answers",
+            why="none of the kept checkpoints was evaluated on held-out rows",
+            fix="omit --best to use the newest checkpoint",
         )
     return best.step
 
@@ -272,7 +272,7 @@ def _rollout_files(run: Path, step: int) -> tuple[Path, ...]:
     if step in known:
         return known[step]
     steps = list(known)
-    have = f"there are files of steps {steps[0]} to {steps[-1]}" if steps else "there are none at all"
+    have = f"it has rollouts of steps {steps[0]} to {steps[-1]}" if steps else "it has no rollouts"
     raise RunDirectoryError(f"{run} has no rollouts of step {step}", why=have)
 
 
@@ -367,7 +367,7 @@ def _rank_span(fields: Fields) -> RankSpan:
 def _evaluation_record(fields: Fields) -> EvaluationRecord:
     interval = fields.numbers("interval") if fields.has("interval") else ()
     if len(interval) not in (0, 2):
-        raise fields.refusal(f"interval has {len(interval)} ends", "an interval is a low and a high end")
+        raise fields.refusal(f"interval has {len(interval)} ends", "an interval has a low and a high end")
     return EvaluationRecord(
         step=fields.integer("step"),
         correct=fields.integer("correct") if fields.has("correct") else None,
@@ -401,6 +401,6 @@ def _rollout_record(fields: Fields) -> RolloutRecord:
     for name, values in (("logprobs", record.logprobs), ("versions", record.versions)):
         if len(values) != len(record.tokens):
             raise fields.refusal(
-                f"{len(values)} {name} of {len(record.tokens)} tokens", "every token has one"
+                f"{len(values)} {name} for {len(record.tokens)} tokens", "every token has one"
             )
     return record

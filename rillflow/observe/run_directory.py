@@ -168,7 +168,7 @@ class RunDirectory(ExitStack):
         """Write a file with one record, atomically. ``name`` is a plain file name."""
         if Path(name).name != name or name in ("", ".", ".."):
             raise RunDirectoryError(
-                f"{name!r} is not a file name", why="it would lie outside the run directory"
+                f"{name!r} is not a plain file name", why="the file would be outside the run directory"
             )
         self.require_lock()
         self.evidence.write(name, encode(data, indent=2), data if name in RECOVERABLE else None)
@@ -180,7 +180,7 @@ class RunDirectory(ExitStack):
             RunDirectoryError: run.lock was removed or replaced, or the directory is closed.
         """
         self._require_open()
-        assert self._lock is not None, "it is open"
+        assert self._lock is not None, "the run directory is open"
         self._lock.require_held()
 
     def rewind(self, step: int) -> None:
@@ -202,7 +202,7 @@ class RunDirectory(ExitStack):
         self._set_clock()
 
     def _release(self) -> None:
-        assert self._lock is not None, "it is released once"
+        assert self._lock is not None, "the lock is released once"
         self._lock.release()
         self._lock = None
 
@@ -214,7 +214,7 @@ class RunDirectory(ExitStack):
     def _append(self, name: str, record: Mapping[str, JSON]) -> None:
         self.require_lock()
         step = record["step"]
-        assert isinstance(step, int), "every record has one"
+        assert isinstance(step, int), "every record has a step"
         self.evidence.append(name, step, encode(record))
 
     def _require_open(self) -> None:
@@ -289,13 +289,13 @@ def _require_ours_or_empty(path: Path) -> None:
         if first is not None and not layout.is_run_directory(path):
             raise RunDirectoryError(
                 f"{path} is not empty and is not a run directory: it holds {first!r}",
-                why="nothing that a run did not make is ever mixed with it or deleted",
+                why="a run never mixes with files that it did not write, and never deletes them",
                 fix="choose a run directory that does not exist yet",
             )
     elif path.is_symlink() or path.exists():
         kind = "a file" if path.is_file() else "not a directory"
         raise RunDirectoryError(
-            f"{path} is {kind}", why="a run directory is made there", fix="choose another name"
+            f"{path} is {kind}", why="the run directory would be created there", fix="choose another name"
         )
 
 
@@ -304,9 +304,9 @@ def _require_format(path: Path) -> None:
     found = read_json(file)["format"] if file.exists() else layout.FORMAT
     if found != layout.FORMAT:
         raise RunDirectoryError(
-            f"{path} has format {found}, and this version of rillflow writes format {layout.FORMAT}",
-            why="it would misread what the other version wrote",
-            fix="use the version that made it, or another run directory",
+            f"{path} has format {found}, but this version of rillflow writes format {layout.FORMAT}",
+            why="it would misread files of the other version",
+            fix="use the version that wrote it, or another run directory",
         )
 
 
@@ -325,13 +325,13 @@ def _restored(path: Path) -> list[str]:
     """Remove half-written content and restore recoverable files; return descriptions of the damage."""
     notes = []
     if holds_step(path) and not (path / layout.DIGESTS).exists():
-        notes.append(f"{layout.DIGESTS} is missing: what there is of the run is taken as it is")
+        notes.append(f"{layout.DIGESTS} is missing: the run's files are accepted unverified")
     _mend(path)
     Evidence(path).mend()
     if not holds_step(path) and not any(each.is_line for each in entries(path)):
         return notes  # no record depends on the config yet
     notes += recover(path)
-    notes += [f"{each}, and stays so: rillflow verify {path}" for each in damage(path, is_deep=False)]
+    notes += [f"{each}, not repaired: see rillflow verify {path}" for each in damage(path, is_deep=False)]
     newest = newest_checkpoint(path)
     if newest is not None and not (path / layout.CHECKPOINTS / f"step-{newest:06d}").is_dir():
         notes.append(f"{layout.CHECKPOINTS}/step-{newest:06d} is missing: it was the newest checkpoint")

@@ -14,7 +14,7 @@ class CostConfig(Section):
     """Cost that must stay below a limit: a function like a reward's, or a model."""
 
     function: str | None = Field(None, description="file.py:name of a cost, relative to the recipe.")
-    model: str | None = Field(None, description="A cost model, named as in reward.model.")
+    model: str | None = Field(None, description="A cost model instead, named as in reward.model.")
 
 
 class JudgeConfig(Section):

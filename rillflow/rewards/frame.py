@@ -43,7 +43,7 @@ class FrameConfig(Section):
 
     chat: bool = Field(
         False,
-        description="Whether to send the template as a user message in the chat template; the assistant's "
+        description="Whether to send the template as a user message of the chat template; the assistant's "
         "message begins with a label.",
     )
 

@@ -327,8 +327,12 @@ def test_what_is_to_be_cut_by_rows_is_a_batch(groups: dict[int, Group]) -> None:
 
 def test_a_result_that_is_looked_at_says_where_values_are(groups: dict[int, Group]) -> None:
     doubled = groups[1].call("double", rows(2))
-    for look, asked in ((bool, "its truth"), (lambda it: it.dense("y"), "'dense'"), (len, "its length")):
-        with pytest.raises(GraphError, match=f"asks the result of worker1.double for {asked}"):
+    for look, asked in (
+        (bool, "the truth value"),
+        (lambda it: it.dense("y"), "'dense'"),
+        (len, "the length"),
+    ):
+        with pytest.raises(GraphError, match=f"reads {asked} of the result of worker1.double"):
             look(doubled)  # type: ignore[operator]
 
 

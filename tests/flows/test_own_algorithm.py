@@ -206,11 +206,11 @@ SLIPS = {
         "did you mean 'rewards'?",
     ),
     "endpoint": (own_step(advance=lambda flow, scores: flow.policy.logprob(scores)), "no endpoint 'logprob'"),
-    "looks": (own_step(advance=looks), "the step asks the result of reward.score for 'dense'"),
+    "looks": (own_step(advance=looks), "the step reads 'dense' of the result of reward.score"),
     "returns": (own_step(advance=sound, returns=False), "the step returned None"),
     "loss reads": (own_step(advance=sound, loss=reads_more), "policy.update reads the field 'advantage'"),
     "loss unnamed": (own_step(advance=sound, loss=lambda logprobs: -logprobs), "<lambda> of "),
-    "loss of two minds": (own_step(advance=sound, clip=0.3), "and 'clip' is given beside it"),
+    "loss of two minds": (own_step(advance=sound, clip=0.3), "gets 'clip' in addition to a loss"),
     "loss a word": (own_step(advance=sound, loss="ppo"), "the loss of policy.update is 'ppo'"),
 }
 

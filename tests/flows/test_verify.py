@@ -71,7 +71,7 @@ def test_one_damaged_byte_leaves_a_run_resumable(
     (run / name).write_bytes(content.replace(b"{", b"\x7b\x00", 1))
     assert tiny.run("run", "algorithm.steps=3") == 0
     said = capsys.readouterr().out
-    assert f"{name} was changed, and is restored from digests.jsonl" in said
+    assert f"{name} was changed and is restored from digests.jsonl" in said
     assert "resuming after step 2" in said
     assert main(["verify", str(run)]) == 0
 

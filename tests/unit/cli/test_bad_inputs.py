@@ -359,7 +359,7 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
         "run.dir=mine",
         "is not a run directory",
     ),
-    "directory that cannot be": (nothing, "run.dir=/proc/nope", "nothing can be made in /proc"),
+    "directory that cannot be": (nothing, "run.dir=/proc/nope", "/proc does not allow new files"),
 }
 
 

@@ -82,12 +82,12 @@ def test_a_missing_field_is_named_before_anything_runs() -> None:
 @pytest.mark.parametrize(
     ("look", "what"),
     [
-        (bool, "its truth"),
-        (float, "its number"),
-        (int, "its number"),
-        (len, "its length"),
-        (lambda it: it[0], "a part of it"),
-        (lambda it: 2 * it, "its number, to reckon with"),
+        (bool, "the truth value"),
+        (float, "the number"),
+        (int, "the number"),
+        (len, "the length"),
+        (lambda it: it[0], "an item"),
+        (lambda it: 2 * it, "the number"),
         (lambda it: it.dense("rewards"), "'dense'"),
     ],
 )
@@ -95,7 +95,7 @@ def test_a_step_that_reads_a_value_is_told_so(look: Callable[[Any], Any], what: 
     def looking(flow: Flow, prompts: Any, _: Any) -> Any:
         return look(flow.reward.score(flow.policy.generate(prompts)))
 
-    with pytest.raises(GraphError, match=rf"asks the result of reward\.score for {what}") as caught:
+    with pytest.raises(GraphError, match=rf"reads {what} of the result of reward\.score") as caught:
         traced(looking)
     assert "flow.compute" in caught.value.fix
 
@@ -201,5 +201,5 @@ def test_a_loss_beside_those_that_say_their_rows_is_refused() -> None:
         rollouts = flow.policy.generate(prompts)
         return flow.policy.update(over(rollouts, loss=second), rollouts)
 
-    with pytest.raises(GraphError, match=r"policy\.update is given batches or a loss outside of over"):
+    with pytest.raises(GraphError, match=r"policy\.update gets batches or a loss outside over"):
         traced(mixed)

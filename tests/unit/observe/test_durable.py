@@ -54,7 +54,7 @@ def test_when_no_more_can_be_written_the_earlier_lines_and_files_are_whole(tmp_p
     for name in ("digests.jsonl", "step-000001-0001-of-0001.safetensors"):  # digests before what they are of
         assert any(line.startswith("cannot write") and name in line for line in text), name
     assert sum("are free on its disk" in line for line in text) == 3
-    assert sum("make room" in line for line in text) == 3
+    assert sum("free disk space" in line for line in text) == 3
     assert (path / "rollouts" / "step-000001-0001-of-0001.safetensors").read_text() == "a"
     assert (path / "config.json").read_text() == "{}\n"
     assert not list(path.rglob("*.tmp"))
@@ -65,7 +65,7 @@ def test_a_full_device_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl: No space left on device") as caught:
         durable.append(tmp_path / "metrics.jsonl", b"{}\n")
     assert "are free on its disk" in caught.value.why
-    assert "it resumes" in caught.value.fix
+    assert "to resume" in caught.value.fix
 
 
 def test_an_interrupted_replacement_leaves_the_old_content_and_no_draft(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def remove(file: str) -> Callable[[Path], None]:
         (remove(ROLLOUTS), f"{ROLLOUTS}: missing"),
         (change("tokens.json", "b", "c"), "tokens.json: changed"),
         (remove("config.json"), "config.json: missing"),
-        (remove("digests.jsonl"), "digests.jsonl: missing: nothing tells whether the rest is whole"),
+        (remove("digests.jsonl"), "digests.jsonl: missing: the other files cannot be verified"),
     ],
 )
 def test_damage_is_named_with_file_and_line(run: Path, act: Callable[[Path], None], told: str) -> None:
@@ -153,7 +153,7 @@ def test_files_that_a_resume_needs_are_restored(run: Path, name: str, how: str) 
     else:
         (run / name).write_bytes(before.replace(b'"', b"'", 1))
     with RunDirectory.open(run, CONFIG) as opened:
-        assert opened.notes == (f"{name} was {how}, and is restored from digests.jsonl",)
+        assert opened.notes == (f"{name} was {how} and is restored from digests.jsonl",)
     assert (run / name).read_bytes() == before
     assert found(run) == []
 
@@ -201,5 +201,5 @@ def test_a_driver_whose_lock_is_gone_writes_nothing_more(tmp_path: Path, other: 
 def test_digests_that_are_no_digests_are_named(run: Path) -> None:
     lines = (run / "digests.jsonl").read_text().splitlines()
     (run / "digests.jsonl").write_text("\n".join([lines[0], json.dumps({"file": "../x"}), *lines[1:], ""]))
-    with pytest.raises(RunDirectoryError, match=r"line 2 is no digest"):
+    with pytest.raises(RunDirectoryError, match=r"line 2 is not a digest"):
         damage(run, is_deep=True)

@@ -233,7 +233,7 @@ def test_files_that_are_not_there_are_empty_and_a_missing_step_names_those_there
         assert read_starts(run.path) == []
         with pytest.raises(RunDirectoryError, match="no rollouts of step 3") as caught:
             read_rollouts(run.path, 3)
-        assert "none at all" in caught.value.why
+        assert "it has no rollouts" in caught.value.why
         for step in (2, 12):
             write_rollouts(run.path, step, [ROW])
         with pytest.raises(RunDirectoryError, match="steps 2 to 12"):

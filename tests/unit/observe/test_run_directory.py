@@ -174,7 +174,7 @@ def test_an_unwritable_place_is_refused_by_name(unprivileged: Path) -> None:
         RunDirectory.open(unprivileged / "locked" / "run", CONFIG)
     assert f"cannot write {unprivileged / 'locked' / 'run'}: Permission denied" in str(caught.value)
     assert "are free on its disk" in caught.value.why
-    assert "choose a run directory that you may write" in caught.value.fix
+    assert "choose a writable run directory" in caught.value.fix
 
 
 def test_a_run_that_became_read_only_says_so_and_keeps_what_it_has(unprivileged: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 def test_a_name_that_leaves_the_directory_is_refused(tmp_path: Path, name: str) -> None:
     with (
         RunDirectory.open(tmp_path / "run", CONFIG) as run,
-        pytest.raises(RunDirectoryError, match="is not a file name"),
+        pytest.raises(RunDirectoryError, match="is not a plain file name"),
     ):
         run.write_json(name, {})
 

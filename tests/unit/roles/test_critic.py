@@ -156,5 +156,5 @@ def test_a_critic_minimises_a_function_and_one_at_a_time(
         pytest.approx(expected)
     )
     two = (LossTerm(loss=own_loss, count=3), LossTerm(loss=own_loss, count=0))
-    with pytest.raises(GraphError, match=r"critic\.update was given 2 losses"):
+    with pytest.raises(GraphError, match=r"critic\.update got 2 losses"):
         critic.update(*known, loss=two, passes=PassesConfig())
