@@ -109,8 +109,8 @@ def over_greedy(rewards: Tensor, valid: Tensor, ids: Tensor, *, greedy: Batch) -
     if not torch.equal(torch.sort(answer).values, torch.arange(len(names))):
         raise FormulaError(
             f"over_greedy: {len(greedy)} greedy answers and {len(names)} prompts",
-            why="every prompt has one answer that is the likeliest",
-            fix="decode one answer greedily from each prompt that is sampled",
+            why="every prompt needs exactly one greedy answer",
+            fix="decode one answer greedily for each sampled prompt",
         )
     place = torch.empty_like(answer).scatter_(0, answer, torch.arange(len(greedy)))[asked]
     baseline, is_known = greedy.dense("rewards")[place], greedy.dense("valid")[place]
@@ -154,7 +154,7 @@ def lagrangian_advantages(reward_advantages: Ragged, cost_advantages: Ragged, mu
     """
     if not 0 <= multiplier < math.inf:
         raise FormulaError(
-            f"lagrangian_advantages: multiplier is {multiplier}", why="a price is finite and not negative"
+            f"lagrangian_advantages: multiplier is {multiplier}", why="it must be finite and not negative"
         )
     aligned("lagrangian_advantages", reward_advantages=reward_advantages, cost_advantages=cost_advantages)
     mixed = (reward_advantages.values - multiplier * cost_advantages.values) / (1 + multiplier)

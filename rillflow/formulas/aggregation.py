@@ -48,8 +48,8 @@ def loss_weights(loss_mask: Ragged, aggregation: Aggregation, constant: int = 0)
     if aggregation == "constant" and constant < 1:
         raise FormulaError(
             f"loss_weights: constant is {constant}",
-            why="the constant aggregation divides every row's sum by it",
-            fix="give the longest answer's number of tokens",
+            why="the constant aggregation divides every row's sum by the constant",
+            fix="set it to the longest answer's number of tokens",
         )
     weights, count = loss_mask.values.double(), loss_mask.sums()
     if aggregation == "token_mean":

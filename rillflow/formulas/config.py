@@ -107,12 +107,12 @@ class PolicyLossConfig(LossSection):
         if self.kl_paid == "loss" and self.estimator == "k1":
             raise ValueError(
                 f"kl is {self.kl:g} in the loss and kl_estimator is k1: the gradient of log pi - log ref "
-                'does not know the reference and holds nothing back; k2 or k3, or kl_in = "reward"'
+                'does not depend on the reference and limits nothing; use k2 or k3, or kl_in = "reward"'
             )
         if self.kl_paid == "reward" and self.estimator != "k1":
             raise ValueError(
-                f"kl is {self.kl:g} in the reward and kl_estimator is {self.estimator}: as a reward it does "
-                'not pull towards less divergence; k1, or kl_in = "loss"'
+                f"kl is {self.kl:g} in the reward and kl_estimator is {self.estimator}: in a reward it does "
+                'not reduce the divergence; use k1, or kl_in = "loss"'
             )
         return self
 
@@ -121,8 +121,8 @@ class PolicyLossConfig(LossSection):
         low, high = self.bounds if self.correction != "none" else (0, 1)
         is_moment = self.correction == "m2po"
         if not (low == 0 < high if is_moment else 0 <= low <= 1 <= high):
-            need = "0 and the most that the mean (log w)^2 may be" if is_moment else "0 <= low <= 1 <= high"
-            raise ValueError(f"correction_bounds are [{low:g}, {high:g}]; {self.correction} takes {need}")
+            need = "0 and the largest mean of (log w)^2" if is_moment else "0 <= low <= 1 <= high"
+            raise ValueError(f"correction_bounds are [{low:g}, {high:g}]; {self.correction} needs {need}")
         return self
 
     @field_validator("dual_clip")
@@ -130,7 +130,7 @@ class PolicyLossConfig(LossSection):
     def _above_one(cls, value: float) -> float:
         if 0 < value <= 1:
             raise ValueError(
-                f"{value:g} would bound even an unchanged policy's loss: more than 1, or 0 for none"
+                f"{value:g} would clip even an unchanged policy's loss: use more than 1, or 0 for none"
             )
         return value
 
@@ -220,13 +220,15 @@ class PairLossConfig(LossSection):
     @model_validator(mode="after")
     def _is_read(self) -> PairLossConfig:
         if self.gamma is not None and self.kind != "simpo":
-            raise ValueError(f"gamma is {self.gamma:g} and kind is {self.kind}: simpo alone aims at a margin")
+            raise ValueError(
+                f"gamma is {self.gamma:g} and kind is {self.kind}: only simpo has a target margin"
+            )
         if self.by_length is False and not self.has_reference:
-            raise ValueError(f"by_length is false and kind is {self.kind}, which is of means over tokens")
+            raise ValueError(f"by_length is false and kind is {self.kind}, which uses token means")
         if self.label_smoothing and self.kind not in ("dpo", "simpo"):
             raise ValueError(
                 f"label_smoothing is {self.label_smoothing:g} and kind is {self.kind}: "
-                "it smooths the logistic losses, dpo and simpo"
+                "it applies only to dpo and simpo"
             )
         return self
 

@@ -35,14 +35,14 @@ def next_kl_weight(weight: float, observed: float, target: float, horizon: float
     if not (target > 0 and horizon > 0 and math.isfinite(weight) and math.isfinite(observed)):
         raise FormulaError(
             f"next_kl_weight: weight is {weight}, observed {observed}, target {target}, horizon {horizon}",
-            why="all are finite, and target and horizon are positive",
+            why="all must be finite, and target and horizon positive",
         )
     pace = rows / horizon
     if ERROR_BOUND * pace >= 1:
         raise FormulaError(
-            f"next_kl_weight: {rows} rows a step and a horizon of {horizon:g}",
-            why="one step could take the whole weight away",
-            fix=f"give a horizon of more than {ERROR_BOUND * rows:g} rows, usually ten times a step's",
+            f"next_kl_weight: {rows} rows per step and a horizon of {horizon:g}",
+            why="one step could reduce the weight to 0",
+            fix=f"set a horizon of more than {ERROR_BOUND * rows:g} rows, usually ten times those of a step",
         )
     error = min(max(observed / target - 1, -ERROR_BOUND), ERROR_BOUND)
     return weight * (1 + error * pace)
@@ -77,8 +77,8 @@ def next_log_multiplier(
         raise FormulaError(
             f"next_log_multiplier: log_multiplier is {log_multiplier}, mean_cost {mean_cost}, "
             f"limit {limit}, lr {lr}, highest {highest}",
-            why=f"all are finite, lr and highest positive, and log_multiplier below {LARGEST_LOGARITHM:g}",
-            fix="give a highest lambda if the cost cannot be brought below its limit",
+            why=f"all must be finite, lr and highest > 0, and log_multiplier < {LARGEST_LOGARITHM:g}",
+            fix="set a highest lambda if the cost cannot fall below its limit",
         )
     moved = log_multiplier + lr * math.exp(log_multiplier) * (mean_cost - limit)
     return min(moved, math.log(highest))

@@ -22,7 +22,9 @@ def wilson(correct: float, count: int, z: float = Z95) -> tuple[float, float]:
         FormulaError: ``correct`` is not between 0 and ``count``.
     """
     if not 0 <= correct <= count:
-        raise FormulaError(f"wilson: {correct} of {count} were correct", why="a share lies between 0 and 1")
+        raise FormulaError(
+            f"wilson: {correct} of {count} were correct", why="the share must be between 0 and 1"
+        )
     if count == 0:
         return 0.0, 1.0
     share, square = correct / count, z * z / count
@@ -43,7 +45,7 @@ def student_t(freedom: int, level: float = 0.95) -> float:
     if freedom < 1 or not 0 < level < 1:
         raise FormulaError(
             f"student_t: {freedom} degrees of freedom, level {level}",
-            why="it takes one degree of freedom at least, and a level between 0 and 1",
+            why="freedom must be at least 1, and level between 0 and 1",
         )
     log_peak = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
     found, step = NormalDist().inv_cdf((1 + level) / 2), math.inf
@@ -109,7 +111,7 @@ def calibration_error(likely: Sequence[float], bins: int = 10) -> float:
     if not likely or not all(0 <= each <= 1 for each in likely):
         raise FormulaError(
             f"calibration_error: {len(likely)} values, not all of them between 0 and 1",
-            why="it takes a probability at least",
+            why="it needs at least one probability, and only probabilities",
         )
     sums: dict[int, float] = {}
     for each in likely:

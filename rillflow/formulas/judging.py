@@ -37,7 +37,8 @@ def label_shares(logprobs: Tensor) -> Tensor:
     """Return [N, K], each label's share of probability: a softmax of their log probabilities [N, K]."""
     if logprobs.dim() != 2 or logprobs.shape[1] < 2:
         raise FormulaError(
-            f"label_shares: shape {list(logprobs.shape)}", why="each row has a number for each of two labels"
+            f"label_shares: shape {list(logprobs.shape)}",
+            why="each row needs one number per label, at least 2",
         )
     return logprobs.double().softmax(1)
 
@@ -106,7 +107,7 @@ def length_controlled(
     if len(longer) != len(outcomes) or not all(map(math.isfinite, longer)):
         raise FormulaError(
             f"length_controlled: {len(outcomes)} outcomes and {len(longer)} finite differences of length",
-            why="each prompt has one of both",
+            why="each prompt needs one of each",
         )
     spread = math.hypot(*longer) / math.sqrt(len(longer)) or 1.0
     apart, prior, a, b = [each / spread for each in longer], deviation**-2, 0.0, 0.0
@@ -138,7 +139,7 @@ def pass_at(count: int, right: int, k: int) -> float:
     if not (1 <= k <= count and 0 <= right <= count):
         raise FormulaError(
             f"pass_at: {right} of {count} answers are right, and k is {k}",
-            why="k answers are drawn of those that there are",
+            why="k answers are drawn without replacement, so 1 <= k <= answers",
         )
     return 1 - math.comb(count - right, k) / math.comb(count, k)
 
@@ -151,5 +152,5 @@ def _require_shares(formula: str, outcomes: Sequence[float]) -> None:
     if not outcomes or not all(0 <= each <= 1 for each in outcomes):
         raise FormulaError(
             f"{formula}: {len(outcomes)} outcomes, not all of them between 0 and 1",
-            why="a prompt is won, lost or neither, and there is one at least",
+            why="each prompt is won (1), lost (0) or tied, and there must be at least one",
         )

@@ -82,12 +82,12 @@ def token_logprobs(
     if len(logits.shape) != 2 or tokens.shape != logits.shape[:1]:
         raise FormulaError(
             f"token_logprobs: logits have shape {list(logits.shape)} and tokens {list(tokens.shape)}",
-            why="there is one row of logits a token",
+            why="each token needs one row of logits",
         )
     if not temperature > 0:
         raise FormulaError(
             f"token_logprobs: temperature is {temperature}",
-            why="the likeliest token has probability 1 at temperature 0: there is nothing to learn from it",
+            why="at temperature 0 the likeliest token has probability 1 and gives no gradient",
             fix="sample at a temperature above 0",
         )
     chunk = chunk or (_CACHED if tokens.device.type == "cpu" else _LAUNCHED)

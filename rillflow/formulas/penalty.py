@@ -206,8 +206,8 @@ def overlong_rewards(rewards: Tensor, loss_mask: Ragged, limits: Tensor, *, buff
     if not 1 <= buffer <= least:
         raise FormulaError(
             f"overlong_rewards: buffer is {buffer} and max_tokens {least}",
-            why="the penalty begins that many tokens before the limit",
-            fix="give a buffer between 1 and max_tokens",
+            why="the penalty begins buffer tokens before the limit",
+            fix="set a buffer between 1 and max_tokens",
         )
     penalty = ((limits - buffer - loss_mask.sums()).float() / buffer).clamp(-1, 0)
     return rewards + penalty.to(rewards.dtype)

@@ -66,7 +66,7 @@ def pair_places(
     known("pair_places", Selector, selector=selector)
     if not 0 <= length_price < math.inf:
         raise FormulaError(
-            f"pair_places: length_price is {length_price}", why="a price is finite and not negative"
+            f"pair_places: length_price is {length_price}", why="it must be finite and not negative"
         )
     aligned("pair_places", loss_mask=loss_mask, tokens=tokens, rewards=rewards, valid=valid, groups=groups)
     found = _ranked(rewards - length_price * loss_mask.sums(), groups, valid, ids)
@@ -116,8 +116,8 @@ def iterations_without_pairs(pair_place: Tensor, *, so_far: float, steps: int) -
     if so_far + 1 >= steps:
         raise TrainingError(
             f"none of {steps} iterations gave a pair to learn from",
-            why="the answers to every prompt were alike, tied in their reward, or had none",
-            fix="more samples_per_prompt, a higher rollout.temperature, a reward that tells answers apart",
+            why="for every prompt the answers were equal, had equal rewards or had no reward",
+            fix="raise samples_per_prompt or rollout.temperature, or use a reward with more distinct values",
         )
     return so_far + 1
 
@@ -161,7 +161,7 @@ def best_rows(
     """
     same_length("best_rows", rewards=rewards, valid=valid, groups=groups)
     if keep < 1:
-        raise FormulaError(f"best_rows: keep is {keep}", why="of each group one row at least is kept")
+        raise FormulaError(f"best_rows: keep is {keep}", why="every group must keep at least one row")
     found = _ranked(rewards, groups, valid, ids)
     best = valid.new_zeros(len(valid))
     best[found.order] = found.rank < keep
@@ -180,7 +180,7 @@ def best_of_n_bound(*, n: float) -> float:
         FormulaError: n is less than 1.
     """
     if not n >= 1:
-        raise FormulaError(f"best_of_n_bound: n is {n}", why="the best one is taken of one answer at least")
+        raise FormulaError(f"best_of_n_bound: n is {n}", why="the best answer needs at least one sample")
     return math.log(n) - (n - 1) / n
 
 

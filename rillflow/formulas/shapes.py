@@ -35,7 +35,7 @@ def same_length(formula: str, **tensors: Tensor) -> None:
         if tensor.dim() != 1 or tensor.shape != expected:
             raise FormulaError(
                 f"{formula}: {name} has shape {list(tensor.shape)} and {first} has {list(expected)}",
-                why="both are flat, with one entry for the same thing",
+                why="both must be one-dimensional with the same number of entries",
             )
 
 
@@ -57,5 +57,5 @@ def aligned(formula: str, **fields: Tensor | Ragged) -> None:
             raise FormulaError(
                 f"{formula}: row {row} has {int(lengths[row])} entries of {name} "
                 f"and {int(expected[row])} of {first}",
-                why="both have one entry for every token of a row",
+                why="both need one entry per token of a row",
             )

@@ -92,7 +92,7 @@ def bounded_rewards(
     same_length("bounded_rewards", rewards=rewards, valid=valid)
     if not low <= high:
         raise FormulaError(
-            f"bounded_rewards: from {low} to {high}", why="the low bound is above the high one"
+            f"bounded_rewards: low is {low} and high is {high}", why="low must not exceed high"
         )
     lengths = loss_mask.sums().to(rewards.dtype)
     return (rewards.clamp(low, high) - price * lengths).where(valid, rewards)

@@ -176,7 +176,7 @@ def whitened_returns(token_rewards: Ragged, loss_mask: Ragged, valid: Tensor, *,
 def _share(formula: str, **options: float) -> None:
     for name, value in options.items():
         if not 0 <= value <= 1:
-            raise FormulaError(f"{formula}: {name} is {value}", why="a discount lies between 0 and 1")
+            raise FormulaError(f"{formula}: {name} is {value}", why="it must be between 0 and 1")
 
 
 def _counted(loss_mask: Ragged, valid: Tensor) -> Ragged:

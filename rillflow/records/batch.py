@@ -47,7 +47,7 @@ class Batch:
             if rows != len(self):
                 raise RecordError(
                     f"field {name!r} has {rows} rows but the batch has {len(self)}",
-                    why="every field has one entry a row",
+                    why="every field needs one entry per row",
                 )
 
     def __len__(self) -> int:
@@ -75,14 +75,14 @@ class Batch:
         """Return a dense field, [B, ...]."""
         field = self.field(name)
         if isinstance(field, Ragged):
-            raise RecordError(f"field {name!r} is ragged", why="a dense field was asked for")
+            raise RecordError(f"field {name!r} is ragged", why="the caller requested a dense field")
         return field
 
     def ragged(self, name: str) -> Ragged:
         """Return a ragged field."""
         field = self.field(name)
         if not isinstance(field, Ragged):
-            raise RecordError(f"field {name!r} is dense", why="a ragged field was asked for")
+            raise RecordError(f"field {name!r} is dense", why="the caller requested a ragged field")
         return field
 
     def with_fields(self, **fields: Field) -> Batch:
@@ -114,8 +114,8 @@ class Batch:
         if both:
             raise RecordError(
                 f"both batches have a field {min(both)!r}",
-                why="a join would have to drop one of them",
-                fix="keep one with Batch.only",
+                why="a join would drop one of them",
+                fix="select the fields to keep with Batch.only",
             )
         if torch.equal(self.ids, other.ids):
             return self.with_fields(**other.fields)
@@ -123,14 +123,14 @@ class Batch:
         for place, row in enumerate(other.ids.tolist()):
             if places.setdefault(tuple(row), place) != place:
                 raise RecordError(
-                    f"row ({RowId(*row)}) stands twice in the joined batch", why="ids are unique"
+                    f"row ({RowId(*row)}) occurs twice in the joined batch", why="row ids must be unique"
                 )
         try:
             index = [places[tuple(row)] for row in self.ids.tolist()]
         except KeyError as missing:
             raise RecordError(
                 f"row ({RowId(*missing.args[0])}) is missing from the joined batch",
-                why="every row needs a partner of the same id",
+                why="every row needs a row with the same id",
             ) from None
         return self.with_fields(**other.select(index).fields)
 
@@ -157,13 +157,13 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         RecordError: there is no batch, or the batches differ in their fields.
     """
     if not batches:
-        raise RecordError("no batch to concatenate", why="the fields of an empty list are unknown")
+        raise RecordError("no batch to concatenate", why="an empty list has no fields")
     first = batches[0]
     for batch in batches[1:]:
         if set(batch.fields) != set(first.fields):
             odd = sorted(set(batch.fields) ^ set(first.fields))
             raise RecordError(
-                f"field {odd[0]!r} is in one batch and not in another", why="rows share their fields"
+                f"field {odd[0]!r} is in only some of the batches", why="all rows need the same fields"
             )
     return Batch(
         ids=torch.cat([batch.ids for batch in batches]),
@@ -180,5 +180,5 @@ def _concatenate_field(name: str, batches: Sequence[Batch]) -> Field:
 def joined(batches: Sequence[Batch]) -> Batch:
     """Return the rows of the first batch with the fields of all of them, matched by row id."""
     if not batches:
-        raise RecordError("no batch to join", why="the rows of an empty list are unknown")
+        raise RecordError("no batch to join", why="an empty list has no rows")
     return reduce(Batch.join, batches)

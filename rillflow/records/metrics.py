@@ -169,7 +169,7 @@ def _merge(name: str, one: Metric, other: Metric) -> Metric:
     if type(one) is not type(other):
         raise RecordError(
             f"metric {name!r} is a {type(one).__name__} in one part, a {type(other).__name__} in another",
-            why="parts of one metric merge by one reduction",
+            why="all parts of a metric need the same reduction",
             fix="give the two metrics different names",
         )
     return one.merge(other)  # type: ignore[arg-type]

@@ -37,17 +37,17 @@ class Ragged:
         if self.lengths.dim() != 1 or self.lengths.dtype != torch.int64:
             raise RecordError(
                 f"ragged lengths have shape {list(self.lengths.shape)} and type {self.lengths.dtype}",
-                why="lengths are one int64 per row",
+                why="lengths must be one int64 per row",
             )
         total = int(self.lengths.sum())
         if self.lengths.numel() and int(self.lengths.min()) < 0:
             raise RecordError(
-                f"a ragged row has length {int(self.lengths.min())}", why="lengths are not negative"
+                f"a ragged row has length {int(self.lengths.min())}", why="a length cannot be negative"
             )
         if self.values.dim() == 0 or self.values.shape[0] != total:
             raise RecordError(
                 f"ragged values have shape {list(self.values.shape)} but the lengths add up to {total}",
-                why="values are the rows laid end to end",
+                why="values must be the concatenated rows",
             )
 
     @staticmethod

@@ -61,7 +61,7 @@ def test_numbers_that_no_weight_follows_are_refused(bad: dict[str, float]) -> No
 
 def test_a_step_that_could_take_the_whole_weight_is_refused() -> None:
     with pytest.raises(
-        FormulaError, match=r"512 rows a step and a horizon of 100(.|\n)*more than 102.4 rows"
+        FormulaError, match=r"512 rows per step and a horizon of 100(.|\n)*more than 102.4 rows"
     ):
         next_kl_weight(0.1, 0.0, 6.0, horizon=100.0, rows=512)
 
@@ -92,7 +92,7 @@ def test_it_never_passes_its_highest_and_comes_back() -> None:
 
 def test_a_multiplier_that_has_run_away_is_refused() -> None:
     log = 0.0
-    with pytest.raises(FormulaError, match=r"log_multiplier is .*(.|\n)*give a highest"):
+    with pytest.raises(FormulaError, match=r"log_multiplier is .*(.|\n)*set a highest"):
         for _ in range(50):
             log = next_log_multiplier(log, mean_cost=5.0, limit=0.0, lr=0.5)
     for bad in ({"mean_cost": math.nan}, {"lr": 0.0}, {"highest": 0.0}):

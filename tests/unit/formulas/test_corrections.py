@@ -165,6 +165,6 @@ def test_bounds_that_would_not_leave_the_present_policy_alone_are_refused(
     correction: str, bounds: tuple[float, float]
 ) -> None:
     with pytest.raises(
-        ValidationError, match=rf"correction_bounds are \[{bounds[0]:g}, .*{correction} takes"
+        ValidationError, match=rf"correction_bounds are \[{bounds[0]:g}, .*{correction} needs"
     ):
         PolicyLossConfig(correction=correction, correction_bounds=bounds)  # type: ignore[arg-type]

@@ -202,7 +202,7 @@ def test_a_sequences_ratio_does_not_depend_on_other_rows(
 
 @pytest.mark.parametrize("bound", [0.5, 1.0])
 def test_a_dual_clip_that_would_bound_an_unchanged_policy_is_refused(bound: float) -> None:
-    with pytest.raises(ValidationError, match=f"{bound:g} would bound"):
+    with pytest.raises(ValidationError, match=f"{bound:g} would clip"):
         PolicyLossConfig(dual_clip=bound)
     assert PolicyLossConfig(dual_clip=0).dual_clip == 0
 

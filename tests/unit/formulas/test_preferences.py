@@ -108,9 +108,9 @@ def test_kinds_have_their_papers_settings_where_none_are_given() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"gamma": 1.0}, "simpo alone aims at a margin"),
-        ({"kind": "ipo", "label_smoothing": 0.1}, "it smooths the logistic losses"),
-        ({"kind": "orpo", "by_length": False}, "which is of means over tokens"),
+        ({"gamma": 1.0}, "only simpo has a target margin"),
+        ({"kind": "ipo", "label_smoothing": 0.1}, "it applies only to dpo and simpo"),
+        ({"kind": "orpo", "by_length": False}, "which uses token means"),
         ({"label_smoothing": 0.5}, "less than 0.5"),
         ({"beta": 0.0}, "greater than 0"),
         ({"kind": "kto"}, "Input should be"),

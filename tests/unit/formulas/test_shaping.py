@@ -69,5 +69,5 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(FormulaError, match="valid has shape"):
         normalised_rewards(torch.zeros(3), YES)
     mask = Ragged.from_rows([[True]] * 4, torch.bool)
-    with pytest.raises(FormulaError, match="from 2"):
+    with pytest.raises(FormulaError, match="low is 2"):
         bounded_rewards(torch.zeros(4), YES, mask, low=2.0, high=1.0, price=0.0)
