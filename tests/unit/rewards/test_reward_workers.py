@@ -108,7 +108,7 @@ def test_the_function_gets_the_columns_it_takes(write: Write, signature: str, se
     )
     with RewardWorkers(function, RewardConfig()) as rewards:
         (score,) = rewards.score(["p"], ["c"], {"answer": [42], "level": [None]})
-    assert f"printed: {seen}" in score.message or not seen
+    assert f"output: {seen}" in score.message or not seen
     assert "'completions': ['c']" in score.message
     assert ("'answer': [42]" in score.message) == ("*, answer" in signature)
     assert ("'level': [None]" in score.message) == ("level" in signature)
