@@ -107,9 +107,7 @@ class _Claim:
     def check(self) -> None:
         """Raise StreamError if the store of the columns is gone."""
         if self._store and self._store not in self._elsewhere:
-            raise StreamError(
-                "the store that holds the columns is gone", fix="restart the writer with another store"
-            )
+            raise StreamError("the columns' store is gone", fix="restart the writer with another store")
 
     def place(self, ids: Ids) -> None:
         """Record the location of the columns under the groups' numbers."""
@@ -200,9 +198,7 @@ class Plane:
         if not arrays or not isinstance(request, Begin | Done):
             return request
         if self._homes.get(holder, _OWN).store:
-            raise StreamError(
-                f"{holder} sends columns to the tables", why="it writes into the store of its own machine"
-            )
+            raise StreamError(f"{holder} sends columns", why="it must write into its machine's store")
         frame = packed(SEGMENT, {}, arrays)
         wait_s = request.wait_s if isinstance(request, Begin) else DONE_WAITS_S
         number = await self.reserve(Reserve(nbytes=frame.nbytes, wait_s=wait_s), holder)
@@ -369,9 +365,7 @@ class Plane:
         """Make a holder write into a joined store, which knows it as ``there``."""
         stores = {each.address: number for number, each in self._elsewhere.items()}
         if address not in stores:
-            raise StreamError(
-                f"{holder} writes into store {address}", why="no store with that address has joined"
-            )
+            raise StreamError(f"{holder} writes into store {address}", why="no such store has joined")
         self._homes[holder] = _Home(store=stores[address], there=there)
 
     def lost(self, number: int) -> None:

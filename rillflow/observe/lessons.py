@@ -30,7 +30,7 @@ class Streak:
         """Streak in words."""
         return (
             f"{self.why} in steps {self.first:,} to {self.last:,}: equal rewards teach nothing; "
-            "check the reward function on these answers"
+            "read the reward's messages for these answers"
         )
 
 

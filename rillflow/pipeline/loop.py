@@ -178,7 +178,7 @@ class Loop:
         lines = read_lines(self._run.path / layout.SKIPS).lines
         if len(lines) > self._cadence.max_skipped and lines[-1].data["step"] == step:
             raise TrainingError(
-                f"{len(lines)} updates were skipped as not finite, the last in step {step}",
+                f"{len(lines)} updates were skipped because they were not finite, the last in step {step}",
                 why=f"run.max_skipped is {self._cadence.max_skipped}; the last: {lines[-1].data['reason']}",
                 fix=f"inspect it: rillflow replay {self._run.path}/bundles/step-{step:06d}; to resume, lower "
                 "policy.lr or raise run.max_skipped",

@@ -150,7 +150,7 @@ def test_groups_of_a_lost_store_are_dropped_with_its_address() -> None:
         reason = "store b:1 is gone, with columns of the group"
         assert both.tables.status("s")["dropped"] == {reason: 2}
         assert both.tables.status("s")["stores"] == []
-        with pytest.raises(StreamError, match="no store with that address has joined"):
+        with pytest.raises(StreamError, match="no such store has joined"):
             both.tables.settle("w#2", "b:1", "w#9")
 
     asyncio.run(run())
