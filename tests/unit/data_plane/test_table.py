@@ -220,7 +220,7 @@ def test_whoever_waits_is_told_for_whom_for_what_and_since_when() -> None:
     )
     assert table.waits("score", 9.0) == "score waits: group 1 is ready for score: no worker took one for 3 s"
     assert table.waits(None, 9.0).startswith(
-        "all 2 slots are in use; the oldest, group 0: begun by task at 4 s"
+        "all 2 slots are in use; the oldest: group 0: begun by task at 4 s"
     )
     assert table.waits(None, 9.0).endswith("rank 3 has held group 0 for critic for 2 s")
 

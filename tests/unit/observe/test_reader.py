@@ -268,7 +268,7 @@ BAD: list[tuple[Callable[[Path], Any], str, bytes, str]] = [
         lambda run: read_rollouts(run, 1),
         "rollouts/step-000001.jsonl",
         encode({**ROW, "versions": [1]}).strip(),
-        "1 versions of 4 tokens",
+        "1 versions for 4 tokens",
     ),
 ]
 
