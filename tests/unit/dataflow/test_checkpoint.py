@@ -207,7 +207,7 @@ def test_a_checkpoint_of_another_run_is_left_out(
     save_checkpoint(tmp_path, 2, write, {}, 3, run="other")
     found = latest_checkpoint(tmp_path, "mine")
     assert found is not None and found.step == 1
-    assert "another run wrote it: 'other', and this is 'mine'" in caplog.text
+    assert "another run wrote it: 'other', while this run is 'mine'" in caplog.text
     found = latest_checkpoint(tmp_path)
     assert found is not None and found.step == 2
 
