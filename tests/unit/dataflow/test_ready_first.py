@@ -362,6 +362,17 @@ def test_one_replica_takes_new_weights_at_a_time() -> None:
     assert most == 1
 
 
+@pytest.mark.parametrize(("advance_s", "passes"), [(0.0, 1), (1e9, 4)])
+def test_a_call_is_as_long_as_earlier_calls_allow(
+    monkeypatch: pytest.MonkeyPatch, advance_s: float, passes: int
+) -> None:
+    """A call adds one token where the shortest takes too long, and never more than ``MOST_PASSES``."""
+    monkeypatch.setattr(ready_first, "ADVANCE_S", advance_s)
+    scene = Scene(5, 2, 2, 2)
+    scene.run()
+    assert {each.passes for each in scene.ready._replicas} == {passes}
+
+
 def test_a_step_that_asks_for_more_gets_other_groups_of_the_same_age() -> None:
     scene = Scene(4, 2, 2, 2)
     scene._publishes = True

@@ -100,6 +100,17 @@ def test_the_earliest_due_is_waited_for_and_others_overtake_until_then() -> None
     assert admission.take() == [next_one]
 
 
+def test_more_returns_as_many_groups_as_requested_and_keeps_the_rest() -> None:
+    admission = HardBound[SampleGroup](freshness=1, prompts=3)
+    groups = [group(number, 0) for number in range(3)]
+    for each in groups:
+        admission.begin(each)
+        admission.complete(each)
+    assert admission.more(2) == groups[:2]
+    assert admission.more(2) == []
+    assert admission.more(1) == groups[2:]
+
+
 def test_dropping_counts_whole_groups_that_became_too_old() -> None:
     admission = MeanBound[SampleGroup](freshness=1, prompts=1)
     slow = group(0, 0)

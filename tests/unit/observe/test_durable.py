@@ -68,6 +68,13 @@ def test_a_full_device_is_named(tmp_path: Path) -> None:
     assert "to resume" in caught.value.fix
 
 
+def test_free_space_is_that_of_the_nearest_folder_that_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(RunDirectoryError, match="Not a directory") as caught:
+        durable.append(tmp_path / "file" / "run" / "metrics.jsonl", b"{}\n")
+    assert "are free on its disk" in caught.value.why
+
+
 def test_an_interrupted_replacement_leaves_the_old_content_and_no_draft(tmp_path: Path) -> None:
     def chunks() -> object:
         yield b"half"

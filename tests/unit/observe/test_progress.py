@@ -102,6 +102,14 @@ def test_three_steps_in_a_row_without_a_lesson_are_said_once(monkeypatch: pytest
         assert "every reward is 1 in steps 8 to 10" in said[1]
 
 
+def test_a_note_cannot_send_commands_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (io.StringIO(), Terminal()):
+        with Progress(total_steps=STEPS, stream=stream) as progress:
+            progress.note("reward raised \x1b[31mred")
+        assert "reward raised \u241b[31mred" in stream.getvalue()
+
+
 def test_quiet_shows_nothing() -> None:
     for stream in (io.StringIO(), Terminal()):
         with Progress(total_steps=STEPS, stream=stream, quiet=True) as progress:

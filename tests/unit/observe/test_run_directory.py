@@ -383,6 +383,15 @@ def test_a_run_is_set_aside_whole_and_its_place_is_free(tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_cannot_be_set_aside_is_named(tmp_path: Path) -> None:
+    path = tmp_path / ("r" * 250)  # with ".old-1", the name is longer than a file system allows
+    with RunDirectory.open(path, CONFIG):
+        pass
+    with pytest.raises(RunDirectoryError, match=f"cannot write {path}: File name too long"):
+        set_aside(path)
+    assert (path / "config.json").exists()
+
+
 def test_a_run_whose_lock_file_was_removed_is_still_a_run(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path / "run", CONFIG) as run:
         run.log_start({"device": "cpu"})
