@@ -23,6 +23,7 @@ from rillflow.records.row import RowId
 from rillflow.rewards.function import parse_function
 from rillflow.rewards.outcome import FAILED, RETURNED
 from rillflow.rollout.config import AgentConfig, RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.service.agents import AgentEngine
 from rillflow.tasks.encoded import Encoder
@@ -79,6 +80,19 @@ async def solve(prompt, kind, base_url, api_key):
     return [each["content"] for each in turns]
 """
 
+
+class Sleeper(NativeEngine):
+    """Knows whether it sleeps."""
+
+    is_asleep = False
+
+    def sleep(self) -> None:
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        self.is_asleep = False
+
+
 Agents = Callable[..., AgentEngine]
 
 
@@ -98,12 +112,14 @@ def agents(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> It
     (folder / "agent.py").write_text(AGENT)
     with ExitStack() as stack:
 
-        def make(workers: int, timeout_s: float = 30.0) -> AgentEngine:
+        def make(
+            workers: int, timeout_s: float = 30.0, inner: Callable[..., Engine] = NativeEngine
+        ) -> AgentEngine:
             agent = AgentConfig(function="agent.py:solve", workers=workers, timeout_s=timeout_s)
             return AgentEngine(
                 model.module,
                 RolloutConfig(max_tokens=12, max_rows=8, deterministic=True, agent=agent),
-                inner=NativeEngine,
+                inner=inner,
                 function=parse_function(agent.function, folder, "agent"),
                 encoder=Encoder(tokenizer=model.tokenizer),
                 stack=stack,
@@ -199,6 +215,16 @@ def test_rows_are_taken_out_and_begun_again(agents: Agents, model: LanguageModel
     while engine.has_work:
         ended |= {each.row: each for each in engine.step()}
     assert [list(ended[each.row].tokens) for each in rows] == alone.ragged("tokens").lists()
+
+
+def test_the_engine_that_agents_sample_with_sleeps_and_wakes(agents: Agents) -> None:
+    engine = agents(workers=1, inner=Sleeper)
+    inner = engine._inner
+    assert isinstance(inner, Sleeper)
+    engine.sleep()
+    assert inner.is_asleep
+    engine.wake()
+    assert not inner.is_asleep
 
 
 SHUT_IN = """

@@ -6,7 +6,7 @@ import http.client
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
@@ -20,7 +20,8 @@ pytest.importorskip("uvicorn", reason="the door is the extra `service`")
 
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
-from rillflow.rollout.config import RolloutConfig
+from rillflow.records.rollout import Rollout
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.rollout.stops import Stops
@@ -38,9 +39,15 @@ NEW = NewModel(hidden=32, layers=1, heads=2, kv_heads=1, context=1024, alphabet=
 
 
 class Passes(NativeEngine):
-    """Counts passes, and the rows of the fullest."""
+    """Counts passes, and the rows of the fullest; fails at the prompt that it is told to refuse."""
 
     count = most = 0
+    refused: Sequence[int] = ()
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        if rollout.tokens == self.refused:
+            raise KeyError(rollout.tokens)
+        super().add(rollout, sampling)
 
     def step(self) -> list[Any]:
         self.count += 1
@@ -259,6 +266,29 @@ def test_what_cannot_be_is_told_in_openai_s_form(
     code, found = asked(door[0], path, says)
     assert code == status and set(found) == {"error"}
     assert told in found["error"]["message"] and found["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "name"), [("7+7=", "the request"), (["1+1=", "7+7="], "prompt 2 of the request")]
+)
+def test_the_prompt_that_an_engine_fails_at_is_named(
+    door: tuple[str, Passes], model: LanguageModel, monkeypatch: pytest.MonkeyPatch, prompt: Any, name: str
+) -> None:
+    monkeypatch.setattr(door[1], "refused", tuple(model.tokenizer.encode("7+7=")))
+    code, found = asked(door[0], "/completions", {"prompt": prompt, "n": 2, "max_tokens": 4})
+    assert (code, found["error"]["type"]) == (500, "server_error")
+    assert f"the engine failed at {name};" in found["error"]["message"]
+
+
+def test_a_body_of_more_than_16_mib_is_refused_by_its_length(door: tuple[str, Passes]) -> None:
+    at = urlsplit(door[0])
+    connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=30)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Length": str(2**24 + 1)}
+    connection.request("POST", f"{at.path}/completions", headers=headers)
+    answer = connection.getresponse()
+    assert answer.status == 413
+    assert "16777216 is the most" in json.loads(answer.read())["error"]["message"]
+    connection.close()
 
 
 def test_a_key_is_needed_and_the_model_is_named(door: tuple[str, Passes]) -> None:
