@@ -291,7 +291,7 @@ class Loop:
         if last or (not step.is_last and _due(step.done, self._cadence.evaluate_every)):
             reward = self._evaluate(phase, step.number)
         best, self._best_reward = reward > self._best_reward, max(self._best_reward, reward)
-        if step.saving or (not phase.freshness and (last or step.is_last or best or self._is_due(step.done))):
+        if step.saving or (not phase.freshness and (last or best or self._is_due(step.done))):
             wait = last or step.is_last
             path = self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=wait)
             if step.is_last:

@@ -146,10 +146,6 @@ class RowCells:
         unused = [go_write, reading, *((beside.turn, beside.answers) if beside else ())]
         try:
             process = start(partial(self._within, run, request, go_read, writing, unused))
-        except OSError:
-            for descriptor in (go_write, reading):
-                os.close(descriptor)
-            raise
         finally:
             for descriptor in (go_read, writing):
                 os.close(descriptor)

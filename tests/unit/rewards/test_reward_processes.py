@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome
@@ -221,6 +222,18 @@ def test_a_fork_bomb_is_ended_and_its_neighbours_are_scored(
         assert bomb.outcome is Outcome.ERROR
         assert bomb.message.startswith("started ")
         assert len(mine()) < 10
+
+
+def test_a_call_that_ends_before_its_last_row_leaves_no_process_in_the_sandbox(
+    write: Write, mine: Callable[[], list[psutil.Process]]
+) -> None:
+    function = write("def reward(completions):\n    return [1.0] if completions == ['c'] else 'x'\n")
+    with RewardWorkers(function, RewardConfig(sandbox=True)) as rewards:
+        rewards.score(["p"], ["c"], {})
+        before = mine()
+        with pytest.raises(RewardError, match="returned 'x'"):
+            rewards.score(["p"] * 3, ["malformed"] * 3, {})
+        assert gone_within(1.0, lambda: [each for each in mine() if each not in before])
 
 
 def test_an_eighth_of_a_gigabyte_of_output_is_read_and_let_go(write: Write) -> None:

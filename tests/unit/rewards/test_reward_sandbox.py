@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RewardError
+from rillflow.rewards.cell import fork
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.kernel import NETWORK, USERS, ask
 from rillflow.rewards.levels import Level
 from rillflow.rewards.outcome import Outcome
 from rillflow.rewards.source import shipped
 from rillflow.rewards.supervised import Containment
+from rillflow.rewards.supervisor import _open_door
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]
@@ -221,3 +224,17 @@ def test_a_kernel_that_refuses_the_sandbox_is_an_error_and_nothing_runs(
     ):
         workers.score(["p"], ["a"], {})
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_door_of_a_sandbox_listens_on_its_loopback_device_alone() -> None:
+    ours, theirs = socket.socketpair()
+
+    def open_door() -> None:
+        ask("unshare", USERS | NETWORK)
+        _open_door(theirs.detach())
+
+    with ours, theirs:
+        assert os.waitpid(fork(open_door), 0)[1] == 0
+        message, descriptors, _, _ = socket.recv_fds(ours, 16, 1)
+    with socket.socket(fileno=descriptors[0]) as door:
+        assert message == b"door" and door.getsockname()[0] == "127.0.0.1"

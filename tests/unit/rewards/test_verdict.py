@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rillflow.rewards.calling import MESSAGE_CHARACTERS, describe
+from rillflow.rewards.calling import MESSAGE_CHARACTERS, _called, _Loaded, describe
 from rillflow.rewards.verdict import is_verdict, shown_value, verdict_of
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -25,6 +25,18 @@ def test_all_else_is_said_to_be_none(value: object) -> None:
     said = verdict_of(value)
     assert isinstance(said, str) and said.startswith("the score is ")
     assert is_verdict(said) and not (isinstance(value, float) and is_verdict(value))
+
+
+@pytest.mark.parametrize("result", [[0, 1], (0, 1), iter([0, 1]), np.array([0, 1])])
+def test_scores_are_read_from_any_iterable(result: object) -> None:
+    told = _called(_Loaded(function=lambda: result, file=Path()), {"type": "call", "rows": 2, "columns": {}})
+    assert told == {"type": "scores", "scores": [0, 1]}
+
+
+@pytest.mark.parametrize("result", ["01", b"01", {0: 1, 1: 0}, {0, 1}, 1.0, np.array(1.0)])
+def test_what_has_no_entry_for_each_row_is_malformed(result: object) -> None:
+    told = _called(_Loaded(function=lambda: result, file=Path()), {"type": "call", "rows": 2, "columns": {}})
+    assert told == {"type": "malformed", "what": f"returned {shown_value(result)}"}
 
 
 def test_a_shown_value_has_200_characters_and_its_type() -> None:
