@@ -285,7 +285,7 @@ def parted(ranks: Ranks, what: str) -> str:
         ("nothing", "^nothing$"),
         ("seed", r"^row \(epoch 0 prompt 0 sample \d\) has other tokens on rank 1"),
         ("order", r"rank 1 .* runs row \(epoch 0 prompt 2 sample 0\) where rank 0 runs row \(.* prompt 1 "),
-        ("version", "under another version"),
+        ("version", "another weight version"),
     ],
 )
 def test_ranks_that_stopped_agreeing_say_which_row(what: str, said: str) -> None:

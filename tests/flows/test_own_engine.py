@@ -79,23 +79,23 @@ def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "settings", "what", "why"),
     [
-        ("own_engine:Halting", [], "cannot take the likeliest token", "evaluate.temperature is 0"),
+        ("own_engine:Halting", [], "cannot sample the most likely token", "evaluate.temperature is 0"),
         (
             "own_engine:Halting",
             ["evaluate.temperature=1", "algorithm.name=remax"],
-            "cannot take the likeliest token",
+            "cannot sample the most likely token",
             "remax calls policy.greedy",
         ),
         (
             "own_engine:Noting",
             ["rollout.top_p=0.9"],
-            "cannot draw from the likeliest",
+            "cannot restrict sampling",
             "top_k, top_p or min_p",
         ),
         (
             "own_engine:Noting",
             ["algorithm.oversample_prompts=2"],
-            "take rows in and out",
+            "add and abort rows",
             "begins more than it trains",
         ),
         ("own_engine:Noting", ["rollout.deterministic=true"], "fixed shapes", "deterministic is true"),
@@ -121,7 +121,7 @@ def test_what_an_engine_cannot_do_is_said_before_anything_starts(
 def test_an_agent_needs_an_engine_that_takes_rows_in_and_out(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)
     agent = ["rollout.agent.function=agent.py:solve", "evaluate=none"]
-    with pytest.raises(ConfigError, match="cannot take rows in and out while others run"):
+    with pytest.raises(ConfigError, match="cannot add and abort rows while others run"):
         engine_notes(load_recipe(tmp_path / "run.toml", [*agent, "rollout.engine=own_engine:Noting"]).recipe)
 
 
@@ -129,7 +129,7 @@ def test_an_adapter_needs_an_engine_that_runs_it_beside_its_base(tmp_path: Path)
     (tmp_path / "run.toml").write_text(RECIPE)
     adapted = ["policy.model.new=none", "policy.model.path=base", "policy.model.adapter.rank=4"]
     own = load_recipe(tmp_path / "run.toml", [*adapted, "rollout.engine=own_engine:Noting"])
-    with pytest.raises(ConfigError, match="cannot run an adapter beside its base"):
+    with pytest.raises(ConfigError, match="cannot run an adapter on its base model"):
         engine_notes(own.recipe)
     assert engine_notes(load_recipe(tmp_path / "run.toml", adapted).recipe) == []
 

@@ -127,7 +127,7 @@ def test_a_run_whose_server_dies_says_so_and_goes_on_when_it_is_run_again(tmp_pa
 
     damaged_engine.KILLS.append(3)  # after the evaluation and a step
     how = ['rollout.engine="damaged_engine:Killed"', *SERVED[1:], "run.checkpoint_every=1"]
-    with pytest.raises(RolloutError, match=r"vLLM's server .* ended with status -9"):
+    with pytest.raises(RolloutError, match=r"vLLM's server .* exited with status -9"):
         ran(tmp_path / "run", *how)
     before = len(read_metrics(tmp_path / "run/run"))
     assert damaged_engine.KILLS == [] and before == 4

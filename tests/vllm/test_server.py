@@ -59,10 +59,10 @@ def test_a_server_that_dies_in_mid_generation_is_an_error_with_its_status() -> N
     parts = made.generate_parts([prompts(1), prompts(9, first=1)], 4)
     next(parts)
     os.kill(made._core._process.pid, signal.SIGKILL)
-    with pytest.raises(RolloutError, match="ended with status -9") as caught:
+    with pytest.raises(RolloutError, match="exited with status -9") as caught:
         list(parts)
     assert "resumes from the last checkpoint" in caught.value.fix
-    with pytest.raises(RolloutError, match="ended with status -9"):
+    with pytest.raises(RolloutError, match="exited with status -9"):
         made.wake()
 
 
@@ -72,7 +72,7 @@ def test_a_server_that_hangs_is_waited_for_no_longer_than_it_may_take() -> None:
     made._core._answer_s = 1.0
     os.kill(process, signal.SIGSTOP)
     with pytest.raises(
-        RolloutError, match=rf"rank process {os.getpid()} waits for .*{process}.*to wake since"
+        RolloutError, match=rf"rank process {os.getpid()} has waited for .*{process}.*to wake since"
     ):
         made.wake()
     assert ends(process)
@@ -98,7 +98,7 @@ def test_a_server_does_not_outlive_a_killed_process_that_had_it() -> None:
 
 
 def test_what_vllm_refuses_is_said_in_its_words() -> None:
-    with pytest.raises(RolloutError, match="vLLM does not start with a Qwen2ForCausalLM") as caught:
+    with pytest.raises(RolloutError, match="vLLM cannot start a Qwen2ForCausalLM") as caught:
         both(model(), max_rows=10**6, **SERVED)
     assert "Error: " in caught.value.why
 
@@ -107,9 +107,9 @@ def test_a_python_that_is_not_there_is_named() -> None:
     settings = CoreSettings(
         directory="", device="cpu", dtype="float32", context=8, max_rows=1, keep_cache=False
     )
-    with pytest.raises(RolloutError, match="cannot be started by /no/such/python"):
+    with pytest.raises(RolloutError, match="/no/such/python cannot start vLLM's server"):
         ServedCore(Path("/no/such/python"), settings)
-    with pytest.raises(RolloutError, match="was to start and has ended with status 0"):
+    with pytest.raises(RolloutError, match="exited with status 0 during a request to start"):
         ServedCore(Path("/bin/true"), settings)
 
 

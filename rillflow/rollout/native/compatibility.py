@@ -49,15 +49,15 @@ def check_compatible(module: nn.Module, context: int) -> dict[int, LayerShape]:
     try:
         whole = call(module, tokens, positions, witness, wanted=positions)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        raise _unfit(name, f"a trial of it ended in {type(error).__name__}: {error}") from error
+        raise _unfit(name, f"a trial run failed with {type(error).__name__}: {error}") from error
     config = module.config.get_text_config()  # type: ignore[union-attr, operator]
     layers = list(range(config.num_hidden_layers))
     if sorted(witness.states) != layers:
         asked = len(witness.states)
-        raise _unfit(name, f"{asked} of its {len(layers)} layers ask Rillflow's attention for their result")
+        raise _unfit(name, f"only {asked} of its {len(layers)} layers call Rillflow's attention")
     for layer, kind in zip(layers, config.to_dict().get("layer_types") or (), strict=False):
         if _SEES.get(kind) is not (witness.windows[layer] is not None):
-            raise _unfit(name, f"layer {layer} is of type {kind!r} and has window {witness.windows[layer]}")
+            raise _unfit(name, f"layer {layer} is of type {kind!r} but has window {witness.windows[layer]}")
     shapes = {
         layer: LayerShape(heads=key.shape[1], key_size=key.shape[3], value_size=value.shape[3])
         for layer, (key, value) in witness.states.items()
@@ -99,8 +99,9 @@ def check_fixed_shapes(module: nn.Module, shapes: dict[int, LayerShape], rows: i
     apart = (first != first[:1]).any(1) | (first != second).any(1)
     if bool(apart.any()):
         raise ModelError(
-            f"{name} gives slot {int(apart.nonzero()[0])} of {rows} other bits than slot 0 for the same text",
-            why="the matrix products of this machine depend on a row's place, even when shapes are fixed",
+            f"{name} computes other bits in slot {int(apart.nonzero()[0])} of {rows} than in slot 0 for the "
+            "same text",
+            why="this machine's matrix products depend on a row's slot, even with fixed shapes",
             fix="try another rollout.max_rows, or set rollout.deterministic to false",
         )
 
@@ -112,8 +113,8 @@ def _compare(name: str, whole: Tensor, cached: Tensor, dtype: torch.dtype) -> No
     if not difference <= (_TOLERANCE if dtype.itemsize >= 4 else _ROUGH):
         raise _unfit(
             name,
-            f"over cached keys and values its logits differ by {difference:.2g} of the largest: a layer "
-            "remembers more of a text than these",
+            f"with a KV cache, its logits differ by {difference:.2g} of the largest: a layer keeps state "
+            "other than keys and values",
         )
 
 

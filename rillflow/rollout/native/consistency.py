@@ -78,7 +78,7 @@ def _apart(one: Rows[int], other: Rows[int], rank: int) -> RolloutError:
     first, second = (RowId(*note[:3]) for note in (one, other))
     if -1 in (first.prompt, second.prompt):
         what = (
-            f"rank {rank} of a tensor-parallel group runs other rows, or under another version, than rank 0"
+            f"rank {rank} of a tensor-parallel group has other rows, or another weight version, than rank 0"
         )
     elif first != second:
         what = f"rank {rank} of a tensor-parallel group runs row ({second}) where rank 0 runs row ({first})"
@@ -86,7 +86,7 @@ def _apart(one: Rows[int], other: Rows[int], rank: int) -> RolloutError:
         what = f"row ({first}) has other tokens on rank {rank} of a tensor-parallel group than on rank 0"
     return RolloutError(
         what,
-        why="ranks that share a model's weights run the same rows and draw the same tokens, without talking",
-        fix="give every rank of the group the same calls with the same prompts, the same weights, thread "
-        "count, processor and library versions",
+        why="the ranks of a group sample the same tokens independently, without communication",
+        fix="make the same calls with the same prompts on every rank of the group, and use the same weights, "
+        "thread count, processor and library versions",
     )

@@ -100,8 +100,8 @@ class NativeEngine:
             replay_after = inf  # a recording would not wait for the data of other ranks
             if lanes > 1:
                 raise RolloutError(
-                    f"the engine has {lanes} lanes over {tp.size} tensor-parallel ranks",
-                    why="collectives have one order, and the passes of two threads would meet in them",
+                    f"the engine has {lanes} lanes and {tp.size} tensor-parallel ranks",
+                    why="collectives need one order on all ranks, and two threads would mix theirs",
                     fix="leave lanes at None",
                 )
         room = None if config.cache_gib is None else config.cache_gib / lanes
@@ -191,20 +191,20 @@ class NativeEngine:
         """
         if self.has_work:
             raise RolloutError(
-                "the engine still has rows that were added one by one",
-                why="generate runs until it is empty, and would have to drop them",
-                fix="step until has_work is False, or abort them",
+                "the engine still runs rows from add",
+                why="generate runs until the engine is empty, and would discard their results",
+                fix="call step until has_work is False, or abort the rows",
             )
         if samples < 1:
-            raise RolloutError(f"samples is {samples}", why="a prompt is continued at least once")
+            raise RolloutError(f"samples is {samples}", why="each prompt needs at least one sample")
         prompts = concatenate(parts)
         check_ids(prompts.row_ids())
         chosen = sampling if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(chosen) != len(prompts):
             raise RolloutError(
                 f"there are {len(chosen)} sampling settings for {len(prompts)} prompts",
-                why="each prompt is drawn by its own settings, or all by one",
-                fix="give one SamplingConfig, or as many as prompts",
+                why="all prompts use one setting, or each prompt has its own",
+                fix="give one SamplingConfig, or one per prompt",
             )
         used = self._lanes[: max(1, min(len(self._lanes), len(prompts)))]
         try:

@@ -278,10 +278,10 @@ class Lane:
         needed = self._scheduler.layout.least_positions(limit)
         if needed > self._scheduler.room:
             raise RolloutError(
-                f"row ({rollout.row}) may reach {limit:,} tokens, which needs {size(needed * taken)}, and a "
+                f"row ({rollout.row}) may reach {limit:,} tokens and needs {size(needed * taken)}, but a "
                 f"lane's share of rollout.cache_gib is {size(int(cache_gib * 2**30))}",
-                why="a row that runs has its keys and values in memory, and those of a layer twice while "
-                "they are laid anew",
+                why="a running row keeps its keys and values in memory, and one layer's twice while the "
+                "cache is rearranged",
                 fix="raise rollout.cache_gib, or lower rollout.max_tokens",
             )
 
@@ -335,7 +335,7 @@ def not_finite(row: RowId, position: int) -> RowError:
     return RowError(
         f"the logits of row ({row}) at position {position} are not finite",
         why="a weight is NaN or infinite, or an activation overflowed",
-        fix="look at the weights of the last update; float32 overflows later than bfloat16 rounds",
+        fix="check the weights of the last update for NaN and infinite values",
         row=row,
     )
 
@@ -364,25 +364,25 @@ def check_tokens(rollout: Rollout, context: int, vocabulary: int) -> None:
     if rollout.finish is not Finish.ABORTED:
         raise RolloutError(
             f"row ({rollout.row}) has ended with {rollout.finish.name}",
-            why="only a row that has not ended goes on",
-            fix="append to it with Rollout.inserted, or make a new row",
+            why="a row that has ended cannot continue",
+            fix="append tokens with Rollout.inserted, or make a new row",
         )
     if not tokens:
         raise RolloutError(
             f"row ({rollout.row}) has an empty prompt",
-            why="the first token is drawn from what the model says after the prompt",
-            fix="begin every prompt with at least one token, such as the tokeniser's first",
+            why="the first token is sampled from the logits of the prompt's last token",
+            fix="give every prompt at least one token, such as the tokeniser's begin token",
         )
     if len(tokens) >= context:
         raise RolloutError(
             f"row ({rollout.row}) has {len(tokens)} tokens",
-            why=f"the context is {context} tokens, and a new one must find room in it",
+            why=f"the context is {context} tokens, and at least one new token must fit",
             fix="shorten the prompt, or use a model with a longer context",
         )
     odd = [token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary]
     if odd:
         raise RolloutError(
-            f"row ({rollout.row}) has token {odd[0]}, at place {tokens.index(odd[0])}",
+            f"row ({rollout.row}) has token {odd[0]}, at position {tokens.index(odd[0])}",
             why=f"the model's vocabulary is 0 to {vocabulary - 1}",
             fix="encode the prompt with the model's own tokeniser",
         )
@@ -398,7 +398,7 @@ def limit_of(rollout: Rollout, max_tokens: int, context: int) -> int:
     if drawn >= max_tokens:
         raise RolloutError(
             f"row ({rollout.row}) has {drawn} sampled tokens and max_tokens is {max_tokens}",
-            why="a row that runs draws at least one token more",
+            why="a running row samples at least one more token",
             fix="raise max_tokens",
         )
     return min(len(rollout.tokens) - drawn + max_tokens, context)
@@ -412,9 +412,9 @@ def check_stop(sampling: SamplingConfig, engine: SamplingConfig) -> None:
     """
     if sampling.stop != engine.stop:
         raise RolloutError(
-            f"a row is to stop at {list(sampling.stop)}, but the engine stops at {list(engine.stop)}",
-            why="stop texts are made into tokens when an engine is built",
-            fix="build the engine with these stop texts, or leave them as they are",
+            f"a row has the stop strings {list(sampling.stop)}, and the engine has {list(engine.stop)}",
+            why="the engine tokenises stop strings when it is built",
+            fix="build the engine with these stop strings, or use the engine's",
         )
 
 
@@ -428,6 +428,6 @@ def check_stop_tokens(stop_tokens: frozenset[int], vocabulary: int) -> None:
         if not 0 <= token < vocabulary:
             raise RolloutError(
                 f"stop token {token} is outside the vocabulary",
-                why=f"the model's vocabulary is 0 to {vocabulary - 1}, so it is never drawn",
+                why=f"the model's vocabulary is 0 to {vocabulary - 1}, so it is never sampled",
                 fix="use the tokeniser the model was trained with",
             )

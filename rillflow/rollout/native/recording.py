@@ -106,12 +106,14 @@ class RecordedModule:
                 )
             doubts = [str(warning.message) for warning in said if issubclass(warning.category, TracerWarning)]
             if not doubts and not all(trial.agree(recorded, recording) for trial in trials * _REPEATS):
-                doubts = ["its results differ from the module's"]
+                doubts = ["the recording's results differ from the module's"]
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
-            doubts = [f"recording ended in {type(error).__name__}: {error}"]
+            doubts = [f"recording failed with {type(error).__name__}: {error}"]
         if doubts:
             _log.info(
-                "%s runs unrecorded: %s", type(self._module).__name__, doubts[0].strip().splitlines()[0]
+                "%s runs without recording: %s",
+                type(self._module).__name__,
+                doubts[0].strip().splitlines()[0],
             )
             return None
         return recording

@@ -65,8 +65,8 @@ def route_shape(module: nn.Module, routers: Routers, dtype: torch.dtype) -> Laye
     if dtype.itemsize < 4 and routers.experts >= _EXACT:
         raise ModelError(
             f"rollout.replay_routing is true, and a router chooses among {routers.experts} experts",
-            why=f"routes lie in the cache, and in {dtype} it tells {_EXACT - 1} apart",
-            fix='policy.model.dtype = "float32", or leave rollout.replay_routing out',
+            why=f"the cache stores routes as {dtype}, which distinguishes at most {_EXACT - 1} experts",
+            fix='set policy.model.dtype = "float32", or leave rollout.replay_routing out',
         )
     plan = RoutePlan()
     trial(module, routing_plan=plan)

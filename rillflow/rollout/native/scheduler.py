@@ -422,7 +422,7 @@ def row_in(rows: Mapping[RowId, _T], row: RowId) -> _T:
         RolloutError: there is no such row.
     """
     if row not in rows:
-        why = "it was never added, or has finished and was handed back"
+        why = "it was never added, or has finished and was returned"
         raise RolloutError(f"row ({row}) is not in the engine", why=why)
     return rows[row]
 
@@ -431,7 +431,7 @@ def twice(row: RowId) -> RolloutError:
     """Return the error for a row id that is already in the engine."""
     return RolloutError(
         f"row ({row}) is in the engine already",
-        why="a row's random numbers and results are found by its id, so an id is there once",
+        why="random numbers and results belong to a row's id, so the id must be unique",
         fix="give every row of a batch its own (epoch, prompt, sample)",
     )
 

@@ -125,4 +125,4 @@ class AnyCore(Protocol):
 
 def told(error: Exception) -> str:
     """Return an error of vLLM as one line."""
-    return f"{type(error).__name__}: {str(error).strip() or 'it does not say why'}"
+    return f"{type(error).__name__}: {str(error).strip() or 'no message'}"

@@ -221,7 +221,7 @@ def _room_for(rank: int) -> dict[str, Any]:
         return {}
     ranks = [each for each in get_args(MaxLoRARanks) if each >= rank]
     if not ranks:
-        raise ValueError(f"an adapter of rank {rank}; the highest is {max(get_args(MaxLoRARanks))}")
+        raise ValueError(f"the adapter's rank is {rank}; vLLM's maximum is {max(get_args(MaxLoRARanks))}")
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": min(ranks)}
 
 

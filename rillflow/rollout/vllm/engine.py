@@ -124,9 +124,9 @@ class VllmEngine(RowByRow):
             return Core(settings)
         except (ValueError, RuntimeError, NotImplementedError, ImportError, StartRefused) as error:
             raise RolloutError(
-                f"vLLM does not start with a {type(self._module).__name__}",
+                f"vLLM cannot start a {type(self._module).__name__}",
                 why=str(error) if isinstance(error, StartRefused) else told(error),
-                fix="lower rollout.max_rows where there is no room; else choose another model, or "
+                fix="if memory is short, lower rollout.max_rows; else choose another model, or set "
                 'rollout.engine = "native"',
             ) from error
 

@@ -92,9 +92,9 @@ class ServedCore:
             )
         except OSError as error:
             raise RolloutError(
-                f"vLLM's server cannot be started by {self._python}",
+                f"{self._python} cannot start vLLM's server",
                 why=str(error),
-                fix="name the python of an environment with vLLM in rollout.server",
+                fix="set rollout.server to the Python interpreter of an environment with vLLM",
             ) from None
         finally:
             theirs.close()
@@ -166,17 +166,18 @@ class ServedCore:
         except TimeoutError:
             self._process.kill()
             raise RolloutError(
-                f"rank process {os.getpid()} waits for {server} to {word.name.lower()} since "
-                f"{time.strftime('%H:%M:%S', time.localtime(began))}, and nothing has come for {limit_s:g} s",
-                why=f"it hangs, and was killed{self._last_lines()}",
+                f"rank process {os.getpid()} has waited for {server} to {word.name.lower()} since "
+                f"{time.strftime('%H:%M:%S', time.localtime(began))}, and received nothing for {limit_s:g} s",
+                why=f"the server hung and was killed{self._last_lines()}",
                 fix="run the recipe again: it resumes from the last checkpoint",
             ) from None
         except OSError:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_S)
+            status = self._process.returncode
             raise RolloutError(
-                f"{server} was to {word.name.lower()} and has ended with status {self._process.returncode}",
-                why=f"vLLM ended it, or something killed it{self._last_lines()}",
+                f"{server} exited with status {status} during a request to {word.name.lower()}",
+                why=f"vLLM exited, or another process killed it{self._last_lines()}",
                 fix="run the recipe again: it resumes from the last checkpoint",
             ) from None
         except BaseException:
@@ -187,7 +188,7 @@ class ServedCore:
         size = os.fstat(self._log.fileno()).st_size
         last = os.pread(self._log.fileno(), _LOG_BYTES, max(0, size - _LOG_BYTES))
         text = last.decode(errors="replace").strip()
-        return f"; the last it wrote: {text}" if text else "; it wrote nothing"
+        return f"; its last output: {text}" if text else "; it has no output"
 
 
 def _ended(process: subprocess.Popen[bytes], channel: Channel) -> None:

@@ -89,7 +89,7 @@ def test_a_layer_that_remembers_otherwise_is_found_by_trial(
 ) -> None:
     config = copy.deepcopy(tiny.config)
     module = Remembering._from_config(config, attn_implementation=ATTENTION).eval()
-    with pytest.raises(ModelError, match="remembers more"):
+    with pytest.raises(ModelError, match="keeps state other than keys and values"):
         engine(module).generate(prompts([1, 2, 3]))
 
 

@@ -187,5 +187,5 @@ def test_rounding_that_depends_on_the_slot_is_found_before_a_token_is_drawn(
     module = build()
     module.model.norm = Skewed(module.model.norm)  # type: ignore[union-attr]
     assert len(engine(module).generate(prompts(4, 5))) == 2
-    with pytest.raises(ModelError, match="slot 31 of 32 other bits than slot 0"):
+    with pytest.raises(ModelError, match="other bits in slot 31 of 32 than in slot 0"):
         engine(module, deterministic=True, max_rows=20).generate(prompts(4, 5))

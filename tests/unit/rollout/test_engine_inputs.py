@@ -130,7 +130,7 @@ def test_only_a_row_that_is_there_is_taken_out(engine: Engines) -> None:
 def test_generate_drops_no_rows_that_were_added(engine: Engines, prompts: Prompts) -> None:
     used = engine()
     used.add(Rollout.start(RowId(0, 7, 0), [1, 2]))
-    with pytest.raises(RolloutError, match="still has rows"):
+    with pytest.raises(RolloutError, match="still runs rows"):
         used.generate(prompts([1]))
     assert used.abort(RowId(0, 7, 0)).tokens == (1, 2)
 

@@ -87,14 +87,14 @@ def test_weights_arrive_whole_whatever_a_frame_holds(
 
 
 def test_a_server_says_what_it_cannot_do_or_with_what_it_ended() -> None:
-    with pytest.raises(RolloutError, match="cannot be started by /no/such/python"):
+    with pytest.raises(RolloutError, match="/no/such/python cannot start vLLM's server"):
         ServedCore(Path("/no/such/python"), SETTINGS)
-    with pytest.raises(RolloutError, match="was to start and has ended with status 0") as caught:
+    with pytest.raises(RolloutError, match="exited with status 0 during a request to start") as caught:
         ServedCore(Path("/bin/true"), SETTINGS)
-    assert "it wrote nothing" in caught.value.why
-    with pytest.raises(RolloutError, match="has ended with status 2") as caught:
+    assert "it has no output" in caught.value.why
+    with pytest.raises(RolloutError, match="exited with status 2") as caught:
         ServedCore(Path("/bin/sh"), SETTINGS)
-    assert "the last it wrote: " in caught.value.why
+    assert "its last output: " in caught.value.why
 
 
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed")
