@@ -55,7 +55,7 @@ def cut_experts(module: nn.Module, ranks: ProcessRanks) -> None:
     if not parts:
         raise ModelError(
             f"ep is {ranks.size} and {type(module).__name__} has no experts",
-            why="experts are what it shares out; every token goes through all of a dense model",
+            why="ep distributes experts over ranks, and a dense model has none",
             fix="leave ep at 1; dp and fsdp work with every decoder",
         )
     for name, part in parts.items():
@@ -65,9 +65,9 @@ def cut_experts(module: nn.Module, ranks: ProcessRanks) -> None:
         if odd or count % ranks.size:
             raise ModelError(
                 f"ep is {ranks.size} and {name} has {count} experts",
-                why=f"{odd[0]} is not cut by experts"
+                why=f"{odd[0]} has no dimension of experts"
                 if odd
-                else f"every rank has as many; {count} / {ranks.size} leaves {count % ranks.size}",
+                else f"every rank needs the same number; {count} / {ranks.size} leaves {count % ranks.size}",
                 fix=f"choose ep among {', '.join(map(str, divisors(count)))}" if not odd else "leave ep at 1",
             )
         for each, weight in weights.items():

@@ -63,7 +63,7 @@ class RankGroups:
     def __post_init__(self) -> None:
         sizes = {"ep": self.ep.size, "fsdp": self.fsdp.size, "pp": self.pp.size, "tp": self.tp.size}
         mesh = " x ".join(f"{axis} {size}" for axis, size in {"dp": self.dp.size, **sizes}.items())
-        require_whole_beside_experts(f"a mesh is {mesh}", **sizes)
+        require_whole_beside_experts(f"a training mesh is {mesh}", **sizes)
 
     @staticmethod
     def whole(ranks: Ranks) -> RankGroups:
@@ -147,14 +147,14 @@ def rank_groups(mesh: Mesh, ranks: Ranks, fsdp: int = 1, ep: int = 1) -> RankGro
     """
     if mesh.names != AXES:
         raise PlacementError(
-            f"a training mesh has the axes {', '.join(mesh.names) or 'none'}",
-            why=f"its axes are {', '.join(AXES)}, in this order; one that is not used has size 1",
+            f"the training mesh has the axes {', '.join(mesh.names) or 'none'}",
+            why=f"they must be {', '.join(AXES)}, in this order; an unused axis has size 1",
         )
     if mesh.size != ranks.size or sorted(mesh.ranks) != list(range(ranks.size)):
         sizes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
         raise PlacementError(
-            f"a mesh of {sizes} for {ranks.size} ranks",
-            why=f"it has {mesh.size} places, and every rank has one",
+            f"the mesh {sizes} does not fit {ranks.size} ranks",
+            why=f"it has {mesh.size} places, and every rank needs exactly one",
             fix=f"choose dp, pp and tp whose product is {ranks.size}",
         )
     stages, rows = mesh.groups("pp"), mesh.groups("dp")
@@ -182,9 +182,8 @@ def _cut(
     """Return the dp groups of ranks with the same shard, and those of ranks that share one copy."""
     if len(rows[0]) % size:
         raise PlacementError(
-            f"{axis} {size} of dp {len(rows[0])}",
-            why=f"every copy of what it cuts has as many ranks; {len(rows[0])} / {size} leaves "
-            f"{len(rows[0]) % size}",
+            f"{axis} is {size} and dp is {len(rows[0])}",
+            why=f"{axis} must divide dp; {len(rows[0])} / {size} leaves {len(rows[0]) % size}",
             fix=f"choose {axis} among {', '.join(map(str, divisors(len(rows[0]))))}",
         )
     alike = [group[first::size] for group in rows for first in range(size)]
@@ -199,8 +198,8 @@ def require_processes(ranks: Ranks) -> ProcessRanks:
     """
     if not isinstance(ranks, ProcessRanks):
         raise PlacementError(
-            "a mesh with pp, tp, ep or sharded parameters over ranks of one process",
-            why="their weights and activations cross between processes",
+            "pp, tp, ep or fsdp is above 1, and the ranks are threads of one process",
+            why="such a mesh exchanges weights and activations between processes",
             fix='run it with backend = "ray", or leave pp, tp, ep and fsdp at 1',
         )
     return ranks

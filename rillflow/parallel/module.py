@@ -69,8 +69,8 @@ def first_said(ranks: Ranks, said: str) -> str:
 def own_attention_is_whole(name: str) -> tuple[str, str, str]:
     """Return error, reason and fix for splitting a module that uses its own attention."""
     return (
-        f"{name} trains with its own attention, and is to be cut over ranks (tp, pp, fsdp or ep above 1)",
-        "its rows lie side by side, and only packed rows travel between the parts of a model",
+        f"{name} trains with its own attention, but tp, pp, fsdp or ep is above 1",
+        "its own attention takes padded rows, and the parts of a model exchange only packed rows",
         "leave tp, pp, fsdp and ep at 1; dp works with every decoder",
     )
 
@@ -413,14 +413,14 @@ def _cut_modules(module: nn.Module, plan: dict[str, Style]) -> set[nn.Module]:
 
 def _check_cut_ranks(module: Any, way: str, expected: Tensor, unit: int = 1) -> None:
     """Refuse a split whose outputs for the trial's tokens, a multiple of ``unit``, differ."""
-    why = "its code reads sizes that are the whole model's"
+    why = "its code uses sizes of the whole model"
     fix = f"leave {way.partition(' ')[0]} at 1; dp and fsdp work with every decoder"
     try:
         tokens = expected.shape[1] // unit * unit
         found = trial(module, tokens=tokens)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         raise ModelError(
-            f"{type(module).__name__} cannot be cut over {way}: {type(error).__name__}: {error}",
+            f"{type(module).__name__} cannot be split by {way}: {type(error).__name__}: {error}",
             why=why,
             fix=fix,
         ) from error

@@ -184,7 +184,7 @@ class Reading:
         if "attention_plan" in self.inputs and not self.inputs["attention_plan"].layers:
             raise TrainingError(
                 f"{type(module).__name__} does not use Rillflow's attention",
-                why="rows that lie end to end would see each other",
+                why="packed rows would attend to each other",
                 fix='build the module with attn_implementation="rillflow"',
             )
 
@@ -272,7 +272,7 @@ def last_tokens(batch: Batch) -> Batch:
         raise TrainingError(
             f"row ({batch.row_id(int(empty[0]))}) is empty",
             why="a row is scored at its last token, and there is none",
-            fix="leave the row out",
+            fix="remove the row",
         )
     last = tokens.positions == tokens.expand(tokens.lengths - 1)
     return batch.only("tokens").with_fields(loss_mask=tokens.with_values(last))

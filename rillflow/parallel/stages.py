@@ -67,7 +67,7 @@ def layers_of(stage: int, stages: int, count: int) -> range:
     if stages > count:
         raise ModelError(
             f"pp is {stages} and the model has {count} layers",
-            why=f"every stage has at least one layer; {stages} - {count} = {stages - count} would have none",
+            why=f"every stage needs a layer; {stages} - {count} = {stages - count} stages would have none",
             fix=f"choose pp among 1 to {count}",
         )
     size, more = divmod(count, stages)
@@ -143,10 +143,10 @@ def check_cut(module: Any, parts: Anatomy, stages: int, expected: Tensor) -> Non
                 given: dict[str, Any] = {} if state is None else {"input_ids": None, "inputs_embeds": state}
                 state = trial(module, is_last=stage == stages - 1, **given)
             except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-                raise _not_cut(module, f"stage {stage} ended in {type(error).__name__}: {error}") from error
+                raise _not_cut(module, f"stage {stage} failed: {type(error).__name__}: {error}") from error
     assert state is not None  # there is at least one stage
-    why = "it treats embeddings given to it otherwise than its own; as stages it would be another model"
-    require_same(module, state, expected, f"{stages} stages", why, "leave pp at 1")
+    why = "it handles inputs_embeds differently from its own embeddings"
+    require_same(module, state, expected, f"{stages} pipeline stages", why, "leave pp at 1")
 
 
 def require_same(module: Any, found: Tensor, expected: Tensor, way: str, why: str, fix: str) -> None:
@@ -157,7 +157,7 @@ def require_same(module: Any, found: Tensor, expected: Tensor, way: str, why: st
     """
     difference = relative_difference(found, expected) if found.shape == expected.shape else 1.0
     if not difference <= _TOLERANCE[expected.dtype]:
-        what = f"{type(module).__name__} says something else as {way}"
+        what = f"{type(module).__name__} gives other outputs with {way}"
         raise ModelError(f"{what}, by {difference:.2g} of the largest output", why, fix)
 
 

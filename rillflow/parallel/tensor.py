@@ -67,7 +67,7 @@ def require_even(module: nn.Module, plan: Mapping[str, Style], tp: int) -> None:
         if length % tp:
             raise ModelError(
                 f"tp is {tp} and {name} has {length} {'inputs' if dim else 'outputs'}",
-                why=f"every rank has as many; {length} / {tp} leaves {length % tp}",
+                why=f"every rank needs the same number; {length} / {tp} leaves {length % tp}",
                 fix=f"choose tp among {', '.join(map(str, divisors(length)))}",
             )
 

@@ -36,8 +36,8 @@ def loss_tokens(batch: Batch) -> Batch:
         row = int(mask.row_of[index[places == 0][0]])
         raise TrainingError(
             f"the first token of row ({batch.row_id(row)}) is a loss token",
-            why="a token is predicted from those before it, and there is none",
-            fix="begin every row with at least one prompt token",
+            why="a token is predicted from the tokens before it, and the first has none",
+            fix="start every row with at least one prompt token",
         )
     cut = {
         name: Ragged(values=field.values[index], lengths=lengths) if isinstance(field, Ragged) else field
@@ -73,8 +73,8 @@ def check_finite(tokens: Batch, *names: str) -> None:
             where = f"row ({tokens.row_id(index)})"
         raise NotFiniteError(
             f"{name} is {float(values[index])} at {where}",
-            why="no step can be made with a number that is not finite; the weights are unchanged",
-            fix="look at that row: what made the number came before the update",
+            why="an update needs finite numbers; the weights are unchanged",
+            fix="inspect that row: the value was computed before the update",
         )
 
 
@@ -103,8 +103,8 @@ def check_freshness(rows: Batch, version: int, bound: int | None) -> Tensor:
         oldest = int(versions.row_of[sampled][behind.argmax()])
         raise TrainingError(
             f"row ({rows.row_id(oldest)}) has a token of version {version - int(behind.max())}, and the "
-            f"weights that are to be trained have version {version}",
-            why=f"that is {int(behind.max())} behind, and algorithm.freshness is {bound}",
+            f"weights to train have version {version}",
+            why=f"the token is {int(behind.max())} versions behind, and algorithm.freshness is {bound}",
             fix="sample after flow.publish, or raise algorithm.freshness",
         )
     return behind
@@ -139,7 +139,7 @@ def check_ratio(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, 
             f"the first minibatch is not on-policy: at {describe_token(tokens, at)} the trainer's "
             f"log probability is {own:.7g} and the sampler's {sampled:.7g}",
             why=f"their ratio differs from 1 by {float(deviation[worst]):.3g}, more than {tolerance:g}: "
-            "the sampler ran other weights, another temperature or other arithmetic",
+            "the sampler used other weights, another temperature or other arithmetic",
             fix="raise ratio_tolerance only if the arithmetic is meant to differ",
         )
     return {FIRST_RATIO: Max(value=float(deviation[worst]))}
@@ -168,11 +168,11 @@ def check_gap(tokens: Batch, logprobs: Tensor, tolerance: float) -> dict[str, Me
     if not mean <= tolerance:
         worst = int(gaps.abs().argmax())
         raise TrainingError(
-            f"the first minibatch is not on-policy: log probabilities of trainer and sampler are {mean:.3g} "
-            f"apart in the mean, and {abs(float(gaps[worst])):.3g} at "
+            f"the first minibatch is not on-policy: log probabilities of trainer and sampler differ by "
+            f"{mean:.3g} on average, and by {abs(float(gaps[worst])):.3g} at "
             f"{describe_token(tokens, int(places[worst]))}",
-            why=f"that is more than {tolerance:g}, and rounding to bfloat16 leaves about 0.01: "
-            "the sampler ran other weights, another temperature or other arithmetic",
+            why=f"that is more than {tolerance:g}, and rounding to bfloat16 causes about 0.01: "
+            "the sampler used other weights, another temperature or other arithmetic",
             fix="raise gap_tolerance only if the arithmetic is meant to differ",
         )
     return {FIRST_GAP: Mean(total=float(gaps.abs().sum()), count=len(gaps))} if len(gaps) else {}

@@ -201,7 +201,9 @@ def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 
         case ValueLossConfig() if "values" in says:
             return ValueLoss(term.loss)
         case LossSection():
-            raise TrainingError(f"{name} is given {term.loss!r:.60}", why=f"its model says {', '.join(says)}")
+            raise TrainingError(
+                f"{name} cannot use the loss {term.loss!r:.60}", why=f"its model outputs {', '.join(says)}"
+            )
     if says == PairLoss.says:
         return PairLoss(term.loss, term.options)
     return TokenLoss(term.loss, says=says, name=term.name or name, options=term.options)

@@ -38,10 +38,10 @@ class OnHost:
         lent = [s for s in stores.values() if not s.resizable() or (s.device.type == "cpu" and s.is_shared())]
         if lent:
             raise TrainingError(
-                f"{len(lent)} of {len(stores)} memories of tensors, the first of {lent[0].nbytes():,} bytes, "
-                "cannot be given back while they are not used",
-                why="they are not torch's own but a mapped file's, an array's of numpy, or another process's",
-                fix="leave policy.offload out, or copy such weights: parameter.data = parameter.data.clone()",
+                f"{len(lent)} of {len(stores)} tensor storages, the first of {lent[0].nbytes():,} bytes, "
+                "cannot be freed between uses",
+                why="their memory belongs to a mapped file, a numpy array or another process",
+                fix="leave policy.offload out, or copy the weights: parameter.data = parameter.data.clone()",
             )
         with torch.no_grad():
             self._near = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in stores.values()]

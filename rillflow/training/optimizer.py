@@ -63,7 +63,7 @@ class Optimizer:
             raise TrainingError(
                 "the module has no parameter that requires a gradient",
                 why="there is nothing to train",
-                fix="call requires_grad_(True) on what should be trained",
+                fix="call requires_grad_(True) on the parameters to train",
             )
         self.masters = {name: _master(weight) for name, weight in self._weights.items()}
         """Stepped tensors by parameter name; a plain weight of float32 or wider is its own master."""
@@ -225,7 +225,7 @@ class Optimizer:
             known = "lacks" if name in expected else "has"
             raise TrainingError(
                 f"the training state {known} {name!r}",
-                why="it was saved from another module, or from one of another type",
+                why="it was saved from another module, or with another dtype",
                 fix=nearest(name, expected),
             )
         for name, shape in expected.items():
@@ -243,11 +243,11 @@ class Optimizer:
             if master.grad is not None and not bool(torch.isfinite(master.grad).all())
         ]
         cut = not self._gradients.is_whole
-        elsewhere = "it is on another rank" if cut else "the sum of finite ones overflows"
+        elsewhere = "in a parameter of another rank" if cut else "the sum of finite gradients overflows"
         where = f"first in {names[0]}" if names else elsewhere
         return NotFiniteError(
             f"the gradient's norm is {norm}: {where}",
-            why="the step would have destroyed the weights; it was not applied",
+            why="the update would have destroyed the weights; it was not applied",
             fix="lower the learning rate, or look for extreme log ratios in the metrics before this step",
         )
 

@@ -117,8 +117,8 @@ class PolicyPairLoss:
         if len(silent):
             raise TrainingError(
                 f"row ({rows.row_id(int(silent[0]))}) has no loss token",
-                why="both answers of a pair are compared, and one of them is not there",
-                fix="remove pairs with an answer of no token",
+                why="a pair compares two answers, and this one has no token",
+                fix="remove pairs with an empty answer",
             )
         weights = mask.with_values(mask.values.double() / (2 * mask.expand(lengths)))
         return prepared(rows, weights, len(rows) / 2).with_fields(**pairs)
@@ -143,7 +143,7 @@ def _paired(rows: Batch) -> dict[str, Tensor]:
     preferred = rows.fields.get("preferred")
     if isinstance(preferred, Tensor):
         places = (~preferred.bool()).long()
-        _check_pairs(rows, units, places, "the one that is preferred is chosen, the other one rejected")
+        _check_pairs(rows, units, places, "the preferred answer is chosen, the other one rejected")
     else:
         places = rows.ids[:, 2]
         _check_pairs(rows, units, places, "sample 0 is the chosen answer and sample 1 the rejected one")
@@ -158,7 +158,7 @@ def _by_pair(part: Batch) -> Tensor:
 def _check_pairs(rows: Batch, units: Tensor, samples: Tensor, rule: str) -> None:
     """Refuse rows that are not one chosen (0) and one rejected (1) answer per prompt."""
     if not len(rows):
-        raise TrainingError("a minibatch of 0 rows has no pair", why="there is nothing to learn from")
+        raise TrainingError("a minibatch of 0 rows has no pair", why="an update needs at least one pair")
     odd = ((samples != 0) & (samples != 1)).nonzero()
     if len(odd):
         raise TrainingError(
@@ -173,7 +173,7 @@ def _check_pairs(rows: Batch, units: Tensor, samples: Tensor, rule: str) -> None
         row = int(alone[0])
         chosen, rejected = count[units[row]].tolist()
         raise TrainingError(
-            f"row ({rows.row_id(row)}) is not one of a pair",
+            f"row ({rows.row_id(row)}) has no partner",
             why=f"its prompt has {chosen} chosen and {rejected} rejected answers here, not one of each",
-            fix="keep the two rows of a pair in one batch, and each pair under a prompt number of its own",
+            fix="keep both rows of a pair in one batch, and give each pair its own prompt number",
         )

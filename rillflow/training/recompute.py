@@ -32,7 +32,7 @@ class Recompute:
         self._layers = recomputing_layers(module)
         if not self._layers:
             raise ModelError(
-                f"{type(module).__name__} has no layer that can be computed a second time",
+                f"no layer of {type(module).__name__} supports gradient checkpointing",
                 why="gradient_checkpointing would save no memory",
                 fix="set gradient_checkpointing to false and lower tokens_per_micro_batch",
             )
@@ -44,7 +44,7 @@ class Recompute:
         if expected is not None:
             with self:
                 found = trial(module, graph=True)
-            way, why = "one that recomputes", "something besides its layers looks at whether they are trained"
+            way, why = "gradient checkpointing", "a module outside its layers reads their training flag"
             require_same(module, found, expected, way, why, "set gradient_checkpointing to false")
 
     def __enter__(self) -> None:

@@ -87,7 +87,7 @@ class ScalarReader:
 
     def describe(self, read: Tensor, index: int) -> str:
         """See LogprobReader."""
-        return f"the head gives it {float(read[index].detach())}"
+        return f"its scalar output is {float(read[index].detach())}"
 
 
 OutputReader = LogprobReader | ScalarReader

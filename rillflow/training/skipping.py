@@ -71,7 +71,7 @@ class Skipped:
             if rank == 0:
                 (self._folder / ABOUT).write_text(json.dumps({"reason": skip.reason, "aims": aims}))
         except (OSError, SafetensorError, RillflowError) as error:
-            _log.warning("the bundle %s is not whole: %s", self._folder, error)
+            _log.warning("the bundle %s is incomplete: %s", self._folder, error)
 
     def take(self) -> list[Skip]:
         """Return the skips since the last call."""

@@ -51,7 +51,7 @@ def require_fields(
     """Refuse rows that lack a field which the loss reads."""
     missing = [each for each in names if each not in there]
     if missing:
-        known = f"; the model says {', '.join(says)}" if says else ""
+        known = f"; the model outputs {', '.join(says)}" if says else ""
         raise TrainingError(
             f"the loss {function.__name__} reads the field {missing[0]!r}, which no row has",
             why=f"rows have {', '.join(there)}{known}",
@@ -67,8 +67,8 @@ def checked_losses(found: Any, function: Callable[..., Any], count: int) -> Toke
         what = f"shape {list(made.shape)}" if isinstance(made, Tensor) else repr(made)
         raise TrainingError(
             f"the loss {function.__name__} returned {what}",
-            why=f"there is one loss a token or pair, and there are {count}",
-            fix="return a tensor [N], not its mean, or TokenLosses",
+            why=f"it must return one loss per token or pair, here {count}",
+            fix="return a tensor [N] of losses, not their mean, or TokenLosses",
         )
     return losses
 

@@ -184,7 +184,7 @@ class Trainer:
         except NotFiniteError as error:
             problem = problem or error
         if not self.optimizer.sum_over_ranks(learns=learns, is_sound=problem is None):
-            raise problem or NotFiniteError(_ELSEWHERE, why="all ranks take the same step, or none does")
+            raise problem or NotFiniteError(_ELSEWHERE, why="all ranks apply the same update, or none does")
         routing.sum_(self._parallel.groups.everyone)  # not earlier: sums may have started in the last pass
         lr, norm = self.optimizer.lr, self.optimizer.step()
         if self.optimizer.moved_bytes is not None:
@@ -310,9 +310,10 @@ def _not_finite(
     where = "the sum of finite terms overflows"
     if len(odd):
         index = int(odd[0])
-        where = f"{describe_token(tokens, index)} costs {float(terms[index])}, {reader.describe(read, index)}"
+        loss = float(terms[index])
+        where = f"{describe_token(tokens, index)} has loss {loss}, {reader.describe(read, index)}"
     return NotFiniteError(
         f"the loss is {value}: {where}",
         why="the step was not applied; the weights are unchanged",
-        fix="look for weights that are not finite, or extreme numbers in the metrics before this step",
+        fix="look for non-finite weights, or extreme numbers in the metrics before this step",
     )

@@ -64,8 +64,8 @@ class UnpairedLoss:
             where = f"row ({rows.row_id(int(silent[0]))})" if len(silent) else "a minibatch"
             raise TrainingError(
                 f"{where} has no loss token",
-                why="sample 0 of a prompt is the answer that is good or bad, and it is not there",
-                fix="remove rows with an answer of no token",
+                why="sample 0 of a prompt is the labelled answer, and it has no token",
+                fix="remove rows with an empty answer",
             )
         weights = mask.with_values(mask.values.double() / mask.expand(lengths))
         return prepared(rows, weights, len(rows))

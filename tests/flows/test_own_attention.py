@@ -60,7 +60,10 @@ def test_it_is_said_and_the_cut_into_micro_batches_changes_nothing(tmp_path: Pat
     ("setting", "says"),
     [
         ("evaluate.problems=5", "cannot be sampled by the native engine"),
-        ("placement={ pools = { main = 2 }, train = { policy = { tp = 2 } } }", "is to be cut over ranks"),
+        (
+            "placement={ pools = { main = 2 }, train = { policy = { tp = 2 } } }",
+            "trains with its own attention, but tp, pp, fsdp or ep is above 1",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused_before_the_run(tmp_path: Path, setting: str, says: str) -> None:

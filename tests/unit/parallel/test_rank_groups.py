@@ -58,7 +58,7 @@ def test_ranks_that_share_a_copy_follow_one_another() -> None:
         groups = list(threads.map(lambda rank: rank_groups(mesh, ThreadRanks(group, rank), 2), range(8)))
     assert {(s.dp.size, s.fsdp.size, s.copies.size) for s in groups} == {(4, 2, 2)}
     assert [(s.copies.rank, s.fsdp.rank) for s in groups[::2]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    with pytest.raises(PlacementError, match=r"fsdp 2 of dp 3\n.*3 / 2 leaves 1"):
+    with pytest.raises(PlacementError, match=r"fsdp is 2 and dp is 3\n.*3 / 2 leaves 1"):
         rank_groups(Mesh.of(dp=3, pp=1, tp=1), ThreadRanks(ThreadGroup(3, 20.0), 0), 2)
 
 
@@ -86,16 +86,16 @@ def test_experts_are_not_shared_out_where_other_weights_are_cut(
 
 
 def test_a_mesh_has_as_many_places_as_there_are_ranks() -> None:
-    with pytest.raises(PlacementError, match=r"dp 2 x pp 1 x tp 3 for 1 ranks\n.*6 places") as error:
+    with pytest.raises(PlacementError, match=r"dp 2 x pp 1 x tp 3 does not fit 1 ranks\n.*6 places") as error:
         rank_groups(Mesh.of(dp=2, pp=1, tp=3), SingleRank())
     assert "product is 1" in error.value.fix
-    with pytest.raises(PlacementError, match="for 1 ranks"):
+    with pytest.raises(PlacementError, match="does not fit 1 ranks"):
         rank_groups(Mesh.of(first=1, dp=1, pp=1, tp=1), SingleRank())
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of(tp=1, pp=1, dp=1), Mesh.of(dp=1), Mesh.of()])
 def test_a_mesh_has_the_three_axes_in_order(mesh: Mesh) -> None:
-    with pytest.raises(PlacementError, match=r"its axes are dp, pp, tp, in this order"):
+    with pytest.raises(PlacementError, match=r"they must be dp, pp, tp, in this order"):
         rank_groups(mesh, SingleRank())
 
 
@@ -111,7 +111,7 @@ def test_threads_cannot_hold_parts_of_a_module() -> None:
     with ThreadPoolExecutor(2) as threads:
         mesh = Mesh.of(dp=1, pp=2, tp=1)
         groups = list(threads.map(lambda rank: rank_groups(mesh, ThreadRanks(group, rank)), range(2)))
-    with pytest.raises(PlacementError, match="ranks of one process"):
+    with pytest.raises(PlacementError, match="ranks are threads of one process"):
         Parallel(module(), groups[0])
 
 

@@ -56,7 +56,7 @@ def test_layers_are_dealt_out_evenly_and_in_order(count: int, stages: int) -> No
 
 
 def test_more_stages_than_layers_are_refused_with_the_sum() -> None:
-    with pytest.raises(ModelError, match=r"7 - 5 = 2 would have none"):
+    with pytest.raises(ModelError, match=r"7 - 5 = 2 stages would have none"):
         layers_of(0, 7, 5)
 
 
@@ -128,7 +128,7 @@ class Scaled(torch.nn.Module):
 def test_a_decoder_that_scales_given_embeddings_is_refused() -> None:
     module = make("qwen2")
     module.model.forward = Scaled(module.model).forward
-    with pytest.raises(ModelError, match="says something else as 2 stages"):
+    with pytest.raises(ModelError, match="gives other outputs with 2 pipeline stages"):
         check_cut(module, anatomy(module, short_copy(module)), 2, trial(module))
     check_cut(module, anatomy(module, short_copy(module)), 1, trial(module))
 

@@ -130,7 +130,7 @@ def test_a_pair_without_its_partner_is_refused_and_changes_nothing(make_model: M
     model = make_model()
     reward, pairs = role(model), pairs_for(model, 4)
     before = weights(model)
-    with pytest.raises(TrainingError, match="is not one of a pair") as caught:
+    with pytest.raises(TrainingError, match="has no partner") as caught:
         reward.update(pairs.slice(0, 7), preference_loss, PassesConfig(minibatches=1))
     assert f"({pairs.row_id(6)})" in caught.value.what
     assert reward.version == 0

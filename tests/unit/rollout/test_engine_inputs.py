@@ -37,7 +37,7 @@ def test_a_prompt_without_room_for_an_answer_is_named(length: int, engine: Engin
 @pytest.mark.parametrize("token", [64, -1, 10**9])
 def test_a_token_outside_the_vocabulary_is_named(token: int, engine: Engines, prompts: Prompts) -> None:
     with pytest.raises(
-        RolloutError, match=rf"prompt 1 sample 0\) has token {token}, at place 2(.|\n)*0 to 63"
+        RolloutError, match=rf"prompt 1 sample 0\) has token {token}, at position 2(.|\n)*0 to 63"
     ):
         engine().generate(prompts([1], [5, 6, token, 7]))
 

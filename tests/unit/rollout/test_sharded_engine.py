@@ -81,5 +81,5 @@ def test_ranks_may_be_threads(build: Build, prompts: Prompts) -> None:
 
 def test_several_lanes_over_ranks_are_refused(build: Build) -> None:
     ranks = ThreadRanks(ThreadGroup(2, 1.0), 0)
-    with pytest.raises(RolloutError, match="the engine has 2 lanes over 2 tensor-parallel ranks"):
+    with pytest.raises(RolloutError, match="the engine has 2 lanes and 2 tensor-parallel ranks"):
         engine(part_of(build(), ranks), ranks, lanes=2)

@@ -251,7 +251,7 @@ def test_a_client_that_goes_away_takes_its_rows_along(door: tuple[str, Passes]) 
             "/completions",
             {"prompt": [[1000]]},
             400,
-            "has token 1000, at place 0; why: the model's vocabulary",
+            "has token 1000, at position 0; why: the model's vocabulary",
         ),
         ("/completions", {"prompt": "1" * 2000}, 400, "has 2000 tokens; why: the context is 1024"),
         ("/completions", {"prompt": "1", "model": "tinny"}, 404, "there is no model 'tinny'"),

@@ -142,9 +142,7 @@ def test_a_second_moment_does_not_stand_still() -> None:
 def test_memory_that_is_another_s_is_refused_and_all_stays_as_it_was() -> None:
     for lent in (torch.from_numpy(np.arange(3, dtype=np.float32)), torch.arange(3.0).share_memory_()):
         own = torch.ones(2)
-        with pytest.raises(
-            TrainingError, match=r"1 of 2 memories of tensors, the first of 12 bytes"
-        ) as error:
+        with pytest.raises(TrainingError, match=r"1 of 2 tensor storages, the first of 12 bytes") as error:
             OnHost([own, lent])
         assert "numpy" in str(error.value) and "policy.offload" in str(error.value)
         assert [own.tolist(), lent.tolist()] == [[1, 1], [0, 1, 2]]

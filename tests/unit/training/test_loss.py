@@ -157,7 +157,7 @@ def nothing(logprobs: Tensor) -> None:
 @pytest.mark.parametrize(
     ("function", "match"),
     [
-        (mean_of_all, r"the loss mean_of_all returned shape \[\].*there is one loss a token"),
+        (mean_of_all, r"the loss mean_of_all returned shape \[\].*it must return one loss per token"),
         (nothing, r"the loss nothing returned None"),
     ],
 )
@@ -174,7 +174,7 @@ def root(logprobs: Tensor) -> Tensor:
 
 
 def test_a_loss_that_is_not_finite_is_told_by_its_token(module: PreTrainedModel, make_rows: MakeRows) -> None:
-    with pytest.raises(NotFiniteError, match=r"the loss is nan: token \d+ \(id \d+\) of row .* costs nan"):
+    with pytest.raises(NotFiniteError, match=r"the loss is nan: token \d+ \(id \d+\) of row .* has loss nan"):
         Trainer(module, TrainConfig(), total_steps=1).update(make_rows(), TokenLoss(root, **OWN))
 
 

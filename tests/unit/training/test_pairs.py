@@ -196,7 +196,7 @@ def test_rows_that_are_no_pairs_are_named(keep: list[int], preferred: list[bool]
     rows = pairs([(3, 5), (2, 2)]).select(keep)
     if preferred is not None:
         rows = rows.with_fields(preferred=torch.tensor(preferred))
-    with pytest.raises(TrainingError, match="is not one of a pair") as caught:
+    with pytest.raises(TrainingError, match="has no partner") as caught:
         PolicyPairLoss(PairLossConfig()).prepare(rows)
     assert why in caught.value.why
 

@@ -90,9 +90,11 @@ def test_a_head_that_overflows_names_the_token_and_what_the_head_says(
     before = weights(module)
     with torch.no_grad():
         module.score.weight.fill_(torch.nan)
-    with pytest.raises(TrainingError, match=r"token 5 \(id \d+\) of row .*costs nan, the head gives it nan"):
+    with pytest.raises(
+        TrainingError, match=r"token 5 \(id \d+\) of row .*has loss nan, its scalar output is nan"
+    ):
         trainer.update(rows, VALUE)
-    with pytest.raises(TrainingError, match="costs nan, the head gives it nan"):
+    with pytest.raises(TrainingError, match="has loss nan, its scalar output is nan"):
         trainer.update(make_rows(samples=2), PairLoss())
     assert trainer.optimizer.steps == 0 and trainer.optimizer.state().keys() == {"counter/step"}
     with torch.no_grad():

@@ -159,4 +159,4 @@ def test_a_full_disk_leaves_the_bundle_out_and_training_goes_on(
     (tmp_path / "file").write_text("")
     trainer = made(module, tmp_path / "file" / "below")
     assert "train/skipped/sum" in trainer.update(known(trainer, make_rows(samples=2), odd=0), POLICY)
-    assert "is not whole" in caplog.text
+    assert "is incomplete" in caplog.text
