@@ -136,8 +136,8 @@ def attach(module: Any, config: AdapterConfig) -> None:
         if not named:
             ends = sorted({name.rpartition(".")[2] for name in inside})
             raise ModelError(
-                f"the adapter's target {target!r} is no linear layer of the {type(module).__name__}",
-                why=f"its body has {', '.join(ends) or 'none'}",
+                f"the adapter's target {target!r} is not a linear layer of the {type(module).__name__}",
+                why=f"the linear layers of its body are {', '.join(ends) or 'none'}",
                 fix=nearest(target, ends),
             )
         chosen |= named
@@ -220,15 +220,15 @@ def _held(directory: Path, module: Any) -> dict[str, Read]:
     for name in sorted(missing | set(shapes) - set(wanted)):
         raise ModelError(
             f"the adapter {directory} {'lacks' if name in missing else 'has'} {name}",
-            why="it was trained beside another model, or is not whole",
-            fix=f"name the base it was trained with in its {SETTINGS}",
+            why="it was trained on another base model, or is incomplete",
+            fix=f"name its own base model in its {SETTINGS}",
         )
     for name, shape in shapes.items():
         if shape != wanted[name][1]:
             raise ModelError(
                 f"{name} of the adapter {directory} has the shape {shape}",
-                why=f"beside this base it is {wanted[name][1]}",
-                fix=f"name the base it was trained with in its {SETTINGS}",
+                why=f"for this base model it must be {wanted[name][1]}",
+                fix=f"name its own base model in its {SETTINGS}",
             )
     return {wanted[name][0]: partial(read_slice, str(path), name) for name in shapes}
 

@@ -64,8 +64,8 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"a model of type {config.model_type!r} is no causal language model",
-            why="transformers has no decoder of this type that continues a text",
+            f"a model of type {config.model_type!r} is not a causal language model",
+            why="transformers has no causal language model of this type",
             fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
         )
     found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -117,11 +117,11 @@ def _check_rows(module: PreTrainedModel, met: ModelError) -> None:
         beside = trial(module, input_ids=torch.cat([first, second]))
         alone, begun = trial(module, input_ids=first), trial(module, input_ids=first[:, :half])
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise _neither(met, f"ends in {type(error).__name__}: {error}") from error
+        raise _neither(met, f"fails with {type(error).__name__}: {error}") from error
     difference = max(relative_difference(beside[:1], alone), relative_difference(beside[1:, :half], begun))
     if not difference <= _TOLERANCE[module.dtype]:
         raise _neither(
-            met, f"moves a row's outputs by what lies behind it, by {difference:.2g} of the largest"
+            met, f"lets later tokens or other rows change a row's outputs, by {difference:.2g} of the largest"
         )
 
 
@@ -184,7 +184,7 @@ def short_copy(module: PreTrainedModel) -> PreTrainedModel:
             found = type(module)(config).eval()
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
             raise ModelError(
-                f"{type(module).__name__} cannot be tried with {shown} layers",
+                f"{type(module).__name__} cannot be built with {shown} layers for a trial",
                 why=f"{type(error).__name__}: {error}",
                 fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
             ) from error
@@ -213,16 +213,16 @@ def check_attention(module: PreTrainedModel) -> None:
         own = trial(module, position_ids=None)
         module.set_attn_implementation(ATTENTION)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        raise _not_replaceable(name, f"a trial ended in {type(error).__name__}: {error}") from error
+        raise _not_replaceable(name, f"a trial run failed with {type(error).__name__}: {error}") from error
     if sorted(witness.layers) != list(range(layers)):
         asked = len(set(witness.layers))
-        raise _not_replaceable(name, f"{asked} of its {layers} layers asked for it")
+        raise _not_replaceable(name, f"only {asked} of its {layers} layers called Rillflow's attention")
     difference = relative_difference(ours, own)
     if not difference <= _TOLERANCE[module.dtype]:
         raise ModelError(
-            f"{name} computes other {_output(module)} with Rillflow's attention, "
+            f"Rillflow's attention changes the {_output(module)} of {name}, "
             f"by {difference:.2g} of the largest",
-            why="its own attention is not causal, adds a bias to the scores, or its weights are not finite",
+            why="its own attention is not causal, adds a bias to the scores, or has non-finite weights",
             fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
         )
 
@@ -274,7 +274,7 @@ def context_of(module: PreTrainedModel) -> int:
         return int(module.config.get_text_config().max_position_embeddings)
     except AttributeError:
         raise ModelError(
-            f"the config of {type(module).__name__} does not say how long a text may be",
+            f"the config of {type(module).__name__} has no context length",
             why="it has no max_position_embeddings",
             fix="add it to the model's config.json",
         ) from None

@@ -78,11 +78,11 @@ def check_file(file: Path, most: int) -> None:
     except OSError as error:  # a link that leads to itself
         raise ModelError(f"{file} cannot be read", why=str(error)) from None
     if not file.is_file():
-        raise ModelError(f"{file} is no file", why="a model's parts are read from regular files")
+        raise ModelError(f"{file} is not a regular file", why="model files must be regular files")
     if size > most:
         raise ModelError(
             f"{file} has {size:,} bytes",
-            why=f"{most:,} are several times what the largest models have there",
+            why=f"the limit is {most:,}, several times the size in the largest models",
             fix="name a directory as save_pretrained writes it",
         )
 
@@ -100,7 +100,7 @@ def check_sizes(directory: Path, config: Mapping[str, Any]) -> None:
                 if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
                     raise ModelError(
                         f"{directory / 'config.json'}: {name} is {_shown(value)}",
-                        why=f"it is a whole number from {least} to {most:,}",
+                        why=f"it must be a whole number from {least} to {most:,}",
                         fix="name a directory as save_pretrained writes it",
                     )
 
@@ -122,7 +122,7 @@ def _shown(value: Any) -> str:
 
 def _check_header(file: Path) -> None:
     if not file.is_file():
-        raise ModelError(f"{file} is no file", why="weights are read from regular files")
+        raise ModelError(f"{file} is not a regular file", why="weight files must be regular files")
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -130,7 +130,7 @@ def _check_header(file: Path) -> None:
         raise ModelError(f"{file} cannot be read", why=str(error)) from None
     if length > min(HEADER_BYTES, max(0, file.stat().st_size - 8)):
         raise ModelError(
-            f"the header of {file} says it has {length:,} bytes",
-            why=f"the file has {file.stat().st_size:,} in all, and {HEADER_BYTES:,} are the most of a header",
-            fix="the file is damaged, or is no .safetensors file: fetch it again",
+            f"the header of {file} has {length:,} bytes by its length field",
+            why=f"the file has {file.stat().st_size:,} bytes, and a header has at most {HEADER_BYTES:,}",
+            fix="fetch the file again: it is damaged, or not a .safetensors file",
         )

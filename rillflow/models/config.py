@@ -94,6 +94,6 @@ def _misfit(part: str, count: int, of: str, whole: int) -> Iterator[ConfigError]
     if whole % count:
         yield ConfigError(
             f"policy.model.new.{part} is {count} and {of} is {whole}",
-            why=f"one divides the other; {whole} / {count} leaves {whole % count}",
+            why=f"{part} must divide {of}; {whole} / {count} leaves {whole % count}",
             fix=f"try {part} = {min(divisors(whole), key=lambda size: abs(size - count))}",
         )

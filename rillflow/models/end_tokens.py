@@ -30,7 +30,7 @@ def _checked_ends(file: Path, ends: Any) -> list[int]:
     found = [ends] if isinstance(ends, int) else ends
     if not isinstance(found, list) or not all(isinstance(each, int) for each in found):
         raise ModelError(
-            f"{file}: eos_token_id is {str(ends)[:60]}", why="it is a token, or a list of tokens"
+            f"{file}: eos_token_id is {str(ends)[:60]}", why="it must be a token id, or a list of token ids"
         )
     return found
 

@@ -181,7 +181,7 @@ def outline(
     if (config.path is None) == (config.new is None):
         raise ConfigError(
             f"{section} has both path and new" if config.new else f"{section} has neither path nor new",
-            why="a model exists, or is made: exactly one of the two",
+            why="a model is either loaded from path or made new",
             fix='write path = "a/directory", or new = {}',
         )
     register()
@@ -271,7 +271,7 @@ def require_same_tokens(model: ScalarModel, tokenizer: Tokenizer, name: str) -> 
     odd = model.tokenizer.first_difference(tokenizer)
     if odd is not None:
         raise ModelError(
-            f"the {name} and the policy read the token {odd} as different text",
-            why="rollouts travel as the policy's tokens",
+            f"the {name} and the policy decode the token {odd} to different text",
+            why="the {name} receives rollouts as the policy's token ids",
             fix=f"choose a {name} with the policy's tokeniser",
         )

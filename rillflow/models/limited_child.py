@@ -42,7 +42,7 @@ def run_limited(module: str, asked: Any, cpu_s: int) -> str:
     except subprocess.TimeoutExpired:
         return f"{cpu_s} s of processor time"
     if ended.returncode == TOO_MUCH or b"memory allocation" in ended.stderr:
-        return "its memory or the length of its text"
+        return "the limit of memory or text length"
     return f"{cpu_s} s of processor time" if ended.returncode < 0 else ""
 
 

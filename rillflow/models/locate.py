@@ -74,7 +74,7 @@ def locate(path: str, base: Path) -> str:
         raise ModelError(
             f"the model {path!r} is not there",
             why=f"there is no directory {local.resolve()}",
-            fix="paths are relative to the recipe; a hub name is written owner/name",
+            fix="correct the path, which is relative to the recipe, or write a hub name as owner/name",
         )
     from huggingface_hub import try_to_load_from_cache  # a directory needs no hub library
 
@@ -123,18 +123,18 @@ def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | 
     if odd:
         raise ModelError(
             f"{path} has {odd[0]} = {said.get(odd[0])!r}",
-            why="Rillflow's adapters are LoRA, rsLoRA and DoRA, of one rank for all their layers, beside a "
-            "base that is full or int8",
+            why="Rillflow supports LoRA, rsLoRA and DoRA, with one rank for all layers, on a base that is "
+            "full or int8",
             fix="merge it into its base with PEFT, and name the merged model",
         )
     if wanted is not None:
         raise ModelError(
-            f"the model {source} is an adapter, and the recipe wants one beside it",
-            why="one adapter is trained: the directory's own goes on",
+            f"the model {source} is an adapter, and the recipe adds another one",
+            why="a run trains one adapter, and this directory already has it",
             fix=f"leave adapter out, or name its base: {base}",
         )
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
-        raise ModelError(f"{path} has r = {str(rank)[:40]}", why=f"a rank is 1 to {MOST_RANK:,}")
+        raise ModelError(f"{path} has r = {str(rank)[:40]}", why=f"a rank must be from 1 to {MOST_RANK:,}")
     kind: Any = "dora" if said.get("use_dora") else "rslora" if said.get("use_rslora") else "lora"
     targets = said.get("target_modules") or ()
     targets = () if targets == "all-linear" else (targets,) if isinstance(targets, str) else sorted(targets)
@@ -153,7 +153,7 @@ def base_of(source: str) -> str:
         lacks = f"has no {WEIGHTS}" if base != str(Path(source).resolve()) else "names itself as its base"
         raise ModelError(
             f"the adapter {source} {lacks}",
-            why=f"an adapter is {SETTINGS} and {WEIGHTS} beside a model in another directory",
+            why=f"an adapter has {SETTINGS} and {WEIGHTS}, and a base model in another directory",
             fix="fetch the missing file, or name the model itself",
         )
     return base

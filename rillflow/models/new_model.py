@@ -98,7 +98,7 @@ def _settings(new: NewModel, vocabulary: int, kind: type[PreTrainedConfig]) -> d
     if unknown:
         raise ModelError(
             f"policy.model.new.architecture is {new.architecture!r}",
-            why=f"its config has no {unknown[0]}, so it is no plain decoder",
+            why=f"its config has no {unknown[0]}, so it is not a plain decoder",
             fix="choose qwen2, llama, qwen3, gpt2 or another decoder",
         )
     settings |= {"tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
@@ -108,7 +108,7 @@ def _settings(new: NewModel, vocabulary: int, kind: type[PreTrainedConfig]) -> d
             raise ModelError(
                 f"policy.model.new.init_std is {new.init_std:g}",
                 why=f"the config of a {new.architecture} has none of {', '.join(_INIT_STD)}",
-                fix="leave it out",
+                fix="leave init_std out",
             )
         settings[named[0]] = new.init_std
     for name in [name for name in _FEED_FORWARD if name in known][:1]:

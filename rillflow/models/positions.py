@@ -65,10 +65,10 @@ def settle_positions(module: PreTrainedModel, tried: PreTrainedModel) -> None:
     difference = _difference(tried)
     if not difference <= _TOLERANCE[module.dtype]:
         raise ModelError(
-            f"{type(module).__name__} computes other outputs of a row beside a longer row, "
+            f"a longer row in the batch changes a row's outputs of {type(module).__name__}, "
             f"by {difference:.2g} of the largest",
-            why="sampler and trainer put other rows side by side, and would run two models",
-            fix="choose a model whose position embeddings do not look at the longest row",
+            why="sampler and trainer batch rows differently, so their outputs would differ",
+            fix="choose a model whose position embeddings do not depend on the longest row",
         )
 
 

@@ -50,7 +50,7 @@ def load_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
     if wanted not in declared:
         raise ModelError(
             f"the model {source} is a {declared[0]}",
-            why=f"as a {wanted} some of its weights would be random, or unused",
+            why=f"loaded as a {wanted}, some of its weights would be random, or unused",
             fix="name a checkpoint of a causal language model",
         )
     module, missing = _weights(source, config, kind, dtype)
@@ -77,12 +77,12 @@ def load_scalar_module(source: str, dtype: torch.dtype) -> PreTrainedModel:
     if declared != causal and declared not in heads:
         raise ModelError(
             f"the model {source} is a {declared}",
-            why=f"a scalar head is made for a {causal}, or kept where there is a {' or a '.join(heads)}",
+            why=f"a scalar head is added to a {causal}, or loaded from a {' or a '.join(heads)}",
             fix="name a causal language model, or a checkpoint that has a head of one label",
         )
     if declared in heads and config.num_labels != 1:
         raise ModelError(
-            f"the head of the model {source} gives {config.num_labels} numbers",
+            f"the head of the model {source} returns {config.num_labels} numbers",
             why="a value or a score is one number",
             fix="name a checkpoint trained with num_labels = 1, or a causal language model",
         )
@@ -113,8 +113,8 @@ def _config(source: str) -> PreTrainedConfig:
         raise unusable(source, "config", error) from error
     if config.is_encoder_decoder:
         raise ModelError(
-            f"the model {source} is an encoder with a decoder ({config.model_type})",
-            why="prompt and answer are one text for a causal language model",
+            f"the model {source} is an encoder-decoder ({config.model_type})",
+            why="Rillflow trains causal language models, which read prompt and answer as one text",
             fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
         )
     return config
@@ -156,13 +156,13 @@ def _refuse_missing(source: str, module: PreTrainedModel, missing: frozenset[str
 def _check_settings(source: str, settings: dict[str, Any]) -> None:
     if not isinstance(settings, dict):
         raise ModelError(
-            f"the config of the model {source} is no JSON object", why="config.json holds settings by name"
+            f"the config of the model {source} is not a JSON object", why="config.json holds settings by name"
         )
     kind = settings.get("model_type")
     if "auto_map" in settings and kind not in CONFIG_MAPPING:
         raise ModelError(
             f"the model {source} brings its own code for type {kind!r}",
-            why="Rillflow executes nothing from a model's directory",
-            fix="choose a model of a type that transformers itself has",
+            why="Rillflow runs no code from a model's directory",
+            fix="choose a model whose type is part of transformers",
         )
     refuse_quantised(source, settings)

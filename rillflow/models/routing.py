@@ -91,9 +91,9 @@ class Routers:
         """
         if not self.all:
             raise ModelError(
-                f"{asked}, and {type(self._module).__name__} has no experts that transformers records the "
-                "choices of",
-                why="every token goes through all of a dense model",
+                f"{asked}, and {type(self._module).__name__} has no experts whose choices "
+                "transformers records",
+                why="a dense model sends every token through all its weights",
                 fix="leave the setting out",
             )
 
@@ -133,7 +133,7 @@ class Routers:
             self._known.add(number)
         logits, weights, chosen = output
         if saying is not None and not saying.was_asked:
-            raise _not_watched(router, "it chooses experts otherwise than by one topk of all scores")
+            raise _not_watched(router, "it does not choose experts by one topk over all scores")
         seen = logits.view(-1, self.all[number].experts)
         return (logits, plan.routed(number, seen, weights, chosen), chosen)
 
@@ -171,12 +171,12 @@ def _check_said(router: nn.Module, output: Any, known: Router) -> None:
             and logits.shape[-1] == known.experts
         ):
             return
-    raise _not_watched(router, "it returns something else than logits, weights and the chosen experts")
+    raise _not_watched(router, "it does not return logits, weights and the chosen experts")
 
 
 def _not_watched(router: nn.Module, why: str) -> ModelError:
     return ModelError(
-        f"the routing of {type(router).__name__} cannot be followed",
+        f"the routing of {type(router).__name__} cannot be recorded",
         why=why,
         fix="leave out policy.balance and rollout.replay_routing",
     )

@@ -87,7 +87,7 @@ def local_bounds(
         if not all(held.values()):
             raise ModelError(
                 f"tp is {size} and {name} has the shape {list(parameter.shape)}",
-                why=f"cut as the plan says, as torch.chunk does, it leaves nothing for rank {size - 1}",
+                why=f"torch.chunk splits it by the plan, and leaves nothing for rank {size - 1}",
                 fix="choose a smaller tp",
             )
         found[name] = held[rank][0].bounds
@@ -115,9 +115,9 @@ def assign(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
         tensor = tensors[name].detach()
         if tensor.shape != parameter.shape:
             raise ModelError(
-                f"{name} is given the shape {list(tensor.shape)}",
-                why=f"this rank's part of it has the shape {list(parameter.shape)}",
-                fix="cut the weight as weight_parts says, in pieces as torch.chunk makes them",
+                f"the given tensor for {name} has the shape {list(tensor.shape)}",
+                why=f"this rank's shard has the shape {list(parameter.shape)}",
+                fix="split the weight by weight_parts, with torch.chunk",
             )
         if not parameter.is_meta:
             parameter.data = tensor
@@ -198,12 +198,15 @@ def _tie(module: PreTrainedModel, like: PreTrainedModel) -> None:
 
 
 def _check_names(wanted: set[str], given: set[str]) -> None:
-    for names, fault in ((wanted - given, "is not given"), (given - wanted, "is no parameter of the module")):
+    for names, fault in (
+        (wanted - given, "is not given"),
+        (given - wanted, "is not a parameter of the module"),
+    ):
         if names:
             raise ModelError(
                 f"the weight {min(names)} {fault}",
-                why=f"the module has {len(wanted)} weights, tied ones once, and is given {len(given)}",
-                fix="give every weight under its logical name",
+                why=f"the module has {len(wanted)} weights, tied ones counted once; {len(given)} are given",
+                fix="pass every weight under its logical name",
             )
 
 

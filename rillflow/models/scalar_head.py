@@ -31,7 +31,7 @@ def head_of(module: Any) -> nn.Linear:
         shape = [f"{part.in_features} to {part.out_features}" for part in found]
         raise ModelError(
             f"{type(module).__name__} has no scalar head",
-            why=f"beside its body it has {len(found)} linear layers {', '.join(shape)}; a head is one, to 1",
+            why=f"outside its body it has {len(found)} linear layers {', '.join(shape)}; a head is one, to 1",
             fix="load it with load_scalar_model",
         )
     return found[0]

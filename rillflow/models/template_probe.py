@@ -58,8 +58,8 @@ def probe(template: str, variables: Mapping[str, Any], chat: Sequence[Mapping[st
     if broken:
         raise ModelError(
             f"the chat template exceeds {broken} for one conversation: {template[:60]!r}",
-            why="a template that loops or allocates without end would stop whoever renders it",
-            fix="choose another model, or mend chat_template in its directory",
+            why="a template that loops or allocates without end would hang the run",
+            fix="choose another model, or correct chat_template in its directory",
         )
 
 

@@ -63,7 +63,7 @@ def tensor_plan(module: PreTrainedModel) -> dict[str, Style]:
     if not written:
         raise ModelError(
             f"{type(module).__name__} has no tensor-parallel plan",
-            why="transformers says of each architecture how its weights may be cut, and of this one nothing",
+            why="transformers has a plan of how to split the weights for some types, not for this one",
             fix="leave tp at 1; dp and pp work with every decoder",
         )
     written |= dict(type(module)._tp_plan or {})
@@ -78,7 +78,7 @@ def tensor_plan(module: PreTrainedModel) -> dict[str, Style]:
         if names and (known is None or known is Style.LOOKED_UP or not fits):
             raise ModelError(
                 f"the tensor-parallel plan of {type(module).__name__} has {pattern!r}: {style!r}",
-                why=f"Rillflow cuts plain linear layers by {', '.join(repr(name) for name in _NAMES)} alone",
+                why=f"Rillflow splits only linear layers, by {', '.join(repr(name) for name in _NAMES)}",
                 fix="leave tp at 1; dp and pp work with every decoder",
             )
         if known is not None:
@@ -108,7 +108,7 @@ def require_heads(module: PreTrainedModel, tp: int) -> None:
         if heads % tp:
             raise ModelError(
                 f"tp is {tp} and the model has {heads} {kind} heads",
-                why=f"every rank has as many heads; {heads} / {tp} leaves {heads % tp}",
+                why=f"every rank needs the same number of heads; {heads} / {tp} leaves {heads % tp}",
                 fix=f"choose tp among {', '.join(map(str, divisors(*counts.values())))}",
             )
 
@@ -125,9 +125,9 @@ def _beside(module: nn.Module, plan: dict[str, Style]) -> dict[str, Style]:
     for name, layer in adapted(module).items():
         if layer.beside[0].length is not None:
             raise ModelError(
-                "the adapter is DoRA's, and tp is above 1",
-                why="the length of a layer's row is of all its inputs, and a rank has some of them",
-                fix='kind = "lora" or "rslora", or fsdp in the place of tp',
+                "the adapter's kind is dora, and tp is above 1",
+                why="DoRA needs the norm of whole weight rows, and a rank holds only parts of rows",
+                fix='set kind = "lora" or "rslora", or use fsdp instead of tp',
             )
         style = plan.get(name)
         if style in (Style.COLUMNS, Style.GATHERED):

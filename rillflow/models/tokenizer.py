@@ -139,7 +139,7 @@ class Tokenizer:
         if self._library.chat_template is None:
             raise ModelError(
                 "the model has no chat template",
-                why="there are messages, and only a template makes one text of them",
+                why="the rows are messages, and only a chat template turns messages into text",
                 fix="give text (a judge: frame.chat = false), or choose a model with a chat template",
             )
         self._refuse_special(chat)
@@ -254,7 +254,7 @@ class Tokenizer:
                 return int(token)
         tokens = self._encode([text], begin=False)[0]
         if not tokens:
-            raise ModelError(f"the text {text!r} is no token", why="what ends a row is some text")
+            raise ModelError(f"the text {text!r} encodes to no token", why="a stop string must have a token")
         return tokens[0] if len(tokens) == 1 else None
 
     def reads_as(self, other: Tokenizer) -> bool:
@@ -317,7 +317,7 @@ class Tokenizer:
         if self._end is None:
             raise ModelError(
                 "the model has no end token",
-                why="an answer to learn from must say where it ends",
+                why="a training answer must end with an end token",
                 fix="set eos_token in tokenizer_config.json or eos_token_id in generation_config.json",
             )
         return [row if self.stop_tokens.intersection(row) else [*row, self._end] for row in rows]
@@ -336,8 +336,8 @@ class Tokenizer:
         for name, part in [*parts, ("a tool", chat.tools or ())]:
             for special in filter(None, map(self.special_in, _strings(part))):
                 raise ModelError(
-                    f"{name} spells the special token {special!r}",
-                    why="within a chat template it would be read as the token, and could end or forge a turn",
+                    f"{name} contains the text of the special token {special!r}",
+                    why="a rendered conversation would contain the token, which could end or forge a turn",
                     fix="remove it from the data",
                 )
 
@@ -370,10 +370,10 @@ class _Alphabet:
             if not self._symbols.issuperset(self._split.pre_tokenize_str(character)[0][0]):
                 raise ModelError(
                     f"the tokeniser has no character {character!r}",
-                    why="its vocabulary lacks it, and the text would lose it silently",
+                    why="the text would lose the character silently",
                     fix="add it to policy.model.new.alphabet, or remove it from the data"
                     if self._is_own
-                    else "leave it out, or choose a model whose tokeniser has it",
+                    else "remove it, or choose a model whose tokeniser has it",
                 )
             self._known.add(character)
 
@@ -412,7 +412,7 @@ def load_tokenizer(
     except (*LIBRARY_ERRORS, KeyError, TypeError) as error:
         raise _no_tokenizer(source, str(error).strip().split("\n")[0]) from error
     if len(inner.get_vocab()) <= len(inner.added_tokens_decoder):
-        raise _no_tokenizer(source, "no file in it holds a vocabulary")
+        raise _no_tokenizer(source, "no file of the model has a vocabulary")
     return inner
 
 
@@ -425,7 +425,7 @@ def require_rows(tokenizer: Tokenizer, rows: int) -> None:
     if tokenizer.vocabulary_size > rows:
         raise ModelError(
             f"the tokeniser has {tokenizer.vocabulary_size} tokens and the model's embedding {rows} rows",
-            why="a text with a token beyond the embedding could not be read",
+            why="the model cannot read tokens beyond its embedding",
             fix="use the tokeniser the model was trained with, or call resize_token_embeddings",
         )
 
@@ -445,15 +445,15 @@ def _no_tokenizer(source: str, why: str) -> ModelError:
     return ModelError(
         f"the model {source} has no tokeniser that can be loaded",
         why=why,
-        fix="put tokenizer.json and tokenizer_config.json beside the weights",
+        fix="put tokenizer.json and tokenizer_config.json next to the weights",
     )
 
 
 def _rewritten(before: str, whole: str) -> ModelError:
     was, became = (text[max(0, len(before) - _SHOWN) :][: 2 * _SHOWN] for text in (before, whole))
     return ModelError(
-        f"the chat template rewrites a prompt once it is answered: {was!r} became {became!r}",
-        why="an answer to learn from follows the prompt just as it is sampled from",
+        f"the chat template renders a prompt differently before an answer: {was!r} became {became!r}",
+        why="a training answer must follow the same prompt text as a sampled one",
         fix="try task.template_arguments, or render the rows yourself: task.rendered = true",
     )
 

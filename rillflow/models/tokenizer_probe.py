@@ -52,8 +52,8 @@ def probe_tokenizer(directory: Path, texts: Sequence[str]) -> None:
     if broken:
         raise ModelError(
             f"{file} exceeds {broken} for {len(tried) + 1} texts",
-            why="a pattern or a replacement that grows without end would stop whoever encodes with it",
-            fix="choose another model, or mend normalizer and pre_tokenizer in the file",
+            why="a pattern or replacement that grows without end would hang the run",
+            fix="choose another model, or correct normalizer and pre_tokenizer in the file",
         )
 
 

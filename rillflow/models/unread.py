@@ -155,7 +155,7 @@ def not_finite(name: str) -> ModelError:
     """Return the error for a weight with non-finite numbers."""
     return ModelError(
         f"the weight {name} has numbers that are not finite",
-        why="nothing can be computed or learned with them",
+        why="a model with such weights can neither sample nor train",
         fix="name another checkpoint",
     )
 
@@ -250,7 +250,7 @@ def _files(source: str) -> list[str]:
     if index is None:
         raise ModelError(
             f"the model {source} has no weights",
-            why=f"there is neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME} in it",
+            why=f"it has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}",
         )
     names: list[str] = sorted(set(json.loads(Path(index).read_bytes())["weight_map"].values()))
     paths = {name: _file(source, name) for name in names}
@@ -258,8 +258,8 @@ def _files(source: str) -> list[str]:
         if path is None:
             raise ModelError(
                 f"the model {source} has no file {name}",
-                why=f"its index says that weights are in {len(names)} files, and this is one of them",
-                fix="copy the file to the others",
+                why=f"its index lists {len(names)} weight files, and this is one of them",
+                fix="copy the missing file into the directory",
             )
     return [path for path in paths.values() if path is not None]
 

@@ -60,9 +60,9 @@ def check_weight_files(source: str) -> None:
         raise ModelError(
             f"the weights of {source} are in {pickles[0]}, a pickle",
             why="loading a pickle can execute anything; Rillflow reads safetensors",
-            fix="convert them: load with transformers where you trust the file, then save_pretrained",
+            fix="if you trust the file, load it with transformers and write it with save_pretrained",
         )
-    raise ModelError(f"the model {source} has no weights", why="there is no .safetensors file in it")
+    raise ModelError(f"the model {source} has no weights", why="it has no .safetensors file")
 
 
 def weight_headers(directory: Path) -> dict[str, WeightHeader]:
@@ -74,7 +74,7 @@ def weight_headers(directory: Path) -> dict[str, WeightHeader]:
     found: dict[str, WeightHeader] = {}
     for file in sorted(directory.glob("*.safetensors")):
         if not file.is_file():
-            raise ModelError(f"{file} is no file", why="weights are read from regular files")
+            raise ModelError(f"{file} is not a regular file", why="weight files must be regular files")
         try:
             with safe_open(file, framework="np") as weights:
                 for name in weights.keys():  # noqa: SIM118
@@ -89,7 +89,7 @@ def weight_headers(directory: Path) -> dict[str, WeightHeader]:
             raise ModelError(
                 f"the weight {name[:60]!r} in {header.file} has {len(header.shape):,} dims",
                 why=f"a weight of a model has at most {_MOST_DIMS}",
-                fix="the file is no model's: fetch it again",
+                fix="fetch the file again: it is not a model's",
             )
     return found
 
@@ -100,8 +100,8 @@ def _require_floats(headers: dict[str, WeightHeader]) -> None:
         if name.endswith(".weight") and header.dtype not in _FLOATS:
             raise ModelError(
                 f"the weight {name!r} in {header.file} has the type {header.dtype}",
-                why=f"a weight that is trained has one of {', '.join(_FLOATS)}; {header.dtype} would be read "
-                "without its scale",
+                why=f"a trained weight has one of the types {', '.join(_FLOATS)}; {header.dtype} would be "
+                "read without its scale",
                 fix="name the float32 or bfloat16 model that it was made from",
             )
 
@@ -114,22 +114,22 @@ def _check_index(directory: Path) -> None:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise unusable(str(directory), "index of weights", error) from error
+        raise unusable(str(directory), "weight index", error) from error
     if (
         not isinstance(index, dict)
         or not isinstance(index.get("weight_map"), dict)
         or "metadata" not in index
     ):
         raise ModelError(
-            f"{path} is no index of weights",
-            why="one has metadata, and a weight_map that says in which file each weight is",
+            f"{path} is not a weight index",
+            why="an index has metadata, and a weight_map from each weight to its file",
             fix="name a directory as save_pretrained writes it",
         )
     for name in index["weight_map"].values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(
-                f"{path} names {name!r} as a file of weights",
-                why="weights are read from .safetensors files beside it, and from nowhere else",
+                f"{path} names {name!r} as a weight file",
+                why="weights are read only from .safetensors files in the same directory",
                 fix="name a directory as save_pretrained writes it",
             )
     named = sorted(set(index["weight_map"].values()))
@@ -138,7 +138,7 @@ def _check_index(directory: Path) -> None:
         rest = f" and {len(missing) - _NAMED:,} more" if len(missing) > _NAMED else ""
         raise ModelError(
             f"the model {directory} lacks {', '.join(missing[:_NAMED])}{rest}",
-            why=f"{path.name} names {len(named):,} files of weights, and {len(missing):,} are not there",
+            why=f"{path.name} lists {len(named):,} weight files, and {len(missing):,} are missing",
             fix="fetch the missing files again",
         )
 
@@ -155,7 +155,7 @@ def settings_in(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise unusable(str(file.parent), file.name, error) from error
     if not isinstance(settings, dict):
-        raise ModelError(f"{file} is no JSON object", why="it holds settings by name")
+        raise ModelError(f"{file} is not a JSON object", why="it holds settings by name")
     return settings
 
 

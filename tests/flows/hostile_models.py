@@ -207,10 +207,10 @@ FOLDERS: dict[str, Hostile] = {
     "four bytes": refused(text(WEIGHTS, b"\x08\0\0\0"), "model.safetensors"),
     "1 TiB of zeros": refused(sparse(WEIGHTS, 2**40), "model.safetensors"),
     # files that are none
-    "weights a folder": refused(special(WEIGHTS, Path.mkdir), "model.safetensors is no file"),
-    "weights a FIFO": refused(special(WEIGHTS, os.mkfifo), "model.safetensors is no file"),
-    "weights a socket": refused(special(WEIGHTS, unix_socket), "model.safetensors is no file"),
-    "weights /dev/zero": refused(link(WEIGHTS, "/dev/zero"), "model.safetensors is no file"),
+    "weights a folder": refused(special(WEIGHTS, Path.mkdir), "model.safetensors is not a regular file"),
+    "weights a FIFO": refused(special(WEIGHTS, os.mkfifo), "model.safetensors is not a regular file"),
+    "weights a socket": refused(special(WEIGHTS, unix_socket), "model.safetensors is not a regular file"),
+    "weights /dev/zero": refused(link(WEIGHTS, "/dev/zero"), "model.safetensors is not a regular file"),
     "weights a loop": refused(loop(WEIGHTS), "model.safetensors"),
     "weights a link to nothing": refused(link(WEIGHTS, "nowhere"), "model.safetensors"),
     "weights /proc/self/mem": refused(link(WEIGHTS, "/proc/self/mem"), "model.safetensors"),
@@ -219,16 +219,18 @@ FOLDERS: dict[str, Hostile] = {
     "config /dev/zero": refused(link(CONFIG, "/dev/zero"), "config.json"),
     "config a loop": refused(loop(CONFIG), "config.json"),
     "config another folder's": refused(link(CONFIG, "/etc/passwd"), "config.json"),
-    "tokeniser a FIFO": refused(special(TOKENS, os.mkfifo), "tokenizer.json is no file"),
+    "tokeniser a FIFO": refused(special(TOKENS, os.mkfifo), "tokenizer.json is not a regular file"),
     "tokeniser a loop": refused(loop(TOKENS), "tokenizer.json"),
-    "tokeniser /dev/zero": refused(link(TOKENS, "/dev/zero"), "tokenizer.json is no file"),
-    "tokeniser's settings a FIFO": refused(special(SETTINGS, os.mkfifo), "tokenizer_config.json is no file"),
+    "tokeniser /dev/zero": refused(link(TOKENS, "/dev/zero"), "tokenizer.json is not a regular file"),
+    "tokeniser's settings a FIFO": refused(
+        special(SETTINGS, os.mkfifo), "tokenizer_config.json is not a regular file"
+    ),
     "generation config a FIFO": refused(
-        special("model/generation_config.json", os.mkfifo), "generation_config.json is no file"
+        special("model/generation_config.json", os.mkfifo), "generation_config.json is not a regular file"
     ),
     "template a FIFO": refused(special("model/chat_template.jinja", os.mkfifo), "chat_template.jinja"),
     "added tokens a FIFO": refused(special("model/added_tokens.json", os.mkfifo), "added_tokens.json"),
-    "index a FIFO": refused(special(INDEX, os.mkfifo), "model.safetensors.index.json is no file"),
+    "index a FIFO": refused(special(INDEX, os.mkfifo), "model.safetensors.index.json is not a regular file"),
     # sizes of files
     "config of 1 TiB": refused(sparse(CONFIG, 2**40), "config.json has"),
     "tokeniser of 1 GiB": refused(sparse(TOKENS, GIB), "tokenizer.json has"),
@@ -266,7 +268,7 @@ FOLDERS: dict[str, Hostile] = {
     "index of numbers": refused(
         text(INDEX, '{"metadata": {}, "weight_map": {"a": 1}}'), "model.safetensors.index.json names 1"
     ),
-    "index nested": refused(text(INDEX, DEEP), "index of weights"),
+    "index nested": refused(text(INDEX, DEEP), "weight index"),
     "index of 10^5 shards": refused(index(*(f"{at}.safetensors" for at in range(10**5))), "lacks"),
     # tokenisers
     "tokeniser nested": refused(text(TOKENS, DEEP), "tokeniser"),
@@ -319,7 +321,7 @@ FOLDERS: dict[str, Hostile] = {
         "owned",
     ),
     "quantised": refused(set_json(CONFIG, quantization_config={"quant_method": "gptq"}), "quantised"),
-    "an encoder with a decoder": refused(set_json(CONFIG, model_type="t5", is_encoder_decoder=True), "model"),
+    "an encoder-decoder": refused(set_json(CONFIG, model_type="t5", is_encoder_decoder=True), "model"),
 }
 BOUNDED: dict[str, Spoil] = {
     "a pattern of many tries": split("(x+x+)+y"),

@@ -252,7 +252,7 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
     "model missing": (nothing, "policy.model.path=./modle", "there is no directory"),
     "no config": (lambda folder: (folder / "model/config.json").unlink(), "", "has no config.json"),
     "config broken": (text("model/config.json", '{"model_type": '), "", "cannot be"),
-    "config a list": (text("model/config.json", "[]"), "", "is no JSON object"),
+    "config a list": (text("model/config.json", "[]"), "", "is not a JSON object"),
     "weights corrupt": (text("model/model.safetensors", b"\xff" * 64), "", "model.safetensors"),
     "weights truncated": (cut, "", "model.safetensors"),
     "weights missing": (lambda folder: (folder / "model/model.safetensors").unlink(), "", "has no weights"),

@@ -145,7 +145,7 @@ def written(folder: Path, **changed: Any) -> None:
         ({"base_model_name_or_path": None}, "has base_model_name_or_path = None"),
         ({"r": 5}, r"lora_A.weight of the adapter .* has the shape \[4, \d+\]"),
         ({"target_modules": ["q_proj"]}, "has base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"),
-        ({"target_modules": ["q_prjo"]}, "target 'q_prjo' is no linear layer .*\n?.*"),
+        ({"target_modules": ["q_prjo"]}, "target 'q_prjo' is not a linear layer .*\n?.*"),
         ({"base_model_name_or_path": "no/where/at/all"}, "'no/where/at/all' is not there"),
     ],
 )
@@ -171,7 +171,7 @@ def test_an_adapter_for_another_base_is_refused(load: Callable[..., LanguageMode
 
 def test_one_adapter_is_trained(load: Callable[..., LanguageModel], tmp_path: Path) -> None:
     save_model(load(rank=4), tmp_path / "saved")
-    with pytest.raises(ModelError, match="is an adapter, and the recipe wants one beside it"):
+    with pytest.raises(ModelError, match="is an adapter, and the recipe adds another one"):
         load(tmp_path / "saved", rank=8)
     with pytest.raises(ValueError, match="greater than 0"):
         AdapterConfig(rank=0)

@@ -55,7 +55,7 @@ def test_a_file_that_is_too_large_is_refused_unread(tmp_path: Path, name: str, s
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(ModelError, match=r"config\.json is no file"):
+    with pytest.raises(ModelError, match=r"config\.json is not a regular file"):
         check_files(tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_a_tokeniser_is_tried_on_texts_in_a_child(tmp_path: Path) -> None:
     many = [{"type": "Replace", "pattern": {"String": "q"}, "content": "q" * 100}] * 3
     said["normalizer"] = {"type": "Sequence", "normalizers": many}
     (tmp_path / "tokenizer.json").write_text(json.dumps(said))
-    with pytest.raises(ModelError, match=r"tokenizer\.json exceeds its memory or the length of its text"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json exceeds the limit of memory or text length"):
         probe_tokenizer(tmp_path, ["17+25="])
     (tmp_path / "tokenizer.json").write_text("{")
     probe_tokenizer(tmp_path, ["17+25="])  # whoever loads it says that it is none

@@ -101,7 +101,9 @@ def test_a_sampled_answer_stops_where_one_of_a_pair_is_cut() -> None:
 def test_a_template_that_rewrites_the_past_is_named() -> None:
     tokenizer = qwen(FORGETFUL)
     assert shown(tokenizer, tokenizer.encode_chats([CHAT])[0]).endswith("<|im_start|>assistant\n<think>")
-    with pytest.raises(ModelError, match="the chat template rewrites a prompt once it is answered") as caught:
+    with pytest.raises(
+        ModelError, match="the chat template renders a prompt differently before an answer"
+    ) as caught:
         tokenizer.encode_replies([CHAT], ["sat"])
     assert "assistant\\n<think>' became" in caught.value.what
     assert "task.rendered" in caught.value.fix
@@ -132,7 +134,7 @@ def test_a_template_gets_its_arguments_tools_names_and_calls() -> None:
     ],
 )
 def test_a_special_token_is_refused_wherever_a_template_may_write_it(chat: Chat) -> None:
-    with pytest.raises(ModelError, match=r"spells the special token '<\|im_end\|>'"):
+    with pytest.raises(ModelError, match=r"contains the text of the special token '<\|im_end\|>'"):
         qwen().encode_chats([chat])
 
 
@@ -204,5 +206,5 @@ def test_a_template_that_rewrites_earlier_turns_cannot_go_on() -> None:
     late = QWEN.replace("{{ '\\n' + m['content'] }}", "{{ '\\n' + (m['content'] if loop.last else '-') }}")
     tokenizer = qwen(late)
     turns = [*CHAT.turns, {"role": "assistant", "content": "sat"}, {"role": "user", "content": "on"}]
-    with pytest.raises(ModelError, match="the chat template rewrites a prompt once it is answered"):
+    with pytest.raises(ModelError, match="the chat template renders a prompt differently before an answer"):
         tokenizer.encode_next(CHAT, "sat", Chat(turns=turns), is_ended=True)

@@ -94,7 +94,7 @@ def test_token_of_finds_one_token(byte_pair: Make) -> None:
     assert tokenizer.token_of("<|user|>") == 2
     assert tokenizer.decode([tokenizer.token_of("\n") or 0]) == "\n"
     assert tokenizer.token_of("the mat, no") is None
-    with pytest.raises(ModelError, match="'' is no token"):
+    with pytest.raises(ModelError, match="'' encodes to no token"):
         tokenizer.token_of("")
 
 

@@ -187,5 +187,5 @@ def test_a_model_that_reads_other_rows_lengths_elsewhere_is_refused() -> None:
         return output * (1 + named["position_ids"].max() / CONTEXT)
 
     module.model.layers[0].register_forward_hook(louder, with_kwargs=True)
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM computes other outputs .* beside a longer row"):
+    with pytest.raises(ModelError, match=r"a longer row in the batch .* LlamaForCausalLM"):
         settle_positions(module, module)

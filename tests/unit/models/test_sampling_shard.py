@@ -154,9 +154,9 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     name = "model.norm.weight"
     with pytest.raises(ModelError, match=r"the weight model\.norm\.weight is not given"):
         assign(module, {other: tensor for other, tensor in given.items() if other != name})
-    with pytest.raises(ModelError, match="the weight odd is no parameter"):
+    with pytest.raises(ModelError, match="the weight odd is not a parameter"):
         assign(module, {**given, "odd": given[name]})
-    with pytest.raises(ModelError, match=r"model\.norm\.weight is given the shape \[2\]"):
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has the shape \[2\]"):
         assign(module, {**given, name: torch.zeros(2)})
 
 

@@ -209,7 +209,7 @@ def test_a_missing_weight_of_the_body_is_not_made_up(make_directory: Make) -> No
     ("changes", "says"),
     [
         ({"model_type": "t5"}, "t5"),
-        ({"model_type": "bart", "is_encoder_decoder": True}, "an encoder with a decoder"),
+        ({"model_type": "bart", "is_encoder_decoder": True}, "an encoder-decoder"),
         ({"model_type": "mamba"}, "cannot have a scalar head"),
         ({"model_type": "cohere"}, "cannot have a scalar head"),
         ({"architectures": ["LlamaForQuestionAnswering"]}, "is a LlamaForQuestionAnswering"),
@@ -235,7 +235,7 @@ def test_an_encoder_with_one_label_is_refused(
     )
     BertForSequenceClassification(config).save_pretrained(tmp_path)
     byte_pair().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="BertForSequenceClassification computes other last_hidden_state"):
+    with pytest.raises(ModelError, match="changes the last_hidden_state of BertForSequenceClassification"):
         load(tmp_path)
 
 
@@ -280,5 +280,5 @@ def test_other_tokens_than_the_policy_s_are_named() -> None:
     model = new(alphabet="0123456789+=")
     require_same_tokens(model, Tokenizer(character_tokenizer("0123456789+=", 32)), "critic")
     for alphabet, token in [("0123456789=+", 11), ("0123456789+=x", 13), ("0123456789+", 12)]:
-        with pytest.raises(ModelError, match=f"the critic and the policy read the token {token} as"):
+        with pytest.raises(ModelError, match=f"the critic and the policy decode the token {token} as"):
             require_same_tokens(model, Tokenizer(character_tokenizer(alphabet, 32)), "critic")

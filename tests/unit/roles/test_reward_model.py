@@ -156,7 +156,7 @@ def test_other_tokens_than_the_policy_s_are_refused(
     make_model: MakeModel, kind: type[RewardModel], name: str
 ) -> None:
     other = Tokenizer(character_tokenizer("=0123456789+-", 32))
-    with pytest.raises(ModelError, match=f"the {name} and the policy read the token 1"):
+    with pytest.raises(ModelError, match=f"the {name} and the policy decode the token 1"):
         role(make_model(), tokenizer=other, kind=kind)
 
 

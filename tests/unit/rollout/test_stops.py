@@ -96,5 +96,5 @@ def test_a_row_taken_out_in_the_middle_of_a_stop_ends_with_it_all_the_same(model
 
 
 def test_an_empty_text_is_refused(model: LanguageModel) -> None:
-    with pytest.raises(ModelError, match="is no token"):
+    with pytest.raises(ModelError, match="encodes to no token"):
         Stops(("",), model.tokenizer)
