@@ -48,9 +48,9 @@ def activations(directory: Path, texts: Sequence[str]) -> Activations:
     """
     if not any(texts):
         raise DataError(
-            "there is no text to align by",
-            why="units are compared by what they say of prompts",
-            fix="give a file with a prompt a line",
+            "there is no prompt to align with",
+            why="units are compared by their activations on prompts",
+            fix="give a file with one prompt per line",
         )
     config = ModelConfig(path=str(directory.absolute()))
     model = load_model(config, seed=0, device=choose_device("cpu"), base=Path())

@@ -129,7 +129,7 @@ def units_of(name: str) -> tuple[str, tuple[str, ...]]:
     if match[2] not in _ALONG:
         raise ModelError(
             f"{name} cannot be aligned",
-            why="which units lie along it is known of decoders with the parts of llama, qwen2 and qwen3",
+            why="only decoders with the modules of llama, qwen2 and qwen3 can be aligned",
             fix="merge such decoders, or choose another method",
         )
     return match[1] or "", _ALONG[match[2]]
@@ -148,8 +148,8 @@ def require_alignable(parent: Parent, target: Parent) -> None:
     if one.dims != other.dims:
         raise ModelError(
             f"heads have the size {one.dims} in {parent.directory} and {other.dims} in {target.directory}",
-            why="rotary positions turn the dims of a head by their number, so that they keep their order",
-            fix="align models with one size of heads; how many there are may differ",
+            why="rotary positions rotate a dim by its index, so the dims of a head cannot be reordered",
+            fix="align models with one head size; the number of heads may differ",
         )
     for name, stored in parent.weights.items():
         along, shape = units_of(name)[1], target.weights[name].shape
@@ -157,7 +157,7 @@ def require_alignable(parent: Parent, target: Parent) -> None:
             raise ModelError(
                 f"{name} has the shape {list(stored.shape)} in {parent.directory} and {list(shape)} in "
                 f"{target.directory}",
-                why="tokens are not aligned: both models have the same ones",
+                why="tokens are not aligned, so both models need the same vocabulary",
                 fix="merge models with one vocabulary",
             )
 

@@ -67,33 +67,35 @@ class MergeSettings:
         """
         if self.method not in METHODS:
             raise ConfigError(
-                f"there is no method {self.method!r}",
-                why="models are merged by one of a few",
+                f"there is no merge method {self.method!r}",
+                why="--method names one of the built-in methods",
                 fix=nearest(self.method, METHODS),
             )
         if count < least:
             raise ConfigError(
                 f"{count or 'no'} parent{'s' if not count else ''} to merge",
-                why="a merge is made of two or more models",
+                why="a merge needs two or more models",
                 fix="name their directories, or runs, one after the other",
             )
         needs = self.method in OF_TASK_VECTORS
         if needs != has_base and (needs or self.method != "greedy"):
             raise ConfigError(
                 f"--method {self.method} {'needs' if needs else 'has no use for'} --base",
-                why="it merges what training changed of the model that all parents began with"
+                why="it merges the changes that each parent made to a common base model"
                 if needs
-                else "it merges the parents' weights as they are",
+                else "it merges the parents' weights themselves",
                 fix="add --base DIR" if needs else "leave --base out, or add it as a parent",
             )
         if not 0 < self.density <= 1:
             raise ConfigError(
-                f"--density is {self.density:g}", why="it is a share of the changes", fix="try 0.5"
+                f"--density is {self.density:g}",
+                why="it is the share of changes to keep, above 0 and at most 1",
+                fix="try 0.5",
             )
         if self.trim not in TRIMS or (self.trim == "model" and self.method != "ties"):
             raise ConfigError(
                 f"--trim is {self.trim}, and --method {self.method}",
-                why=f"it is {' or '.join(TRIMS)}, and of ties alone",
+                why=f"it is {' or '.join(TRIMS)}; model needs --method ties",
                 fix=nearest(self.trim, TRIMS) if self.trim not in TRIMS else "add --method ties",
             )
         return MergeSettings(**asdict(self) | {"weights": tuple(normalised(self.weights, count))})
@@ -243,7 +245,7 @@ class _Merged:
             first, *others = (parent.read(name, *each) for parent in self._parents)
             if any(not torch.equal(first, other) for other in others):
                 raise ModelError(
-                    f"{name} holds integers, and not the same in all parents",
+                    f"{name} holds integers that differ between parents",
                     why="integers have no average",
                     fix="merge models of one architecture",
                 )

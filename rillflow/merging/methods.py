@@ -71,7 +71,7 @@ def normalised(weights: Sequence[float] | None, count: int) -> list[float]:
     if len(given) != count:
         raise ConfigError(
             f"--weights has {len(given)} numbers for {count} parents",
-            why="each parent has a weight of its own",
+            why="each parent needs one weight",
             fix=f"give {count}, such as {','.join(['1'] * count)}",
         )
     if not all(map(math.isfinite, given)) or total <= 0:

@@ -88,12 +88,12 @@ class Parent:
         if (directory / SETTINGS).is_file():
             raise ModelError(
                 f"{directory} is an adapter",
-                why="its weights are changes of a base, which merging reads beside it",
-                fix=f"rillflow merge-adapter {directory} --out DIR, then merge DIR",
+                why="its weights are changes to a base model, and a merge needs whole models",
+                fix=f"run rillflow merge-adapter {directory} --out DIR, then merge DIR",
             )
         if not (directory / "config.json").is_file():
             raise ModelError(
-                f"{directory} is no model",
+                f"{directory} is not a model",
                 why="a model is a directory with config.json and .safetensors files",
                 fix="name such a directory, or a run that has a checkpoint",
             )
@@ -121,7 +121,9 @@ class Parent:
         while rest:
             done = os.preadv(self._open[stored.file], [rest], at)
             if not done:
-                raise ModelError(f"{stored.file} ends within {name}", why="it was cut while it was read")
+                raise ModelError(
+                    f"{stored.file} ends within {name}", why="the file was truncated while it was read"
+                )
             rest, at = rest[done:], at + done
         if stored.dtype.is_floating_point and count:
             low, high = torch.aminmax(found)
@@ -154,7 +156,7 @@ class Parent:
         count = int((~values.isfinite()).sum())
         return ModelError(
             f"{name} of {self.directory} has {count:,} of {stored.size:,} numbers that are NaN or infinite",
-            why="they would stay so in every merged model",
+            why="every merged model would contain them",
             fix="leave this parent out, or name an older checkpoint of it",
         )
 
@@ -188,7 +190,7 @@ def require_alike(one: Parent, other: Parent, *, widths: bool = False) -> None:
         if mine != theirs and not (widths and _follows_widths(key)):
             raise ModelError(
                 f"{key} is {mine!r} in {one.directory} and {theirs!r} in {other.directory}",
-                why="weights of models that compute otherwise do not mean the same",
+                why="weights of models with different settings have no useful average",
                 fix=_shape_fix(key, widths),
             )
     alone = sorted(one.weights.keys() ^ other.weights.keys())
@@ -196,7 +198,7 @@ def require_alike(one: Parent, other: Parent, *, widths: bool = False) -> None:
         has, lacks = (one, other) if alone[0] in one.weights else (other, one)
         raise ModelError(
             f"{has.directory} has {alone[0]}, and {lacks.directory} does not",
-            why=f"{len(alone)} weights are in one of the two alone",
+            why=f"{len(alone)} weights exist in only one of the two",
             fix="merge models of one architecture",
         )
     for name, stored in () if widths else one.weights.items():
@@ -204,7 +206,7 @@ def require_alike(one: Parent, other: Parent, *, widths: bool = False) -> None:
             raise ModelError(
                 f"{name} has the shape {list(stored.shape)} in {one.directory} and "
                 f"{list(other.weights[name].shape)} in {other.directory}",
-                why="weights of other shapes are no average of each other",
+                why="weights of different shapes have no average",
                 fix=_shape_fix("hidden_size", widths),
             )
     _require_same_tokens(one, other)
@@ -227,7 +229,7 @@ def _require_same_ties(one: Parent, other: Parent) -> None:
         first, second = (one, other) if tied[0] else (other, one)
         raise ModelError(
             f"{first.directory} ties its head to its embedding, and {second.directory} does not",
-            why="one matrix there is two here, and an average of them is neither",
+            why="one shared matrix and two separate matrices have no useful average",
             fix="merge models with the same tie_word_embeddings",
         )
 
@@ -246,9 +248,9 @@ def _require_same_tokens(one: Parent, other: Parent) -> None:
     odd = mine.first_difference(theirs)
     if odd is not None:
         raise ModelError(
-            f"{one.directory} and {other.directory} read the token {odd} as different text",
-            why="a row of an embedding would be the average of two texts",
-            fix="merge models with one tokeniser",
+            f"{one.directory} and {other.directory} decode the token {odd} to different text",
+            why="an embedding row would average the vectors of two different texts",
+            fix="merge models with the same tokeniser",
         )
 
 
@@ -272,7 +274,7 @@ def _headers(directory: Path) -> dict[str, Stored]:
                 raise ModelError(
                     f"{weight} of {directory} is of type {told['dtype']}",
                     why="merging averages floating-point weights",
-                    fix="name the model that the quantised one was made from",
+                    fix="name the float model that the quantised one was made from",
                 )
             found[weight] = Stored(
                 file=file,

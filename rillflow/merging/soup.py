@@ -79,6 +79,6 @@ def _number(found: float, parent: Path) -> float:
         raise ModelError(
             f"the score of {parent} is {found}",
             why="parents are added in the order of their scores",
-            fix="hold rows out that can be scored: task.held_out, evaluate.problems",
+            fix="hold out rows that can be scored: set task.held_out and evaluate.problems",
         )
     return found

@@ -61,7 +61,9 @@ def require_new(out: Path) -> None:
         ConfigError: it exists.
     """
     if out.exists():
-        raise ConfigError(f"{out} is there already", why="nothing is written over", fix="name another")
+        raise ConfigError(
+            f"{out} exists already", why="a merge overwrites nothing", fix="name another directory"
+        )
 
 
 def write_weights(

@@ -188,9 +188,9 @@ def _require_same_ends(one: Network, other: Network) -> None:
     if shapes[0] != shapes[1]:
         found = [f"{depth} layers from {first} to {last}" for depth, first, last in reversed(shapes)]
         raise ModelError(
-            f"networks of {' and of '.join(found)}",
-            why="their layers are aligned one to one, and inputs and outputs keep their order",
-            fix="fuse networks of the same depth, inputs and outputs",
+            f"the networks have {' and '.join(found)}",
+            why="layers are aligned one to one, and inputs and outputs are not reordered",
+            fix="fuse networks with the same number of layers, inputs and outputs",
         )
 
 
@@ -215,7 +215,7 @@ def _pot() -> Any:
     except ModuleNotFoundError:
         raise ConfigError(
             "POT is not installed",
-            why="optimal transport is an extra",
-            fix="pip install 'rillflow[merge]'",
+            why="optimal transport needs the package of this extra",
+            fix="run pip install 'rillflow[merge]'",
         ) from None
     return ot

@@ -47,19 +47,19 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis in self.axes:
             if axis.size < 1:
-                raise PlacementError(f"axis {axis.name!r} has size {axis.size}", why="the least is 1")
+                raise PlacementError(f"axis {axis.name!r} has size {axis.size}", why="the minimum is 1")
         if twice := _twice(self.names):
-            raise PlacementError(f"axis {twice[0]!r} stands twice", why="an axis is found by its name")
+            raise PlacementError(f"the mesh has axis {twice[0]!r} twice", why="axis names must be unique")
         if twice := _twice(self.ranks):
-            raise PlacementError(f"rank {twice[0]} stands twice", why="a rank has one place in a mesh")
+            raise PlacementError(f"the mesh has rank {twice[0]} twice", why="a rank has one place in a mesh")
         if min(self.ranks, default=0) < 0:
-            raise PlacementError(f"a rank is {min(self.ranks)}", why="ranks are counted from 0")
+            raise PlacementError(f"the mesh has rank {min(self.ranks)}", why="ranks are counted from 0")
         cells = prod(axis.size for axis in self.axes)
         if len(self.ranks) != cells:
             sizes = " x ".join(f"{axis.name} {axis.size}" for axis in self.axes) or "no axis"
             raise PlacementError(
                 f"{len(self.ranks)} ranks do not fill a mesh of {sizes}",
-                why=f"it has {cells} places, one a rank",
+                why=f"it has {cells} places, one for each rank",
             )
 
     @staticmethod
@@ -137,9 +137,9 @@ def require_whole_beside_experts(where: str, *, ep: int, fsdp: int, pp: int, tp:
     beside = [name for name, size in (("fsdp", fsdp), ("pp", pp), ("tp", tp)) if size > 1]
     if ep > 1 and beside:
         raise PlacementError(
-            f"{where}: ep and {beside[0]}",
+            f"{where}, with both ep and {beside[0]} above 1",
             why="expert parallelism needs ranks that hold every other weight whole",
-            fix=f"leave {beside[0]} or ep out; dp goes with both",
+            fix=f"leave {beside[0]} or ep out; dp works with both",
         )
 
 

@@ -42,16 +42,18 @@ class Split:
 
     def __post_init__(self) -> None:
         if self.dim < 0:
-            raise PlacementError(f"a split of dim {self.dim}", why="dims are counted from 0, from the front")
+            raise PlacementError(
+                f"the split has dim {self.dim}", why="dims are counted from 0, from the front"
+            )
         if self.runs < 1:
-            raise PlacementError(f"a split into {self.runs} runs", why="the least is 1")
+            raise PlacementError(f"the split has {self.runs} runs", why="the minimum is 1")
         if self.sizes is not None and min(self.sizes, default=0) < 0:
-            raise PlacementError(f"a piece of length {min(self.sizes)}", why="the least is 0")
+            raise PlacementError(f"the split has a piece of length {min(self.sizes)}", why="the minimum is 0")
         if self.sizes is not None and self.runs > 1:
             raise PlacementError(
-                f"sizes {self.sizes} together with {self.runs} runs",
-                why="it is open which run they are the sizes of",
-                fix="make a value of every run",
+                f"the split has both sizes {self.sizes} and {self.runs} runs",
+                why="it is not clear which run the sizes belong to",
+                fix="make each run a value of its own",
             )
 
 
@@ -94,15 +96,15 @@ class Placement:
             if isinstance(part, Split) and part.sizes is not None and len(part.sizes) != size:
                 raise PlacementError(
                     f"axis {name!r} has {len(part.sizes)} sizes {part.sizes} and {size} coordinates",
-                    why="every coordinate holds one piece",
+                    why="every coordinate holds one piece, so it needs one size",
                 )
         parts: dict[str, Part] = {name: Broadcast() for name in self.mesh.names} | dict(self.parts)
         splitting = [name for name, part in parts.items() if isinstance(part, Split)]
         for place, name in enumerate(self.order):
             self.mesh.axis(name)
             if name not in splitting or name in self.order[:place]:
-                problem = "twice" if name in splitting else "but does not split a dim"
-                raise PlacementError(f"axis {name!r} stands in the order {problem}", why="an axis cuts once")
+                problem = "twice" if name in splitting else "which does not split a dim"
+                raise PlacementError(f"the order has axis {name!r} {problem}", why="an axis splits once")
         rest = [name for name in splitting if name not in self.order]
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "order", (*self.order, *rest))

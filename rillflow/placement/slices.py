@@ -60,7 +60,9 @@ class Slice:
             PlacementError: they have different numbers of dims.
         """
         if len(self.bounds) != len(other.bounds):
-            raise PlacementError(f"{self} and {other} do not meet", why="their dims differ in number")
+            raise PlacementError(
+                f"{self} and {other} have no intersection", why="they have different numbers of dims"
+            )
         pairs = zip(self.bounds, other.bounds, strict=True)
         return Slice(tuple((max(a, c), max(a, c, min(b, d))) for (a, b), (c, d) in pairs))
 
@@ -122,7 +124,7 @@ def cuts(placement: Placement, shape: Sequence[int]) -> list[Cuts]:
                 why=f"the value has {len(shape)} dims, counted from 0",
             )
     if min(shape, default=0) < 0:
-        raise PlacementError(f"a value of shape {list(shape)}", why="a length is at least 0")
+        raise PlacementError(f"a value has the shape {list(shape)}", why="a length is at least 0")
     return [_cut(placement, dim, length) for dim, length in enumerate(shape)]
 
 
@@ -145,7 +147,7 @@ def _dealt(intervals: list[Interval], split: Split, count: int, name: str) -> li
         if sum(split.sizes) != length:
             raise PlacementError(
                 f"the sizes {split.sizes} of axis {name!r} add up to {sum(split.sizes)}",
-                why=f"they cut a length of {length} of dim {split.dim}",
+                why=f"dim {split.dim} has length {length}",
             )
         return _parted(intervals, split.sizes)
     runs = _parted(intervals, _chunks(length, split.runs))

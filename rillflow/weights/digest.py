@@ -97,21 +97,21 @@ def verify(expected: Digests, found: Digests) -> None:
     """
     if found.version != expected.version:
         raise WeightError(
-            f"the weights here are version {found.version} and version {expected.version} is to be used",
-            why="they were not brought here, or not all ranks have received them",
+            f"the weights here are version {found.version}, and version {expected.version} is needed",
+            why="the needed version was not delivered here, or not to all ranks",
             fix="publish again before generating",
         )
     missing = sorted(expected.of.keys() ^ found.of.keys()) if expected.of else []
     if missing:
         raise WeightError(
             f"{_listed(missing)} of version {expected.version} is on one side only",
-            why="both sides hold the weights of the same model",
+            why="publisher and receiver must hold the weights of the same model",
         )
     wrong = [name for name, digest in expected.of.items() if found.of[name] != digest]
     if wrong:
         raise WeightError(
             f"{_listed(wrong)} differs from what was published as version {expected.version}",
-            why=f"its digest is {found.of[wrong[0]]:016x} and {expected.of[wrong[0]]:016x} was announced",
+            why=f"its digest is {found.of[wrong[0]]:016x}, the published one is {expected.of[wrong[0]]:016x}",
             fix="do not generate with it; publish again",
         )
 
@@ -168,7 +168,7 @@ def owned(
     if count != prod(shape):
         raise WeightError(
             f"ranks {list(among)} hold {count:,} of {prod(shape):,} elements of a weight of {list(shape)}",
-            why=f"it lies on ranks {list(placement.mesh.ranks)}, cut along {', '.join(placement.order)}",
+            why=f"it is on ranks {list(placement.mesh.ranks)}, split along {', '.join(placement.order)}",
         )
     return found
 

@@ -135,11 +135,11 @@ def generation_mesh(train: Mesh, tp: int, *, is_sharded: bool = False) -> Mesh:
     if is_sharded and d == train.size and d % max(tp, 1) == 0:
         return Mesh.of(ranks=train.ranks, dp=d // tp, micro_dp=1, tp=tp)
     if tp < 1 or t % tp:
-        left = f"{t} / {tp} leaves {t % tp}" if tp > 0 else "the least is 1"
+        left = f"{t} / {tp} leaves {t % tp}" if tp > 0 else "the minimum is 1"
         raise PlacementError(
             f"generation has tp {tp} and training tp {t}",
-            why=f"each generation shard is made of whole training shards, and {left}",
-            fix=f"choose among {', '.join(map(str, divisors(t)))}",
+            why=f"each generation shard consists of whole training shards, and {left}",
+            fix=f"choose the tp of generation among {', '.join(map(str, divisors(t)))}",
         )
     stride = t // tp
     ranks = [group[micro::stride] for group in train.groups("tp") for micro in range(stride)]
@@ -186,7 +186,7 @@ def _place(held: Sequence[Interval], bounds: Interval) -> slice:
             return slice(first, first + bounds[1] - bounds[0])
         before += stop - start
     raise PlacementError(
-        f"a rank is asked for {bounds[0]}:{bounds[1]}", why=f"it holds {list(held) or 'nothing'}"
+        f"a rank does not hold {bounds[0]}:{bounds[1]}", why=f"it holds {list(held) or 'nothing'}"
     )
 
 
@@ -198,8 +198,8 @@ def _stage_mesh(name: str, mesh: Mesh, stages: Sequence[int]) -> Mesh:
     count = mesh.axis("pp").size
     if not stages or not all(0 <= stage < count for stage in stages):
         raise PlacementError(
-            f"{name} lies on the pipeline stages {list(stages)}",
-            why=f"there are {count}, counted from 0",
+            f"{name} is placed on the pipeline stages {list(stages)}",
+            why=f"there are {count} stages, counted from 0",
             fix=nearest(str(max(stages, default=0)), map(str, range(count))),
         )
     return _cut_mesh(mesh, tuple(stages))

@@ -205,7 +205,7 @@ class ReshardPlan:
             PlacementError: ``most_bytes`` is not positive.
         """
         if self.most_bytes < 1:
-            raise PlacementError(f"buckets of {self.most_bytes} bytes", why="a bucket holds at least a byte")
+            raise PlacementError(f"a bucket has {self.most_bytes} bytes", why="it must have at least one")
         found: list[Bucket] = []
         parts: dict[_Kind, list[Portion]] = defaultdict(list)
         loads: dict[_Kind, dict[tuple[int, str], int]] = defaultdict(lambda: defaultdict(int))
@@ -272,13 +272,13 @@ def reshard_plan(weights: Weights, source: Layout, destination: Layout) -> Resha
 def _of(layout: Layout, name: str, side: str) -> Placement:
     if name not in layout:
         raise PlacementError(
-            f"the {side} does not say where {name} lies",
-            why="every weight crosses",
+            f"the {side} layout has no placement for {name}",
+            why="every weight must be transferred",
             fix=nearest(name, layout),
         )
     if layout[name].partial:
         raise PlacementError(
-            f"{name} lies in contributions in the {side}", why="a weight is whole or cut, never a sum"
+            f"{name} is Partial in the {side} layout", why="a weight is replicated or split, never a sum"
         )
     return layout[name]
 

@@ -61,15 +61,15 @@ class Resharding:
     def __init__(self, plan: ReshardPlan, ranks: Ranks) -> None:
         if plan.ranks[-1] >= ranks.size:
             raise PlacementError(
-                f"weights cross between {len(plan.ranks)} ranks up to rank {plan.ranks[-1]}",
-                why=f"the pool has {ranks.size}, counted from 0",
-                fix="let dp x pp x tp be the size of the pool",
+                f"the plan moves weights between {len(plan.ranks)} ranks, up to rank {plan.ranks[-1]}",
+                why=f"the pool has {ranks.size} ranks, counted from 0",
+                fix="choose dp, pp and tp whose product is the size of the pool",
             )
         if plan.moves and not isinstance(ranks, ProcessRanks):
             raise ClusterError(
-                "weights have to cross between ranks that are threads of one process",
-                why="slices cross between processes of torch.distributed",
-                fix='use placement.backend = "ray", or meshes under which every rank keeps what it has',
+                "weights would move between ranks that are threads of one process",
+                why="slices move only between processes of torch.distributed",
+                fix='use placement.backend = "ray", or meshes that leave every weight on its rank',
             )
         self.plan = plan
         self.rank = ranks.rank
@@ -147,10 +147,10 @@ class Resharding:
         peers = sorted({each.peer for each in crossed})
         told = (str(error).splitlines() or [type(error).__name__])[0]
         return ClusterError(
-            f"rank {self.rank} got no further than bucket {place + 1} of {len(self.plan.buckets)} "
-            f"({parts[0].name}) while weights crossed between it and ranks {peers}",
-            why=f"one of them died, or did not come within {self.deadline_s:g} s: {told}",
-            fix="what arrived is not used; start the ranks again from the last checkpoint",
+            f"rank {self.rank} stopped at bucket {place + 1} of {len(self.plan.buckets)} "
+            f"({parts[0].name}) of a weight transfer with ranks {peers}",
+            why=f"one of them died, or did not respond within {self.deadline_s:g} s: {told}",
+            fix="restart the ranks from the last checkpoint; the weights that arrived are not used",
         )
 
 
@@ -230,8 +230,8 @@ def unpack(
     if packed.numel() != sum(packing.sizes):
         raise WeightError(
             f"rank {source} packed {packed.numel():,} bytes for rank {rank}",
-            why=f"the plan says {sum(packing.sizes):,}",
-            fix="both have to plan with the same weights and layouts",
+            why=f"the plan has {sum(packing.sizes):,}",
+            fix="make both ranks plan with the same weights and layouts",
         )
     packing.unload(packed, destination)
 
@@ -274,12 +274,12 @@ def require_shapes(tensors: Mapping[str, Tensor], plan: ReshardPlan, layout: Lay
         wanted = local_shape(layout[name], weight.shape, rank)
         if name not in tensors and 0 not in wanted:
             raise WeightError(
-                f"rank {rank} has no {name}", why=f"its layout says it holds {list(wanted)} of it"
+                f"rank {rank} has no {name}", why=f"its layout gives it {list(wanted)} of the weight"
             )
         if name in tensors and tuple(own(tensors[name]).shape) != wanted:
             raise WeightError(
                 f"rank {rank} holds {list(own(tensors[name]).shape)} of {name}",
-                why=f"its layout says {list(wanted)} of {list(weight.shape)}",
+                why=f"its layout gives it {list(wanted)} of {list(weight.shape)}",
             )
 
 

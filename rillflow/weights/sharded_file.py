@@ -42,8 +42,8 @@ FORMAT = 1
 LIST = "weights.json"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KINDS}
 _FILE = re.compile(r"rank-\d{5,}\.safetensors")
-_READ = "take another checkpoint, or restore its files"
-WRITE = "make room, or mend the disk, then run the same command: it resumes"
+_READ = "use another checkpoint, or restore its files"
+WRITE = "free disk space or repair the disk, then run the same command: it resumes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,9 @@ def listed_weights(folder: Path) -> dict[str, Weight]:
             for name, entry in _body(folder)["weights"].items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unusable(f"{folder / LIST} is no list: {type(error).__name__}: {error}") from error
+        raise _unusable(
+            f"{folder / LIST} is not a list of weights: {type(error).__name__}: {error}"
+        ) from error
 
 
 def own_slices(
@@ -125,7 +127,8 @@ def own_slices(
         tensor = own(tensors[name])
         if tensor.dtype != weights[name].dtype:
             raise RunDirectoryError(
-                f"{name} is {tensor.dtype} here and {weights[name].dtype} in the list", why="nothing is cast"
+                f"{name} is {tensor.dtype} here and {weights[name].dtype} in the list",
+                why="a checkpoint keeps dtypes",
             )
         held = intervals(layout[name], weights[name].shape, ranks.rank)
         found[key] = on_host(tensor[local_index(held, box)])
@@ -178,7 +181,7 @@ def _read_list(body: Any, weights: Weights) -> dict[str, list[_Saved]]:
         was = (tuple(listed[name]["shape"]), listed[name]["dtype"])
         if was != (weight.shape, _dtype_name(weight.dtype)):
             raise _unusable(
-                f"{name} is {list(was[0])} of {was[1]} there and {list(weight.shape)} of "
+                f"{name} is {list(was[0])} of {was[1]} in the checkpoint and {list(weight.shape)} of "
                 f"{_dtype_name(weight.dtype)} in the model"
             )
         found[name] = [_saved(entry, body["files"]) for entry in listed[name]["slices"]]
@@ -195,13 +198,13 @@ def _body(folder: Path) -> Any:
     if text["format"] != FORMAT:
         raise _unusable(f"it has format {text['format']!r}, and this version reads format {FORMAT}")
     if _hash_of(text["body"]) != text["sha256"]:
-        raise _unusable(f"{LIST} is not what was written")
+        raise _unusable(f"{LIST} does not match its hash")
     return text["body"]
 
 
 def _saved(entry: Any, files: Any) -> _Saved:
     if entry["file"] not in files:
-        raise _unusable(f"{entry['file']!r} is not among its files")
+        raise _unusable(f"{LIST} has a slice in {entry['file']!r}, which is not among its files")
     bounds = tuple((int(start), int(stop)) for start, stop in entry["bounds"])
     return _Saved(file=entry["file"], key=str(entry["key"]), slice=Slice(bounds))
 
@@ -211,7 +214,7 @@ def _require_whole(weight: Weight, boxes: list[Slice]) -> None:
     within = Slice(tuple((0, length) for length in weight.shape))
     fits = all(len(box.bounds) == len(weight.shape) and box.intersection(within) == box for box in boxes)
     if not fits or sum(box.size for box in boxes) != prod(weight.shape):
-        raise _unusable(f"the slices of {weight.name} are not the whole weight")
+        raise _unusable(f"the slices of {weight.name} do not cover the whole weight")
     if any(not one.intersection(other).is_empty for one, other in combinations(boxes, 2)):
         raise _unusable(f"slices of {weight.name} overlap")
 
@@ -225,10 +228,10 @@ def _check_file(
         RunDirectoryError: it has not; it names the file.
     """
     if not _FILE.fullmatch(name):
-        raise _unusable(f"{name!r} is no name of a file of a checkpoint")
+        raise _unusable(f"{name!r} is not a name of a checkpoint file")
     path = _plain(folder, name)
     if digest_of(path) != written:
-        raise _unusable(f"{name} is not what was written")
+        raise _unusable(f"{name} does not match its hash")
     with safe_open(path, framework="pt") as file:
         here = [(weight, one) for weight, each in found.items() for one in each if one.file == name]
         for weight, saved in here:
@@ -258,7 +261,7 @@ def _plain(folder: Path, name: str) -> Path:
     """
     path = folder / name
     if path.is_symlink() or folder.is_symlink() or (path.exists() and not path.is_file()):
-        raise _unusable(f"{name} is a link or no plain file")
+        raise _unusable(f"{name} is a link, or not a regular file")
     if not path.exists():
         raise _unusable(f"{name} is missing")
     return path
@@ -289,14 +292,14 @@ def together(
         if problem:
             raise RunDirectoryError(
                 f"the checkpoint {path} cannot be {'used' if fix == _READ else 'written'}: {problem}",
-                why=f"rank {rank} of {ranks.size} found it so, and a model is on all ranks or on none",
+                why=f"rank {rank} of {ranks.size} reports this, and a checkpoint needs all ranks",
                 fix=fix,
             )
     return [said for said, _ in heard]
 
 
 def _unusable(problem: str) -> RunDirectoryError:
-    return RunDirectoryError(problem, why="weights that differ from what was written must not be used")
+    return RunDirectoryError(problem, why="weights that differ from the written ones must not be used")
 
 
 def _hash_of(body: Any) -> str:

@@ -85,7 +85,7 @@ class WeightSwitch:
             ClusterError: a rank died or did not arrive in time.
         """
         if self.is_generating:
-            raise WeightError(f"rank {self.rank} generates already", why="its training weights are not there")
+            raise WeightError(f"rank {self.rank} is already generating", why="it has no training weights now")
         resharding, plan = self.resharding, self.plan
         self.peak_bytes, self.buffer_bytes = self.held_bytes, 0
         for place, bucket in enumerate(plan.buckets):
@@ -111,7 +111,7 @@ class WeightSwitch:
             WeightError: it trains already.
         """
         if not self.is_generating:
-            raise WeightError(f"rank {self.rank} trains already", why="there is nothing to switch back from")
+            raise WeightError(f"rank {self.rank} is already training", why="it has no generation weights now")
         for name in self.plan.weights:
             if name in self._memories:
                 self._memories[name].enter(name)

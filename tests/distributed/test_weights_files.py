@@ -110,7 +110,7 @@ def test_all_ranks_refuse_what_one_of_them_finds(tmp_path: Path) -> None:
     path.write_bytes(data)
     found = together(4, refused, tmp_path / "4-1")
     assert len(set(found)) == 1
-    assert found[0].endswith("rank-00002.safetensors is not what was written False")
+    assert found[0].endswith("rank-00002.safetensors does not match its hash False")
 
 
 def unwritable(ranks: Ranks, folder: Path) -> str:

@@ -98,7 +98,7 @@ def test_a_pool_called_as_a_role_is_the_pool() -> None:
         ({"train": {"main": {"cp": 2}}}, "has an axis 'cp'", "dp, fsdp, ep, pp, tp"),
         (
             {"pools": {"main": 4}, "train": {"main": {"ep": 2, "tp": 2}}},
-            "is ep 2 x pp 1 x tp 2: ep and tp",
+            "is ep 2 x pp 1 x tp 2, with both ep and tp above 1",
             "ranks that hold every other weight whole",
         ),
         ({"sequence_parallel": True}, "no model is trained with tp above 1", "over the ranks of tp"),

@@ -185,7 +185,7 @@ def test_what_cannot_be_merged_is_refused_with_a_reason(make: Made, tmp_path: Pa
     other = make("other", NEW.model_copy(update={"alphabet": "0123456789+-"}))
     assert "hidden_size is 16" in refused([a, wide], out)
     assert "--method ot" in refused([a, wide], out, base=b, method="slerp")
-    assert "read the token 12 as different text" in refused([a, other], out)
+    assert "decode the token 12 to different text" in refused([a, other], out)
     assert "1 parent to merge" in refused([a], out)
     assert "did you mean 'linear'?" in refused([a, b], out, method="linaer")
     assert "--method ties needs --base" in refused([a, b], out, method="ties")
@@ -195,7 +195,7 @@ def test_what_cannot_be_merged_is_refused_with_a_reason(make: Made, tmp_path: Pa
     assert "--weights has 3 numbers for 2 parents" in refused([a, b], out, weights=(1, 2, 3))
     assert "divided by their sum" in refused([a, b], out, weights=(1, -1))
     assert "--density is 0" in refused([a, b], out, base=a, method="dare", density=0.0)
-    assert "is no model" in refused([a, tmp_path], out)
+    assert "is not a model" in refused([a, tmp_path], out)
 
 
 def test_parents_whose_files_differ_are_refused(make: Made, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_parents_whose_files_differ_are_refused(make: Made, tmp_path: Path) -> N
 
 def test_a_directory_that_is_there_stays_as_it_is(make: Made, tmp_path: Path) -> None:
     a, b = make("a", noise=1), make("b", noise=2)
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         merge([a, b], b, MergeSettings())
     assert (b / "model.safetensors").is_file() and not (b / "merge.json").exists()
 

@@ -65,9 +65,9 @@ def test_ranks_that_share_a_copy_follow_one_another() -> None:
 @pytest.mark.parametrize(
     ("sizes", "fsdp", "said"),
     [
-        ({"dp": 4, "pp": 1, "tp": 1}, 2, "dp 4 x ep 2 x fsdp 2 x pp 1 x tp 1: ep and fsdp"),
-        ({"dp": 2, "pp": 2, "tp": 1}, 1, "dp 2 x ep 2 x fsdp 1 x pp 2 x tp 1: ep and pp"),
-        ({"dp": 2, "pp": 1, "tp": 2}, 1, "dp 2 x ep 2 x fsdp 1 x pp 1 x tp 2: ep and tp"),
+        ({"dp": 4, "pp": 1, "tp": 1}, 2, "dp 4 x ep 2 x fsdp 2 x pp 1 x tp 1, with both ep and fsdp above 1"),
+        ({"dp": 2, "pp": 2, "tp": 1}, 1, "dp 2 x ep 2 x fsdp 1 x pp 2 x tp 1, with both ep and pp above 1"),
+        ({"dp": 2, "pp": 1, "tp": 2}, 1, "dp 2 x ep 2 x fsdp 1 x pp 1 x tp 2, with both ep and tp above 1"),
     ],
 )
 def test_experts_are_not_shared_out_where_other_weights_are_cut(

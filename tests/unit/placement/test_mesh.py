@@ -54,9 +54,9 @@ def test_meshes_are_values() -> None:
     [
         (lambda: Mesh.of(dp=0), "axis 'dp' has size 0"),
         (lambda: Mesh.of(dp=-2), "axis 'dp' has size -2"),
-        (lambda: Mesh(axes=(Axis(name="dp", size=1),) * 2, ranks=(0,)), "axis 'dp' stands twice"),
-        (lambda: Mesh.of(dp=3, ranks=[0, 4, 4]), "rank 4 stands twice"),
-        (lambda: Mesh.of(dp=2, first=-1), "a rank is -1"),
+        (lambda: Mesh(axes=(Axis(name="dp", size=1),) * 2, ranks=(0,)), "the mesh has axis 'dp' twice"),
+        (lambda: Mesh.of(dp=3, ranks=[0, 4, 4]), "the mesh has rank 4 twice"),
+        (lambda: Mesh.of(dp=2, first=-1), "the mesh has rank -1"),
         (lambda: Mesh.of(dp=2, tp=2, ranks=[0, 1, 2]), "3 ranks do not fill a mesh of dp 2 x tp 2"),
         (lambda: Mesh.of(ranks=[0, 1]), "2 ranks do not fill a mesh of no axis"),
     ],

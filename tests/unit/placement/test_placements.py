@@ -43,10 +43,10 @@ def test_an_axis_of_one_makes_nothing_partial() -> None:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: Split(-1), "a split of dim -1"),
-        (lambda: Split(0, runs=0), "a split into 0 runs"),
-        (lambda: Split(0, sizes=(3, -1)), "a piece of length -1"),
-        (lambda: Split(0, sizes=(3, 1), runs=2), "sizes (3, 1) together with 2 runs"),
+        (lambda: Split(-1), "the split has dim -1"),
+        (lambda: Split(0, runs=0), "the split has 0 runs"),
+        (lambda: Split(0, sizes=(3, -1)), "the split has a piece of length -1"),
+        (lambda: Split(0, sizes=(3, 1), runs=2), "the split has both sizes (3, 1) and 2 runs"),
         (lambda: Placement(MESH, {"dq": Split(0)}), "the mesh has no axis 'dq'"),
         (
             lambda: Placement(MESH, {"dp": Split(0, sizes=(1, 2, 3))}),
@@ -55,11 +55,11 @@ def test_an_axis_of_one_makes_nothing_partial() -> None:
         (lambda: Placement(MESH, {"dp": Split(0)}, order=("dq",)), "the mesh has no axis 'dq'"),
         (
             lambda: Placement(MESH, {"dp": Split(0)}, order=("tp",)),
-            "axis 'tp' stands in the order but does not split a dim",
+            "the order has axis 'tp' which does not split a dim",
         ),
         (
             lambda: Placement(MESH, {"dp": Split(0)}, order=("dp", "dp")),
-            "axis 'dp' stands in the order twice",
+            "the order has axis 'dp' twice",
         ),
     ],
 )

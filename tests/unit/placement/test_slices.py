@@ -123,7 +123,7 @@ def test_a_slice_knows_its_size_and_meets_others() -> None:
     apart = box.intersection(Slice(((4, 9), (0, 3))))
     assert (apart.is_empty, apart.size) == (True, 0)
     assert Slice(()).intersection(Slice(())).size == 1
-    with pytest.raises(PlacementError, match="do not meet"):
+    with pytest.raises(PlacementError, match="have no intersection"):
         box.intersection(Slice(((0, 1),)))
 
 
@@ -145,7 +145,7 @@ def test_a_slice_is_cut_into_even_pieces() -> None:
     [
         (Split(2), [4, 4], "axis 'dp' splits dim 2 of a value of shape [4, 4]"),
         (Split(0), [], "axis 'dp' splits dim 0 of a value of shape []"),
-        (Split(0), [-1], "a value of shape [-1]"),
+        (Split(0), [-1], "a value has the shape [-1]"),
         (Split(0, sizes=(1, 2)), [4], "the sizes (1, 2) of axis 'dp' add up to 3"),
     ],
 )

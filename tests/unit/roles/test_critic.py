@@ -116,7 +116,7 @@ def test_what_is_missing_or_not_finite_is_named(make_model: MakeModel, make_roll
 
 def test_a_critic_with_other_tokens_than_the_policy_is_refused(make_model: MakeModel) -> None:
     other = Tokenizer(character_tokenizer("=0123456789+-", 32))
-    with pytest.raises(ModelError, match="the critic and the policy decode the token 1 as different text"):
+    with pytest.raises(ModelError, match="the critic and the policy decode the token 1 to different text"):
         Critic(Share.whole(make_model()), tokenizer=other, train=TrainConfig(), seed=0, updates=1)
 
 

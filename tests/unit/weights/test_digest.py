@@ -190,7 +190,7 @@ def test_the_error_names_the_weight() -> None:
 
 def test_a_version_behind_is_refused_even_with_the_same_bits() -> None:
     tensors = {"norm": torch.ones(4)}
-    with pytest.raises(WeightError, match="are version 2 and version 3 is to be used"):
+    with pytest.raises(WeightError, match="are version 2, and version 3 is needed"):
         verify(published(tensors), published(tensors, version=2))
 
 

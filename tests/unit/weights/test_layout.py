@@ -52,7 +52,10 @@ def test_coordinates_follow_from_training(d: int, p: int, t_g: int, times: int) 
 @pytest.mark.parametrize(
     ("tp", "said"),
     [
-        (3, r"generation has tp 3 and training tp 4\n.*4 / 3 leaves 1\n.*choose among 1, 2, 4"),
+        (
+            3,
+            r"generation has tp 3 and training tp 4\n.*4 / 3 leaves 1\n.*choose .* among 1, 2, 4",
+        ),
         (8, "4 / 8 leaves 4"),
         (0, "the least is 1"),
     ],
@@ -107,7 +110,7 @@ def test_a_number_is_never_cut() -> None:
 
 
 def test_a_stage_that_is_not_there() -> None:
-    with pytest.raises(PlacementError, match=r"up lies on the pipeline stages \[2\]"):
+    with pytest.raises(PlacementError, match=r"up is placed on the pipeline stages \[2\]"):
         training_layout(WEIGHTS, PARTS, {**STAGES, "up": (2,)}, Mesh.of(dp=1, pp=2, tp=1))
     with pytest.raises(PlacementError, match="no axis 'pp'"):
         training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=1, tp=1))
@@ -157,7 +160,7 @@ def test_a_box_is_found_in_the_own_tensor(length: int, runs: int, tp: int, dp: i
 def test_a_box_that_is_not_here() -> None:
     placement = Placement(Mesh.of(tp=2), {"tp": Split(0)})
     box = slices(placement, (4,))[1][0]
-    with pytest.raises(PlacementError, match="a rank is asked for 2:4"):
+    with pytest.raises(PlacementError, match="a rank does not hold 2:4"):
         local_index(intervals(placement, (4,), 0), box)
 
 

@@ -146,20 +146,20 @@ def truncated(path: Path) -> None:
 
 
 WRONGS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "truncated": (lambda folder: truncated(folder / FILE), f"{FILE} is not what was written"),
-    "a bit of the numbers": (lambda folder: flip(folder / FILE, -1), f"{FILE} is not what was written"),
-    "a bit of the header": (lambda folder: flip(folder / FILE, 12), f"{FILE} is not what was written"),
-    "a pickle": (pickled, f"{FILE} is not what was written"),
+    "truncated": (lambda folder: truncated(folder / FILE), f"{FILE} does not match its hash"),
+    "a bit of the numbers": (lambda folder: flip(folder / FILE, -1), f"{FILE} does not match its hash"),
+    "a bit of the header": (lambda folder: flip(folder / FILE, 12), f"{FILE} does not match its hash"),
+    "a pickle": (pickled, f"{FILE} does not match its hash"),
     "missing": (lambda folder: (folder / FILE).unlink(), f"{FILE} is missing"),
-    "a link": (linked, f"{FILE} is a link or no plain file"),
-    "a pipe": (piped, f"{FILE} is a link or no plain file"),
-    "absolute": (lambda folder: rename(folder, "/etc/passwd"), "'/etc/passwd' is no name"),
-    "upwards": (lambda folder: rename(folder, f"../{FILE}"), f"'../{FILE}' is no name"),
+    "a link": (linked, f"{FILE} is a link, or not a regular file"),
+    "a pipe": (piped, f"{FILE} is a link, or not a regular file"),
+    "absolute": (lambda folder: rename(folder, "/etc/passwd"), "'/etc/passwd' is not a name"),
+    "upwards": (lambda folder: rename(folder, f"../{FILE}"), f"'../{FILE}' is not a name"),
     "no list": (lambda folder: (folder / "weights.json").unlink(), "weights.json is missing"),
     "half a list": (lambda folder: truncated(folder / "weights.json"), "JSONDecodeError"),
     "a changed list": (
         lambda folder: edit(folder, bound("up", [[0, 5], [0, 4]]), sign=False),
-        "weights.json is not what was written",
+        "weights.json does not match its hash",
     ),
     "a newer format": (
         lambda folder: edit(folder, lambda text: text.update(format=2)),
@@ -167,9 +167,9 @@ WRONGS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a part": (
         lambda folder: edit(folder, bound("up", [[0, 5], [0, 4]])),
-        "the slices of up are not the whole",
+        "the slices of up do not cover the whole",
     ),
-    "too much": (lambda folder: edit(folder, bound("up", [[2, 8], [0, 4]])), "the slices of up are not"),
+    "too much": (lambda folder: edit(folder, bound("up", [[2, 8], [0, 4]])), "the slices of up do not cover"),
     "a negative place": (lambda folder: edit(folder, bound("up", [[-6, 0], [0, 4]])), "the slices of up are"),
     "overlapping": (lambda folder: edit(folder, twice), "slices of up overlap"),
     "other shapes inside": (reheaded, f"{FILE} holds F32 .2. for up"),
