@@ -216,6 +216,6 @@ def _pot() -> Any:
         raise ConfigError(
             "POT is not installed",
             why="optimal transport needs the package of this extra",
-            fix="run pip install 'rillflow[merge]'",
+            fix="pip install 'rillflow[merge]'",
         ) from None
     return ot

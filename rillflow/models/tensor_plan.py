@@ -63,7 +63,7 @@ def tensor_plan(module: PreTrainedModel) -> dict[str, Style]:
     if not written:
         raise ModelError(
             f"{type(module).__name__} has no tensor-parallel plan",
-            why="transformers has a plan of how to split the weights for some types, not for this one",
+            why="transformers has such a plan for some model types, but not for this one",
             fix="leave tp at 1; dp and pp work with every decoder",
         )
     written |= dict(type(module)._tp_plan or {})

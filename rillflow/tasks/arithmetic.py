@@ -30,10 +30,10 @@ def arithmetic_examples(*, size: int, digits: int, operators: str, seed: int) ->
         if symbol not in _OPERATORS or symbol in operators[:place]:
             raise DataError(
                 f"task.operators is {operators!r}",
-                why=f"{symbol!r} stands twice"
+                why=f"{symbol!r} occurs twice"
                 if symbol in _OPERATORS
-                else f"{symbol!r} is no operator of this task",
-                fix=f"known: {' '.join(_OPERATORS)}, each at most once",
+                else f"{symbol!r} is not an operator of this task",
+                fix=f"use {' '.join(_OPERATORS)}, each at most once",
             )
     least = 10 ** (digits - 1) if digits > 1 else 0
     span = 10**digits - least

@@ -56,7 +56,5 @@ class TaskConfig(Section):
     @classmethod
     def _is_free(cls, value: dict[str, Any]) -> dict[str, Any]:
         for name in sorted(_TAKEN & value.keys()):
-            raise ValueError(
-                f"{name!r} is taken by the rendering itself; name a variable of the template's own"
-            )
+            raise ValueError(f"{name!r} is set by the rendering itself; use a variable of your template")
         return value

@@ -172,7 +172,8 @@ def _answers(row: Example, answers: Answers) -> tuple[str, ...]:
     if row.completion is None:
         raise ModelError(
             f"{row} has no answer to learn from",
-            why="supervised steps learn the column 'completion', or else 'answer'",
-            fix="add the column, or leave them out: --set warm_start=none, --set algorithm.pretrain_weight=0",
+            why="supervised steps train on the column 'completion', or else 'answer'",
+            fix="add the column, or turn these steps off: "
+            "--set warm_start=none, --set algorithm.pretrain_weight=0",
         )
     return (row.completion, row.rejected) if isinstance(row, Preference) else (row.completion,)

@@ -113,7 +113,7 @@ def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
     tools = row.get("tools")
     if not isinstance(prompt, str) and tools is not None and not _are_objects(tools):
         raise DataError(
-            f"the column 'tools' has {shown(tools)}", why="beside messages it is a list of objects"
+            f"the column 'tools' has {shown(tools)}", why="with messages it must be a list of objects"
         )
     return prompt
 
@@ -124,8 +124,8 @@ def check_names(names: Iterable[str]) -> None:
         if name in names:
             raise DataError(
                 f"there is a column {name!r}",
-                why="a reward function's argument of this name is the batch's own",
-                fix=f"call it {other!r} if that is what it is, or give it another name",
+                why="reward functions receive another value under this name",
+                fix=f"rename it to {other!r} if it has that meaning, else to any other name",
             )
 
 
@@ -150,7 +150,7 @@ def _messages(value: list[object]) -> tuple[Message, ...]:
     if messages[-1]["role"] == "assistant":
         raise DataError(
             "the prompt's last message is the assistant's",
-            why="then nothing is left to answer",
+            why="the policy would have nothing to answer",
             fix="move it to a column 'completion', as text",
         )
     return messages
@@ -167,7 +167,7 @@ def message_of(item: object, number: int, place: str) -> Message:
     found = {name: value for name, value in given.items() if value is not None}
     if "role" not in found or not found.keys() & {"content", "tool_calls"} or found.keys() - set(_KEYS):
         has = f"has the keys {', '.join(map(repr, given)) or 'none'}" if item == given else shown(item)
-        why = f"a message has 'role' and 'content' (or 'tool_calls'), and of others only {_KEYS[2:]}"
+        why = f"a message has 'role' and 'content' (or 'tool_calls'), and besides only {_KEYS[2:]}"
         raise DataError(f"{where} {has}", why=why)
     role = found["role"]
     if role not in ROLES:
@@ -217,7 +217,7 @@ def _text(content: Any, where: str) -> str:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     kinds = [(part.get("type"), type(part.get("text"))) for part in parts] if _are_objects(parts) else [None]
     if set(kinds) - {("text", str)}:
-        why = "models of text are trained: a content is text, or parts like {'type': 'text', 'text': '...'}"
+        why = "a content is text, or a list of parts like {'type': 'text', 'text': '...'}"
         raise DataError(f"{where} has the content {shown(content)}", why=why)
     return "".join(part["text"] for part in parts)
 
@@ -238,8 +238,8 @@ def text_of(text: str, name: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"the {name} has half a character, {text[error.start]!r}, at place {error.start}",
-            why="a lone surrogate is no text; it comes from a \\u escape without its partner",
+            f"the {name} has half a character, {text[error.start]!r}, at position {error.start}",
+            why="a lone surrogate is not valid text; it comes from a \\u escape without its partner",
         ) from None
     return text
 

@@ -25,7 +25,7 @@ _OTHER_FORMS = (
     (b"\x1f\x8b", "gzip", "unpack it: gunzip -c {0} > prompts.jsonl"),
     (b"\x28\xb5\x2f\xfd", "Zstandard", "unpack it: zstd -d {0} -o prompts.jsonl"),
     (b"PK\x03\x04", "a zip archive", "unpack it: unzip {0}"),
-    (b"PAR1", "Parquet", "call it .parquet"),
+    (b"PAR1", "Parquet", "rename it to end in .parquet"),
     (b"\xff\xfe", "UTF-16", "convert it: iconv -f utf-16 -t utf-8 {0} > prompts.jsonl"),
     (b"\xfe\xff", "UTF-16", "convert it: iconv -f utf-16 -t utf-8 {0} > prompts.jsonl"),
 )
@@ -60,8 +60,8 @@ def given_rows(rows: Rows, make: Callable[[dict[str, Any], int, str], Row]) -> l
     if isinstance(rows, Mapping):
         raise DataError(
             f"the prompts are one object with the keys {', '.join(map(repr, rows))}",
-            why="rows come one after the other",
-            fix="give one of its parts, or a list of rows",
+            why="prompts must be a list of rows",
+            fix="pass one of its values, or a list of rows",
         )
     return _made(_given(rows), Path(GIVEN), "row", make)
 
@@ -90,23 +90,23 @@ def _plain(value: object) -> object:
 def _check_path(path: Path) -> None:
     if path.is_symlink() and not path.exists():
         raise DataError(
-            f"the prompts file {path} is a link that leads to no file",
-            why="it leads to itself, or to what is not there",
+            f"the prompts file {path} is a link without a target",
+            why="the link points to itself or to a missing file",
             fix="name the file itself",
         )
     if path.is_dir():
-        raise DataError(f"the prompts file {path} is a directory", why="prompts are in one file")
+        raise DataError(f"the prompts file {path} is a directory", why="the source must be one file")
     if path.suffix not in ENDINGS:
         raise DataError(
             f"the prompts file {path} ends in {path.suffix!r}",
-            why=f"files of prompts end in {' or '.join(ENDINGS)}",
-            fix="write one JSON object a line, with the column 'prompt', into a .jsonl file",
+            why=f"prompts files end in {' or '.join(ENDINGS)}",
+            fix="write a .jsonl file with one JSON object per line, with the column 'prompt'",
         )
     if not path.exists():
         raise DataError(
             f"the prompts file {path} is not there",
             why=f"there is no {realpath(path)}",
-            fix="paths are relative to the recipe",
+            fix="correct the path, which is relative to the recipe",
         )
 
 
@@ -142,11 +142,11 @@ def _mixed(row: Mapping[str, Any], names: frozenset[str], first: str) -> DataErr
     what = (
         f"there is no column {missing[0]!r}, which {first} has"
         if missing
-        else f"there is a column {extra[0]!r}, which {first} has not"
+        else f"there is a column {extra[0]!r}, which {first} does not have"
     )
     return DataError(
         what,
-        why="a reward gets every column as a list over all rows",
+        why="a reward function receives every column as a list over all rows",
         fix="write null where a row has no value",
     )
 
@@ -157,8 +157,8 @@ def _check_id(value: object, number: int, unit: str, ids: dict[str | int, int]) 
     earlier = ids.setdefault(value, number)
     if earlier != number:
         raise DataError(
-            f"the id {value!r} stands at {unit} {earlier} too",
-            why="an id names one row",
+            f"the id {value!r} is also at {unit} {earlier}",
+            why="an id must be unique",
             fix="remove one of the two rows, or the column 'id'",
         )
 
@@ -183,7 +183,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise DataError(
                 f"{path}, line {number}: there is {_excerpt(line)}",
-                why="a row is a JSON object: names in quotes, with values",
+                why="a row must be a JSON object of column names and values",
             )
         yield number, row
 
@@ -207,12 +207,14 @@ def _broken(where: str, line: bytes, error: Exception) -> DataError:
         at = line.decode("utf-8")[max(0, error.pos - 20) : error.pos + 20]
         return DataError(f"{where}: this is not JSON, at column {error.colno}: {at!r}", why=error.msg)
     if isinstance(error, RecursionError):
-        return DataError(f"{where}: the row is nested too deeply: {_excerpt(line)}", why="it cannot be read")
+        return DataError(
+            f"{where}: the row is nested too deeply: {_excerpt(line)}", why="the JSON parser cannot read it"
+        )
     return DataError(f"{where}: {error}", why="the row cannot be read")
 
 
 def _refuse_constant(name: str) -> float:
-    raise DataError(f"there is the number {name}", why=_NO_NUMBER)
+    raise DataError(f"the row has the number {name}", why=_NO_NUMBER)
 
 
 def _finite(text: str) -> float:
@@ -227,8 +229,8 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name in found if [each for each, _ in pairs].count(name) > 1)
-        why = "one of its values would be lost silently"
-        raise DataError(f"the key {twice!r} stands twice in one object", why=why, fix="remove one of them")
+        why = "one of the two values would be lost silently"
+        raise DataError(f"the key {twice!r} occurs twice in one object", why=why, fix="remove one of them")
     return found
 
 
@@ -244,7 +246,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         from pyarrow.parquet import ParquetFile
     except ImportError:
         raise DataError(
-            f"{path} is a Parquet file", why="pyarrow is not installed", fix="pip install rillflow[parquet]"
+            f"{path} is a Parquet file",
+            why="pyarrow is not installed",
+            fix="pip install rillflow[parquet]",
         ) from None
     try:
         with ParquetFile(path) as file:

@@ -74,7 +74,7 @@ def _check_score(source: str, expected: float, score: Any, example: Example) -> 
     if found != expected:
         raise DataError(
             f"task.source is {source!r}",
-            why=f"as plain data its problems are scored otherwise: a right answer gets {found:g}",
+            why=f"its scores change when problems are stored as plain data: a right answer gets {found:g}",
             fix="choose another data set",
         )
 
@@ -89,6 +89,6 @@ def _plain(value: Any, source: str) -> Any:
         return value
     raise DataError(
         f"task.source is {source!r}",
-        why=f"its problems hold {value!r}, which is no plain data",
+        why=f"its problems hold {value!r}, which is not plain data",
         fix="choose another data set",
     )

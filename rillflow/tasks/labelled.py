@@ -51,7 +51,7 @@ def labelled_of(row: dict[str, Any], index: int, place: str) -> LabelledAnswer:
             raise DataError(
                 f"there is no column {name!r}",
                 why=f"the columns are {', '.join(map(repr, row)) or 'none'}",
-                fix="these are pairs of answers: name an algorithm that learns from pairs"
+                fix="choose an algorithm that learns from pairs, which these rows are"
                 if is_pair
                 else nearest(name, row),
             )
@@ -59,7 +59,7 @@ def labelled_of(row: dict[str, Any], index: int, place: str) -> LabelledAnswer:
     if not isinstance(label, bool):
         raise DataError(
             f"the label is {shown(label)}",
-            why="an answer is good, true, or bad, false",
+            why="a label is true for a good answer and false for a bad one",
             fix="write true or false, without quotes",
         )
     return LabelledAnswer(

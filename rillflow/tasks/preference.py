@@ -58,7 +58,7 @@ def preference_of(row: dict[str, Any], index: int, place: str) -> Preference:
     if chosen == rejected:
         raise DataError(
             f"chosen and rejected are both {shown(chosen)}",
-            why="two equal answers say nothing about which is better",
+            why="equal answers express no preference",
             fix="remove the row",
         )
     return Preference(
@@ -97,7 +97,7 @@ def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
             f"chosen has {len(chosen)} messages and rejected {len(rejected)}, alike in the "
             f"first {[*alike, False].index(False)}",
             why="a pair is two answers to the same messages: only the last ones may differ",
-            fix="end both conversations with the assistant's first message in which they differ",
+            fix="end both conversations at the first assistant message that differs",
         )
     given = row.get("prompt")
     row |= {"prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
@@ -107,8 +107,8 @@ def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
     if given is not None and given not in asked and prompt_of({"prompt": given}) != prompt:
         raise DataError(
             f"the prompt is {shown(given)}, and chosen and rejected answer {shown(asked)}",
-            why="they are whole conversations, whose messages before the last one are the prompt",
-            fix="remove the column 'prompt', or leave nothing but the answers in the other two",
+            why="chosen and rejected are whole conversations, which include the prompt",
+            fix="remove the column 'prompt', or keep only the answers in the other two",
         )
     return prompt
 
@@ -119,7 +119,7 @@ def _answer(row: dict[str, Any], name: str) -> str:
         raise DataError(
             f"there is no column {name!r}",
             why=f"the other columns are {', '.join(map(repr, row)) or 'none'}",
-            fix="these are single answers with a label: name an algorithm that learns from such"
+            fix="choose an algorithm that learns from labelled answers, which these rows are"
             if {"completion", "label"} <= row.keys()
             else nearest(name, row),
         )

@@ -75,7 +75,7 @@ class PromptStream(Generic[Row]):
         if all(row is None for row in rows) or not is_there:
             raise DataError(
                 f"there is no epoch {position.epoch}, row {position.offset} in {len(rows)} rows",
-                why="the stream would begin there; the position belongs to other data, or there is no data",
+                why="the stream would start there: the position belongs to other data, or there are no rows",
             )
         self._rows = rows
         self._seed = seed

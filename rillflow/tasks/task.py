@@ -125,8 +125,8 @@ def _require_file(source: str, wanted: str, columns: str) -> None:
     if source.startswith(gym.PREFIX):
         raise DataError(
             f"task.source is {source!r}",
-            why=f"its problems have one answer each, and {wanted} are needed",
-            fix=f"name a file with the columns {columns}, or arithmetic",
+            why=f"its problems have one answer each, and the algorithm needs {wanted}",
+            fix=f"set task.source to a file with the columns {columns}, or to arithmetic",
         )
 
 
@@ -161,7 +161,7 @@ def _split(
         raise DataError(
             f"nothing of {config.source!r} is left to train on",
             why=f"every one of its {len(examples)} rows is held out",
-            fix="hold out other rows",
+            fix="hold out fewer or other rows",
         )
     left_out = len(examples) - len(train) - (0 if config.held_out_source else len(held_out))
     return Task(
@@ -198,7 +198,7 @@ def _file(setting: str, source: str, base: Path) -> Path:
     if not path.suffix and not is_there:
         raise DataError(
             f"task.{setting} is {source!r}",
-            why="that is no built-in task, and no file has this name",
+            why="it is neither a built-in task nor an existing file",
             fix=f"{nearest(source, ['arithmetic', gym.PREFIX])}; a file ends in .jsonl or .parquet",
         )
     return base / path

@@ -228,7 +228,7 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
     "template variable taken": (
         nothing,
         "task.template_arguments={add_generation_prompt = true}",
-        "'add_generation_prompt' is taken by the rendering itself",
+        "'add_generation_prompt' is set by the rendering itself",
     ),
     "reward taken away": (nothing, "reward=none", "reward is none"),
     "too many prompts a step": (

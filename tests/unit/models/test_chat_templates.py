@@ -167,7 +167,7 @@ def test_no_variable_of_a_template_has_the_name_of_what_rendering_takes() -> Non
     """All that transformers' own call takes, but for documents, which the template alone reads."""
     taken = {*inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters, "messages"}
     for name in taken - {"self", "kwargs", "documents"}:
-        with pytest.raises(ConfigError, match=f"'{name}' is taken by the rendering itself"):
+        with pytest.raises(ConfigError, match=f"'{name}' is set by the rendering itself"):
             validate(TaskConfig, {"template_arguments": {name: 1}}, "task")
     free = {"enable_thinking": False, "documents": "none"}
     assert validate(TaskConfig, {"template_arguments": free}, "task").template_arguments == free

@@ -42,7 +42,7 @@ def test_rows_are_read_with_their_labels(tmp_path: Path) -> None:
         ({**GOOD, "label": 1}, "the label is 1", "without quotes"),
         ({**GOOD, "completion": None}, "the completion is null", ""),
         ({"prompt": "1+1=", "completion": "2", "lable": True}, "no column 'label'", "'lable'"),
-        (PAIR, "no column 'completion'", "name an algorithm that learns from pairs"),
+        (PAIR, "no column 'completion'", "choose an algorithm that learns from pairs"),
     ],
 )
 def test_a_row_that_is_no_labelled_answer_is_named_with_its_line(
@@ -57,7 +57,7 @@ def test_a_row_that_is_no_labelled_answer_is_named_with_its_line(
 @pytest.mark.parametrize(
     ("row", "what", "fix"),
     [
-        (GOOD, "no column 'chosen'", "name an algorithm that learns from such"),
+        (GOOD, "no column 'chosen'", "choose an algorithm that learns from labelled answers"),
         ({**PAIR, "rejected": "2"}, 'chosen and rejected are both "2"', "remove the row"),
         ({**PAIR, "chosen": None}, "the answer 'chosen' is null", ""),
         ({**PAIR, "rejected": None}, "the answer 'rejected' is null", ""),
@@ -75,7 +75,7 @@ def test_a_row_that_is_no_pair_is_named_with_its_line(
 def test_problems_of_one_right_answer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="reasoning-gym") as caught:
         open_labelled(TaskConfig(source="reasoning-gym:x"), base=tmp_path, seed=0)
-    assert "labelled answers are needed" in (caught.value.why or "")
+    assert "the algorithm needs labelled answers" in (caught.value.why or "")
 
 
 def test_each_prompt_gets_the_answer_of_the_row_before_as_far_as_it_fits(tmp_path: Path) -> None:

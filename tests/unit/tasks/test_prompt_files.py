@@ -173,7 +173,7 @@ GOOD = {"prompt": "p", "a": 1}
         ({"prompt": [{"role": "user", "content": None}]}, ["message 1", "'content'"]),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}]},
-            ["message 1 of the prompt", '"image_url"', "models of text"],
+            ["message 1 of the prompt", '"image_url"', "a content is text"],
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
@@ -202,8 +202,8 @@ GOOD = {"prompt": "p", "a": 1}
         ('{"prompt": "p", "a": [-Infinity]}', ["line 1", "-Infinity"]),
         ('{"prompt": "p", "a": 1e999}', ["line 1", "1e999"]),
         ('{"prompt": "a\\ud800b"}', ["line 1", "half a character", "\\ud800"]),
-        ('{"prompt": "p", "a": 1, "prompt": "q"}', ["line 1", "the key 'prompt' stands twice"]),
-        ('{"prompt": "p", "a": [{"b": 1, "b": 1}]}', ["line 1", "the key 'b' stands twice"]),
+        ('{"prompt": "p", "a": 1, "prompt": "q"}', ["line 1", "the key 'prompt' occurs twice"]),
+        ('{"prompt": "p", "a": [{"b": 1, "b": 1}]}', ["line 1", "the key 'b' occurs twice"]),
         ('{"prompt": "p", "a": ' + "[" * 100_000, ["line 1", "nested too deeply"]),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_bad_row_is_named_with_its_value(write: Write, row: object, says: list
     ("row", "says"),
     [
         ({"prompt": "p"}, "line 3: there is no column 'a', which line 1 has"),
-        ({**GOOD, "b": 2}, "line 3: there is a column 'b', which line 1 has not"),
+        ({**GOOD, "b": 2}, "line 3: there is a column 'b', which line 1 does not have"),
         ({**GOOD, "prompt": None}, "line 3: the prompt is null"),
     ],
 )
@@ -226,7 +226,7 @@ def test_a_later_row_is_named_by_its_line(write: Write, row: dict, says: str) ->
 
 def test_a_repeated_id_names_both_rows(write: Write) -> None:
     path = write({"prompt": "a", "id": "x1"}, {"prompt": "b", "id": "x2"}, {"prompt": "c", "id": "x1"})
-    assert "line 3: the id 'x1' stands at line 1 too" in problem_of(path).what
+    assert "line 3: the id 'x1' is also at line 1" in problem_of(path).what
 
 
 def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_parquet_chats(tmp_path: Path) -> None:
         ({"prompt": ["a"], "when": [date(2024, 5, 6)]}, "row 1: column 'when' has a date"),
         ({"prompt": ["a"], "raw": [b"\x00"]}, "row 1: column 'raw' has a bytes"),
         ({"prompt": ["a"], "cost": [Decimal("1.50")]}, "row 1: column 'cost' has a Decimal"),
-        ({"prompt": ["a", "b"], "id": [7, 7]}, "row 2: the id 7 stands at row 1 too"),
+        ({"prompt": ["a", "b"], "id": [7, 7]}, "row 2: the id 7 is also at row 1"),
         ({"prompt": []}, "has no rows"),
     ],
 )
@@ -325,4 +325,4 @@ def test_another_format_gets_its_own_advice(tmp_path: Path, begin: bytes, told: 
 def test_a_link_to_itself_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.symlink_to(path)
-    assert "leads to no file" in problem_of(path).what
+    assert "is a link without a target" in problem_of(path).what

@@ -67,7 +67,9 @@ def test_arithmetic_makes_no_problem_twice_even_where_there_are_few() -> None:
     assert len(prompts) == len(task.train) + 20 == 200
 
 
-@pytest.mark.parametrize(("operators", "says"), [("+/", "'/' is no operator"), ("++", "'+' stands twice")])
+@pytest.mark.parametrize(
+    ("operators", "says"), [("+/", "'/' is not an operator"), ("++", "'+' occurs twice")]
+)
 def test_arithmetic_s_operators_are_checked(operators: str, says: str) -> None:
     with pytest.raises(DataError) as caught:
         arithmetic(operators=operators)

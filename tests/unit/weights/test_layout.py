@@ -57,7 +57,7 @@ def test_coordinates_follow_from_training(d: int, p: int, t_g: int, times: int) 
             r"generation has tp 3 and training tp 4\n.*4 / 3 leaves 1\n.*choose .* among 1, 2, 4",
         ),
         (8, "4 / 8 leaves 4"),
-        (0, "the least is 1"),
+        (0, "the minimum is 1"),
     ],
 )
 def test_sizes_that_do_not_divide(tp: int, said: str) -> None:
