@@ -272,6 +272,6 @@ def require_same_tokens(model: ScalarModel, tokenizer: Tokenizer, name: str) -> 
     if odd is not None:
         raise ModelError(
             f"the {name} and the policy decode the token {odd} to different text",
-            why="the {name} receives rollouts as the policy's token ids",
+            why=f"the {name} receives rollouts as the policy's token ids",
             fix=f"choose a {name} with the policy's tokeniser",
         )

@@ -167,7 +167,7 @@ def message_of(item: object, number: int, place: str) -> Message:
     found = {name: value for name, value in given.items() if value is not None}
     if "role" not in found or not found.keys() & {"content", "tool_calls"} or found.keys() - set(_KEYS):
         has = f"has the keys {', '.join(map(repr, given)) or 'none'}" if item == given else shown(item)
-        why = f"a message has 'role' and 'content' (or 'tool_calls'), and besides only {_KEYS[2:]}"
+        why = f"a message has 'role' and 'content' (or 'tool_calls'), and may have {_KEYS[2:]}"
         raise DataError(f"{where} {has}", why=why)
     role = found["role"]
     if role not in ROLES:
