@@ -130,7 +130,7 @@ def _check_header(file: Path) -> None:
         raise ModelError(f"{file} cannot be read", why=str(error)) from None
     if length > min(HEADER_BYTES, max(0, file.stat().st_size - 8)):
         raise ModelError(
-            f"the header of {file} has {length:,} bytes by its length field",
+            f"the header of {file} claims {length:,} bytes",
             why=f"the file has {file.stat().st_size:,} bytes, and a header has at most {HEADER_BYTES:,}",
             fix="fetch the file again: it is damaged, or not a .safetensors file",
         )

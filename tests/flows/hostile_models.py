@@ -131,11 +131,11 @@ REPLACE = ({"String": "a"}, "a" * 100)
 
 FOLDERS: dict[str, Hostile] = {
     # headers of weights
-    "header of 2^63 bytes": refused(header({}, length=2**63), "model.safetensors says it has"),
-    "header of 2^64 - 1 bytes": refused(header({}, length=2**64 - 1), "model.safetensors says it has"),
-    "header of 1 TiB in a sparse file": refused(header({}, 2**40, 2**40), "model.safetensors says it has"),
-    "header of 64 MiB": refused(header(b" " * 2**20, 2**27, 2**26), "model.safetensors says it has"),
-    "header longer than the file": refused(header({}, length=100), "model.safetensors says it has"),
+    "header of 2^63 bytes": refused(header({}, length=2**63), "model.safetensors claims"),
+    "header of 2^64 - 1 bytes": refused(header({}, length=2**64 - 1), "model.safetensors claims"),
+    "header of 1 TiB in a sparse file": refused(header({}, 2**40, 2**40), "model.safetensors claims"),
+    "header of 64 MiB": refused(header(b" " * 2**20, 2**27, 2**26), "model.safetensors claims"),
+    "header longer than the file": refused(header({}, length=100), "model.safetensors claims"),
     "header empty": refused(header(b""), "model.safetensors"),
     "header no JSON": refused(header(b"{" * 99), "model.safetensors"),
     "header a list": refused(header([1, 2]), "model.safetensors"),

@@ -62,7 +62,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [HEADER_BYTES + 1, 2**63, 2**64 - 1, 100])
 def test_a_header_that_cannot_be_is_refused_unread(tmp_path: Path, length: int) -> None:
     (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + json.dumps({}).encode())
-    with pytest.raises(ModelError, match=f"says it has {length:,} bytes"):
+    with pytest.raises(ModelError, match=f"claims {length:,} bytes"):
         check_files(tmp_path)
 
 

@@ -196,7 +196,7 @@ def test_what_is_wrong_is_named_before_anything_is_loaded(folder: Path, wrong: s
     [
         (
             Weight(name="up", shape=(4, 6), dtype=torch.float32),
-            r"up is \[6, 4\] of float32 there and \[4, 6\]",
+            r"up is \[6, 4\] of float32 in the checkpoint and \[4, 6\]",
         ),
         (Weight(name="up", shape=(6, 4), dtype=torch.bfloat16), "of bfloat16 in the model"),
         (Weight(name="more", shape=(1,), dtype=torch.float32), "more is in the model only"),
