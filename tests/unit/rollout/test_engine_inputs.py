@@ -88,7 +88,7 @@ def test_the_number_of_samples_is_positive(samples: int, engine: Engines, prompt
 
 
 def test_stop_texts_cannot_change_after_the_engine_was_built(engine: Engines, prompts: Prompts) -> None:
-    with pytest.raises(RolloutError, match=r"stop at \['\.'\]"):
+    with pytest.raises(RolloutError, match=r"stop strings \['\.'\]"):
         engine().generate(prompts([1]), sampling=SamplingConfig(stop=(".",)))
 
 

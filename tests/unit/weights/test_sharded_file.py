@@ -170,7 +170,10 @@ WRONGS: dict[str, tuple[Callable[[Path], None], str]] = {
         "the slices of up do not cover the whole",
     ),
     "too much": (lambda folder: edit(folder, bound("up", [[2, 8], [0, 4]])), "the slices of up do not cover"),
-    "a negative place": (lambda folder: edit(folder, bound("up", [[-6, 0], [0, 4]])), "the slices of up do not cover"),
+    "a negative place": (
+        lambda folder: edit(folder, bound("up", [[-6, 0], [0, 4]])),
+        "the slices of up do not cover",
+    ),
     "overlapping": (lambda folder: edit(folder, twice), "slices of up overlap"),
     "other shapes inside": (reheaded, f"{FILE} holds F32 .2. for up"),
     "no slices": (
