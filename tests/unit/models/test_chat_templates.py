@@ -139,7 +139,7 @@ def test_a_special_token_is_refused_wherever_a_template_may_write_it(chat: Chat)
 
 
 def test_an_answer_that_spells_a_special_token_is_refused_in_a_chat() -> None:
-    with pytest.raises(ModelError, match="'assistant' spells"):
+    with pytest.raises(ModelError, match="'assistant' contains"):
         qwen().encode_replies([CHAT], ["sat<|im_end|>"])
 
 

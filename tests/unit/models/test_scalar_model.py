@@ -168,7 +168,7 @@ def test_a_head_that_is_there_is_kept(
 
 def test_a_head_of_two_labels_is_refused(with_head: Callable[..., tuple[Path, nn.Module]]) -> None:
     folder, module = with_head("llama", AutoModelForSequenceClassification, labels=2)
-    with pytest.raises(ModelError, match="gives 2 numbers"):
+    with pytest.raises(ModelError, match="returns 2 numbers"):
         load(folder)
     with pytest.raises(ModelError, match="no scalar head"):
         head_of(module)
@@ -280,5 +280,5 @@ def test_other_tokens_than_the_policy_s_are_named() -> None:
     model = new(alphabet="0123456789+=")
     require_same_tokens(model, Tokenizer(character_tokenizer("0123456789+=", 32)), "critic")
     for alphabet, token in [("0123456789=+", 11), ("0123456789+=x", 13), ("0123456789+", 12)]:
-        with pytest.raises(ModelError, match=f"the critic and the policy decode the token {token} as"):
+        with pytest.raises(ModelError, match=f"the critic and the policy decode the token {token} to"):
             require_same_tokens(model, Tokenizer(character_tokenizer(alphabet, 32)), "critic")
