@@ -6,16 +6,21 @@ import json
 import subprocess
 import sys
 from array import array
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from rillflow.algorithms.algorithm import Data
-from rillflow.assembly.encoding import EncodedTask, encode_task, read_model_input
+from rillflow.assembly.build import Build
+from rillflow.assembly.encoding import EncodedTask, encode_task, longest_row, read_model_input
 from rillflow.assembly.preflight import open_rows
 from rillflow.assembly.recipe import Recipe, load_recipe
+from rillflow.assembly.resume import resolved
 from rillflow.cli.main import main
+from rillflow.errors import RillflowError
 from rillflow.observe.reader import read_metrics, read_rollouts, read_starts
+from rillflow.observe.run_directory import RunDirectory
 from rillflow.records.metrics import Mean
 from rillflow.tasks.encoded import Answers, Encoded
 from rillflow.tasks.example import Example
@@ -124,12 +129,29 @@ def test_a_row_is_as_long_as_its_use_makes_it(folder: Path) -> None:
     assert "1 of 6 demonstrations to train on do not fit" in refused(folder, "warm_start.steps=2")
 
 
+def test_the_longest_row_has_a_prompt_and_an_answer_and_an_agents_fills_the_context(folder: Path) -> None:
+    found = encoded(folder)
+    assert longest_row(recipe_of(folder), found) == 4 + 4
+    agent = 'rollout.agent={ function = "agent.py:solve" }'
+    assert longest_row(recipe_of(folder, agent), found) == 24
+
+
 def test_held_out_rows_are_measured_too(folder: Path) -> None:
     write(folder, GOOD, [LONG, {"prompt": "5+5=", "answer": "10"}])
     assert "1 of 2 prompts held out do not fit" in refused(folder)
     assert [row.example.place for row in encoded(folder, "task.too_long=drop").held_out] == [
         "test.jsonl line 2"
     ]
+
+
+def test_rows_that_were_not_encoded_before_are_refused_once_the_model_is_made(folder: Path) -> None:
+    write(folder, [*GOOD, LONG])
+    recipe = recipe_of(folder)
+    task = open_rows(recipe, folder)
+    with ExitStack() as stack:
+        run = stack.enter_context(RunDirectory.open(folder / "run", resolved(recipe, task, folder)))
+        with pytest.raises(RillflowError, match="1 of 5 prompts to train on do not fit into 24 tokens"):
+            Build(recipe, folder, task, None, run, None, stack)
 
 
 def test_a_task_of_which_nothing_is_left_is_refused(folder: Path) -> None:

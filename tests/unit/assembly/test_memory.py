@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,9 @@ def test_a_7b_with_defaults_is_refused_and_the_settings_that_help_are_named() ->
     named = ('policy.model.dtype = "bfloat16"', "policy.model.adapter.rank = 16")
     for setting in (*named, "policy.gradient_checkpointing = true", "rollout.cache_gib = 4"):
         assert setting in caught.value.fix
+    with pytest.raises(ConfigError, match="a smaller model or more ranks") as caught:
+        require_memory(chosen, replace(sizes, linear=6_525_000_000), 1083, 1 << 20, "this machine")
+    assert caught.value.fix.count("at most") == 5, "a list that no setting ends is kept short"
     require_memory(chosen, sizes, 1083, 2000 << 30, "this machine")
 
 

@@ -54,3 +54,12 @@ def test_adapters_of_other_bases_and_beside_whole_models_are_refused(tmp_path: P
     with pytest.raises(ModelError, match="is not there"):
         merge_models([bases[0], tmp_path / "none"], tmp_path / "out", MergeSettings())
     assert not (tmp_path / "out").exists()
+
+
+def test_models_are_aligned_by_what_they_compute_on_the_prompts_of_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("ot", reason="optimal transport is the extra `merge`")
+    parents = [written(ModelConfig(new=NEW), tmp_path / str(seed), seed) for seed in (1, 2)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "1+2="}\n{"prompt": "45+4=49"}\n')
+    said = merge_models(parents, tmp_path / "out", MergeSettings(method="ot"), prompts=prompts)
+    assert said["aligned_by"] == "activations"

@@ -162,6 +162,11 @@ def test_recomputed_activations_take_less() -> None:
     assert again["activations"] < 0.6 * kept["activations"]
 
 
+def test_the_pass_over_the_prompts_is_counted_without_the_weights() -> None:
+    policy, _ = peaks()
+    assert 0 < policy.phases["answers"]["prompts"] < 0.5 * policy.kept["weights"], "64 tokens of prompts"
+
+
 def test_activations_follow_the_micro_batch() -> None:
     whole = peaks()[0].phases["trains"]["activations"]
     half = peaks("policy.tokens_per_micro_batch=1024")[0].phases["trains"]["activations"]

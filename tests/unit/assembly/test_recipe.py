@@ -9,6 +9,7 @@ import pytest
 
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.assembly.recipe import Recipe, load_recipe
+from rillflow.assembly.role_table import model_roles
 from rillflow.config.load import validate
 from rillflow.errors import ConfigError
 
@@ -132,3 +133,12 @@ def test_an_empty_recipe_is_told_what_it_needs(tmp_path: Path) -> None:
     error = problems(path)
     assert "policy is missing" in error.what
     assert "algorithm is missing" in error.what
+
+
+@pytest.mark.parametrize("role", ["reward", "cost"])
+def test_a_role_that_scores_is_a_model_if_its_section_names_one(small: Path, role: str) -> None:
+    algorithm = ["algorithm.name=safe_rlhf", "cost.function=cost.py:cost", "reward.function=reward.py:score"]
+    functions = load_recipe(small, algorithm).recipe
+    named = load_recipe(small, [*algorithm, f"{role}.function=none", f"{role}.model=scorer"]).recipe
+    assert role in functions.roles
+    assert {*model_roles(named, named.roles)} - {*model_roles(functions, functions.roles)} == {role}

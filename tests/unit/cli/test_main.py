@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -152,3 +154,36 @@ def test_output_may_be_cut_off(recipe: str) -> None:
     assert done.stdout == "b"
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+def test_a_report_is_written_before_the_error_that_follows_it(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = tmp_path / "both"
+    with both.open("a") as out, both.open("a", buffering=1) as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        assert main(["check", recipe, "--set", "reward.function=y.py:z"]) == 2
+    text = both.read_text()
+    assert 0 < text.index("policy: pool main") < text.index("error: ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_command_with_130_unless_the_process_ignores_it(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def signalled(arguments: argparse.Namespace) -> int:
+        assert signal.getsignal(number) is not signal.SIG_DFL, "it would end the tests"
+        signal.raise_signal(number)
+        return 0
+
+    monkeypatch.setitem(COMMANDS, "doctor", (signalled, *COMMANDS["doctor"][1:]))
+    before = signal.getsignal(number)
+    assert main(["doctor"]) == 130
+    assert signal.getsignal(number) is before
+    signal.signal(number, signal.SIG_IGN)
+    try:
+        assert main(["doctor"]) == 0
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)

@@ -63,7 +63,10 @@ def test_a_recipe_is_planned_and_the_plan_simulated(here: Path, capsys: pytest.C
     assert "5 placements, 1 too large for the cluster; the best 4" in out
     head, best, second = out.split("the best 4\n")[1].splitlines()[:3]
     assert "weakness" in head and "more: " not in best and "more: " in second
-    assert "throughput by cluster size" in out
+    sizes = out.split("throughput by cluster size\n")[1].splitlines()
+    assert "rows/s" in sizes[0]
+    for devices, line in zip(("2", "4"), sizes[1:], strict=False):
+        assert line.split()[0] == devices and "policy" in line and "critic" in line
     assert "assumed: responses: log-normal" in out
     plan = open_plan(here / "plan.toml")
     assert set(plan.units) == {"policy", "reference", "critic"}
@@ -189,10 +192,12 @@ def test_the_section_to_paste_places_a_recipe_as_the_plan_does(
 
 
 def test_machines_get_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "cluster.toml").write_text('like = "verl"' + CLUSTER)
     data = json.loads(said(capsys, *PLAN, "--format", "json", "--out", "plan.toml"))
     assert len(data["best"]) + data["nowhere"] == data["placements"] == 5
     steps = [one["step_s"] for one in data["best"]]
     assert steps == sorted(steps)
+    assert all(one["range_s"][0] < one["step_s"] < one["range_s"][1] for one in data["best"])
     first, *others = data["best"]
     assert (first["cause"], first["why"]) == (None, "")
     assert all(one["cause"] and f"{one['step_s']:.4g} s" in one["why"] for one in others)

@@ -58,6 +58,12 @@ def test_later_steps_are_measured_by_all_before() -> None:
     assert found.tolist() == pytest.approx([1.0, -1.0, 5.0, 0.0])
 
 
+def test_scores_that_never_differed_are_divided_by_1e_8() -> None:
+    equal = {"count": 4.0, "mean": 2.0, "squares": 0.0}
+    found = rescaled_rewards(torch.tensor([2.0, 3.0]), torch.tensor([True, True]), **equal)
+    assert found.tolist() == pytest.approx([0.0, 1e8])
+
+
 def test_bounds_come_before_the_price_of_length() -> None:
     mask = Ragged.from_rows([[False, True], [True] * 3, [True], [False, False]], torch.bool)
     rewards = torch.tensor([9.0, -9.0, 4.0, 0.5])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
-from rillflow.planner.hardware import read_hardware, shipped_devices, shipped_stacks
+from rillflow.planner.hardware import Factors, read_hardware, shipped_devices, shipped_stacks
 from rillflow.planner.quantities import DURATION, FLOPS, MEMORY, PRICE, RATE
 
 FLEET: dict[str, Any] = {"device": "H100", "devices": 16, "per_machine": 8, "between": "50 GB/s"}
@@ -100,6 +100,14 @@ def test_a_cluster_of_two_kinds_with_factors_and_a_device_of_its_own() -> None:
     assert hardware.factors.train_flops == 0.3
     assert hardware.factors.hidden == 0.5
     assert hardware.factors.launch_s == pytest.approx(50e-6)
+
+
+def test_the_default_factors_are_ones_that_a_cluster_may_state() -> None:
+    plain = read_hardware({"fleet": [FLEET]}, "plain").factors
+    seconds = {name: f"{value} s" for name, value in vars(plain).items() if name.endswith("_s")}
+    numbers = {name: value for name, value in vars(plain).items() if value and name not in seconds}
+    stated = read_hardware({"fleet": [FLEET], "factors": seconds | numbers}, "stated")
+    assert stated.factors == plain == Factors()
 
 
 def test_a_machines_link_is_shared_by_its_devices() -> None:

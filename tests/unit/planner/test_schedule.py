@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -85,6 +86,14 @@ def test_two_pools_overlap_and_a_transfer_delays() -> None:
     assert [(one.start_s, one.end_s) for one in found] == [(0, 4), (4, 6), (4.5, 7.5), (7.75, 8.75)]
     later = in_turn(tasks, begin_s=10.0, free_s={"a": 11.0, "b": 16.0})
     assert [(one.start_s, one.end_s) for one in later] == [(11, 15), (15, 17), (16, 19), (19.25, 20.25)]
+
+
+@pytest.mark.parametrize("given", [{"seconds": [4.0, 2.0]}, {"pools": ["a"]}])
+def test_every_stage_needs_a_duration_and_a_pool(given: dict[str, list[Any]]) -> None:
+    stages = tuple(Stage(index=index, role="r", endpoint="e", reads=(), writes=()) for index in range(3))
+    whole: dict[str, list[Any]] = {"seconds": [4.0, 2.0, 3.0], "pools": ["a", "a", "b"], "transfers": []}
+    with pytest.raises(ValueError, match="zip"):
+        tasks_of(Graph(name="g", stages=stages, edges=()), **(whole | given))
 
 
 @pytest.mark.parametrize(("freshness", "period"), [(0, 30.0), (1, 15.0), (2, 12.0), (100, 12.0)])

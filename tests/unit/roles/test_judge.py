@@ -21,7 +21,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.frame import KEPT, FrameConfig, kept_frame
-from rillflow.roles.comparisons import Question, Questioner
+from rillflow.roles.comparisons import Question, Questioner, prompt_text
 from rillflow.roles.judge import Judge, judge_metrics
 from rillflow.roles.reward import OUTCOMES
 from rillflow.roles.share import Share
@@ -96,6 +96,13 @@ def test_by_hand() -> None:
         both_orders(torch.zeros(2), torch.zeros(3))
     with pytest.raises(FormulaError, match="label_shares"):
         label_shares(torch.zeros(3, 1))
+
+
+def test_a_conversation_is_shown_to_a_judge_one_turn_a_line() -> None:
+    parts = [{"type": "text", "text": "1+"}, {"type": "image"}, {"type": "text", "text": "2?"}]
+    turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": parts}, {"role": "assistant"}]
+    assert prompt_text(json.dumps({"prompt": turns})) == "system: Add.\nuser: 1+2?\nassistant: "
+    assert prompt_text(json.dumps({"prompt": "1+2="})) == "1+2="
 
 
 def test_what_is_asked_keeps_answers_whole_and_the_prompt_s_end() -> None:

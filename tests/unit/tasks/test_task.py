@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from rillflow.errors import DataError
 from rillflow.rewards.function import FunctionPath
 from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.files import given_rows
 from rillflow.tasks.task import Task, open_labelled, open_preferences, open_task
 
 
@@ -42,6 +44,13 @@ def scorer(function: FunctionPath) -> object:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.__dict__[function.name]
+
+
+def test_numpy_scalars_of_given_rows_are_plain_values_at_any_depth() -> None:
+    nested = {"limits": [np.int64(3), {"share": np.float64(0.5)}], "name": np.str_("a")}
+    (row,) = given_rows([{"prompt": "1+2=", "answer": np.int64(3), "more": nested}], lambda row, *_: row)
+    assert json.loads(json.dumps(row)) == row
+    assert row["answer"] == 3 and row["more"] == {"limits": [3, {"share": 0.5}], "name": "a"}
 
 
 def test_arithmetic_is_right_distinct_and_split() -> None:

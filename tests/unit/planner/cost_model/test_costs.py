@@ -14,10 +14,10 @@ from rillflow.graph.graph import Edge
 from rillflow.planner.cost_model.costs import CostModel
 from rillflow.planner.cost_model.options import cuts_heads, divisors, grids, undominated
 from rillflow.planner.grid import Grid, Option
-from rillflow.planner.hardware import EngineFactors
+from rillflow.planner.hardware import EngineFactors, Factors
 from rillflow.planner.plan import SAMPLER
 from rillflow.planner.problem import Problem, Unit
-from tests.unit.planner.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, problem, seat
+from tests.unit.planner.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, WORKLOAD, problem, seat
 
 
 def unit(step: Problem, name: str) -> Unit:
@@ -122,6 +122,16 @@ def test_what_does_not_fit_says_by_how_much(memory: float) -> None:
     step = problem(fleet=enough)
     assert CostModel(step).options(unit(step, "policy"), "toys", 1) != ()
     assert CostModel(step).shortfall_bytes(unit(step, "policy"), "toys", 1) == 0.0
+
+
+@pytest.mark.parametrize(("share", "fits"), [(0.9, False), (1.1, True)])
+def test_a_sampler_fits_if_its_longest_row_does(share: float, fits: bool) -> None:
+    row = WORKLOAD.longest_tokens * SHAPE.cached_numbers * 2
+    memory = (2 * SHAPE.parameters + share * row) / Factors().memory
+    step = problem(samples_apart=True, fleet=replace(FLEET, device=replace(DEVICE, memory_bytes=memory)))
+    assert bool(CostModel(step).options(unit(step, SAMPLER), "toys", 1)) is fits
+    missing = CostModel(step).shortfall_bytes(unit(step, SAMPLER), "toys", 1)
+    assert missing == pytest.approx(max(1 - share, 0) * row, rel=1e-6)
 
 
 @settings(max_examples=20)
