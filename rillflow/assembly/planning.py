@@ -217,7 +217,7 @@ def observe(
                 fix="give the cluster's file with --cluster",
             )
         hardware = this_machine(sum(recipe.placement.pools.values()))
-    made, found = {phase.name: phase for phase in reversed(data.phases)}, []
+    made, found = {phase.name: phase for phase in data.phases}, []
     for phase, graph in zip(phase_plans(recipe), graphs(recipe), strict=True):
         if phase.name not in made:
             continue

@@ -87,7 +87,7 @@ class SharedWeights:
         version: publishes so far.
     """
 
-    def __init__(self, module: nn.Module, version: int = 0) -> None:
+    def __init__(self, module: nn.Module, version: int) -> None:
         self.module, self.version = module, version
         self.tp: Ranks = SingleRank()
         self.canary: Canary = ()
