@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
+from rillflow.graph.graph import Edge
 from rillflow.planner.cost_model.costs import CostModel
+from rillflow.planner.cost_model.transfers import Seat
 from rillflow.planner.evaluate import evaluate
 from rillflow.planner.hardware import Factors, Fleet, Hardware, shipped_devices
 from rillflow.planner.model_shape import ModelShape
 from rillflow.planner.problem import Problem
 from rillflow.planner.ranking import Goal, Objective
 from rillflow.planner.search import search
+from rillflow.planner.variant import EVALUATED
 from rillflow.planner.workload import Lengths, Workload
 from tests.unit.planner.toys import ToyCosts, Tried, every_plan, toy_fleet, toy_problem, variants
 
@@ -129,3 +132,23 @@ def test_a_sampler_apart_in_step_is_tried_where_it_is_asked_for() -> None:
     found = search(problem, costs_of(4, memory=300.0), apart_in_step=True)
     assert found.placements == 4
     assert {"sampler" in one.plan.units for one in found.best} == {True, False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FarApart(ToyCosts):
+    """Pools of any sizes, between which every transfer takes longer than all else."""
+
+    evaluated: set[frozenset[tuple[str, int]]] = field(default_factory=set)
+    """Devices of each unit's pool, for every allocation that was asked for its transfers."""
+
+    def transfer_s(self, edge: Edge, source: Seat, destination: Seat) -> float:
+        self.evaluated.add(frozenset((seat.unit.name, seat.pool.devices) for seat in (source, destination)))
+        return 1e6
+
+
+def test_only_so_many_allocations_of_a_placement_are_evaluated_with_transfers() -> None:
+    fleet = toy_fleet(devices=16, per_machine=1)
+    problem = toy_problem(4, roles=2, fleets=[fleet], functions=0)
+    costs = FarApart(problem=problem, seed=4, memory=1e9)
+    search(problem, lambda _: costs)
+    assert len(costs.evaluated) == EVALUATED, "of 120 allocations of 16 devices to two pools"
