@@ -151,4 +151,4 @@ def test_only_so_many_allocations_of_a_placement_are_evaluated_with_transfers() 
     problem = toy_problem(4, roles=2, fleets=[fleet], functions=0)
     costs = FarApart(problem=problem, seed=4, memory=1e9)
     search(problem, lambda _: costs)
-    assert len(costs.evaluated) == EVALUATED, "of 120 allocations of 16 devices to two pools"
+    assert len(costs.evaluated) == EVALUATED, "of up to 120 allocations of 16 devices to two pools"
