@@ -73,6 +73,23 @@ def test_two_views_of_one_memory(tmp_path: Path) -> None:
     assert torch.equal(torch.cat([found["a"], found["b"]]), whole)
 
 
+def test_a_rank_reads_the_weights_that_lie_on_it(folder: Path) -> None:
+    """Weights of other ranks stand before its own in the list."""
+    places = {"up": 0, "down": 1, "scale": 0, "steps": 1}
+    layout = {name: Placement(Mesh.of(first=place, dp=1)) for name, place in places.items()}
+    group = ThreadGroup(2, 10.0)
+
+    def read(rank: int) -> dict[str, Tensor]:
+        own = {name for name, place in places.items() if place == rank}
+        found = {name: torch.zeros_like(tensor) for name, tensor in values().items() if name in own}
+        load_sharded(folder, WEIGHTS, layout, found, ThreadRanks(group, rank))
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(read, range(2))
+    assert all(torch.equal(tensor, values()[name]) for name, tensor in {**first, **second}.items())
+
+
 def edit(folder: Path, change: Callable[[Any], None], *, sign: bool = True) -> None:
     """Change the list; with a hash that fits, as someone who means harm would."""
     path = folder / "weights.json"
