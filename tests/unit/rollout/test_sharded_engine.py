@@ -27,9 +27,11 @@ Build = Callable[..., PreTrainedModel]
 Prompts = Callable[..., Batch]
 
 
-def engine(module: PreTrainedModel, tp: Ranks, **more: Any) -> NativeEngine:
-    config = RolloutConfig(max_tokens=12)
-    return NativeEngine(module, config, stop_tokens=frozenset(), seed=3, context=256, tp=tp, **more)
+def engine(
+    module: PreTrainedModel, tp: Ranks, *, max_tokens: int = 12, seed: int = 3, **more: Any
+) -> NativeEngine:
+    config = RolloutConfig(max_tokens=max_tokens)
+    return NativeEngine(module, config, stop_tokens=frozenset(), seed=seed, context=256, tp=tp, **more)
 
 
 def part_of(whole: PreTrainedModel, tp: Ranks) -> PreTrainedModel:
@@ -77,6 +79,20 @@ def test_ranks_may_be_threads(build: Build, prompts: Prompts) -> None:
     assert first == second
     alone = said(engine(whole, SingleRank()).generate(prompts(3, 7, 9), samples=2))
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in alone]
+
+
+def test_ranks_that_differ_in_the_last_token_of_a_call_are_told(build: Build, prompts: Prompts) -> None:
+    """Each row draws a single token, so no later pass compares it: the call does so before it returns."""
+    whole, group = build(), ThreadGroup(2, 300.0)
+
+    def run(rank: int) -> None:
+        ranks = ThreadRanks(group, rank)
+        used = engine(part_of(whole, ranks), ranks, max_tokens=1, seed=rank)
+        with pytest.raises(RolloutError, match="has other tokens on rank 1 of a tensor-parallel group"):
+            used.generate(prompts(3, 7, 9), samples=4)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, range(2)))
 
 
 def test_several_lanes_over_ranks_are_refused(build: Build) -> None:

@@ -6,8 +6,11 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.vllm import frames
 from rillflow.rollout.vllm.asks import Ask, CoreSettings, Piece
 from rillflow.rollout.vllm.served import ServedCore, StartRefused
+from rillflow.rollout.vllm.server import _Answers
 
 SETTINGS = CoreSettings(directory="", device="cpu", dtype="float32", context=8, max_rows=1, keep_cache=False)
 
@@ -84,6 +88,35 @@ def test_weights_arrive_whole_whatever_a_frame_holds(
     assert list(found) == list(sent)
     for name, tensor in sent.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+class Adapted:
+    """A core without vLLM that keeps the adapters it is given."""
+
+    cache_bytes = 5
+    made: ClassVar[list[Adapted]] = []
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self.settings, self.adapters = settings, list[tuple[int, float, dict[str, torch.Tensor]]]()
+        self.made.append(self)
+
+    def adapt(self, version: int, scale: float, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.adapters.append((version, scale, dict(weights)))
+
+
+def test_a_server_hands_an_adapter_on_with_its_version_and_scale(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rillflow.rollout.vllm.core", SimpleNamespace(Core=Adapted))
+    client, own = ends
+    answers = _Answers(own)
+    client.send(frames.Word.START, {**asdict(SETTINGS), "threads": torch.get_num_threads()})
+    assert answers.of(own.receive()) == ({"cache_bytes": 5}, {})
+    client.send(frames.Word.ADAPT, {"version": 7, "scale": 0.5})
+    frames.send_weights(client, [("lora_A", torch.ones(2))])
+    assert answers.of(own.receive()) == ({}, {})
+    ((version, scale, weights),) = Adapted.made[-1].adapters
+    assert (version, scale, weights["lora_A"].tolist()) == (7, 0.5, [1.0, 1.0])
 
 
 def test_a_server_says_what_it_cannot_do_or_with_what_it_ended() -> None:
