@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,30 @@ def test_the_order_of_a_parents_units_changes_nothing(
     if reg is None:
         merge([tmp_path / "permuted", a], tmp_path / "itself", how, texts=texts)
         torch.testing.assert_close(logits(tmp_path / "itself"), logits(a), rtol=0, atol=1e-5)
+
+
+def test_groups_of_heads_that_differ_in_their_keys_alone_are_matched_by_them(
+    make: Made, tmp_path: Path
+) -> None:
+    """Both groups have equal queries, values and outputs, so only the keys tell how they are exchanged."""
+    one = model(NEW.model_copy(update={"layers": 1}), noise=1)
+    part = one.module.base_model.layers[0].self_attn
+    with torch.no_grad():
+        for each in (part.q_proj, part.v_proj):
+            for weights in each.parameters():
+                weights[len(weights) // 2 :] = weights[: len(weights) // 2]
+        part.o_proj.weight[:, 8:] = part.o_proj.weight[:, :8]
+    save_model(one, tmp_path / "one")
+    with torch.no_grad():
+        for weights in part.k_proj.parameters():
+            weights.copy_(weights.roll(len(weights) // 2, 0))
+    save_model(one, tmp_path / "exchanged")
+    for first, last in product(("one", "exchanged"), repeat=2):
+        merged = tmp_path / f"{first} into {last}"
+        merge([tmp_path / first, tmp_path / last], merged, OT)
+        found, wanted = (load_file(folder / "model.safetensors") for folder in (merged, tmp_path / last))
+        for name, weights in wanted.items():
+            torch.testing.assert_close(found[name], weights, rtol=0, atol=1e-6)
 
 
 def test_a_command_merges_models_of_other_widths_into_the_last_ones(make: Made, tmp_path: Path) -> None:

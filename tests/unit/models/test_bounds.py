@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from rillflow.errors import ModelError
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.bounds import HEADER_BYTES, check_files, check_sizes
-from rillflow.models.template_probe import probe
+from rillflow.models.template_probe import LEAST_CHARACTERS, probe
 from rillflow.models.tokenizer import Chat, Tokenizer
 from rillflow.models.tokenizer_probe import probe_tokenizer
 
@@ -51,6 +51,13 @@ def test_a_file_that_is_too_large_is_refused_unread(tmp_path: Path, name: str, s
         file.truncate(size * 2**20)
     with pytest.raises(ModelError, match=f"{name} has {size * 2**20:,} bytes"):
         check_files(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json"])
+def test_a_tokeniser_with_files_of_64_mebibytes_passes(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(64 * 2**20)
+    check_files(tmp_path)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -95,6 +102,12 @@ def test_a_template_that_does_not_end_in_its_bounds_is_refused(template: str) ->
 )
 def test_a_template_that_ends_or_refuses_may_be_rendered(template: str) -> None:
     probe(template, {"bos_token": "<s>"}, CHAT)
+
+
+def test_a_short_chat_may_render_to_a_million_characters_and_no_more() -> None:
+    probe(f"{{{{ 'a' * {LEAST_CHARACTERS} }}}}", {}, CHAT)
+    with pytest.raises(ModelError, match="the chat template exceeds"):
+        probe(f"{{{{ 'a' * {LEAST_CHARACTERS + 1} }}}}", {}, CHAT)
 
 
 def test_a_template_that_was_refused_is_refused_again_without_another_child() -> None:

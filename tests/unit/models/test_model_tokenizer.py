@@ -72,6 +72,15 @@ def test_all_end_tokens_stop(byte_pair: Make) -> None:
     assert Tokenizer(byte_pair(), stop_tokens=[3, 4]).stop_tokens == {1, 3, 4}
 
 
+def test_rows_are_valid_for_a_tokeniser_of_equal_tokens_ends_and_template(byte_pair: Make) -> None:
+    one, larger = Tokenizer(byte_pair()), byte_pair()
+    larger.add_tokens(["dog"])
+    assert one.reads_as(Tokenizer(byte_pair()))
+    assert not one.reads_as(Tokenizer(byte_pair(), stop_tokens=[3]))
+    assert not one.reads_as(Tokenizer(larger))
+    assert not one.reads_as(Tokenizer(byte_pair(chat=True)))
+
+
 def test_pad_equal_to_end_changes_nothing(byte_pair: Make) -> None:
     same, other = byte_pair(), byte_pair()
     other.pad_token = "<s>"
