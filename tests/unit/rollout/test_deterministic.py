@@ -189,3 +189,19 @@ def test_rounding_that_depends_on_the_slot_is_found_before_a_token_is_drawn(
     assert len(engine(module).generate(prompts(4, 5))) == 2
     with pytest.raises(ModelError, match="other bits in slot 31 of 32 than in slot 0"):
         engine(module, deterministic=True, max_rows=20).generate(prompts(4, 5))
+
+
+def test_rounding_that_depends_on_the_length_of_the_cache_is_found(
+    engine: Engines, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine, made by hand, that adds even and odd places apart in products over more than 64 of them."""
+    bmm = torch.bmm
+
+    def apart(shares: Tensor, values: Tensor) -> Tensor:
+        if shares.shape[-1] <= 64:
+            return bmm(shares, values)
+        return bmm(shares[..., ::2], values[:, ::2]) + bmm(shares[..., 1::2], values[:, 1::2])
+
+    monkeypatch.setattr(torch, "bmm", apart)
+    with pytest.raises(ModelError, match="other bits"):
+        engine(deterministic=True, max_rows=20).generate(prompts(4, 5))
