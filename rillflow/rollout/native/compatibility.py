@@ -96,12 +96,17 @@ def check_fixed_shapes(module: nn.Module, shapes: dict[int, LayerShape], rows: i
         forward(module, cache.layers, Segment.of([0], [length], [positions], ()), tokens)
         for length in (short, long)
     )
-    apart = (first != first[:1]).any(1) | (first != second).any(1)
-    if bool(apart.any()):
+    by_slot, by_length = (first != first[:1]).any(1), (first != second).any(1)
+    if bool((by_slot | by_length).any()):
+        differs = (
+            f"in slot {int(by_slot.nonzero()[0])} of {rows} than in slot 0"
+            if bool(by_slot.any())
+            else f"with {long} cached positions read than with {short}"
+        )
         raise ModelError(
-            f"{name} computes other bits in slot {int(apart.nonzero()[0])} of {rows} than in slot 0 for the "
-            "same text",
-            why="this machine's matrix products depend on a row's slot, even with fixed shapes",
+            f"{name} computes other bits {differs}, for the same text",
+            why="this machine's matrix products depend on where a row lies or how long the cache is, even with "
+            "fixed shapes",
             fix="try another rollout.max_rows, or set rollout.deterministic to false",
         )
 
