@@ -35,7 +35,7 @@ from intervals import interval
 from rillflow.observe.reader import read_evaluations, read_metrics, read_spans
 
 SMALLEST = []
-SLOW = ["--engines native --steps 2"]  # trains three policies in processes of their own
+SLOW = ["--engines native --steps 5"]  # trains three policies in processes of their own
 
 ROOT = Path(__file__).parents[1]
 RECIPE = """

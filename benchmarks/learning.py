@@ -131,9 +131,8 @@ def metrics_of(name: str, where: str, steps: int, seed: int) -> list[dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"algorithm.name={name}", f"algorithm.steps={steps}", f"run.seed={seed}"]
         settings += [f"run.dir={folder}/run", "run.checkpoint_minutes=0"]
-        algorithm = load_recipe(path, settings).recipe.algorithm
-        roles = dict.fromkeys(("policy", *ALGORITHMS[name].roles(algorithm)))
-        loaded = load_recipe(path, [*settings, *placement(where, [*roles])])
+        roles = load_recipe(path, settings).recipe.roles
+        loaded = load_recipe(path, [*settings, *placement(where, roles)])
         launch(loaded.recipe, loaded.base, quiet=True)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line)["metrics"] for line in lines]

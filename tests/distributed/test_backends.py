@@ -464,7 +464,9 @@ def test_what_is_too_large_for_an_argument(group: Group, backend: Backend) -> No
         "an argument of worker2.same, bytes,": lambda: group.call("same", large),
     }
     for named, call in calls.items():
-        refused(ClusterError, call, f"{named} takes 17 MiB", "16 MiB at most", "put large data into a batch")
+        refused(
+            ClusterError, call, f"{named} takes 17 MiB", "the limit is 16 MiB", "put large data into a batch"
+        )
 
 
 def test_a_role_that_raises_in_its_constructor(group: Group, backend: Backend) -> None:

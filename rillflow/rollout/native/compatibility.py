@@ -105,8 +105,8 @@ def check_fixed_shapes(module: nn.Module, shapes: dict[int, LayerShape], rows: i
         )
         raise ModelError(
             f"{name} computes other bits {differs}, for the same text",
-            why="this machine's matrix products depend on where a row lies or how long the cache is, even with "
-            "fixed shapes",
+            why="even with fixed shapes, this machine's matrix products depend on a row's slot or on the "
+            "length of the cache",
             fix="try another rollout.max_rows, or set rollout.deterministic to false",
         )
 
