@@ -178,11 +178,11 @@ def test_a_signal_ends_a_command_with_130_unless_the_process_ignores_it(
         return 0
 
     monkeypatch.setitem(COMMANDS, "doctor", (signalled, *COMMANDS["doctor"][1:]))
-    before = signal.getsignal(number)
-    assert main(["doctor"]) == 130
-    assert signal.getsignal(number) is before
-    signal.signal(number, signal.SIG_IGN)
+    before = signal.signal(number, signal.default_int_handler)
     try:
+        assert main(["doctor"]) == 130
+        assert signal.getsignal(number) is signal.default_int_handler
+        signal.signal(number, signal.SIG_IGN)
         assert main(["doctor"]) == 0
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:

@@ -79,7 +79,7 @@ def test_a_file_that_is_missing_is_named(make_directory: Make) -> None:
     file.unlink()
     with pytest.raises(ModelError, match=f"lacks {file.name}") as caught:
         outlined(ModelConfig(path=str(folder)))
-    assert "index.json names" in caught.value.why
+    assert "index.json lists" in caught.value.why
 
 
 def test_a_file_that_is_not_whole_is_named(make_directory: Make) -> None:

@@ -277,7 +277,7 @@ def test_the_prompt_that_an_engine_fails_at_is_named(
     monkeypatch.setattr(door[1], "refused", tuple(model.tokenizer.encode("7+7=")))
     code, found = asked(door[0], "/completions", {"prompt": prompt, "n": 2, "max_tokens": 4})
     assert (code, found["error"]["type"]) == (500, "server_error")
-    assert f"the engine failed at {name};" in found["error"]["message"]
+    assert f"the engine failed on {name};" in found["error"]["message"]
 
 
 def test_a_body_of_more_than_16_mib_is_refused_by_its_length(door: tuple[str, Passes]) -> None:
@@ -287,7 +287,7 @@ def test_a_body_of_more_than_16_mib_is_refused_by_its_length(door: tuple[str, Pa
     connection.request("POST", f"{at.path}/completions", headers=headers)
     answer = connection.getresponse()
     assert answer.status == 413
-    assert "16777216 is the most" in json.loads(answer.read())["error"]["message"]
+    assert "the limit is 16777216" in json.loads(answer.read())["error"]["message"]
     connection.close()
 
 
