@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 SMALLEST = []
-SLOW = ["--layers 1 --hidden 512"]  # starts four processes for each mesh
+SLOW = ["--layers 4 --hidden 512"]  # starts four processes for each mesh
 
 RANKS = 4
 MESHES = {

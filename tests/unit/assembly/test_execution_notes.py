@@ -61,7 +61,7 @@ def test_check_without_code_refuses_an_agent_that_runs_text_in_its_own_process(
 ) -> None:
     recipe = recipe_with_an_agent(tmp_path, "START = exec\nexec('1')\n")
     assert main(["check", str(recipe), "--no-code", "--dir", str(tmp_path / "run")]) == 2
-    assert "runs text in its own process" in "".join(capsys.readouterr())
+    assert "executes text in its own process" in "".join(capsys.readouterr())
 
 
 def test_the_doctor_tries_no_stronger_level_than_its_limit() -> None:

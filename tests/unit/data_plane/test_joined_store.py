@@ -152,7 +152,7 @@ def test_groups_of_a_lost_store_are_dropped_with_its_address() -> None:
         assert both.tables.status("s")["stores"] == []
         with pytest.raises(StreamError, match="no such store has joined"):
             both.tables.settle("w#2", "b:1", "w#9")
-        with pytest.raises(StreamError, match="the store that has the columns is gone"):
+        with pytest.raises(StreamError, match="the columns' store is gone"):
             await both.tables.begin(Begin(stream="s", segment=segment), None, "w#1")
 
     asyncio.run(run())

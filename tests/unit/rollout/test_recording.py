@@ -128,5 +128,5 @@ def test_a_module_that_looks_at_values_is_not_recorded(
     batch = prompts(*range(1, 8))
     with caplog.at_level(logging.INFO, logger="rillflow"):
         found = engine(module, replay_after=1, max_rows=3).generate(batch)
-    assert "runs unrecorded: Converting a tensor to a Python boolean" in caplog.text
+    assert "runs without recording: Converting a tensor to a Python boolean" in caplog.text
     assert same(found, engine(module, max_rows=3).generate(batch))
