@@ -26,5 +26,5 @@ def test_two_models_have_their_wins_and_how_far_the_judge_can_be_trusted() -> No
         "  other: 3.0 tokens",
         "one against other, by a judge: 3 won, 2 tied, 1 lost, 4 without a verdict",
         "  win rate 0.667 [0.500, 0.800], length-controlled 0.600",
-        "  the two orders contradict each other on 12.5%; bias to the first +0.050",
+        "  the two orders contradict each other on 12.5%; position bias to the first +0.050",
     ]
