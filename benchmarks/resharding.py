@@ -213,7 +213,7 @@ class Rank:
         plan = reshard_plan(self.weights, self.source, self.plain)
         generation = self.empty(self.plain)
         resharding = Resharding(plan, self.ranks)
-        for place, bucket in enumerate(resharding.buckets):
+        for place, bucket in enumerate(plan.buckets):
             for name in (part.name for part in bucket.parts if part.is_last):
                 keep(plan, name, self.ranks.rank, self.training, generation)
             resharding.pack(place, self.training)
