@@ -127,6 +127,7 @@ def _call_main(path: Path, command: list[str], folder: Path, given: Connection) 
     with (folder / LOG).open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # in order with standard error
     sys.argv = [str(path), *command]
     sys.path.insert(0, str(path.parent))
     os.chdir(folder)

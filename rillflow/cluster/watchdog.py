@@ -1,8 +1,8 @@
 """Watchdog: end the leftovers of our own cluster if the driver could not.
 
     driver ── starts ──> watchdog        a separate process in its own session
-       ├── closes the pipe ──> every process with the cluster's mark is killed
-       └── has died ─────────> the same, and the cluster's folder is removed
+       ├── sends a byte ──> every process with the cluster's mark is killed
+       └── has died ──────> the same, and the cluster's folder is removed
 
 Ray's daemons end at once after a killed driver, but their helper processes need a minute. The watchdog runs
 as a script and imports only the standard library.
@@ -31,18 +31,21 @@ _LOOK_S = 0.5
 
 
 def watch(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a watchdog over the cluster of this folder; closing its standard input ends both."""
+    """Start a watchdog over the cluster of this folder; ``end`` ends both."""
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def end(watchdog: subprocess.Popen[bytes], timeout_s: float) -> None:
-    """End the cluster and wait for the watchdog, up to a timeout.
+    """End the cluster and wait for the watchdog, up to a timeout; a second call only waits.
 
-    A forked process may hold the watchdog's input open.
+    The byte tells a driver that leaves from one that died, whose pipe closes as well.
     """
     assert watchdog.stdin is not None, "watch opens a pipe to it"
-    watchdog.stdin.close()
+    if not watchdog.stdin.closed:
+        with suppress(BrokenPipeError):  # the watchdog has ended already
+            watchdog.stdin.write(b"e")
+            watchdog.stdin.close()
     with suppress(subprocess.TimeoutExpired):
         watchdog.wait(timeout_s)
 
@@ -64,14 +67,26 @@ def end_once(watchdog: subprocess.Popen[bytes], is_left: Callable[[], bool]) -> 
 
 
 def _main(driver: int, folder: str) -> None:
-    while os.getppid() == driver and not select.select([sys.stdin], [], [], _LOOK_S)[0]:
-        pass
+    is_told = False
+    while os.getppid() == driver:
+        if select.select([sys.stdin], [], [], _LOOK_S)[0]:
+            is_told = bool(os.read(sys.stdin.fileno(), 1))
+            break
+    _kill_all(folder)
+    deadline = time.monotonic() + _LEAVE_S
+    # A driver that tells is in Ray's shutdown, which needs the folder; a killed one needs nothing any more.
+    while not is_told and Path(folder).exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)  # fails while a process that is ending still writes into it
+        _kill_all(folder)
+        time.sleep(0.05)
+
+
+def _kill_all(folder: str) -> None:
+    """Kill every process of the cluster."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or belongs to another user
             if _belongs(entry, folder):
                 os.kill(int(entry.name), signal.SIGKILL)
-    if os.getppid() != driver:  # a live driver is in Ray's shutdown, which needs the folder
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _belongs(process: Path, folder: str) -> bool:
