@@ -51,8 +51,8 @@ VLLM_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""Its environment. On two cores ``auto`` binds its worker to one and leaves the other to its engine process;
-both cores (``0-1``) and no binding (``nobind``) were slower for all workloads."""
+"""Environment of vLLM. On two cores, ``auto`` binds its worker to one core and leaves the other to its engine
+process. Both cores (``0-1``) and no binding (``nobind``) were slower on the two workloads tried."""
 
 
 @dataclass(frozen=True, kw_only=True)

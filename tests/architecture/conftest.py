@@ -44,14 +44,25 @@ def root() -> Path:
     return ROOT
 
 
-@pytest.fixture(scope="session")
-def size() -> ModuleType:
-    """The module that counts lines of code."""
-    spec = importlib.util.spec_from_file_location("size", ROOT / "docs" / "size.py")
+def docs_script(name: str) -> ModuleType:
+    """Return a script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def size() -> ModuleType:
+    """The module that counts lines of code."""
+    return docs_script("size")
+
+
+@pytest.fixture(scope="session")
+def drawing() -> ModuleType:
+    """The module that draws the graphs of pages."""
+    return docs_script("draw_graphs")
 
 
 @pytest.fixture(scope="session")

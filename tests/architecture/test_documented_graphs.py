@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -15,33 +14,24 @@ ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "algorithms"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_graphs", ROOT / "docs" / "draw_graphs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_page_shows_the_graph_of_today(
-    name: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+    name: str, drawing: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     page = (PAGES / f"{name}.md").read_text("utf-8")
-    assert script.BLOCK.search(page), f"docs/algorithms/{name}.md shows no graph"
-    assert page == script.redrawn(page), "make docs draws it anew"
+    assert drawing.BLOCK.search(page), f"docs/algorithms/{name}.md shows no graph"
+    assert page == drawing.redrawn(page), "make docs draws it anew"
 
 
-def test_the_data_of_plans_are_those_of_today(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_of_plans_are_those_of_today(drawing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are traced by the endpoints of the first file; short forms have graphs of the second."""
     monkeypatch.chdir(ROOT)
     for file, today in (
-        (script.ENDPOINTS, script.endpoints_of_roles()),
-        (script.GRAPHS, script.graphs_of_recipes()),
+        (drawing.ENDPOINTS, drawing.endpoints_of_roles()),
+        (drawing.GRAPHS, drawing.graphs_of_recipes()),
     ):
-        assert file.read_text("utf-8") == script.as_file(today), f"make docs writes {file.name} anew"
+        assert file.read_text("utf-8") == drawing.as_file(today), f"make docs writes {file.name} anew"
 
 
 def test_what_is_read_beside_the_code_is_installed_with_it() -> None:
@@ -51,8 +41,8 @@ def test_what_is_read_beside_the_code_is_installed_with_it() -> None:
     assert len(beside) > 3 and {file for file in beside if file.is_file()} == named
 
 
-def test_a_stale_graph_is_found(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_graph_is_found(drawing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     page = (PAGES / "rloo.md").read_text("utf-8")
     stale = page.replace("[policy.generate]", "[policy.sample]")
-    assert stale != page == script.redrawn(stale)
+    assert stale != page == drawing.redrawn(stale)

@@ -303,10 +303,10 @@ def package_at(commit: str) -> Iterator[str]:
 
 
 def test_the_study_is_not_older_than_a_third_of_the_package(size: ModuleType) -> None:
-    """Docstrings, comments and lines that only moved do not count."""
+    """Added and removed lines of code; docstrings, comments and lines that only moved do not count."""
     (commit,) = {line["commit"] for line in lines_of(RESULTS / "mutation.jsonl")}
     then = sum(map(size.code, package_at(commit)), Counter[str]())
     texts = (path.read_text("utf-8") for path in (ROOT / "rillflow").rglob("*.py"))
     now = sum(map(size.code, texts), Counter[str]())
     changed = (then - now).total() + (now - then).total()
-    assert changed < 2 * now.total() / 3, "make another study: python benchmarks/mutation --seed NEW"
+    assert changed < now.total() / 3, "make another study: python benchmarks/mutation --seed NEW"
