@@ -111,5 +111,5 @@ $(LEAN): pyproject.toml constraints.txt | $(BIN)/python
 
 $(FULL): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing into $(VENV) with the tests' tools: once, a few minutes"
-	$(PIP) -e '.[dev,parquet,gym,ray,service,merge]'
+	$(PIP) -e '.[dev,parquet,gym,ray,service]' $(addprefix -e plugins/,planner merging service)
 	@touch $@ $(LEAN)

@@ -40,15 +40,15 @@ def passes(said: Any, rank: int, meeting: str, tokens: int, sequence: bool, reco
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from rillflow.cluster.ranks import ProcessRanks
     from rillflow.models.attention import ATTENTION, register
-    from rillflow.parallel.mesh import rank_groups
-    from rillflow.parallel.module import Parallel
     from rillflow.placement.mesh import Mesh
     from rillflow.records.batch import Batch, row_ids
     from rillflow.records.ragged import Ragged
     from rillflow.records.row import RowId
+    from rillflow.sharding.mesh import rank_groups
+    from rillflow.sharding.module import Parallel
     from rillflow.training.recompute import Recompute
+    from rillflow.workers.collectives import ProcessRanks
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)

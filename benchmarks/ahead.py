@@ -37,25 +37,25 @@ from torch import Tensor
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig
-from rillflow.assembly.launch import launch
-from rillflow.assembly.phases import phase_plans
-from rillflow.assembly.planning import state_problem
-from rillflow.assembly.recipe import load_recipe
-from rillflow.assembly.simulated import endless, simulate_as_run
-from rillflow.dataflow.flow import Flow
+from rillflow.app.launch import launch
+from rillflow.app.phases import phase_plans
+from rillflow.app.recipe import load_recipe
+from rillflow.controller.flow import Flow
 from rillflow.graph.handle import Handle
-from rillflow.observe.reader import SpanRecord, read_evaluations, read_metrics, read_spans
-from rillflow.planner.workload import Lengths
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.view.html import el
-from rillflow.view.measured import measured, measured_bars
-from rillflow.view.run_data import load
-from rillflow.view.style import STYLE
-from rillflow.view.timeline import colours_of, draw_timeline
+from rillflow.runs.reader import SpanRecord, read_evaluations, read_metrics, read_spans
+from rillflow.runs.report.html import el
+from rillflow.runs.report.measured import measured, measured_bars
+from rillflow.runs.report.style import STYLE
+from rillflow.runs.report.timeline import colours_of, draw_timeline
+from rillflow.runs.run_data import load
+from rillflow_planner.recipe_problem import state_problem
+from rillflow_planner.simulated_run import endless, simulate_as_run
+from rillflow_planner.workload import Lengths
 
 SMALLEST = ["ladder --shape tiny --rungs 'in sequence'"]
 SLOW = ["pools --rounds 1"]  # starts Ray

@@ -29,7 +29,7 @@ import measured_at
 from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, parse_function
-from rillflow.rewards.levels import SENTENCES, Level
+from rillflow.rewards.isolation_levels import SENTENCES, Level
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.supervised import Containment
 from rillflow.rewards.workers import RewardWorkers

@@ -34,17 +34,17 @@ from typing import Any
 import torch
 
 from rillflow.algorithms import ppo
-from rillflow.cluster.backend import Backend, Pool, Site
-from rillflow.cluster.start import ray_backend, settle
-from rillflow.dataflow.executor import GroupExecutor
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.flow import Flow
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, joined, row_ids
 from rillflow.records.metrics import Mean, Metric
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.workers.backend import Backend, Pool, Site
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
+from rillflow.workers.start import ray_backend, settle
 from rillflow.workers.transfer import DP, TOGETHER, TRAIN
 
 SMALLEST = []

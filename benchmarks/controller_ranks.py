@@ -26,11 +26,9 @@ from typing import Any
 
 import torch
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
-from rillflow.cluster.backend import Place, Pool, Site
-from rillflow.observe.reader import read_metrics, read_rollouts
-from rillflow.pipeline.telemetry import write_part
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
+from rillflow.controller.telemetry import write_part
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import Metric, Sum
@@ -38,7 +36,9 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.roles.reward import reward_metrics
 from rillflow.roles.sampler import rollout_metrics
+from rillflow.runs.reader import read_metrics, read_rollouts
 from rillflow.workers import program
+from rillflow.workers.backend import Place, Pool, Site
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.transfer import DP, TRAIN
@@ -96,7 +96,7 @@ class Worker:
 
 def calls(sizes: list[int]) -> Iterator[str]:
     """The table's rows."""
-    from rillflow.cluster.ray import RayBackend
+    from rillflow.workers.ray import RayBackend
 
     backend = RayBackend(WAIT_S)
     backend.open([Pool(name="a", size=1)])

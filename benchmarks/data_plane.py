@@ -37,12 +37,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from rillflow.data_plane.client import Client, started
 from rillflow.data_plane.instructions import Lease
 from rillflow.data_plane.schema import ColumnType, Schema, StageColumns
 from rillflow.data_plane.table import Table
 from rillflow.records.batch import Field
 from rillflow.records.ragged import Ragged
+from rillflow_service.client import Client, started
 
 SMALLEST = ["scheduling", "exactly-once --rows 2000 --producers 1 --consumers 4 --kill-every-s 0.5"]
 SLOW = ["transfer --rounds 1 --smaller 64"]  # starts Ray

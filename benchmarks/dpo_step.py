@@ -258,7 +258,6 @@ def our_gradient(folder: Path, name: str) -> dict[str, Any]:
     """By weight, of the first step's loss, in micro-batches."""
     from functools import partial
 
-    from rillflow.cluster.ranks import SingleRank
     from rillflow.formulas.config import PairLossConfig, UnpairedLossConfig
     from rillflow.roles.answer_totals import totals_of
     from rillflow.training.config import TrainConfig
@@ -266,6 +265,7 @@ def our_gradient(folder: Path, name: str) -> dict[str, Any]:
     from rillflow.training.pairs import PolicyPairLoss
     from rillflow.training.scorer import LogprobReader, Scorer, micro_batches
     from rillflow.training.unpaired import UnpairedLoss
+    from rillflow.workers.collectives import SingleRank
 
     module, settings, single = load(folder, "policy", "float64"), LOSSES[name][0], name == "kto"
     scorer, rows = Scorer(module, TrainConfig()), batch_of(0, SMALL, single=single)

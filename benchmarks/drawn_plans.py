@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from published.models import shape
 
-from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.evaluate import evaluate
-from rillflow.planner.hardware import read_hardware
-from rillflow.planner.plan import Plan
-from rillflow.planner.problem import Problem
-from rillflow.planner.request import graph_of
-from rillflow.planner.search import search
-from rillflow.planner.simulator.simulate import enough_steps, simulate
-from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
+from rillflow.placement.plan import Plan
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.evaluate import evaluate
+from rillflow_planner.hardware import read_hardware
+from rillflow_planner.problem import Problem
+from rillflow_planner.request import graph_of
+from rillflow_planner.search import search
+from rillflow_planner.simulator.simulate import enough_steps, simulate
+from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
 
 MODELS = {
     "Qwen2.5-1.5B": 8,

@@ -32,7 +32,7 @@ from statistics import fmean, median
 
 from intervals import interval
 
-from rillflow.observe.reader import read_evaluations, read_metrics, read_spans
+from rillflow.runs.reader import read_evaluations, read_metrics, read_spans
 
 SMALLEST = []
 SLOW = ["--engines native --steps 5"]  # trains three policies in processes of their own
@@ -177,13 +177,13 @@ def load_seconds(base: Path, server: str) -> float:
     """The median of five loads with their canary, by vLLM here or served; for the interpreter that has it."""
     import torch
 
-    from rillflow.cluster.ranks import SingleRank
     from rillflow.models.config import ModelConfig
     from rillflow.models.language_model import load_model
-    from rillflow.roles.canary import canary_texts
+    from rillflow.roles.logprob_check import canary_texts
     from rillflow.rollout.config import RolloutConfig
     from rillflow.rollout.stops import Stops
     from rillflow.rollout.vllm.engine import VllmEngine
+    from rillflow.workers.collectives import SingleRank
 
     torch.set_num_threads(1)
     of = load_model(ModelConfig(path=str(base)), seed=0, device=torch.device("cpu"), base=Path())

@@ -35,7 +35,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import RillflowError
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
@@ -43,13 +42,14 @@ from rillflow.models.language_model import LanguageModel, load_model, quiet
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.roles.canary import canary_rows, canary_texts
+from rillflow.roles.logprob_check import canary_rows, canary_texts
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.rollout.stops import Stops
 from rillflow.rollout.vllm.engine import VllmEngine
 from rillflow.training.config import TrainConfig
 from rillflow.training.scorer import LogprobReader, Scorer
+from rillflow.workers.collectives import SingleRank
 
 SMALLEST = ["qwen2"]
 

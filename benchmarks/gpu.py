@@ -87,7 +87,7 @@ def digests(rehearse: bool) -> list[str]:
     import torch
 
     from rillflow.placement.slices import Slice
-    from rillflow.weights.digest import slice_digest
+    from rillflow.sharding.digest import slice_digest
 
     device = torch.device("cpu" if rehearse else "cuda")
     shape = (256, 4096) if rehearse else (131_072, 4096)
@@ -145,7 +145,7 @@ def meshes(arguments: argparse.Namespace, count: int) -> list[str]:
 
 def meshed(folder: Path, axes: dict[str, int], ranks: int, arguments: argparse.Namespace) -> Meshed:
     """Three steps under one mesh, by the command line."""
-    from rillflow.observe.reader import read_metrics, read_spans
+    from rillflow.runs.reader import read_metrics, read_spans
 
     shutil.rmtree(run := folder / "run", ignore_errors=True)
     command = [

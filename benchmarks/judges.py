@@ -29,21 +29,21 @@ from typing import Any
 import torch
 from intervals import interval
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.merged import merge_models
-from rillflow.assembly.recipe import load_recipe
-from rillflow.assembly.trained import model_directory
-from rillflow.merging.merge import MergeSettings
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
+from rillflow.app.trained import model_directory
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import load_model
-from rillflow.observe.layout import rollout_files
-from rillflow.observe.reader import read_metrics, read_rollouts
-from rillflow.rewards.frame import kept_frame
+from rillflow.rewards.judge_prompt import kept_frame
 from rillflow.roles.judge import Judge
-from rillflow.roles.share import Share
+from rillflow.roles.model_shard import Share
+from rillflow.runs.layout import rollout_files
+from rillflow.runs.reader import read_metrics, read_rollouts
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.task import open_preferences
 from rillflow.training.config import TrainConfig
+from rillflow_merging.command import merge_models
+from rillflow_merging.merge import MergeSettings
 
 SMALLEST = ["--only position --seeds 0 --judge-steps 6"]
 

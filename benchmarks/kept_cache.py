@@ -22,16 +22,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import load_model
-from rillflow.observe import layout
-from rillflow.observe.reader import read_rollouts
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.runs import layout
+from rillflow.runs.reader import read_rollouts
 
 SMALLEST = ["--set warm_start.steps=1 --set algorithm.prompts_per_step=4 --set policy.warmup_steps=0"]
 

@@ -31,8 +31,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.formulas.interval import half_width
 
 SMALLEST = []

@@ -80,11 +80,11 @@ def load(said: Any, rank: int, meeting: str, folder: str, sizes: dict[str, int],
     import torch
     import torch.distributed as dist
 
-    from rillflow.cluster.config import MeshSizes
-    from rillflow.cluster.ranks import ProcessRanks
     from rillflow.models.config import ModelConfig
     from rillflow.models.language_model import LanguageModel, outline
-    from rillflow.roles.share import Share
+    from rillflow.roles.model_shard import Share
+    from rillflow.workers.collectives import ProcessRanks
+    from rillflow.workers.config import MeshSizes
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)

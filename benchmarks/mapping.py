@@ -26,16 +26,16 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from rillflow.assembly.drawing import graphs
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.graphs import graphs
+from rillflow.app.recipe import load_recipe
 from rillflow.graph.graph import Graph, Stage
-from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.hardware import Factors, Fleet, Hardware, shipped_devices
-from rillflow.planner.model_shape import ModelShape
-from rillflow.planner.problem import Problem
-from rillflow.planner.ranking import Ranking
-from rillflow.planner.search import search
-from rillflow.planner.workload import Lengths, Workload
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.hardware import Factors, Fleet, Hardware, shipped_devices
+from rillflow_planner.model_shape import ModelShape
+from rillflow_planner.problem import Problem
+from rillflow_planner.ranking import Ranking
+from rillflow_planner.search import search
+from rillflow_planner.workload import Lengths, Workload
 
 SMALLEST = []
 SLOW = ["--runs 1 --wholes 1"]  # searches for seven models on thousands of devices

@@ -29,8 +29,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rillflow.merging.merge import MergeSettings, merge
-from rillflow.merging.transport import Dense, fuse
+from rillflow_merging.merge import MergeSettings, merge
+from rillflow_merging.transport import Dense, fuse
 
 SMALLEST = ["digits --seeds 2"]
 NEEDS = ["sklearn"]
@@ -46,8 +46,8 @@ PROBE = """
 import resource, sys
 from pathlib import Path
 import torch
-from rillflow.merging.merge import MergeSettings, merge
-from rillflow.assembly import merged
+from rillflow_merging.merge import MergeSettings, merge
+from rillflow.app import merged
 before = int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1])
 import time
 start = time.perf_counter()

@@ -27,19 +27,19 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.models.attention import ATTENTION, register
-from rillflow.parallel.mesh import rank_groups
-from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.sharding.mesh import rank_groups
+from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import SupervisedLoss
 from rillflow.training.trainer import Trainer
+from rillflow.workers.collectives import Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/distributed"))
 from processes import together

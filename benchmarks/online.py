@@ -30,8 +30,8 @@ from typing import Any
 
 from intervals import interval
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.formulas import best_of_n_bound
 
 SMALLEST = []

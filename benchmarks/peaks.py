@@ -21,9 +21,9 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from rillflow.assembly.looks import Report, look
-from rillflow.assembly.peaks import peaks_of, rank_bytes
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.peak_memory import peaks_of, rank_bytes
+from rillflow.app.preflight_checks import Report, look
+from rillflow.app.recipe import load_recipe
 
 SMALLEST = []
 SLOW = ["weights"]  # starts four processes

@@ -15,10 +15,10 @@ import argparse
 
 import torch
 
-from rillflow.parallel.packed import lay_out
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.sharding.packed_rows import lay_out
 from rillflow.training.scorer import micro_batches
 
 SMALLEST = ["--prompts 4 --samples 2 --prompt 16 --answer 16"]

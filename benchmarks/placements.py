@@ -29,11 +29,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
-from rillflow.cluster.start import settle
-from rillflow.observe.layout import rollout_files
-from rillflow.observe.reader import rollout_columns
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
+from rillflow.runs.layout import rollout_files
+from rillflow.runs.reader import rollout_columns
+from rillflow.workers.start import settle
 
 SMALLEST = []
 SLOW = ["--backend inline --ranks 1"]  # trains PPO under 15 placements

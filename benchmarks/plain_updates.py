@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.observe.reader import rollout_columns
+from rillflow.runs.reader import rollout_columns
 
 TEMPERATURE, MAX_TOKENS, EPSILON = 0.7, 6, 1e-6
 

@@ -26,7 +26,7 @@ import numpy as np
 from published import hybridflow, nemo, verl
 from published.fitting import Fit, Values, spread, summary
 
-from rillflow.planner.hardware import Accuracy, shipped_stacks
+from rillflow_planner.hardware import Accuracy, shipped_stacks
 
 SMALLEST = [""]
 

@@ -6,7 +6,7 @@
     python benchmarks/processor.py                              # some minutes, one thread
 
 One run of a recipe has too few sizes to tell products from what surrounds them; its fit starts from the
-factors found here (``rillflow`` of ``rillflow/planner/stacks.toml``). Sizes take turns,
+factors found here (``rillflow`` of ``plugins/planner/rillflow_planner/stacks.toml``). Sizes take turns,
 so that a machine whose speed drifts is as fast for one as for the other; seconds are medians of the rounds.
 """
 
@@ -26,23 +26,23 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from rillflow.assembly.planning import shape_of_new, this_machine
 from rillflow.graph.graph import Graph, Stage
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
-from rillflow.parallel.packed import pack
-from rillflow.planner.calibration import Calibration, Observation, calibrate
-from rillflow.planner.grid import Grid
-from rillflow.planner.plan import Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import Problem
-from rillflow.planner.workload import Lengths, Packing, Workload
+from rillflow.placement.grid import Grid
+from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.sharding.packed_rows import pack
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import SupervisedLoss
 from rillflow.training.trainer import Trainer
+from rillflow_planner.calibration import Calibration, Observation, calibrate
+from rillflow_planner.problem import Problem
+from rillflow_planner.recipe_problem import shape_of_new, this_machine
+from rillflow_planner.workload import Lengths, Packing, Workload
 
 SMALLEST = []
 SLOW = ["--rounds 1"]  # times many sizes after five rounds of warm-up

@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
-from rillflow.observe.reader import SpanRecord, read_metrics, read_spans
-from rillflow.observe.wording import size
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
+from rillflow.runs.formatting import size
+from rillflow.runs.reader import SpanRecord, read_metrics, read_spans
 
 SMALLEST = ["--sizes tiny --backends inline --steps 2"]
 SLOW = ["--sizes tiny --backends ray --steps 2"]  # starts Ray

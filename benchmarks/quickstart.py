@@ -28,7 +28,7 @@ from statistics import mean, median
 
 import measured_at
 
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.recipe import load_recipe
 
 # Trains in a process of its own, which imports everything.
 SMALLEST = []

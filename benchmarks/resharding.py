@@ -37,12 +37,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rillflow.cluster.ranks import ProcessRanks
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.placement.slices import Slice
-from rillflow.weights.digest import slice_digest
-from rillflow.weights.layout import (
+from rillflow.sharding.digest import slice_digest
+from rillflow.sharding.layout import (
     Layout,
     Weight,
     generation_layout,
@@ -50,10 +49,11 @@ from rillflow.weights.layout import (
     local_shape,
     training_layout,
 )
-from rillflow.weights.plan import reshard_plan
-from rillflow.weights.resharding import Resharding, keep
-from rillflow.weights.sharded_file import load_sharded
-from rillflow.weights.switch import WeightSwitch
+from rillflow.sharding.reshard_plan import reshard_plan
+from rillflow.sharding.resharding import Resharding, keep
+from rillflow.sharding.sharded_file import load_sharded
+from rillflow.sharding.switch import WeightSwitch
+from rillflow.workers.collectives import ProcessRanks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests/distributed"))
 from sharded import save_sharded

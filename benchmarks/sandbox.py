@@ -32,7 +32,7 @@ import measured_at
 from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.levels import Level
+from rillflow.rewards.isolation_levels import Level
 from rillflow.rewards.supervised import Containment
 from rillflow.rewards.workers import RewardWorkers
 

@@ -31,13 +31,13 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import geometric_mean, median
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.planning import observe, plan_of, state_problem, this_machine
-from rillflow.assembly.recipe import LoadedRecipe, load_recipe
-from rillflow.planner.calibration import MODELLED, Calibration, Observation, calibrate
-from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.evaluate import evaluate, stages_by_name
-from rillflow.planner.hardware import Factors
+from rillflow.app.launch import launch
+from rillflow.app.recipe import LoadedRecipe, load_recipe
+from rillflow_planner.calibration import MODELLED, Calibration, Observation, calibrate
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.evaluate import evaluate, stages_by_name
+from rillflow_planner.hardware import Factors
+from rillflow_planner.recipe_problem import observe, plan_of, state_problem, this_machine
 
 SMALLEST = []
 SLOW = ["--only batch --rounds 1"]  # runs the recipe three times at its sizes

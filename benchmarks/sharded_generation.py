@@ -191,7 +191,7 @@ def _together(size: int, *arguments: Any) -> list[dict[str, Any]]:
 def _run(said: Any, rank: int, size: int, rendezvous: str, arguments: Any) -> None:
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-    from rillflow.cluster.ranks import ProcessRanks, SingleRank
+    from rillflow.workers.collectives import ProcessRanks, SingleRank
 
     ranks = SingleRank() if size == 1 else ProcessRanks.join(rank, size, FileStore(rendezvous, size))
     said.put((rank, measure(ranks, *arguments)))

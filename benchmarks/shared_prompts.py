@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.attention import ATTENTION, register
-from rillflow.parallel.packed import pack
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.sharding.packed_rows import pack
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss
 from rillflow.training.trainer import Trainer

@@ -24,19 +24,19 @@ from published import verl
 from published.models import shape
 from published.nemo import placed
 
-from rillflow.assembly.drawing import graphs
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.graphs import graphs
+from rillflow.app.recipe import load_recipe
 from rillflow.graph.graph import Graph
-from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.evaluate import evaluate
-from rillflow.planner.grid import Grid
-from rillflow.planner.hardware import EngineFactors, Factors, Fleet, Hardware, shipped_devices
-from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import Problem
-from rillflow.planner.request import graph_of
-from rillflow.planner.simulator.result import Simulation
-from rillflow.planner.simulator.simulate import simulate
-from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
+from rillflow.placement.grid import Grid
+from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.evaluate import evaluate
+from rillflow_planner.hardware import EngineFactors, Factors, Fleet, Hardware, shipped_devices
+from rillflow_planner.problem import Problem
+from rillflow_planner.request import graph_of
+from rillflow_planner.simulator.result import Simulation
+from rillflow_planner.simulator.simulate import simulate
+from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
 
 # Simulates plans of thousands of devices.
 SMALLEST = []

@@ -36,7 +36,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-PRELOADED = ["torch", "transformers", "rillflow.assembly.launch", "rillflow.rollout.native.engine"]
+PRELOADED = ["torch", "transformers", "rillflow.app.launch", "rillflow.rollout.native.engine"]
 LIMIT_S = 600.0
 """Seconds that one command line may take: many times its own on an idle machine."""
 LOG = "output.txt"

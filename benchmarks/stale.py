@@ -35,9 +35,9 @@ from typing import Any
 
 from intervals import interval
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
-from rillflow.observe.reader import read_evaluations, read_metrics
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
+from rillflow.runs.reader import read_evaluations, read_metrics
 
 SMALLEST = []
 SLOW = ["--smallest"]  # runs every arm of three tasks

@@ -32,15 +32,15 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
-from rillflow.assembly.engines import engine_class
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
-from rillflow.observe.reader import read_metrics, read_rollouts, read_spans
+from rillflow.app.engines import engine_class
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.runs.reader import read_metrics, read_rollouts, read_spans
 
 SMALLEST = ["--steps 1 --shares 1 1.25 --pass-ms 0 --shorter 16"]
 

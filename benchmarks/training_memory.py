@@ -27,21 +27,21 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rillflow.cluster.ranks import BUCKET_BYTES, ProcessRanks
-from rillflow.dataflow.checkpoint import save_checkpoint
+from rillflow.controller.checkpoint import save_checkpoint
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
-from rillflow.parallel.gradients import EarlySums, Gradients
-from rillflow.parallel.mesh import RankGroups
-from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.roles.model_shard import Share
 from rillflow.roles.saving import Saving
-from rillflow.roles.share import Share
+from rillflow.sharding.gradients import EarlySums, Gradients
+from rillflow.sharding.mesh import RankGroups
+from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import SupervisedLoss
 from rillflow.training.trainer import Trainer
+from rillflow.workers.collectives import BUCKET_BYTES, ProcessRanks
 
 SMALLEST = ["saves --mib 16"]
 SLOW = ["sums --mib 16", "steps --mib 16 --tokens 32 --rounds 1"]  # start ranks

@@ -36,8 +36,8 @@ from plain_updates import (
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.attention import ATTENTION, register
 from rillflow.models.config import ModelConfig, NewModel

@@ -13,12 +13,12 @@ from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 
-from rillflow.assembly.drawing import ENDPOINTS, signatures_of
-from rillflow.assembly.role_table import JUDGE_REWARD, PANEL, ROLES
+from rillflow.app.graphs import ENDPOINTS, signatures_of
+from rillflow.app.role_table import JUDGE_REWARD, PANEL, ROLES
 from rillflow.cli.main import main
 
 PAGES = Path(__file__).parent / "algorithms"
-GRAPHS = PAGES.parents[1] / "rillflow/planner/graphs.json"
+GRAPHS = PAGES.parents[1] / "plugins/planner/rillflow_planner/graphs.json"
 BLOCK = re.compile(r"^`rillflow ([^`]+)` draws it:\n\n```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

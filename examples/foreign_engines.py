@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rillflow.service.client import ServiceClient
+from rillflow_service.http_client import ServiceClient
 
 DIGITS, PROMPTS, SAMPLES, STEPS = 10, 10, 8, 60
 COLUMNS = {
@@ -80,7 +80,7 @@ def main() -> None:
     """Start the service and both engines, and put the prompts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        processes = [subprocess.Popen([sys.executable, "-m", "rillflow.service", name])]
+        processes = [subprocess.Popen([sys.executable, "-m", "rillflow_service", name])]
         try:
             until = time.monotonic() + 60.0
             while not (folder / "socket").exists():

@@ -20,7 +20,7 @@ from torch import Tensor
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.cli.main import main
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.flow import Flow
 from rillflow.formulas import cross_entropy, group_advantages
 from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch

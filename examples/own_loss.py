@@ -21,7 +21,7 @@ from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import with_logprobs
 from rillflow.cli.main import main
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.flow import Flow
 from rillflow.formulas import TokenLosses
 from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rillflow.assembly.python import StepResult, train
-    from rillflow.assembly.run import Run, open_run
+    from rillflow.app.python import StepResult, train
+    from rillflow.app.run import Run, open_run
 
 __version__ = "0.1.0"
 __all__ = ["Run", "StepResult", "open_run", "train"]
@@ -21,7 +21,7 @@ __all__ = ["Run", "StepResult", "open_run", "train"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from rillflow.assembly import python, run
+    from rillflow.app import python, run
 
     return {**vars(run), **vars(python)}[name]
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from rillflow.planner.calibration import least_squares
+from rillflow_planner.calibration import least_squares
 
 RowT = TypeVar("RowT")
 Values = dict[str, float]

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from published.models import shape
 from rillflow.errors import PlanError
 from rillflow.graph.graph import Edge, Graph, Stage
-from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.grid import Grid
-from rillflow.planner.hardware import Factors, Fleet, Hardware, shipped_devices
-from rillflow.planner.plan import Plan
-from rillflow.planner.problem import Problem
-from rillflow.planner.search import search
-from rillflow.planner.workload import Lengths, Workload
+from rillflow.placement.grid import Grid
+from rillflow.placement.plan import Plan
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.hardware import Factors, Fleet, Hardware, shipped_devices
+from rillflow_planner.problem import Problem
+from rillflow_planner.search import search
+from rillflow_planner.workload import Lengths, Workload
 
 MODELS = (
     ("Llama-7B", "Llama-7B"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rillflow.planner.model_shape import ModelShape, read_shape
+from rillflow_planner.model_shape import ModelShape, read_shape
 
 Config = dict[str, Any]
 

@@ -23,13 +23,13 @@ from typing import Any
 
 from published.models import shape
 from rillflow.graph.graph import Edge, Graph, Stage
-from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.evaluate import StepEvaluation, evaluate
-from rillflow.planner.grid import Grid
-from rillflow.planner.hardware import Factors, Hardware, read_hardware
-from rillflow.planner.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
-from rillflow.planner.problem import Problem
-from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
+from rillflow.placement.grid import Grid
+from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.evaluate import StepEvaluation, evaluate
+from rillflow_planner.hardware import Factors, Hardware, read_hardware
+from rillflow_planner.problem import Problem
+from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
 
 PROMPT_TOKENS = 110
 SIGMA = {"Llama-3.1-8B": 0.6, "DeepSeek-V3": 0.6}

@@ -12,12 +12,12 @@ from typing import Any
 
 from published.models import shape
 from published.nemo import graph, placed
-from rillflow.planner.cost_model.costs import CostModel
-from rillflow.planner.evaluate import StepEvaluation, evaluate
-from rillflow.planner.grid import Grid
-from rillflow.planner.hardware import Factors, read_hardware
-from rillflow.planner.problem import Problem
-from rillflow.planner.workload import Lengths, Workload, lengths_of_mean
+from rillflow.placement.grid import Grid
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.evaluate import StepEvaluation, evaluate
+from rillflow_planner.hardware import Factors, read_hardware
+from rillflow_planner.problem import Problem
+from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
 
 LIMIT = 28 * 1024
 SIGMA = 1.8

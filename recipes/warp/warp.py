@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import rillflow
-from rillflow.assembly.merged import merge_models
-from rillflow.merging.merge import MergeSettings
+from rillflow_merging.command import merge_models
+from rillflow_merging.merge import MergeSettings
 
 HERE = Path(__file__).parent
 

@@ -71,7 +71,7 @@ class Algorithm:
         """Return the calls of a step under these settings, with their options."""
         key = config.model_dump_json()
         if key not in self._heard:
-            from rillflow.dataflow.flow import Flow
+            from rillflow.controller.flow import Flow
             from rillflow.graph.trace import Listener
 
             self._heard[key] = listener = Listener()

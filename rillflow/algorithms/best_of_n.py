@@ -16,7 +16,7 @@ from rillflow.algorithms.config import SampledConfig
 from rillflow.algorithms.steps import missing_end_penalised, trained_rows
 
 if TYPE_CHECKING:
-    from rillflow.dataflow.flow import Flow
+    from rillflow.controller.flow import Flow
     from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
 

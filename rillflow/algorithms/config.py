@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from rillflow.config.section import Section
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.rewards.frame import FrameConfig
+from rillflow.rewards.judge_prompt import FrameConfig
 from rillflow.training.config import PassesConfig, RateConfig, UpdateConfig
 
 

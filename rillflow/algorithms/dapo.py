@@ -18,7 +18,7 @@ from rillflow.algorithms.steps import group_relative_advantages, update_and_publ
 from rillflow.formulas.config import PolicyLossConfig
 
 if TYPE_CHECKING:
-    from rillflow.dataflow.flow import Flow
+    from rillflow.controller.flow import Flow
     from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
 

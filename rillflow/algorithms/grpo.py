@@ -15,7 +15,7 @@ from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import group_relative_advantages, update_and_publish, with_logprobs
 
 if TYPE_CHECKING:
-    from rillflow.dataflow.flow import Flow
+    from rillflow.controller.flow import Flow
     from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
 

@@ -14,7 +14,7 @@ from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.formulas.config import PairLossConfig, UnpairedLossConfig
 
 if TYPE_CHECKING:
-    from rillflow.dataflow.flow import Flow
+    from rillflow.controller.flow import Flow
     from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
 

@@ -18,7 +18,7 @@ from rillflow.algorithms.steps import missing_end_penalised, publish
 from rillflow.formulas.config import PairLossConfig, Selector
 
 if TYPE_CHECKING:
-    from rillflow.dataflow.flow import Flow
+    from rillflow.controller.flow import Flow
     from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
 

@@ -12,10 +12,10 @@ from pydantic import Field
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import AlgorithmConfig
-from rillflow.rewards.frame import FrameConfig
+from rillflow.rewards.judge_prompt import FrameConfig
 
 if TYPE_CHECKING:
-    from rillflow.dataflow.flow import Flow
+    from rillflow.controller.flow import Flow
     from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
 

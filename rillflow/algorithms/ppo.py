@@ -30,7 +30,7 @@ from rillflow.formulas.config import ValueLossConfig
 from rillflow.graph.loss import over
 
 if TYPE_CHECKING:
-    from rillflow.dataflow.flow import Flow
+    from rillflow.controller.flow import Flow
     from rillflow.graph.handle import Handle
     from rillflow.records.batch import Batch
 

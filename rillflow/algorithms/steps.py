@@ -19,8 +19,8 @@ from rillflow import formulas
 if TYPE_CHECKING:
     from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, TokenConfig
     from rillflow.algorithms.grpo import GroupScaleConfig
-    from rillflow.dataflow.flow import Flow
-    from rillflow.dataflow.handles import CriticHandle
+    from rillflow.controller.flow import Flow
+    from rillflow.controller.handles import CriticHandle
     from rillflow.graph.handle import Handle
 
 

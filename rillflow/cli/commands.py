@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from rillflow.cli.failure import DONE, FAILED, explain_failure
 from rillflow.errors import ConfigError, RillflowError, RunDirectoryError
-from rillflow.observe.wording import visible
+from rillflow.runs.formatting import visible
 
 if TYPE_CHECKING:
-    from rillflow.assembly.looks import Report
-    from rillflow.assembly.recipe import LoadedRecipe
+    from rillflow.app.preflight_checks import Report
+    from rillflow.app.recipe import LoadedRecipe
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,8 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     plan, placed = None, []
     if arguments.plan is not None:
-        from rillflow.assembly.planned import require_for, settings_of
-        from rillflow.planner.plan import open_plan
+        from rillflow.app.planned import require_for, settings_of
+        from rillflow.placement.plan import open_plan
 
         plan = open_plan(arguments.plan)
         placed = settings_of(plan, arguments.set)
@@ -40,10 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
     if plan is not None:
         require_for(plan, loaded)
     if arguments.cluster is not None:
-        from rillflow.cli.planning import expected
+        from rillflow.app.plugins import planning
 
-        plan = expected(loaded, arguments)
-    from rillflow.assembly.launch import launch
+        say = (lambda _: None) if arguments.quiet else print
+        planner = planning("--cluster")
+        plan = planner.predict_placement(loaded, arguments.cluster, arguments.lengths, say)
+    from rillflow.app.launch import launch
 
     how = {"fresh": arguments.fresh, "quiet": arguments.quiet, "command": arguments.typed}
     launch(loaded.recipe, loaded.base, **how, plan=plan)
@@ -53,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def check(arguments: argparse.Namespace) -> int:
     """``rillflow check``: report everything that can be known before a run."""
     loaded = load(arguments)
-    from rillflow.assembly.check import check as examine_recipe
+    from rillflow.app.check import check as examine_recipe
 
     how = {"every_setting": arguments.all, "memory": arguments.memory, "runs_code": not arguments.no_code}
     report = examine_recipe(loaded, **how)
@@ -69,8 +71,8 @@ def check(arguments: argparse.Namespace) -> int:
 def graph(arguments: argparse.Namespace) -> int:
     """``rillflow graph``: print the stages of a recipe's phases, and the fields between them."""
     loaded = load(arguments)
-    from rillflow.assembly.drawing import graphs, unpublished
-    from rillflow.view.graphs import as_json, as_mermaid, as_text
+    from rillflow.app.graphs import graphs, unpublished
+    from rillflow.graph.drawing import as_json, as_mermaid, as_text
 
     found = graphs(loaded.recipe)
     for note in filter(None, map(unpublished, found)):
@@ -84,29 +86,9 @@ def graph(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def merge(arguments: argparse.Namespace) -> int:
-    """``rillflow merge``: merge several models into one."""
-    from rillflow.assembly.merged import merge_models
-    from rillflow.merging.merge import MergeSettings
-
-    settings = MergeSettings(
-        method=arguments.method,
-        weights=arguments.weights,
-        density=arguments.density,
-        scale=arguments.scale,
-        trim=arguments.trim,
-        seed=arguments.seed,
-        reg=arguments.reg,
-    )
-    how = {"base": arguments.base, "prompts": arguments.prompts, "recipe": arguments.recipe}
-    merge_models(arguments.parents, arguments.out, settings, **how)
-    print(f"wrote {arguments.out}")
-    return DONE
-
-
 def merge_adapter(arguments: argparse.Namespace) -> int:
     """``rillflow merge-adapter``: merge an adapter into its base, as a plain model."""
-    from rillflow.assembly.trained import write_merged
+    from rillflow.app.trained import write_merged
 
     write_merged(arguments.adapter, arguments.out, arguments.dtype, arguments.base)
     print(f"wrote {arguments.out}")
@@ -115,7 +97,7 @@ def merge_adapter(arguments: argparse.Namespace) -> int:
 
 def ask(arguments: argparse.Namespace) -> int:
     """``rillflow ask``: answer one prompt, one conversation, or one prompt per line of input."""
-    from rillflow.observe.reader import best_step, require_run
+    from rillflow.runs.reader import best_step, require_run
 
     require_run(arguments.run)
     if arguments.messages is not None and arguments.prompt is not None:
@@ -124,7 +106,7 @@ def ask(arguments: argparse.Namespace) -> int:
             why="the messages are the whole conversation",
             fix="write it into the file as its last message, or leave one of the two out",
         )
-    from rillflow.assembly.ask import Respondent, read_messages
+    from rillflow.app.ask import Respondent, read_messages
 
     question = arguments.prompt if arguments.messages is None else read_messages(arguments.messages)
     respondent = Respondent(
@@ -152,14 +134,14 @@ def ask(arguments: argparse.Namespace) -> int:
 
 def evaluate(arguments: argparse.Namespace) -> int:
     """``rillflow evaluate``: score answers to held-out prompts, or compare them with another model's."""
-    from rillflow.assembly.contest import Asking, contest
-    from rillflow.assembly.planning import recipe_of
-    from rillflow.assembly.recipe import load_recipe
-    from rillflow.observe import layout
-    from rillflow.observe.durable import replace
-    from rillflow.observe.json_lines import encode
-    from rillflow.view.contests import contest_lines
-    from rillflow.view.run_data import load as load_run
+    from rillflow.app.contest import Asking, contest
+    from rillflow.app.recipe import load_recipe
+    from rillflow.app.resume import recipe_of
+    from rillflow.runs import layout
+    from rillflow.runs.durable import replace
+    from rillflow.runs.json_lines import encode
+    from rillflow.runs.report.contests import contest_lines
+    from rillflow.runs.run_data import load as load_run
 
     if arguments.out is not None and arguments.out.exists():
         raise ConfigError(
@@ -191,7 +173,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def serve(arguments: argparse.Namespace) -> int:
     """``rillflow serve``: serve a model, or a run's newest, by OpenAI's protocol until interrupted."""
     try:
-        from rillflow.assembly.serving import serve as serve_source
+        from rillflow.app.serve import serve as serve_source
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed",
@@ -204,25 +186,22 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """``rillflow report``: write the report of a run again."""
-    from functools import partial
+    """``rillflow report``: write a run's report again; an installed planner adds predicted steps."""
+    from rillflow.app.plugins import predict_steps
+    from rillflow.runs.report.write import write_report
 
-    from rillflow.assembly.simulated import foretell
-    from rillflow.view.report import write_report
-
-    print(write_report(arguments.run, partial(foretell, algorithms=arguments.algorithms)))
+    print(write_report(arguments.run, predict_steps(arguments.algorithms)))
     return DONE
 
 
 def timeline(arguments: argparse.Namespace) -> int:
     """``rillflow timeline``: show where a run's ranks waited, and for whom; write the trace of its steps."""
-    from rillflow.assembly.simulated import foretell
-    from rillflow.observe.durable import replace
-    from rillflow.observe.json_lines import encode
-    from rillflow.view.foretold import foretold_lines
-    from rillflow.view.measured import measured, measured_lines, trace_of
-    from rillflow.view.predicted import compare, render_comparison
-    from rillflow.view.run_data import load
+    from rillflow.app.plugins import predict_steps
+    from rillflow.runs.durable import replace
+    from rillflow.runs.json_lines import encode
+    from rillflow.runs.report.measured import measured, measured_lines, trace_of
+    from rillflow.runs.report.predicted import compare, render_comparison
+    from rillflow.runs.run_data import load
 
     out: Path | None = arguments.out
     if out is not None and (out.exists() or not out.parent.is_dir()):
@@ -233,8 +212,10 @@ def timeline(arguments: argparse.Namespace) -> int:
         )
     data = load(arguments.run)
     found = measured(data, *(arguments.steps or ()))
-    foretold = foretell(data, found.first, found.last, algorithms=arguments.algorithms)
-    print("\n".join([*measured_lines(found), "", *foretold_lines(data, foretold)]))
+    print("\n".join(measured_lines(found)))
+    predict = predict_steps(arguments.algorithms)
+    if predict is not None:
+        print("\n".join(["", *predict(data, found.first, found.last).lines(data)]))
     compared = compare(data)
     if compared is not None:
         print(f"\n{render_comparison(compared)}")
@@ -246,7 +227,7 @@ def timeline(arguments: argparse.Namespace) -> int:
 
 def verify(arguments: argparse.Namespace) -> int:
     """``rillflow verify``: check that a run directory is as the run wrote it; return 1 if it is not."""
-    from rillflow.assembly.verify import verify as verified
+    from rillflow.app.verify import verify as verified
 
     found = verified(arguments.run)
     for name in found.whole:
@@ -260,7 +241,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def replay(arguments: argparse.Namespace) -> int:
     """``rillflow replay``: re-run a skipped update; return 1 if it is not finite here either."""
-    from rillflow.assembly.replay import replay as replayed
+    from rillflow.app.replay import replay as replayed
 
     code = DONE
     for one in replayed(arguments.bundle, arguments.algorithms):
@@ -272,7 +253,7 @@ def replay(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """``rillflow doctor``: report this machine's state, as a run would find it."""
-    from rillflow.assembly.doctor import Health, examine
+    from rillflow.app.doctor import Health, examine
 
     del arguments
     findings = examine(Path())
@@ -285,7 +266,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 def load(arguments: argparse.Namespace, placed: Sequence[str] = ()) -> LoadedRecipe:
     """Return the recipe that the arguments name, with a plan's overrides and then ``--set`` applied."""
-    from rillflow.assembly.recipe import load_recipe
+    from rillflow.app.recipe import load_recipe
 
     overrides = [*placed, *arguments.set]
     if arguments.dir is not None:

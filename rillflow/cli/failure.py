@@ -6,8 +6,8 @@ import sys
 import traceback
 
 from rillflow.errors import Interrupted, RillflowError
-from rillflow.observe.raised import own_line
-from rillflow.observe.wording import visible
+from rillflow.runs.error_lines import own_line
+from rillflow.runs.formatting import visible
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; failed on the way; impossible, with nothing started; stopped by the user."""

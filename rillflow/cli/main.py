@@ -14,17 +14,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rillflow import __version__
-from rillflow.cli import commands, planning
+from rillflow.app import plugins
+from rillflow.app.plugins import Command
+from rillflow.cli import commands
 from rillflow.cli.failure import FAILED, explain_failure
 from rillflow.errors import Signalled
-from rillflow.observe.wording import visible
+from rillflow.runs.formatting import visible
 
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     logging.basicConfig(level=level, handlers=[handler])
     try:
         with _ended_by_signals():
-            code = COMMANDS[arguments.command][0](arguments)
+            code = all_commands()[arguments.command].run(arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -114,14 +116,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rillflow {__version__}")
     words = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for name, (_, add_arguments) in COMMANDS.items():
-        inner = words.add_parser(name, help=HELP[name], description=HELP[name], allow_abbrev=False)
-        add_arguments(inner)
+    for name, command in all_commands().items():
+        inner = words.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        command.add_arguments(inner)
         inner.add_argument("--debug", action="store_true", help="show log messages and tracebacks")
     return parser
 
 
-def _recipe_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+def recipe_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    """Add the arguments of a command that reads a recipe."""
     count = {"nargs": "?"} if is_optional else {}
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a recipe's TOML file", **count)  # type: ignore[arg-type]
     parser.add_argument(
@@ -135,7 +138,7 @@ def _recipe_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = Fa
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
-    _recipe_arguments(parser)
+    recipe_arguments(parser)
     parser.add_argument("--all", action="store_true", help="show every setting, not only those given")
     told = (
         "also try a step's passes without numbers: what every rank will hold, by role and phase (loads torch)"
@@ -146,27 +149,24 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
-    _recipe_arguments(parser)
+    recipe_arguments(parser)
     told = "begin anew: an older run in the directory is moved aside, not deleted"
     parser.add_argument("--fresh", action="store_true", help=told)
     parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
-    planning.run_arguments(parser)
+    placed = parser.add_mutually_exclusive_group()
+    placed.add_argument(
+        "--plan", type=Path, metavar="FILE", help="place roles as a plan of rillflow plan does"
+    )
+    told = "predict the seconds of the recipe's own placement on the devices of a cluster's TOML file"
+    placed.add_argument("--cluster", type=Path, metavar="FILE", help=told)
+    told = "a run whose rows give the lengths for --cluster; assumed if left out"
+    parser.add_argument("--lengths", type=Path, metavar="RUN", help=told)
 
 
 def _graph_arguments(parser: argparse.ArgumentParser) -> None:
-    _recipe_arguments(parser)
+    recipe_arguments(parser)
     forms = ("text", "mermaid", "json")
     parser.add_argument("--format", choices=forms, default="text", help="how it is drawn (text)")
-
-
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    _recipe_arguments(parser, is_optional=True)
-    planning.plan_arguments(parser)
-
-
-def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
-    _recipe_arguments(parser)
-    planning.simulate_arguments(parser)
 
 
 def _ask_arguments(parser: argparse.ArgumentParser) -> None:
@@ -253,83 +253,71 @@ def _merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", choices=("trained", "full"), default="trained", help=told)
 
 
-def _merge_models_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    told = "a model's directory, or a run, whose newest model it is"
-    add("parents", nargs="+", type=Path, metavar="MODEL_OR_RUN", help=told)
-    add("--out", type=Path, required=True, metavar="DIR", help="where the merged model is written")
-    told = "linear (the default), slerp, ties, dare, ot or greedy; see docs/design/merging.md"
-    add("--method", default="linear", metavar="NAME", help=told)
-    told = "the model that all were trained from, for slerp, ties and dare"
-    add("--base", type=Path, metavar="MODEL_OR_RUN", help=told)
-    told = "a number a parent, such as 2,1; divided by their sum (equal)"
-    add("--weights", type=_numbers, metavar="W,W", help=told)
-    add(
-        "--density",
-        type=float,
-        default=0.5,
-        metavar="P",
-        help="share of changes that ties and dare keep (0.5)",
-    )
-    told = "ties keeps that share of each tensor (tensor, the default) or of the model, as its paper (model)"
-    add("--trim", default="tensor", metavar="WHAT", help=told)
-    add("--scale", type=float, default=1.0, metavar="S", help="of the merged change of ties and dare (1)")
-    add("--seed", type=int, default=0, metavar="N", help="of what dare drops (0)")
-    told = "prompts, by what is said of which ot aligns; without, by weights"
-    add("--prompts", type=Path, metavar="FILE", help=told)
-    told = "of ot: Sinkhorn's regularisation, such as 0.01; without, exact transport"
-    add("--reg", type=float, metavar="R", help=told)
-    told = "whose held-out rows say which parents a greedy soup keeps"
-    add("--recipe", type=Path, metavar="RECIPE", help=told)
+def all_commands() -> dict[str, Command]:
+    """Return every command by name: the package's own and those of plugins."""
+    return {**COMMANDS, **plugins.commands()}
 
 
-def _numbers(text: str) -> tuple[float, ...]:
-    """Return the numbers of a list. Example: ``_numbers("2,1") == (2.0, 1.0)``."""
-    try:
-        return tuple(map(float, text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, such as 2,1") from None
-
-
-COMMANDS: Mapping[str, tuple[Callable[[Any], int], Callable[[argparse.ArgumentParser], None]]] = {
-    "run": (commands.run, _run_arguments),
-    "check": (commands.check, _check_arguments),
-    "graph": (commands.graph, _graph_arguments),
-    "plan": (planning.plan, _plan_arguments),
-    "simulate": (planning.simulate, _simulate_arguments),
-    "calibrate": (planning.calibrate, planning.calibrate_arguments),
-    "ask": (commands.ask, _ask_arguments),
-    "evaluate": (commands.evaluate, _evaluate_arguments),
-    "serve": (commands.serve, _serve_arguments),
-    "report": (commands.report, _report_arguments),
-    "timeline": (commands.timeline, _timeline_arguments),
-    "verify": (commands.verify, _report_arguments),
-    "replay": (commands.replay, _replay_arguments),
-    "merge": (commands.merge, _merge_models_arguments),
-    "merge-adapter": (commands.merge_adapter, _merge_arguments),
-    "doctor": (commands.doctor, lambda _: None),
+COMMANDS: Mapping[str, Command] = {
+    "run": Command(
+        help="run a recipe to its end, or go on with it from its last checkpoint",
+        run=commands.run,
+        add_arguments=_run_arguments,
+    ),
+    "check": Command(
+        help="say everything about a recipe that can be known before it runs",
+        run=commands.check,
+        add_arguments=_check_arguments,
+    ),
+    "graph": Command(
+        help="draw the stages of a recipe's phases and the fields that flow between them",
+        run=commands.graph,
+        add_arguments=_graph_arguments,
+    ),
+    "ask": Command(
+        help="let the trained model of a run answer a prompt",
+        run=commands.ask,
+        add_arguments=_ask_arguments,
+    ),
+    "evaluate": Command(
+        help="score a model's answers to held-out prompts, or compare them with another model's",
+        run=commands.evaluate,
+        add_arguments=_evaluate_arguments,
+    ),
+    "serve": Command(
+        help="answer by OpenAI's protocol with a model, or with a run's newest checkpoint",
+        run=commands.serve,
+        add_arguments=_serve_arguments,
+    ),
+    "report": Command(
+        help="write the report of a run again",
+        run=commands.report,
+        add_arguments=_report_arguments,
+    ),
+    "timeline": Command(
+        help="say where the ranks of a run waited, and for whom; write its steps as a trace",
+        run=commands.timeline,
+        add_arguments=_timeline_arguments,
+    ),
+    "verify": Command(
+        help="compare everything in a run directory with the digests that the run wrote",
+        run=commands.verify,
+        add_arguments=_report_arguments,
+    ),
+    "replay": Command(
+        help="make an update that a run left out again, and say where its first odd number is",
+        run=commands.replay,
+        add_arguments=_replay_arguments,
+    ),
+    "merge-adapter": Command(
+        help="put an adapter into its base's weights, as a model of its own",
+        run=commands.merge_adapter,
+        add_arguments=_merge_arguments,
+    ),
+    "doctor": Command(
+        help="look at this machine and say what would be in the way",
+        run=commands.doctor,
+        add_arguments=lambda _: None,
+    ),
 }
-"""Function of each command, which returns the exit code, and the function that adds its arguments."""
-HELP = {
-    "run": "run a recipe to its end, or go on with it from its last checkpoint",
-    "check": "say everything about a recipe that can be known before it runs",
-    "graph": "draw the stages of a recipe's phases and the fields that flow between them",
-    "plan": "say which model goes on which devices of a cluster, how, and what a step will cost",
-    "simulate": "run a plan event by event: step time, idle time and its causes, memory, age of rows",
-    "calibrate": "fit a cluster's factors to a run, so that predictions meet what it measured",
-    "ask": "let the trained model of a run answer a prompt",
-    "evaluate": "score a model's answers to held-out prompts, or compare them with another model's",
-    "serve": "answer by OpenAI's protocol with a model, or with a run's newest checkpoint",
-    "report": "write the report of a run again",
-    "timeline": "say where the ranks of a run waited, and for whom; write its steps as a trace",
-    "verify": "compare everything in a run directory with the digests that the run wrote",
-    "replay": "make an update that a run left out again, and say where its first odd number is",
-    "merge": "make one model of several, by averages, task vectors or optimal transport",
-    "merge-adapter": "put an adapter into its base's weights, as a model of its own",
-    "doctor": "look at this machine and say what would be in the way",
-}
-"""One line of help for every command."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+"""The package's own commands by name."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rillflow.models.unread import Index, Read, Source, not_finite
+from rillflow.models.lazy_weights import Index, Read, Source, not_finite
 
 _MOST = 127
 """Largest integer used; the smallest is its negative, so that both signs have the same range."""

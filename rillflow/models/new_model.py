@@ -21,8 +21,8 @@ from transformers import (
 from rillflow.errors import ModelError, nearest
 from rillflow.models.architecture import built_with, causal_class, scalar_class
 from rillflow.models.config import NewModel, misfits
+from rillflow.models.lazy_weights import Drawing, Source, taken_out
 from rillflow.models.scalar_head import require_one_number, start_head
-from rillflow.models.unread import Drawing, Source, taken_out
 
 _FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names of the feed-forward size in configs; the first that a type has is used."""

@@ -26,8 +26,8 @@ from rillflow.errors import ModelError
 from rillflow.models.architecture import built_with, causal_class, scalar_class
 from rillflow.models.bounds import check_files, check_sizes
 from rillflow.models.end_tokens import end_tokens
+from rillflow.models.lazy_weights import unread_weights
 from rillflow.models.scalar_head import head_weights, require_one_number, start_head
-from rillflow.models.unread import unread_weights
 from rillflow.models.weight_files import (
     LIBRARY_ERRORS,
     check_weight_files,

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import ModelError
 from rillflow.models.adapters import ADAPTER, AdaptedLinear, join
 from rillflow.models.attention import AttentionPlan, Scores, causal
@@ -39,6 +38,7 @@ from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weigh
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
 from rillflow.placement.slices import Interval, slices
+from rillflow.workers.collectives import Ranks
 
 Bounds = tuple[Interval, ...]
 """Start and stop (excluded) of a rank's slice of a parameter, in every dim."""

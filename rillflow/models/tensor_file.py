@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rillflow.observe.durable import write_flushed
+from rillflow.runs.durable import write_flushed
 
 KINDS = {
     torch.int64: "I64",

@@ -32,7 +32,7 @@ from rillflow.errors import RewardError
 from rillflow.rewards.columns import Parameters
 from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode
 from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.levels import Level
+from rillflow.rewards.isolation_levels import Level
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.sandbox import Visible
 from rillflow.rewards.supervised import REFUSED, Containment, Supervised

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from rillflow.config.section import Section
-from rillflow.rewards.frame import FrameConfig
+from rillflow.rewards.judge_prompt import FrameConfig
 
 
 class CostConfig(Section):

@@ -28,8 +28,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rillflow.rewards.cell import CellRules, describe_end, furnish, give_up, start
 from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode, write_all
+from rillflow.rewards.isolation import CellRules, describe_end, furnish, give_up, start
 from rillflow.rewards.sandbox import FUNCTION_USER
 from rillflow.rewards.verdict import VERDICT_CHARACTERS, Verdict, is_verdict
 

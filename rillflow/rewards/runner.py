@@ -32,8 +32,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from rillflow.rewards.cell import CellRules, fork, furnish, give_up, start
 from rillflow.rewards.frames import Frame, encode, read_frames, write_all
+from rillflow.rewards.isolation import CellRules, fork, furnish, give_up, start
 from rillflow.rewards.kernel import BIND, MOUNTS, NO_DEVICES, NO_SET_USER, READ_ONLY, ask, mount
 from rillflow.rewards.sandbox import PROGRAM_USER, Visible
 

@@ -5,7 +5,7 @@
                                             the function's file, the modules it imports   copies
                                             files of reward.files                         read only
                                             /tmp                                          empty, 256 MiB
-                   └─ fork ─> warm process ── one cell per row; see rewards/cell.py
+                   └─ fork ─> warm process ── one cell per row; see rewards/isolation.py
 
 The kernel enforces the isolation, not Python. If the driver may map further users (mostly as root), the
 function and its programs each run as a separate user. Otherwise both share the driver's user, and the level

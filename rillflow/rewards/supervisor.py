@@ -39,10 +39,10 @@ from typing import NoReturn
 
 from rillflow.rewards import seccomp
 from rillflow.rewards.calling import serve
-from rillflow.rewards.cell import CellRules, describe_end, fork
+from rillflow.rewards.cgroup import MemoryGroup
+from rillflow.rewards.isolation import CellRules, describe_end, fork
+from rillflow.rewards.isolation_levels import Level
 from rillflow.rewards.kernel import PIDS, USERS, adopt_orphans, end_with_parent
-from rillflow.rewards.levels import Level
-from rillflow.rewards.memory_group import MemoryGroup
 from rillflow.rewards.rows import RowCells
 from rillflow.rewards.runner import serve_programs
 from rillflow.rewards.sandbox import SHUT_IN, enclose, isolate, python_folders, show_own_processes

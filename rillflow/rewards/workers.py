@@ -34,7 +34,7 @@ from rillflow.rewards.child import Answer, Child, Failure, State
 from rillflow.rewards.columns import Columns, Parameters, Text, call_frame, choose
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.levels import Level
+from rillflow.rewards.isolation_levels import Level
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.sandbox import Visible
 from rillflow.rewards.supervised import Containment

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rillflow.observe.durable import write_error
-from rillflow.observe.json_lines import encode, read_lines
-from rillflow.parallel.mesh import RankGroups
 from rillflow.records.batch import Batch
 from rillflow.records.row import HELD_OUT_EPOCH
+from rillflow.runs.durable import write_error
+from rillflow.runs.json_lines import encode, read_lines
+from rillflow.sharding.mesh import RankGroups
 from rillflow.training.loss import are_sampled
 from rillflow.training.scorer import Scorer
 

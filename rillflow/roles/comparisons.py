@@ -23,7 +23,7 @@ from rillflow.formulas.judging import Preferences
 from rillflow.models.tokenizer import Chat, Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
-from rillflow.rewards.frame import FrameConfig
+from rillflow.rewards.judge_prompt import FrameConfig
 from rillflow.rewards.outcome import Outcome, Score
 
 

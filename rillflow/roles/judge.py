@@ -26,11 +26,11 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, mean_of, merge_metrics
 from rillflow.records.rollout import completions
 from rillflow.rewards.config import JudgeConfig
-from rillflow.rewards.frame import KEPT, FrameConfig
+from rillflow.rewards.judge_prompt import KEPT, FrameConfig
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.roles.comparisons import Question, Questioner, Standings, prompt_text
+from rillflow.roles.model_shard import Share
 from rillflow.roles.reward import SCORE_FIELDS, reward_metrics, scored_rows
-from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.training.config import PassesConfig, TrainConfig
 from rillflow.training.loss import TokenLoss, loss_of

@@ -26,10 +26,10 @@ from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Max, Metric, Metrics, histogram_of, mean_of, merge_metrics
 from rillflow.roles.answer_totals import KeptTotals, totals_of
-from rillflow.roles.canary import canary_rows
+from rillflow.roles.logprob_check import canary_rows
+from rillflow.roles.model_shard import Share
 from rillflow.roles.publishing import SharedWeights, TrainedWeights
 from rillflow.roles.saving import Saving
-from rillflow.roles.share import Share
 from rillflow.roles.trained_role import KeptRole, TrainedRole
 from rillflow.rollout.config import NATIVE, RolloutConfig
 from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig

@@ -20,19 +20,19 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from rillflow.cluster.config import MeshSizes
-from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import WeightError
 from rillflow.models.language_model import LanguageModel
 from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
-from rillflow.roles.share import Share, read_slices
-from rillflow.weights.digest import Digests, digests, verify
-from rillflow.weights.layout import Layout, generation_layout, local_shape, logical_weights
-from rillflow.weights.plan import ReshardPlan, reshard_plan
-from rillflow.weights.resharding import pack, unpack
-from rillflow.weights.switch import WeightSwitch
+from rillflow.roles.model_shard import Share, read_slices
+from rillflow.sharding.digest import Digests, digests, verify
+from rillflow.sharding.layout import Layout, generation_layout, local_shape, logical_weights
+from rillflow.sharding.reshard_plan import ReshardPlan, reshard_plan
+from rillflow.sharding.resharding import pack, unpack
+from rillflow.sharding.switch import WeightSwitch
+from rillflow.workers.collectives import Ranks, SingleRank
+from rillflow.workers.config import MeshSizes
 
 Links = Sequence[Mapping[int, Sequence[int]]]
 """Receivers of every sending rank, for every bucket."""

@@ -13,18 +13,18 @@ from math import inf
 
 import torch
 
-from rillflow.cluster.ranks import Stranded
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Metric, Sum, mean_of
 from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
-from rillflow.roles.canary import canary_texts, check_canary
+from rillflow.roles.logprob_check import canary_texts, check_canary
 from rillflow.roles.publishing import SampledWeights
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.rollout.stops import Stops
+from rillflow.workers.collectives import Stranded
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import ALL_MICRO_DP
 

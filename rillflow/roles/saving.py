@@ -30,10 +30,10 @@ from rillflow.errors import RunDirectoryError
 from rillflow.models.language_model import save_settings
 from rillflow.models.model_files import METADATA, shards, write_index
 from rillflow.models.tensor_file import Digest, on_host, write_tensors
-from rillflow.observe.durable import write_error
-from rillflow.roles.share import Share
-from rillflow.weights.resharding import gathered
-from rillflow.weights.sharded_file import WRITE, own_slices, together, write_list
+from rillflow.roles.model_shard import Share
+from rillflow.runs.durable import write_error
+from rillflow.sharding.resharding import gathered
+from rillflow.sharding.sharded_file import WRITE, own_slices, together, write_list
 
 _Tensors = Mapping[str, Tensor] | None
 SMALL_BYTES = 2**26

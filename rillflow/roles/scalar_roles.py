@@ -25,9 +25,9 @@ from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.roles.reread import Reread
+from rillflow.roles.model_shard import Share
+from rillflow.roles.retokenize import Reread
 from rillflow.roles.reward import COST_FIELDS, SCORE_FIELDS, cost_metrics, reward_metrics, scored_rows
-from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.training.config import PassesConfig, TrainConfig
 from rillflow.training.loss import Loss, loss_of

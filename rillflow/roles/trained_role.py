@@ -16,14 +16,14 @@ from torch import Tensor
 from rillflow.errors import RunDirectoryError
 from rillflow.models.language_model import Model
 from rillflow.models.tensor_file import Digest
-from rillflow.observe.durable import flush, publish_folder
 from rillflow.records.batch import Batch
+from rillflow.roles.model_shard import Share
 from rillflow.roles.saving import Saving
-from rillflow.roles.share import Share
+from rillflow.runs.durable import flush, publish_folder
+from rillflow.sharding.sharded_file import WRITE, together
 from rillflow.training.config import PassesConfig, TrainConfig
 from rillflow.training.minibatches import minibatches
 from rillflow.training.trainer import Trainer
-from rillflow.weights.sharded_file import WRITE, together
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import TOGETHER
 

@@ -14,13 +14,13 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.scheduler import check_ids
 from rillflow.rollout.stops import Stops
+from rillflow.workers.collectives import Ranks
 
 
 class Capability(StrEnum):

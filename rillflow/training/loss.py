@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import TrainingError
 from rillflow.formulas.aggregation import Aggregation, loss_weights
 from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, UnpairedLossConfig, ValueLossConfig
@@ -32,6 +31,7 @@ from rillflow.training.guards import BEHIND, ROUTES, check_finite, loss_tokens
 from rillflow.training.pairs import PairLoss, PolicyPairLoss
 from rillflow.training.terms import SAMPLED, LossPart, checked_losses, measured, prepared, require_fields
 from rillflow.training.unpaired import UnpairedLoss
+from rillflow.workers.collectives import Ranks
 
 LENGTHS = "row_lengths"
 """Parameter name for the number of loss tokens of each row."""

@@ -8,9 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.formulas.counter import permutation
 from rillflow.records.batch import Batch
+from rillflow.workers.collectives import Ranks, SingleRank
 
 
 def minibatches(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import TrainingError
-from rillflow.parallel.tensor import own
+from rillflow.sharding.tensor import own
 
 
 class OnHost:

@@ -21,8 +21,8 @@ from rillflow.formulas.logprobs import TokenLogprobs
 from rillflow.formulas.losses import TokenLosses, preference_loss
 from rillflow.formulas.preferences import AnswerTotals, pair_loss
 from rillflow.graph.loss import field_parameters
-from rillflow.parallel.packed import last_tokens
 from rillflow.records.batch import Batch
+from rillflow.sharding.packed_rows import last_tokens
 from rillflow.training.guards import BEHIND, ROUTES, check_finite, loss_tokens
 from rillflow.training.minibatches import prompt_units
 from rillflow.training.terms import SAMPLED, LossPart, checked_losses, measured, prepared, require_fields

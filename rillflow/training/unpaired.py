@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import TrainingError
 from rillflow.formulas.config import UnpairedLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
@@ -25,6 +24,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.training.guards import check_finite, loss_tokens
 from rillflow.training.terms import LossPart, checked_losses, measured, prepared, require_fields
+from rillflow.workers.collectives import Ranks
 
 
 class UnpairedLoss:

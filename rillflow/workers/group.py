@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from rillflow.cluster.awaited import Awaited, answers
-from rillflow.cluster.backend import Backend, Place
 from rillflow.errors import ClusterError, PlacementError, nearest
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Partial, Split
 from rillflow.records.batch import Batch
 from rillflow.workers import program
+from rillflow.workers.backend import Backend, Place
 from rillflow.workers.endpoint import Endpoint
 from rillflow.workers.pending import Pending
 from rillflow.workers.program import Call, Factory
 from rillflow.workers.transfer import AXES, Transfer
 from rillflow.workers.values import Lie, Names, RemoteValue, are_whole, piece, shares
+from rillflow.workers.waits import Awaited, answers
 
 
 class Group:

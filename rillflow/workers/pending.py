@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rillflow.cluster.awaited import Awaited, answers
-from rillflow.cluster.backend import Backend, Place
 from rillflow.errors import ClusterError, RillflowError
 from rillflow.graph.handle import Handle
 from rillflow.workers import program
+from rillflow.workers.backend import Backend, Place
 from rillflow.workers.values import Facts, Held, Lie, Names, Own, RemoteValue, Rows, Whole, assembled
+from rillflow.workers.waits import Awaited, answers
 
 MANY = 16
 """Number of parts above which one rank gathers the facts for all others."""

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rillflow.cluster.backend import Site
-from rillflow.cluster.ranks import Stranded
 from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
-from rillflow.observe.raised import innermost_line
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
+from rillflow.runs.error_lines import innermost_line
+from rillflow.workers.backend import Site
+from rillflow.workers.collectives import Stranded
 from rillflow.workers.values import Facts, Held, Own, Rows, Whole, facts_of, groups_of, lengths_of, resolved
 
 Factory = Callable[[Site], Any]

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
-from rillflow.cluster.backend import Place
 from rillflow.errors import ClusterError
 from rillflow.placement.boxing import boxing
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement, Split
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import merge_metrics
+from rillflow.workers.backend import Place
 
 GROUPS = 0
 """Unit that keeps neighbouring rows of one prompt together."""

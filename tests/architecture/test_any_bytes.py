@@ -16,19 +16,19 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rillflow.assembly.memory import sizes_of_directory
-from rillflow.assembly.recipe import load_recipe
-from rillflow.cluster.ranks import SingleRank
-from rillflow.dataflow.checkpoint import latest_checkpoint, save_checkpoint
+from rillflow.app.memory import sizes_of_directory
+from rillflow.app.recipe import load_recipe
+from rillflow.controller.checkpoint import latest_checkpoint, save_checkpoint
 from rillflow.errors import RillflowError
 from rillflow.models.weight_files import check_weight_files
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
 from rillflow.rewards.frames import FrameError, FrameReader
+from rillflow.sharding.layout import Weight
+from rillflow.sharding.sharded_file import listed_weights, load_sharded
 from rillflow.tasks.example import example_of
 from rillflow.tasks.files import read_rows
-from rillflow.weights.layout import Weight
-from rillflow.weights.sharded_file import listed_weights, load_sharded
+from rillflow.workers.collectives import SingleRank
 from tests.distributed.sharded import save_sharded
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rillflow.assembly.check import setting_lines
-from rillflow.assembly.recipe import Recipe, load_recipe
+from rillflow.app.check import setting_lines
+from rillflow.app.recipe import Recipe, load_recipe
 from rillflow.config.schema import walk
 
 FILE_LINES = 500

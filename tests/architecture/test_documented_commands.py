@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.algorithms.config import SampledConfig
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.recipe import load_recipe
 from rillflow.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

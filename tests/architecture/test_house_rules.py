@@ -22,7 +22,7 @@ BANNED_OPTIONS = {
     "allow_pickle": True,
     "shell": True,
 }
-MESSAGES = {"rillflow/cluster/messages.py"}
+MESSAGES = {"rillflow/workers/messages.py"}
 """What ranks of one run say to each other is cloudpickle, inside the run's own cluster; never a file."""
 DRAWERS = {"utils", "util", "common", "base", "types", "manager", "experimental", "helpers", "misc"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
@@ -141,10 +141,10 @@ def test_data_is_not_code_in_what_is_shipped_beside_the_package(everything: list
         (is_a_drawer, "rillflow/training/utils.py", ""),
         (is_a_drawer, "rillflow/common/loss.py", ""),
         (is_unfinished, "a.py", "x = 1  # TODO later"),
-        (names_an_algorithm, "rillflow/pipeline/a.py", "if config.name == 'grpo': pass"),
-        (names_an_algorithm, "rillflow/pipeline/a.py", "from rillflow.algorithms import sft"),
-        (names_an_algorithm, "rillflow/pipeline/a.py", "def run_grpo_step(): pass"),
-        (names_an_algorithm, "rillflow/pipeline/a.py", "GrpoLoop()"),
+        (names_an_algorithm, "rillflow/controller/a.py", "if config.name == 'grpo': pass"),
+        (names_an_algorithm, "rillflow/controller/a.py", "from rillflow.algorithms import sft"),
+        (names_an_algorithm, "rillflow/controller/a.py", "def run_grpo_step(): pass"),
+        (names_an_algorithm, "rillflow/controller/a.py", "GrpoLoop()"),
     ],
 )
 def test_the_scans_can_fail(source: Any, scan: Scan, path: str, text: str) -> None:
@@ -158,7 +158,11 @@ def test_the_scans_can_fail(source: Any, scan: Scan, path: str, text: str) -> No
         (prints, "rillflow/cli/a.py", "print(1)"),
         (is_a_drawer, "rillflow/training/loss.py", ""),
         (is_unfinished, "a.py", "x = 'TODO'"),
-        (names_an_algorithm, "rillflow/pipeline/a.py", '"""As in docs/algorithms/grpo.md."""\nx = "softer"'),
+        (
+            names_an_algorithm,
+            "rillflow/controller/a.py",
+            '"""As in docs/algorithms/grpo.md."""\nx = "softer"',
+        ),
         (names_an_algorithm, "rillflow/algorithms/grpo.py", "name = 'grpo'"),
     ],
 )

@@ -18,15 +18,15 @@ import pytest
 ADAPTERS = {
     "transformers": ("rillflow/models/",),
     "tokenizers": ("rillflow/models/",),
-    "rich": ("rillflow/observe/progress.py",),
+    "rich": ("rillflow/runs/progress.py",),
     "pyarrow": ("rillflow/tasks/",),
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
-    "starlette": ("rillflow/service/app.py", "rillflow/service/door.py"),
-    "uvicorn": ("rillflow/service/__main__.py", "rillflow/service/server.py"),
-    "ray": ("rillflow/cluster/ray.py", "rillflow/cluster/ray_start.py", "rillflow/cluster/messages.py"),
+    "starlette": ("plugins/service/rillflow_service/app.py", "rillflow/serving/openai_server.py"),
+    "uvicorn": ("plugins/service/rillflow_service/__main__.py", "rillflow/serving/server.py"),
+    "ray": ("rillflow/workers/ray.py", "rillflow/workers/ray_start.py", "rillflow/workers/messages.py"),
     "vllm": ("rillflow/rollout/vllm/core.py",),
-    "ot": ("rillflow/merging/transport.py",),
+    "ot": ("plugins/merging/rillflow_merging/transport.py",),
 }
 """Where a third-party name may be imported within the package."""
 HEAVY = ("torch", "transformers", "tokenizers", "rich", "pyarrow", "reasoning_gym", "safetensors", "numpy")
@@ -116,7 +116,7 @@ def test_every_module_says_what_lives_there(package: list[Any]) -> None:
 def test_settings_import_nothing_heavy(root: Path) -> None:
     """All config files and the recipe, in a fresh interpreter."""
     files = [file.relative_to(root) for file in (root / "rillflow").rglob("config.py")]
-    names = [".".join(file.with_suffix("").parts) for file in files] + ["rillflow.assembly.recipe"]
+    names = [".".join(file.with_suffix("").parts) for file in files] + ["rillflow.app.recipe"]
     assert len(names) >= 7
     code = f"import sys, importlib\nfor name in {names}: importlib.import_module(name)\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)

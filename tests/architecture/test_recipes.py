@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 

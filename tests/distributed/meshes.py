@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.formulas.config import (
     MOST_LOGITS,
     PairLossConfig,
@@ -19,17 +18,18 @@ from rillflow.formulas.config import (
     ValueLossConfig,
 )
 from rillflow.models.attention import ATTENTION, register
-from rillflow.parallel.mesh import RankGroups, rank_groups
-from rillflow.parallel.module import Parallel
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.sharding.mesh import RankGroups, rank_groups
+from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, ValueLoss
 from rillflow.training.pairs import PolicyPairLoss
 from rillflow.training.trainer import Trainer
 from rillflow.training.unpaired import UnpairedLoss
+from rillflow.workers.collectives import Ranks
 
 NUM_ROWS = 8
 

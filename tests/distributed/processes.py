@@ -84,7 +84,7 @@ def _run(
     import torch
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-    from rillflow.cluster.ranks import ProcessRanks, Ranks, SingleRank
+    from rillflow.workers.collectives import ProcessRanks, Ranks, SingleRank
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from rillflow.cluster.backend import Site
 from rillflow.errors import RecordError
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric
+from rillflow.workers.backend import Site
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import ALL_MICRO_DP, DP, ROWS, THREE_D, TOGETHER, TRAIN, Transfer
 

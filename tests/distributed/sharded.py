@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.models.tensor_file import write_tensors
-from rillflow.weights.layout import Layout, Weights
-from rillflow.weights.sharded_file import WRITE, own_slices, together, write_list
+from rillflow.sharding.layout import Layout, Weights
+from rillflow.sharding.sharded_file import WRITE, own_slices, together, write_list
+from rillflow.workers.collectives import Ranks
 
 
 def save_sharded(

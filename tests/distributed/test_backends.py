@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rillflow.cluster.backend import Backend, Pool, Site, places
-from rillflow.cluster.inline import InlineBackend
-from rillflow.cluster.start import ray_backend
-from rillflow.dataflow.executor import GroupExecutor
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.flow import Flow
 from rillflow.errors import ClusterError, GraphError, PlacementError, RecordError, RillflowError
 from rillflow.formulas import group_advantages
 from rillflow.placement.mesh import Mesh
@@ -25,9 +22,12 @@ from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import Max, Mean
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.workers.backend import Backend, Pool, Site, places
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
+from rillflow.workers.inline import InlineBackend
 from rillflow.workers.pending import MANY, joined
+from rillflow.workers.start import ray_backend
 from rillflow.workers.transfer import Transfer
 
 sys.path.insert(0, str(Path(__file__).parent))

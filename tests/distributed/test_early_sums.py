@@ -17,19 +17,19 @@ import torch
 from torch import nn
 from torch.distributed import Work
 
-import rillflow.cluster.ranks as collectives
-import rillflow.parallel.gradients as gradients
-from rillflow.cluster.ranks import ProcessRanks
+import rillflow.sharding.gradients as gradients
+import rillflow.workers.collectives as collectives
 from rillflow.errors import RillflowError
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.parallel.gradients import EarlySums, Gradients
-from rillflow.parallel.mesh import RankGroups
-from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
+from rillflow.sharding.gradients import EarlySums, Gradients
+from rillflow.sharding.mesh import RankGroups
+from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import LossPart, PolicyLoss, SupervisedLoss
 from rillflow.training.skipping import Skipped
 from rillflow.training.trainer import Trainer
+from rillflow.workers.collectives import ProcessRanks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from meshes import Case, decoder, rows

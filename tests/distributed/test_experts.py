@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import ModelError, RillflowError
+from rillflow.workers.collectives import Ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from meshes import Case, decoder, groups_of, rows, train_all, trained
 from processes import together
 from test_parallel_training import check_words
 
-from rillflow.parallel.module import Parallel
+from rillflow.sharding.module import Parallel
 
 EXACT = {"float64": 1e-6, "float32": 1e-4}
 """Largest error of the gradient, over its norm: routers compute their scores in float32."""

@@ -17,26 +17,26 @@ import torch
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
 
-from rillflow.cluster.backend import Pool, RankDied
-from rillflow.cluster.inline import InlineBackend
-from rillflow.cluster.start import ray_backend
-from rillflow.dataflow.executor import GroupExecutor
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.flow import Flow
+from rillflow.controller.interrupt import Interruption
+from rillflow.controller.loop import Cadence, Loop
+from rillflow.controller.open_step import DataStream, Phase
 from rillflow.errors import ClusterError
-from rillflow.observe.progress import Progress
-from rillflow.observe.run_directory import RunDirectory
-from rillflow.pipeline.interrupt import Interruption
-from rillflow.pipeline.loop import Cadence, Loop
-from rillflow.pipeline.open_step import DataStream, Phase
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.row import RowId
+from rillflow.runs.progress import Progress
+from rillflow.runs.run_directory import RunDirectory
+from rillflow.workers.backend import Pool, RankDied
 from rillflow.workers.endpoint import endpoints_of
 from rillflow.workers.group import Group
+from rillflow.workers.inline import InlineBackend
 from rillflow.workers.pending import Pending
+from rillflow.workers.start import ray_backend
 
 if TYPE_CHECKING:
-    from rillflow.cluster.ray import RayBackend
+    from rillflow.workers.ray import RayBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
 from programs import Apart, Worker
@@ -228,8 +228,8 @@ def test_closing_leaves_no_process_behind(on_ray: RayBackend, elsewhere: set[psu
 
 DRIVER = """
 import time
-from rillflow.cluster.backend import Pool
-from rillflow.cluster.start import ray_backend
+from rillflow.workers.backend import Pool
+from rillflow.workers.start import ray_backend
 
 backend = ray_backend(60.0)
 backend.open([Pool(name="main", size=1)])

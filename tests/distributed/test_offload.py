@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from rillflow.cluster.ranks import Ranks
-from rillflow.parallel.module import Parallel
+from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.offload import OnHost
 from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Trainer
+from rillflow.workers.collectives import Ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from meshes import Case, decoder, groups_of, own_rows, update

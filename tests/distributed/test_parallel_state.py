@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RillflowError
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.attention import ATTENTION
 from rillflow.models.tensor_plan import tensor_plan, weight_parts
-from rillflow.parallel.module import Parallel
 from rillflow.placement.sbp import Broadcast
+from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, SupervisedLoss
 from rillflow.training.trainer import Trainer
+from rillflow.workers.collectives import Ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from meshes import Case, decoder, groups_of, own_rows, rows, trainer, update

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
-from rillflow.observe import layout
-from rillflow.observe.reader import read_rollouts
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
+from rillflow.runs import layout
+from rillflow.runs.reader import read_rollouts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from placements import LIMIT, ROLES, Ran, cluster, partitions, ran, settings, together

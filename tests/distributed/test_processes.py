@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rillflow.cluster import ranks as collectives
-from rillflow.cluster.ranks import SMALL, Ranks, SingleRank, ThreadGroup, ThreadRanks
+from rillflow.workers import collectives
+from rillflow.workers.collectives import SMALL, Ranks, SingleRank, ThreadGroup, ThreadRanks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import DEADLINE_S, together

@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rillflow.cluster.config import MeshSizes
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RillflowError
 from rillflow.models.attention import ATTENTION
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, outline
 from rillflow.models.tokenizer import Tokenizer
-from rillflow.parallel.module import Parallel
-from rillflow.roles.share import Share
+from rillflow.roles.model_shard import Share
+from rillflow.sharding.module import Parallel
+from rillflow.workers.collectives import Ranks
+from rillflow.workers.config import MeshSizes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from meshes import Case, decoder, groups_of, own_rows, trainer, update

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from rillflow.cluster.config import MeshSizes
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import WeightError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
-from rillflow.parallel.tensor import own
 from rillflow.roles.publishing import lay_out
-from rillflow.weights.layout import generation_mesh
+from rillflow.sharding.layout import generation_mesh
+from rillflow.sharding.tensor import own
+from rillflow.workers.collectives import Ranks
+from rillflow.workers.config import MeshSizes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together

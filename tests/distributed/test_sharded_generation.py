@@ -16,7 +16,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import RolloutError
 from rillflow.models.attention import ATTENTION, register
 from rillflow.models.sampling_shard import assign, sampling_module
@@ -27,6 +26,7 @@ from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.workers.collectives import Ranks, SingleRank
 from tests.unit.models.shards import local_weights
 from tests.unit.records.singles import rollouts_of
 

@@ -1,6 +1,6 @@
 """Runs on several nodes: real Ray, real networks, nothing shared but the folder of runs.
 
-What each rule says for itself is in tests/unit/cluster/test_nodes.py and test_start.py, every day.
+What each rule says for itself is in tests/unit/workers/test_nodes.py and test_start.py, every day.
 """
 
 from __future__ import annotations

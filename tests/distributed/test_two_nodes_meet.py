@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "flows"))

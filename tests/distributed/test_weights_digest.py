@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import WeightError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
-from rillflow.weights.digest import Digests, digests, verify
-from rillflow.weights.layout import Weight, generation_layout, generation_mesh, training_layout
-from rillflow.weights.plan import reshard_plan
-from rillflow.weights.switch import WeightSwitch
+from rillflow.sharding.digest import Digests, digests, verify
+from rillflow.sharding.layout import Weight, generation_layout, generation_mesh, training_layout
+from rillflow.sharding.reshard_plan import reshard_plan
+from rillflow.sharding.switch import WeightSwitch
+from rillflow.workers.collectives import Ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together

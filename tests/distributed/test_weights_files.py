@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RunDirectoryError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.placement.slices import slices
-from rillflow.weights.layout import Layout, Weight, intervals, local_index, local_shape, training_layout
-from rillflow.weights.resharding import gathered
-from rillflow.weights.sharded_file import load_sharded
+from rillflow.sharding.layout import Layout, Weight, intervals, local_index, local_shape, training_layout
+from rillflow.sharding.resharding import gathered
+from rillflow.sharding.sharded_file import load_sharded
+from rillflow.workers.collectives import Ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together

@@ -12,18 +12,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from rillflow.cluster.ranks import Ranks
-from rillflow.parallel.tensor import own
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
-from rillflow.weights.layout import (
+from rillflow.sharding.layout import (
     generation_layout,
     generation_mesh,
     logical_weights,
     training_layout,
 )
-from rillflow.weights.plan import reshard_plan
-from rillflow.weights.switch import WeightSwitch
+from rillflow.sharding.reshard_plan import reshard_plan
+from rillflow.sharding.switch import WeightSwitch
+from rillflow.sharding.tensor import own
+from rillflow.workers.collectives import Ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.placement.slices import slices
-from rillflow.weights.layout import intervals, local_index, local_shape, logical_weights, training_layout
+from rillflow.sharding.layout import intervals, local_index, local_shape, logical_weights, training_layout
+from rillflow.workers.collectives import Ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import ClusterError, PlacementError, WeightError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Placement, Split
 from rillflow.placement.slices import slices
-from rillflow.weights.layout import (
+from rillflow.sharding.layout import (
     Layout,
     Weight,
     Weights,
@@ -31,9 +30,10 @@ from rillflow.weights.layout import (
     local_shape,
     training_layout,
 )
-from rillflow.weights.plan import ReshardPlan, reshard_plan
-from rillflow.weights.resharding import Resharding, keep, pack, unpack
-from rillflow.weights.switch import WeightSwitch
+from rillflow.sharding.reshard_plan import ReshardPlan, reshard_plan
+from rillflow.sharding.resharding import Resharding, keep, pack, unpack
+from rillflow.sharding.switch import WeightSwitch
+from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
 
 sys.path.insert(0, str(Path(__file__).parent))
 from processes import together

@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 
-from rillflow.assembly import check  # noqa: F401  what every fork needs
+from rillflow.app import check  # noqa: F401  what every fork needs
 from rillflow.cli.main import main
 
 CPU_S, DEADLINE_S = 20, 120

@@ -10,9 +10,9 @@ import torch
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import update_and_publish
-from rillflow.assembly.role_factories import RoleSetting
+from rillflow.app.role_factories import RoleSetting
 from rillflow.cli.main import main
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.flow import Flow
 from rillflow.formulas import group_advantages
 from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch

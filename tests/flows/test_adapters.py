@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.cli.main import main
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model, save_model
-from rillflow.observe import layout
-from rillflow.observe.reader import read_metrics, rollout_columns
+from rillflow.runs import layout
+from rillflow.runs.reader import read_metrics, rollout_columns
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD

@@ -10,7 +10,7 @@ pytest.importorskip("uvicorn", reason="the door is the extra `service`")
 
 import rillflow
 from rillflow.cli.main import main
-from rillflow.observe.reader import read_rollouts
+from rillflow.runs.reader import read_rollouts
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = {

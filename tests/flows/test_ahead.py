@@ -14,18 +14,18 @@ from typing import Any
 
 import pytest
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.cli.main import main
-from rillflow.dataflow.checkpoint import _problem
+from rillflow.controller.checkpoint import _problem
+from rillflow.controller.interrupt import Interruption
 from rillflow.errors import ConfigError, Interrupted
 from rillflow.models.tensor_file import write_tensors
-from rillflow.observe import layout
-from rillflow.observe.reader import read_evaluations, read_metrics, read_spans, rollout_columns
-from rillflow.pipeline.interrupt import Interruption
 from rillflow.records.batch import Batch
 from rillflow.roles import saving
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.runs import layout
+from rillflow.runs.reader import read_evaluations, read_metrics, read_spans, rollout_columns
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD

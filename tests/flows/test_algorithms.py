@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.recipe import load_recipe
 from rillflow.cli.main import main
 from rillflow.errors import ConfigError
-from rillflow.observe.reader import read_rollouts
+from rillflow.runs.reader import read_rollouts
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 IMITATES = "best_of_n"

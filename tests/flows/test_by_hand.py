@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """

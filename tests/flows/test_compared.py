@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rillflow.cli.main import main
-from rillflow.observe import layout
-from rillflow.planner.plan import open_plan
+from rillflow.placement.plan import open_plan
+from rillflow.runs import layout
 
 CLUSTER = '[[fleet]]\nname = "cores"\ndevice = "cpu"\ndevices = 2\nper_machine = 2\n'
 TITLE = "predicted and measured, medians of"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rillflow.assembly.evaluate import powers_of_two
+from rillflow.app.evaluate import powers_of_two
 from rillflow.cli.main import main
 
 HEAD = """

@@ -16,7 +16,7 @@ from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.grpo import GRPOConfig
 from rillflow.algorithms.steps import group_relative_advantages, publish, with_logprobs
 from rillflow.cli.main import main
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.flow import Flow
 from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
 from tests.flows.conftest import SAMPLER_ON_RAY, SUMS, Tiny

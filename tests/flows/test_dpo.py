@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rillflow.assembly.check import check
-from rillflow.assembly.drawing import graphs
+from rillflow.app.check import check
+from rillflow.app.graphs import graphs
+from rillflow.controller.interrupt import Interruption
 from rillflow.errors import Interrupted
-from rillflow.pipeline.interrupt import Interruption
 from tests.flows.whole_runs import lines, loaded, numbers, ran
 
 RECIPE = """

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.resume import MAY_CHANGE
+from rillflow.app.resume import MAY_CHANGE
 from rillflow.cli.main import main
-from rillflow.observe.reader import read_rollouts
+from rillflow.runs.reader import read_rollouts
 from tests.flows.conftest import REWARD, Tiny
 
 REST = """

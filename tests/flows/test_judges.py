@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.check import check
+from rillflow.app.check import check
 from rillflow.errors import ConfigError
-from rillflow.observe.reader import read_rollouts
+from rillflow.runs.reader import read_rollouts
 from tests.flows.whole_runs import lines, loaded, numbers, ran
 
 MODEL = """

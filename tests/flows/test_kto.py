@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
+from rillflow.controller.interrupt import Interruption
 from rillflow.errors import Interrupted
-from rillflow.pipeline.interrupt import Interruption
 
 RECIPE = """
 [run]

@@ -13,8 +13,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rillflow.cli.main import main
-from rillflow.observe.layout import rollout_files
-from rillflow.observe.reader import read_rollouts
+from rillflow.runs.layout import rollout_files
+from rillflow.runs.reader import read_rollouts
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
-from rillflow.observe import layout
-from rillflow.observe.layout import rollout_files
-from rillflow.observe.reader import read_rollouts
-from rillflow.weights.sharded_file import listed_weights
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
+from rillflow.runs import layout
+from rillflow.runs.layout import rollout_files
+from rillflow.runs.reader import read_rollouts
+from rillflow.sharding.sharded_file import listed_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD

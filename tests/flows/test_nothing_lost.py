@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from rillflow.cli.main import main
+from rillflow.controller import loop
+from rillflow.controller.open_step import OpenStep, Phase
 from rillflow.errors import ModelError
-from rillflow.observe.reader import best_step, read_rollouts
-from rillflow.pipeline import loop
-from rillflow.pipeline.open_step import OpenStep, Phase
 from rillflow.roles import saving
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.runs.reader import best_step, read_rollouts
 from rillflow.training.trainer import Trainer
 from tests.flows.conftest import SUMS, Tiny
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.cli.main import main
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.flow import Flow
 from rillflow.errors import TrainingError
 from rillflow.records.stored import load_batch
 from tests.flows.conftest import Tiny

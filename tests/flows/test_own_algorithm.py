@@ -23,11 +23,11 @@ from torch import Tensor
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.assembly.recipe import Recipe, load_recipe
+from rillflow.app.recipe import Recipe, load_recipe
 from rillflow.cli.main import main
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.flow import Flow
+from rillflow.controller.loop import Loop, Phase
 from rillflow.errors import ConfigError
-from rillflow.pipeline.loop import Loop, Phase
 from rillflow.records.batch import Batch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.check import check
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import LoadedRecipe, load_recipe
+from rillflow.app.check import check
+from rillflow.app.launch import launch
+from rillflow.app.recipe import LoadedRecipe, load_recipe
 
 RECIPE = """
 [run]

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.check import setting_lines
-from rillflow.assembly.engines import engine_notes, release_notes, vllm_release
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.check import setting_lines
+from rillflow.app.engines import engine_notes, release_notes, vllm_release
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.errors import ConfigError, WeightError
-from rillflow.observe import layout
-from rillflow.observe.reader import rollout_columns
+from rillflow.runs import layout
+from rillflow.runs.reader import rollout_columns
 
 sys.path.insert(0, str(Path(__file__).parent))
 import own_engine

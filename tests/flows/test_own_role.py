@@ -17,8 +17,8 @@ from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.ppo import PPOConfig
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.algorithms.steps import update_and_publish
-from rillflow.assembly.drawing import graphs
-from rillflow.assembly.recipe import Recipe, load_recipe
+from rillflow.app.graphs import graphs
+from rillflow.app.recipe import Recipe, load_recipe
 from rillflow.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rillflow.assembly.check import check
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.check import check
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
+from rillflow.controller.interrupt import Interruption
 from rillflow.errors import ConfigError, Interrupted, RunDirectoryError
-from rillflow.observe.layout import rollout_files
-from rillflow.observe.reader import read_evaluations, read_every_evaluation, read_rollouts
-from rillflow.pipeline.interrupt import Interruption
-from rillflow.view.summary import render_text, summarise
+from rillflow.runs.layout import rollout_files
+from rillflow.runs.reader import read_evaluations, read_every_evaluation, read_rollouts
+from rillflow.runs.summary import render_text, summarise
 from tests.flows.whole_runs import lines, loaded, numbers, ran
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "preference"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import rillflow
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.recipe import load_recipe
 from rillflow.errors import CallbackError, ConfigError, DataError, Interrupted, RewardError, RunDirectoryError
-from rillflow.observe.layout import rollout_files
+from rillflow.runs.layout import rollout_files
 from tests.flows.conftest import Tiny
 
 REST = """steps = 6

@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM
 
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import GroupConfig
-from rillflow.assembly.recipe import load_recipe
-from rillflow.dataflow.flow import Flow
+from rillflow.app.recipe import load_recipe
+from rillflow.controller.flow import Flow
+from rillflow.controller.interrupt import Interruption
 from rillflow.errors import ConfigError, Interrupted
-from rillflow.observe import layout
-from rillflow.observe.reader import read_metrics, read_rollouts, read_spans
-from rillflow.observe.rollouts import RolloutRecord
-from rillflow.pipeline.interrupt import Interruption
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.runs import layout
+from rillflow.runs.reader import read_metrics, read_rollouts, read_spans
+from rillflow.runs.rollouts import RolloutRecord
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD

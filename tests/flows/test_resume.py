@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.cli.main import main
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.flow import Flow
 
 TIMES = {"run/step_seconds/mean"}
 

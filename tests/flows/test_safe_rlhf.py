@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.assembly.drawing import graphs
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.graphs import graphs
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.errors import ConfigError, RillflowError
-from rillflow.observe.layout import rollout_files
-from rillflow.observe.reader import rollout_columns
+from rillflow.runs.layout import rollout_files
+from rillflow.runs.reader import rollout_columns
 
 RECIPE = """
 [run]

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
-from rillflow.dataflow import delivery
-from rillflow.observe import layout
-from rillflow.observe.reader import read_spans, rollout_columns
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
+from rillflow.controller import weight_sync
 from rillflow.roles.policy import Policy
-from rillflow.weights.plan import ReshardPlan
+from rillflow.runs import layout
+from rillflow.runs.reader import read_spans, rollout_columns
+from rillflow.sharding.reshard_plan import ReshardPlan
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD
@@ -72,7 +72,7 @@ def test_a_run_apart_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 def test_few_buckets_are_on_their_way_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second copy of the weights is anywhere while they cross, however many buckets there are."""
-    buckets, send, sent, most = ReshardPlan.buckets.func, delivery.send, list[weakref.ref[Tensor]](), [0]
+    buckets, send, sent, most = ReshardPlan.buckets.func, weight_sync.send, list[weakref.ref[Tensor]](), [0]
 
     def watched(policy: Policy, bucket: int) -> tuple[Tensor, ...]:
         most[0] = max(most[0], sum(each() is not None for each in sent))
@@ -82,9 +82,9 @@ def test_few_buckets_are_on_their_way_at_once(tmp_path: Path, monkeypatch: pytes
 
     cut = property(lambda plan: buckets(replace(plan, most_bytes=2000)))
     monkeypatch.setattr(ReshardPlan, "buckets", cut)
-    monkeypatch.setattr(delivery, "send", watched)
+    monkeypatch.setattr(weight_sync, "send", watched)
     ran(tmp_path, *pools(1, 1, "inline"), APART)
-    assert len(sent) > 100 and 1 <= most[0] <= delivery.BUCKETS + 1
+    assert len(sent) > 100 and 1 <= most[0] <= weight_sync.BUCKETS + 1
 
 
 RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")

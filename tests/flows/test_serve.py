@@ -19,12 +19,12 @@ pytest.importorskip("uvicorn", reason="the door is the extra `service`")
 
 import openai
 
-from rillflow.assembly.recipe import Recipe
+from rillflow.app.recipe import Recipe
 from rillflow.config.load import validate
-from rillflow.dataflow.checkpoint import save_checkpoint
+from rillflow.controller.checkpoint import save_checkpoint
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model, save_model
-from rillflow.observe.run_directory import RunDirectory
+from rillflow.runs.run_directory import RunDirectory
 
 NEW = NewModel(hidden=32, layers=2, heads=4, kv_heads=2, context=64, alphabet="0123456789+=")
 

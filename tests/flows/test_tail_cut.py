@@ -7,10 +7,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.recipe import load_recipe
 from rillflow.cli.main import main
 from rillflow.errors import ConfigError
-from rillflow.observe.reader import read_rollouts
+from rillflow.runs.reader import read_rollouts
 from tests.flows.conftest import SUMS, Tiny
 
 REST = f"""

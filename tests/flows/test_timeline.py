@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections import defaultdict
 from importlib.util import find_spec
@@ -12,17 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
-from rillflow.assembly.simulated import foretell
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.cli.main import main
-from rillflow.observe.reader import SpanRecord, read_spans
-from rillflow.view.foretold import LANE, Foretold, bars_beside
-from rillflow.view.measured import measured
-from rillflow.view.report import write_report
-from rillflow.view.run_data import load
-from rillflow.view.timeline import Bar
-from rillflow.view.waits import RankName, rank_times
+from rillflow.runs.reader import SpanRecord, read_spans
+from rillflow.runs.report.measured import measured
+from rillflow.runs.report.waits import RankName, rank_times
+from rillflow.runs.report.write import write_report
+from rillflow.runs.run_data import load
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD
@@ -195,9 +191,6 @@ def test_processes_share_one_axis_of_time_and_waits_are_those_of_the_right_one(
     events = json.loads(file.read_text("utf-8"))["traceEvents"]
     names = {(one["pid"], one["args"]["name"]) for one in events if one["name"] == "process_name"}
     assert {name for _, name in names} == {"answers", "main"} and len({pid for pid, _ in names}) == 2
-    found_s = foretell(data, 1, STEPS)
-    assert isinstance(found_s, Foretold)
-    assert 0.9 * worked(on_ray, "main") < sum(found_s.steps_s[1:]) < 1.1 * worked(on_ray)
 
 
 def worked(run: Path, pool: str = "") -> float:
@@ -210,49 +203,3 @@ def worked(run: Path, pool: str = "") -> float:
                 ranks[each.rank] += each.duration_s
             found += max(ranks.values())
     return found
-
-
-def test_predicted_steps_in_step_are_the_stages_one_after_another_and_stand_on_the_measured_lanes(
-    in_step: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = load(in_step)
-    found = foretell(data, 2, STEPS)
-    assert isinstance(found, Foretold) and (found.first, len(found.steps_s)) == (2, 2)
-    assert sum(found.steps_s) == pytest.approx(worked(in_step), rel=0.05), "rows differ in length by little"
-    bars = bars_beside(measured(data, 2, STEPS), found)
-    lanes = {(bar.pool, bar.lane): list[Bar]() for bar in bars}
-    for bar in bars:
-        lanes[bar.pool, bar.lane].append(bar)
-    assert list(lanes) == [
-        (pool, lane)
-        for pool, ranks in (("answers", 1), ("main", 2))
-        for lane in (*(f"rank {rank:>2}" for rank in range(ranks)), LANE)
-    ]
-    assert {bar.stage for bar in lanes["answers", LANE] if not bar.is_idle} == {"policy.generate"}
-    assert lanes["answers", LANE][0].start_s == pytest.approx(lanes["answers", "rank  0"][0].start_s)
-    assert main(["timeline", str(in_step), "--steps", "2-3"]) == 0
-    seconds = sum(record.metrics["run/step_seconds/mean"].value for record in data.steps[1:]) / 2
-    error = sum(found.steps_s) / 2 / seconds - 1
-    told = next(line for line in capsys.readouterr().out.splitlines() if "predicts" in line)
-    assert told.startswith("steps 2 to 3: the simulator predicts ") and told.endswith(f"({error:+.0%})")
-
-
-def test_predicted_steps_ahead_take_less_than_their_stages_and_no_less_than_the_busiest_pool(
-    ahead: Path,
-) -> None:
-    found = foretell(load(ahead), 2, STEPS)
-    assert isinstance(found, Foretold)
-    busiest = max(worked(ahead, pool) for pool in ("main", "answers", "scores"))
-    assert 0.95 * busiest < sum(found.steps_s) < 0.97 * worked(ahead)
-    assert f"{LANE}</text>" in write_report(ahead, foretell).read_text("utf-8")
-
-
-def test_where_a_run_cannot_be_simulated_it_says_why(in_step: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(in_step, run)
-    config = json.loads((run / "config.json").read_text())
-    config["algorithm"]["name"] = "of_my_own"
-    (run / "config.json").write_text(json.dumps(config))
-    assert main(["timeline", str(run)]) == 0
-    page = write_report(run, foretell).read_text("utf-8")
-    assert "not predicted: " in page and "of_my_own" in page

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rillflow.cli.main import main
-from rillflow.observe.reader import read_rollouts
+from rillflow.runs.reader import read_rollouts
 
 SMALL = ("steps=2", "prompts_per_step=3", "samples_per_prompt=2", "epochs=1", "loss.kl=0")
 

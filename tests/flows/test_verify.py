@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.cli.main import main
-from rillflow.observe import layout
+from rillflow.runs import layout
 from tests.flows.conftest import Tiny
 
 REST = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.observe.reader import read_evaluations
+from rillflow.runs.reader import read_evaluations
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "recipes" / "workflow" / "workflow.py"

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import LoadedRecipe, load_recipe
+from rillflow.app.launch import launch
+from rillflow.app.recipe import LoadedRecipe, load_recipe
 
 
 def loaded(recipe: Path, run: str, *settings: str) -> LoadedRecipe:

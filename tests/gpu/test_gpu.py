@@ -21,10 +21,10 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.sharding.digest import slice_digest
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss
 from rillflow.training.trainer import Trainer
-from rillflow.weights.digest import slice_digest
 
 TOLERANCE = {"cpu": 1e-5, "cuda": 1e-4}
 """Largest difference of two log probabilities: kernels of a GPU add in another order for another shape."""

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from rillflow.observe.durable import replace
-from rillflow.observe.layout import rollout_file
 from rillflow.records.batch import Batch, Field, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.records.stored import batch_bytes
+from rillflow.runs.durable import replace
+from rillflow.runs.layout import rollout_file
 
 NUMBERS = {"reward": "rewards", "penalised_reward": "penalised", "advantage": "advantages"}
 RAGGED = {"tokens": torch.int32, "logprobs": torch.float64, "versions": torch.int32}

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from rillflow.cluster.ranks import SingleRank
 from rillflow.models.adapters import attach, is_adapter
 from rillflow.models.config import AdapterConfig, ModelConfig, NewModel
 from rillflow.models.int8 import int8_layers, quantised
@@ -20,6 +19,7 @@ from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.rollout.stops import Stops
+from rillflow.workers.collectives import SingleRank
 
 CONTEXT = 64
 STOP = ("12", "+4")

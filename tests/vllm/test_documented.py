@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.observe.layout import CONFIG
-from rillflow.observe.reader import read_metrics
+from rillflow.runs.layout import CONFIG
+from rillflow.runs.reader import read_metrics
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "architecture"))
 from test_documented_commands import ROOT, commands_of, in_small

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rillflow.assembly.memory import VLLM_PLACES
+from rillflow.app.memory import VLLM_PLACES
 from rillflow.errors import RolloutError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from rillflow.assembly.launch import launch
-from rillflow.assembly.recipe import load_recipe
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.errors import RolloutError, WeightError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model, save_model
-from rillflow.observe import layout
-from rillflow.observe.reader import read_metrics, rollout_columns
+from rillflow.runs import layout
+from rillflow.runs.reader import read_metrics, rollout_columns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "flows"))
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from rillflow.errors import RolloutError
-from rillflow.rollout.vllm.asks import CoreSettings
-from rillflow.rollout.vllm.served import ServedCore
+from rillflow.rollout.vllm.requests import CoreSettings
+from rillflow.rollout.vllm.served_core import ServedCore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_engines import SERVED, both, model, prompts

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rillflow.cli.main import main
-from rillflow.observe import layout
-from rillflow.observe.reader import rollout_columns
+from rillflow.runs import layout
+from rillflow.runs.reader import rollout_columns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "flows"))
 from small_recipe import RECIPE, REWARD

@@ -17,10 +17,10 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
 from rillflow.rollout.native.scheduler import Sequence
+from rillflow.workers.collectives import Ranks
 
 _Note = tuple[int, int, int, int]
 """A row's id, and a number that must be equal on all ranks."""

@@ -30,7 +30,6 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rillflow.cluster.ranks import Ranks, SingleRank
 from rillflow.errors import RolloutError
 from rillflow.models.routing import Routers
 from rillflow.records.batch import Batch, concatenate
@@ -39,10 +38,11 @@ from rillflow.records.rollout import Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability
-from rillflow.rollout.native.lane import Lane
+from rillflow.rollout.native.batch_worker import Lane
 from rillflow.rollout.native.runner import evaluating
 from rillflow.rollout.native.scheduler import check_ids
 from rillflow.rollout.stops import Stops
+from rillflow.workers.collectives import Ranks, SingleRank
 
 LANE_ROWS = 32
 """Minimum slots of a lane: with fewer, reading the weights in every lane costs more than lanes save."""

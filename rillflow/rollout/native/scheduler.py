@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, TypeVar
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native.contents import Contents
 from rillflow.rollout.native.layout import Band, BandLayout, CachePlace, Copy, positions_of
+from rillflow.rollout.native.prefix_index import Contents
 
 if TYPE_CHECKING:
     from torch import Tensor

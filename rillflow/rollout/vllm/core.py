@@ -36,7 +36,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 from rillflow.formulas.counter import uniform
 from rillflow.records.row import RowId
 from rillflow.rollout.native.sampling import DrawSettings, Seen, draw
-from rillflow.rollout.vllm.asks import Ask, CoreSettings, Piece
+from rillflow.rollout.vllm.requests import Ask, CoreSettings, Piece
 
 _ASK, _HEAD = "rillflow", "lm_head.weight"
 _NOTHING = Piece(row=RowId(0, 0, 0), tokens=(), logprobs=(), has_ended=False)

@@ -24,7 +24,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from rillflow.cluster.ranks import Ranks
 from rillflow.errors import RolloutError
 from rillflow.models.adapters import adapted, file_name, is_adapter
 from rillflow.models.architecture import vocabulary_of
@@ -34,11 +33,18 @@ from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability, RowByRow
-from rillflow.rollout.native.lane import check_stop, check_stop_tokens, check_tokens, limit_of, not_finite
+from rillflow.rollout.native.batch_worker import (
+    check_stop,
+    check_stop_tokens,
+    check_tokens,
+    limit_of,
+    not_finite,
+)
 from rillflow.rollout.native.scheduler import check_ids, row_in
 from rillflow.rollout.stops import Stops
-from rillflow.rollout.vllm.asks import ENVIRONMENT, LOUDNESS, AnyCore, Ask, CoreSettings, told
-from rillflow.rollout.vllm.served import ServedCore, StartRefused
+from rillflow.rollout.vllm.requests import ENVIRONMENT, LOUDNESS, AnyCore, Ask, CoreSettings, told
+from rillflow.rollout.vllm.served_core import ServedCore, StartRefused
+from rillflow.workers.collectives import Ranks
 
 _GIVEN = -2
 """Epoch in the row ids of texts whose log probabilities are requested."""

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rillflow.data_plane.wire import Arrays, Channel, Message
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.vllm.asks import Ask, Piece
+from rillflow.rollout.vllm.requests import Ask, Piece
+from rillflow.workers.wire import Arrays, Channel, Message
 
 BUCKET_BYTES = 2**26
 """Maximum bytes of a weight in one frame."""

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from rillflow.data_plane.wire import Arrays, Channel, Message
 from rillflow.records.row import RowId
-from rillflow.rollout.vllm.asks import AnyCore, CoreSettings, told
 from rillflow.rollout.vllm.frames import Word, arrays_of, ask_of, received_weights
+from rillflow.rollout.vllm.requests import AnyCore, CoreSettings, told
+from rillflow.workers.wire import Arrays, Channel, Message
 
 _ERROR_LETTERS = 2000
 _UNANSWERED = (Word.ADD, Word.ABORT)

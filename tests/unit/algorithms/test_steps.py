@@ -10,7 +10,7 @@ import pytest
 from rillflow.algorithms.algorithm import Algorithm, Data
 from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.flow import Flow
 from rillflow.graph.graph import Graph
 from rillflow.graph.trace import Signature, Tracer, trace
 from rillflow.roles.judge import Judge

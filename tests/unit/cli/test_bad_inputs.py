@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast as _loaded  # noqa: F401  importing it is in no case's time
 
-from rillflow.assembly import check, launch  # noqa: F401  what every case imports is in no case's time
+from rillflow.app import check, launch  # noqa: F401  what every case imports is in no case's time
 from rillflow.cli.main import main
 
 LIMIT_S = 1.0

@@ -17,13 +17,11 @@ from pydantic import BaseModel
 
 import rillflow
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.assembly.recipe import Recipe
-from rillflow.data_plane.requests import OF_STORES, OF_STREAMS
-from rillflow.service.openai import ChatRequest, CompletionRequest
+from rillflow.app.recipe import Recipe
+from rillflow.serving.openai_protocol import ChatRequest, CompletionRequest
 
 KINDS: dict[str, tuple[type[BaseModel], ...]] = {
     "recipe": (Recipe, *(ALGORITHMS[name].config for name in sorted(ALGORITHMS))),
-    "data_plane": (*OF_STREAMS, *OF_STORES),
     "door": (ChatRequest, CompletionRequest),
 }
 """What is written, by who reads it."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow import formulas
-from rillflow.dataflow.executor import apply_formula
+from rillflow.controller.executor import apply_formula
 from rillflow.formulas import granularity, seeing
 from rillflow.formulas.config import PairLossConfig
 from rillflow.records.batch import Batch, Field, concatenate, row_ids

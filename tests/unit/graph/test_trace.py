@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.flow import Flow
 from rillflow.errors import GraphError
+from rillflow.graph.drawing import as_json, as_mermaid, as_text
 from rillflow.graph.graph import Graph
 from rillflow.graph.loss import over
 from rillflow.graph.trace import Signature, Symbol, Tracer, trace
-from rillflow.view.graphs import as_json, as_mermaid, as_text
 
 ENDPOINTS = {
     "policy": {

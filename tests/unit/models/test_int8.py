@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from rillflow.cluster.ranks import Ranks, ThreadGroup, ThreadRanks
 from rillflow.errors import ModelError
 from rillflow.models import int8
 from rillflow.models.adapters import adapted, merge, restore, trained_beside
@@ -24,6 +23,7 @@ from rillflow.models.int8 import Int8Linear, dequantised, keep_in_int8, product,
 from rillflow.models.language_model import LanguageModel, load_model, outline, quiet, save_model
 from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan
+from rillflow.workers.collectives import Ranks, ThreadGroup, ThreadRanks
 from tests.unit.models.shards import local_weights
 
 CPU = torch.device("cpu")

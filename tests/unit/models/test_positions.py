@@ -17,7 +17,6 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import ModelError
 from rillflow.models.attention import ATTENTION
 from rillflow.models.bare import character_tokenizer
@@ -32,6 +31,7 @@ from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.training.config import TrainConfig
 from rillflow.training.scorer import Scorer
+from rillflow.workers.collectives import SingleRank
 from tests.unit.models.shards import local_weights
 
 ORIGINAL, CONTEXT = 16, 64

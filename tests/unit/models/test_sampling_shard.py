@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import ModelError
 from rillflow.models.architecture import vocabulary_of
 from rillflow.models.attention import ATTENTION, register
 from rillflow.models.sampling_shard import assign, local_bounds, sampling_module
 from rillflow.models.tensor_plan import tensor_plan
+from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from tests.unit.models.shards import local_weights
 
 SIZES = {

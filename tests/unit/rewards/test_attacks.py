@@ -10,7 +10,7 @@ import pytest
 
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.levels import Level
+from rillflow.rewards.isolation_levels import Level
 from rillflow.rewards.outcome import Outcome
 from rillflow.rewards.supervised import Containment
 from rillflow.rewards.workers import RewardWorkers

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.rewards.cgroup import MemoryGroup
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.memory_group import MemoryGroup
 from rillflow.rewards.outcome import Outcome
 from rillflow.rewards.workers import RewardWorkers
 

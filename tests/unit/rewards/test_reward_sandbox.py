@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RewardError
-from rillflow.rewards.cell import fork
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.isolation import fork
+from rillflow.rewards.isolation_levels import Level
 from rillflow.rewards.kernel import NETWORK, USERS, ask
-from rillflow.rewards.levels import Level
 from rillflow.rewards.outcome import Outcome
 from rillflow.rewards.source import shipped
 from rillflow.rewards.supervised import Containment

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import RunDirectoryError
-from rillflow.parallel.mesh import RankGroups
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import HELD_OUT_EPOCH, RowId
 from rillflow.roles.answer_totals import KeptTotals, marks_of
+from rillflow.sharding.mesh import RankGroups
+from rillflow.workers.collectives import SingleRank, ThreadGroup, ThreadRanks
 
 
 def rows(*ids: tuple[int, int, int], version: int = -1) -> Batch:

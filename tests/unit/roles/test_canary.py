@@ -11,7 +11,7 @@ import torch
 from rillflow.errors import WeightError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
-from rillflow.roles.canary import canary_rows, canary_texts, check_canary
+from rillflow.roles.logprob_check import canary_rows, canary_texts, check_canary
 
 
 def test_texts_are_the_same_wherever_the_model_is() -> None:

@@ -16,8 +16,8 @@ from rillflow.models.language_model import ScalarModel
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
+from rillflow.roles.model_shard import Share
 from rillflow.roles.scalar_roles import Critic
-from rillflow.roles.share import Share
 from rillflow.training.config import PassesConfig, TrainConfig
 
 MakeModel = Callable[..., ScalarModel]

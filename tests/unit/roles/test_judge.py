@@ -20,11 +20,11 @@ from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.rewards.config import JudgeConfig
-from rillflow.rewards.frame import KEPT, FrameConfig, kept_frame
+from rillflow.rewards.judge_prompt import KEPT, FrameConfig, kept_frame
 from rillflow.roles.comparisons import Question, Questioner, prompt_text
 from rillflow.roles.judge import Judge, judge_metrics
+from rillflow.roles.model_shard import Share
 from rillflow.roles.reward import OUTCOMES
-from rillflow.roles.share import Share
 from rillflow.tasks.encoded import Answers, Encoder
 from rillflow.tasks.preference import arithmetic_preferences
 from rillflow.tasks.prompts import answered_batch

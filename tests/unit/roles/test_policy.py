@@ -15,10 +15,10 @@ from rillflow.records.batch import Batch, concatenate, row_ids
 from rillflow.records.metrics import Histogram
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.roles.model_shard import Share
 from rillflow.roles.policy import Policy
 from rillflow.roles.publishing import SharedWeights
 from rillflow.roles.sampler import Sampler
-from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig
 from rillflow.training.config import TrainConfig, UpdateConfig
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import WeightError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.placement.mesh import Mesh
+from rillflow.roles.model_shard import Share
 from rillflow.roles.policy import Policy
 from rillflow.roles.publishing import ReceivedWeights, SentWeights, links_of
 from rillflow.roles.sampler import Sampler
-from rillflow.roles.share import Share
 from rillflow.rollout.config import RolloutConfig
 from rillflow.training.config import TrainConfig
+from rillflow.workers.collectives import SingleRank
 
 NEW = NewModel(hidden=16, layers=2, heads=2, context=16, alphabet="0123456789+=")
 

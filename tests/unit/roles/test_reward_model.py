@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rillflow.assembly.other_tokens import OtherTokens
+from rillflow.app.second_tokenizer import OtherTokens
 from rillflow.errors import ModelError, RecordError, RewardError, TrainingError
 from rillflow.formulas.losses import margin_preference_loss, preference_loss
 from rillflow.models.bare import character_tokenizer
@@ -20,9 +20,9 @@ from rillflow.models.scalar_head import head_of
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
+from rillflow.roles.model_shard import Share
 from rillflow.roles.reward import OUTCOMES
 from rillflow.roles.scalar_roles import RewardModel, SafetyCostModel
-from rillflow.roles.share import Share
 from rillflow.tasks.encoded import Answers, Encoder
 from rillflow.tasks.preference import arithmetic_preferences
 from rillflow.tasks.prompts import answered_batch

@@ -16,17 +16,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import RunDirectoryError
 from rillflow.models import model_files
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
-from rillflow.observe.wording import size
 from rillflow.roles import saving
+from rillflow.roles.model_shard import Share
 from rillflow.roles.saving import Saving
-from rillflow.roles.share import Share
 from rillflow.roles.trained_role import TrainedRole
+from rillflow.runs.formatting import size
 from rillflow.training.config import TrainConfig
+from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
 
 
 def model(layers: int = 3, kind: str = "qwen2") -> LanguageModel:

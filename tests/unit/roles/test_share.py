@@ -8,12 +8,12 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from rillflow.cluster.config import MeshSizes
-from rillflow.cluster.ranks import SingleRank
 from rillflow.models.adapters import is_adapter
 from rillflow.models.config import AdapterConfig, ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, ScalarModel, load_model, outline, save_model
-from rillflow.roles.share import Share
+from rillflow.roles.model_shard import Share
+from rillflow.workers.collectives import SingleRank
+from rillflow.workers.config import MeshSizes
 
 CPU = torch.device("cpu")
 

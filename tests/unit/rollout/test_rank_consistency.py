@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from rillflow.cluster.ranks import ThreadGroup, ThreadRanks
 from rillflow.errors import RolloutError
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.consistency import RankConsistency
 from rillflow.rollout.native.scheduler import Sequence
+from rillflow.workers.collectives import ThreadGroup, ThreadRanks
 
 
 def row(prompt: int) -> Sequence:

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.errors import RolloutError
 from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan
 from rillflow.records.batch import Batch
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from tests.unit.models.shards import local_weights
 from tests.unit.records.singles import rollouts_of
 

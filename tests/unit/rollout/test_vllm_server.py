@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from rillflow.data_plane.wire import SMALL_BYTES, Channel
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.vllm import frames
-from rillflow.rollout.vllm.asks import Ask, CoreSettings, Piece
-from rillflow.rollout.vllm.served import ServedCore, StartRefused
+from rillflow.rollout.vllm.requests import Ask, CoreSettings, Piece
+from rillflow.rollout.vllm.served_core import ServedCore, StartRefused
 from rillflow.rollout.vllm.server import _Answers
+from rillflow.workers.wire import SMALL_BYTES, Channel
 
 SETTINGS = CoreSettings(directory="", device="cpu", dtype="float32", context=8, max_rows=1, keep_cache=False)
 

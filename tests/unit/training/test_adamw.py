@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import TrainingError
-from rillflow.parallel.gradients import Gradients
-from rillflow.parallel.mesh import RankGroups
+from rillflow.sharding.gradients import Gradients
+from rillflow.sharding.mesh import RankGroups
 from rillflow.training.adamw import rounded
 from rillflow.training.config import OptimizerConfig
 from rillflow.training.offload import OnHost
 from rillflow.training.optimizer import Optimizer
+from rillflow.workers.collectives import SingleRank
 
 MakeModule = Callable[..., PreTrainedModel]
 ALONE = Gradients(groups=RankGroups.whole(SingleRank()))

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rillflow.cluster.ranks import Ranks, ThreadGroup, ThreadRanks
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
+from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, SupervisedLoss
 from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Trainer
+from rillflow.workers.collectives import Ranks, ThreadGroup, ThreadRanks
 from rillflow.workers.values import piece
 
 MakeModule = Callable[..., PreTrainedModel]

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.attention import ATTENTION, register
-from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Histogram
+from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, settled
 from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Trainer
+from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.workers.values import piece
 
 CORRECTIONS = ["tis", "sequence_tis", "icepop", "m2po", "topr"]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from rillflow.cluster.ranks import SingleRank
-from rillflow.parallel.gradients import Gradients
-from rillflow.parallel.mesh import RankGroups
+from rillflow.sharding.gradients import Gradients
+from rillflow.sharding.mesh import RankGroups
 from rillflow.training.config import OptimizerConfig
 from rillflow.training.optimizer import Optimizer
+from rillflow.workers.collectives import SingleRank
 
 ALONE = Gradients(groups=RankGroups.whole(SingleRank()))
 """How one rank completes them: they are complete."""

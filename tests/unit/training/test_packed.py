@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rillflow.models.attention import ATTENTION, Scores, causal, register
-from rillflow.parallel.packed import PackedAttention, pack
 from rillflow.records.ragged import Ragged
+from rillflow.sharding.packed_rows import PackedAttention, pack
 
 CPU = torch.device("cpu")
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=7), min_size=1, max_size=8)

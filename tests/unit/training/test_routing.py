@@ -13,17 +13,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from rillflow.cluster.ranks import Ranks, SingleRank, ThreadGroup, ThreadRanks
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.attention import ATTENTION, register
-from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import Metric
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, SupervisedLoss
 from rillflow.training.trainer import Trainer
+from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
 
 FACTOR = 0.7
 EXPERTS, TAKEN = 5, 2

@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from rillflow.errors import ModelError, TrainingError
 from rillflow.models.attention import ATTENTION
-from rillflow.parallel.packed import pack
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.sharding.packed_rows import pack
 from rillflow.training.config import TrainConfig
 from rillflow.training.scorer import Scorer
 

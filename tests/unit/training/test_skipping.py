@@ -13,18 +13,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rillflow.assembly.replay import bundled_rows
-from rillflow.cluster.ranks import Ranks, ThreadGroup, ThreadRanks
+from rillflow.app.replay import bundled_rows
 from rillflow.errors import NotFiniteError, TrainingError
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.parallel.module import Parallel
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, Sum, merge_metrics
 from rillflow.records.ragged import Ragged
+from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, SupervisedLoss
 from rillflow.training.skipping import Skipped
 from rillflow.training.trainer import Trainer
+from rillflow.workers.collectives import Ranks, ThreadGroup, ThreadRanks
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.dataflow.executor import apply_formula, rows_where
-from rillflow.dataflow.flow import Flow
+from rillflow.controller.executor import apply_formula, rows_where
+from rillflow.controller.flow import Flow
 from rillflow.formulas.aggregation import Aggregation
 from rillflow.records.batch import Batch, joined
 from rillflow.records.ragged import Ragged

@@ -13,17 +13,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import TrainingError
 from rillflow.formulas.config import MOST_LOGITS, PolicyLossConfig
 from rillflow.formulas.logprobs import HeadLogits
-from rillflow.parallel.mesh import RankGroups
-from rillflow.parallel.module import Parallel
-from rillflow.parallel.packed import lay_out
 from rillflow.records.batch import Batch
+from rillflow.sharding.mesh import RankGroups
+from rillflow.sharding.module import Parallel
+from rillflow.sharding.packed_rows import lay_out
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, SupervisedLoss
 from rillflow.training.trainer import Trainer
+from rillflow.workers.collectives import SingleRank
 
 MakeModule = Callable[..., PreTrainedModel]
 MakeRows = Callable[..., Batch]

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from rillflow.cluster.ranks import SingleRank
 from rillflow.errors import TrainingError
 from rillflow.formulas.config import UnpairedLossConfig
 from rillflow.formulas.preferences import AnswerTotals, unpaired_loss
@@ -22,6 +21,7 @@ from rillflow.training.guards import loss_tokens
 from rillflow.training.scorer import LogprobReader, Scorer, micro_batches
 from rillflow.training.trainer import Trainer
 from rillflow.training.unpaired import UnpairedLoss
+from rillflow.workers.collectives import SingleRank
 
 GOOD = [True, False, False, True]
 CONFIG = UnpairedLossConfig(beta=0.4, good_weight=1.5, bad_weight=0.5)

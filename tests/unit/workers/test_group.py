@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from rillflow.cluster.backend import Pool, Site
-from rillflow.cluster.inline import InlineBackend
 from rillflow.errors import GraphError
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import Max, Metric
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.workers.backend import Pool, Site
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
+from rillflow.workers.inline import InlineBackend
 from rillflow.workers.transfer import DP, TRAIN, TRAIN_PAIRS
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rillflow.cluster.backend import Place
-from rillflow.cluster.inline import InlineBackend
+from rillflow.workers.backend import Place
+from rillflow.workers.inline import InlineBackend
 from rillflow.workers.pending import Pending
 from rillflow.workers.values import RemoteValue
 

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.cluster.backend import Place
 from rillflow.errors import ClusterError
 from rillflow.records.batch import Batch, concatenate, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.workers.backend import Place
 from rillflow.workers.values import (
     GROUPS,
     Facts,

@@ -1,0 +1,278 @@
+"""Planning: the commands that predict what a step will cost; arguments in, exit code out.
+
+plan       recipe, cluster ─ search ─> tables, plan.toml, a picture
+simulate   recipe, plan, cluster ─ events ─> tables, a timeline
+calibrate  run directory ─ fit ─> a cluster file with its factors
+
+As in ``commands``, every import is in the function that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rillflow.cli.commands import load
+from rillflow.cli.failure import DONE
+from rillflow.cli.main import recipe_arguments
+
+if TYPE_CHECKING:
+    from rillflow.app.recipe import LoadedRecipe
+    from rillflow.placement.plan import Plan
+    from rillflow_planner.problem import Problem, Statement
+    from rillflow_planner.simulator.result import Simulation
+
+SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
+"""Sizes of the clusters that throughput is shown for, relative to the given one."""
+SIMULATED, VARIED = 3, 5
+"""Numbers of best plans that are simulated, and that are evaluated with other lengths."""
+SHORT = ("model", "gpus", "algorithm", "response")
+"""Options that a plan without a recipe requires."""
+Words = dict[str, dict[str, Any]]
+"""Arguments of ``add_argument`` for each option."""
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """``rillflow plan``: find the best placements of a recipe on a cluster, and rank the others."""
+    from rillflow.placement.plan import plan_text
+    from rillflow_planner.cost_model.costs import CostModel
+    from rillflow_planner.plan_report import Decision, decision_data, decision_lines, plan_page, shown_s
+    from rillflow_planner.ranking import Goal, Objective, order_as_shown
+    from rillflow_planner.search import prompts_that_pay, search, variations
+
+    statement = _stated(arguments)
+    problem = statement.problem
+    objective = Objective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
+    bounds, apart = arguments.freshness, arguments.apart_in_step
+    ranking = search(
+        problem, CostModel, objective=objective, freshness=bounds, apart_in_step=apart, times=SIZES
+    )
+    simulated = [_simulated(problem, one.plan) for one in ranking.best[:SIMULATED]]
+    if objective.goal is Goal.STEP:
+        ranking, order = order_as_shown(ranking, [*map(shown_s, ranking.best, simulated)])
+        simulated = [simulated[place] for place in order]
+    plans = [one.plan for one in ranking.best]
+    found = Decision(
+        statement=statement,
+        objective=objective,
+        ranking=ranking,
+        simulated=simulated,
+        variations=variations(problem, CostModel, plans[:VARIED], ranking.sizes),
+        pays_with=prompts_that_pay(problem, CostModel, ranking.sizes),
+    )
+    lines = decision_lines(found)
+    title = f"{plans[0].name} on {problem.hardware.title}"
+    _print(arguments, [title, *lines], decision_data(found))
+    if arguments.out is not None:
+        _write(arguments.out, plan_text(plans[0]))
+    if arguments.plot is not None:
+        page = plan_page(f"{title}, freshness {plans[0].freshness}", simulated[0], lines, ranking.sizes)
+        _write(arguments.plot, page)
+    return DONE
+
+
+def _stated(arguments: argparse.Namespace) -> Statement:
+    """Return the problem of a recipe on a cluster, or of the short form."""
+    from rillflow.errors import PlanError
+
+    words, cluster = vars(arguments), arguments.cluster
+    given = [name for name in SHORT if words[name] is not None]
+    if arguments.recipe is not None and cluster is not None and not given:
+        return _stated_recipe(load(arguments), arguments)
+    if arguments.recipe is not None or cluster is not None or len(given) < len(SHORT):
+        kinds = {"a recipe": arguments.recipe, "--cluster": cluster, **{f"--{name}": name for name in given}}
+        raise PlanError(
+            f"given is {' and '.join(kind for kind, one in kinds.items() if one is not None) or 'nothing'}",
+            why="what to plan is a recipe on a cluster, or words say the model, devices, step and lengths",
+            fix="rillflow plan RECIPE --cluster FILE, or rillflow plan --model config.json --gpus 64xH100 "
+            "--algorithm NAME --response mean=2000,max=8192",
+        )
+    from rillflow_planner.request import state_request
+
+    names = [word[2:].replace("-", "_") for word in WORDS]
+    return state_request(**{name: words[name] for name in names})
+
+
+def _stated_recipe(loaded: LoadedRecipe, arguments: argparse.Namespace) -> Statement:
+    from rillflow_planner.recipe_problem import open_cluster, state_problem
+
+    return state_problem(loaded, open_cluster(arguments.cluster), arguments.lengths)
+
+
+def _simulated(problem: Problem, plan: Plan, steps: int = 0, **how: Any) -> Simulation:
+    """Simulate a number of steps; 0 takes as many as are enough to know one."""
+    from rillflow_planner.cost_model.costs import CostModel
+    from rillflow_planner.simulator import simulate as simulator
+
+    planned = problem.of_plan(plan)
+    steps = steps or simulator.enough_steps(planned, plan)
+    return simulator.simulate(planned, CostModel(planned), plan, steps=steps, **how)
+
+
+def simulate(arguments: argparse.Namespace) -> int:
+    """``rillflow simulate``: simulate a plan, event by event."""
+    from dataclasses import replace
+
+    from rillflow.placement.plan import open_plan, require_possible
+    from rillflow_planner.plan_report import plan_page, simulation_data, simulation_lines
+    from rillflow_planner.simulator.layout import Settings
+
+    plan = open_plan(arguments.plan)
+    prompts, samples = arguments.oversample or (plan.oversample_prompts, plan.oversample_samples)
+    freshness = plan.freshness if arguments.freshness is None else arguments.freshness
+    plan = replace(plan, freshness=freshness, oversample_prompts=prompts, oversample_samples=samples)
+    require_possible(plan)
+    statement = _stated_recipe(load(arguments), arguments)
+    share, factor = arguments.stragglers or (0.0, 1.0)
+    settings = Settings(straggler_share=share, straggler_factor=factor, parts=arguments.parts)
+    steps, seed = arguments.steps, arguments.seed
+    found = _simulated(statement.problem, plan, steps, seed=seed, settings=settings)
+    title = f"{plan.name} on {statement.problem.hardware.name}, freshness {plan.freshness}, seed {seed}"
+    lines = simulation_lines(plan, found, statement)
+    _print(arguments, [f"{title}: {steps} steps simulated", *lines], simulation_data(plan, found, statement))
+    if arguments.plot is not None:
+        _write(arguments.plot, plan_page(title, found, lines))
+    return DONE
+
+
+def calibrate(arguments: argparse.Namespace) -> int:
+    """``rillflow calibrate``: fit the factors with which predictions match a run."""
+    from rillflow_planner.calibration import calibrate as fit
+    from rillflow_planner.plan_report import calibration_data, calibration_lines
+    from rillflow_planner.recipe_problem import cluster_text, observe, open_cluster
+
+    hardware = None if arguments.cluster is None else open_cluster(arguments.cluster)
+    observations = observe(arguments.run, hardware, arguments.algorithms)
+    found = fit(observations)
+    _print(arguments, calibration_lines(found), calibration_data(found))
+    if arguments.out is not None:
+        text = cluster_text(found.factors, observations, arguments.cluster, arguments.run)
+        _write(arguments.out, text)
+    return DONE
+
+
+class _Once(argparse.Action):
+    """Option that may be given once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        """Store the value; refuse a second one."""
+        said = vars(namespace).setdefault("said", {})
+        if self.dest in said:
+            parser.error(f"{option} is given twice: {said[self.dest]} and {values}")
+        said[self.dest] = values
+        setattr(namespace, self.dest, values)
+
+
+def _word(metavar: str | tuple[str, ...] | None, told: str, kind: Any = Path, **more: Any) -> dict[str, Any]:
+    return {"metavar": metavar, "help": told, "type": kind, **more}
+
+
+def _page(text: str) -> Path:
+    """Return the path of a picture's file. Example: ``_page("plan.html") == Path("plan.html")``."""
+    if Path(text).suffix != ".html":
+        raise argparse.ArgumentTypeError(
+            f"{text} names no kind of picture: a browser shows .html, and prints it"
+        )
+    return Path(text)
+
+
+CLUSTER = {"--cluster": _word("FILE", "a cluster's TOML file")}
+LENGTHS = {"--lengths": _word("RUN", "a run whose rows say how long rows are; else assumed")}
+PLAN = {"--plan": _word("FILE", "place roles as a plan of rillflow plan does")}
+OUT = {"--out": _word("FILE", "where to write what was found: the best plan, or the cluster's file")}
+FORMAT: Words = {
+    "--format": {"choices": ("text", "json"), "default": "text", "help": "what is printed (text)"}
+}
+PLOT = {"--plot": _word("FILE", "a picture, .html", _page)}
+WORDS: Words = {
+    "--model": _word("FILE", "a config.json"),
+    "--gpus": _word("NxKIND", "such as 64xH100", str),
+    "--algorithm": _word("NAME", "whose step: one that recipes/ has", str),
+    "--response": _word("LENGTHS", "mean=2000,max=8192; median, sigma, p90 too; or a file", str),
+    "--prompt": _word("LENGTHS", "the same of prompts, or one number (256)", str, default="256"),
+    "--prompts": _word("N", "prompts of a step (512)", int, default=512),
+    "--samples": _word("N", "rows of a prompt (8)", int, default=8),
+    "--minibatches": _word("N", "optimiser steps of a step (1)", int, default=1),
+    "--like": _word("STACK", "whose factors: nemo-rl, verl, ... (nemo-rl)", str, default="nemo-rl"),
+    "--between": _word("RATE", "one device's share of the network (50 GB/s)", str, default=""),
+    "--price": _word("PRICE", 'of a device, such as "2.5 $/h"', str, default=""),
+    "--reward-seconds": _word("S", "of the reward's function for a row (0)", float, default=0.0),
+    "--steps": _word("N", "of the whole run, for its hours and price", int, default=0),
+}
+"""Options of a plan without a recipe."""
+
+
+def simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``simulate``."""
+    recipe_arguments(parser)
+    _add(parser, PLAN | CLUSTER, required=True)
+    more = "begin so many times the prompts and the samples, and leave the longest for later"
+    slow = "this share of the devices takes so many times as long"
+    words: Words = {
+        "--steps": _word("N", "steps to simulate (20)", int, default=20),
+        "--seed": _word("N", "of lengths and slow devices (0)", int, default=0),
+        "--freshness": _word("K", "versions a trained token may be old, instead of the plan's", int),
+        "--parts": _word("N", "hand a step's rows on in N parts, in order, as a run does", int, default=0),
+        "--oversample": _word(("PROMPTS", "SAMPLES"), more, float, nargs=2),
+        "--stragglers": _word(("SHARE", "FACTOR"), slow, float, nargs=2),
+    }
+    _add(parser, LENGTHS | words | FORMAT | PLOT)
+
+
+def plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``plan``."""
+    recipe_arguments(parser, is_optional=True)
+    _add(parser.add_argument_group("without a recipe"), WORDS, action=_Once)
+    goals = (
+        "what is to be least: seconds of a step (step), device-hours of a step, devices under a "
+        "deadline, or the cost of a step at the cluster's prices"
+    )
+    choices = ("step", "device-hours", "devices", "cost")
+    bounds = "freshness bounds to try: 0 in step (0), more with generation on devices of its own"
+    words: Words = {
+        "--objective": {"choices": choices, "default": "step", "help": goals},
+        "--deadline": _word("S", "most seconds a step may take", float, default=math.inf),
+        "--freshness": _word("K,K", bounds, _freshness_bounds, default=(0,)),
+        "--apart-in-step": {
+            "action": "store_true",
+            "help": "try bound 0 with generation on devices of its own too, waiting while the policy trains",
+        },
+    }
+    _add(parser, CLUSTER | LENGTHS | words | OUT | FORMAT | PLOT)
+
+
+def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``calibrate``."""
+    machine = _word("FILE", "what it ran on; this machine's cores if left out")
+    _add(parser, {"run": _word("RUN", "a run directory"), "--cluster": machine} | OUT | FORMAT)
+
+
+def _add(parser: Any, words: Words, **alike: Any) -> None:
+    for name, how in words.items():
+        parser.add_argument(name, **how, **alike)
+
+
+def _freshness_bounds(text: str) -> tuple[int, ...]:
+    """Return freshness bounds. Example: ``_freshness_bounds("0,1,4") == (0, 1, 4)``."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and part.isascii() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 0 on, such as 0,1,4")
+    return tuple(map(int, parts))
+
+
+def _write(file: Path, text: str) -> None:
+    from rillflow.runs.durable import replace
+
+    replace(file, [text.encode("utf-8", "replace")])
+    # To stderr, because the output may be JSON for a machine.
+    print(f"wrote {file}", file=sys.stderr)
+
+
+def _print(arguments: argparse.Namespace, lines: Sequence[str], data: object) -> None:
+    print(json.dumps(data, indent=1) if arguments.format == "json" else "\n".join(lines))

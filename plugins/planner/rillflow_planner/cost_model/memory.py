@@ -1,0 +1,87 @@
+"""Memory: bytes of a model on its fullest device.
+
+resident   weights, gradients, optimiser            kept from step to step
+working    activations of one micro-batch, logits   while a stage runs
+sampling   additional copy for generation           during generation
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rillflow.placement.grid import Grid, Numbers
+from rillflow_planner.cost_model.compute import GRADIENT_BYTES, Load, Setting, load_of, optimized_parameters
+from rillflow_planner.model_shape import ModelShape
+
+
+def weight_bytes(setting: Setting, grids: Grid) -> Numbers:
+    """Return the bytes of the weights in their compute dtype, [grids]."""
+    return held_parameters(setting.shape, grids) * setting.item_bytes
+
+
+def held_parameters(shape: ModelShape, grids: Grid) -> Numbers:
+    """Return the parameters a device keeps after sharding by tp, pp, ep and fsdp, averaged over stages."""
+    return shape.shared_parameters / grids.dense_cuts + shape.routed_parameters / grids.expert_cuts
+
+
+def optimizer_bytes(setting: Setting, grids: Grid) -> Numbers:
+    """Return bytes of gradients and Adam: 4 + 8 per parameter, and 4 for a float32 copy of shorter weights.
+
+    Rajbhandari et al., arXiv 1910.02054, 3.1, with gradients in float32.
+    """
+    copy = GRADIENT_BYTES if setting.item_bytes < GRADIENT_BYTES else 0
+    gradients = held_parameters(setting.shape, grids) * GRADIENT_BYTES
+    return gradients + optimized_parameters(setting, grids) * (2 * GRADIENT_BYTES + copy)
+
+
+def micro_batch_tokens(setting: Setting, load: Load, grids: Grid) -> Numbers:
+    """Return the tokens of one micro-batch, at least the longest row, which cannot be split."""
+    workload = setting.workload
+    longest = (workload.prompt.limit + workload.response.limit) / grids.cp
+    packed = np.maximum(workload.tokens_per_micro_batch, longest)
+    return np.minimum(load.tokens, packed)
+
+
+def activation_bytes(setting: Setting, load: Load, grids: Grid) -> Numbers:
+    """Return activation bytes in training: the first pipeline stage holds as many micro-batches as stages.
+
+    With recomputation: one hidden state per token and layer, plus one complete layer; otherwise every
+    complete layer.
+    """
+    shape, tokens = setting.shape, micro_batch_tokens(setting, load, grids)
+    layers = np.ceil(shape.layers / grids.pp)
+    running = np.minimum(grids.pp, load.micro_batches)
+    whole = shape.layer_numbers(grids.tp)
+    kept = layers * running
+    numbers = kept * shape.hidden + whole if setting.problem.recomputes else kept * whole
+    return tokens * numbers * setting.item_bytes
+
+
+def logit_bytes(setting: Setting, load: Load, grids: Grid, copies: int) -> Numbers:
+    """Return the bytes of a micro-batch's float32 logits: one copy to score, two with gradients to train."""
+    shape = setting.shape
+    width = 1 if shape.is_scalar else shape.vocabulary
+    return copies * GRADIENT_BYTES * micro_batch_tokens(setting, load, grids) * width / grids.tp
+
+
+def training_bytes(setting: Setting, grids: Grid) -> Numbers:
+    """Return the largest additional bytes of an optimiser step, [grids]."""
+    load = load_of(setting.workload, grids.dp, setting.workload.minibatches, cp=grids.cp)
+    found = activation_bytes(setting, load, grids) + logit_bytes(setting, load, grids, 2)
+    return found + _gathered(setting, grids)
+
+
+def scoring_bytes(setting: Setting, grids: Grid) -> Numbers:
+    """Return the largest additional bytes of a forward pass, [grids]."""
+    load = load_of(setting.workload, grids.dp, 1, cp=grids.cp)
+    one = (
+        micro_batch_tokens(setting, load, grids) * setting.shape.layer_numbers(grids.tp) * setting.item_bytes
+    )
+    return one + logit_bytes(setting, load, grids, 1) + _gathered(setting, grids)
+
+
+def _gathered(setting: Setting, grids: Grid) -> Numbers:
+    """Return the bytes of two gathered layers: the current one and the prefetched one."""
+    shape = setting.shape
+    layer = (shape.trunk_parameters / grids.tp + shape.routed_parameters / grids.expert_ways) / shape.layers
+    return np.where(grids.is_sharded, 2 * layer * setting.item_bytes, 0.0)

@@ -1,0 +1,303 @@
+"""Evaluate: compute the cost of one plan from the cost model and the schedule, without simulation.
+
+Plan ─ seated ─> units on pools ─┬─ seconds of stages ─┬─ schedule ─> step, latency ─┐
+                                 ├─ seconds of edges ──┘                             ├─> StepEvaluation
+                                 └─ memory, loads of pools ──────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rillflow.errors import PlanError, nearest
+from rillflow.graph.graph import Stage
+from rillflow.placement.plan import SAMPLER, Plan, require_possible
+from rillflow.runs.formatting import size
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.transfers import Seat
+from rillflow_planner.hardware import Fleet
+from rillflow_planner.problem import Problem, Unit
+from rillflow_planner.schedule import BESIDE, Timing, in_turn, last_s, period_s, tasks_of
+
+MOST_MACHINES = 4096
+"""Largest cluster, in machines, that an error suggests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolUse:
+    """Time and memory of a pool; bytes are those of its fullest device."""
+
+    name: str
+    """Name of the pool."""
+    busy_s: float
+    """Seconds of a step in which the pool computes: mean over its replicas, without idle gaps if they stream.
+    """
+    idle_share: float
+    """Share of a step in which the pool does not compute."""
+    resident_bytes: float
+    """Bytes that all its units together keep from step to step."""
+    working_bytes: float
+    """Largest additional bytes of a stage of one of its units."""
+    room_bytes: float
+    """Bytes left for a KV cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvaluation:
+    """Cost of a plan in seconds and bytes."""
+
+    step_s: float
+    """Seconds of a step; with freshness above 0, seconds from update to update."""
+    seconds: Mapping[int, float]
+    """Seconds by stage; for generation, until the last row has ended."""
+    transfers_s: tuple[float, ...]
+    """Seconds of every edge, in the graph's order."""
+    timings: tuple[Timing, ...]
+    """Timing of one isolated step by stage, in program order."""
+    pools: tuple[PoolUse, ...]
+    """Use of the pools, in the plan's order."""
+    units: Mapping[str, Seat]
+    """Placement of each unit, with a replica for units that generate."""
+    devices: int
+    """Number of devices of all pools."""
+    crossing_s: float
+    """Seconds of the step that transfer weights to a separate sampler."""
+
+    @property
+    def idle_share(self) -> float:
+        """Share of device-seconds without computation."""
+        sizes = {seat.pool.name: seat.pool.devices for seat in self.units.values()}
+        return sum(sizes[pool.name] * pool.idle_share for pool in self.pools) / self.devices
+
+
+def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
+    """Return the cost of a plan.
+
+    Formulas and functions run outside the devices. Transfers within a pool and from or to the controller take
+    no time. With freshness k > 0, generation adds ``steady_s`` to its pool's load, and a sampler pauses while
+    it receives weights.
+
+    Raises:
+        PlanError: the plan places other units than the problem has, or needs more devices or memory than
+            there are.
+    """
+    units, devices = seated(problem, costs, plan), sum(pool.devices for pool in plan.pools)
+    owners = {index: seat for seat in units.values() for index in seat.unit.stages}
+    stages, sampler = problem.graph.stages, units.get(SAMPLER)
+
+    def stage_s(stage: Stage) -> float:
+        seat = owners.get(stage.index)
+        if seat is None:
+            return costs.function_s(stage, devices)
+        if seat.decoder is not None and stage.index in problem.generating:
+            return costs.generate_s(stage, seat.decoder)
+        if sampler is not None and stage.index in problem.publishing:
+            return costs.crossing_s(seat, sampler)
+        return seat.option.seconds[stage.index]
+
+    seconds = {stage.index: stage_s(stage) for stage in stages}
+    transfers = []
+    for edge in problem.graph.edges:
+        source, destination = owners.get(edge.source), owners.get(edge.destination)
+        if source is None or destination is None or source.pool is destination.pool:
+            transfers.append(0.0)
+        else:
+            transfers.append(costs.transfer_s(edge, source, destination))
+    homes = [owners[stage.index].pool.name if stage.index in owners else BESIDE for stage in stages]
+    timings = in_turn(
+        tasks_of(problem.graph, seconds=list(seconds.values()), pools=homes, transfers=transfers)
+    )
+    step, crossing = last_s(timings), sum(seconds[index] for index in sorted(problem.publishing))
+    on = {pool.name: [seat for seat in units.values() if seat.pool is pool] for pool in plan.pools}
+    loads = [_load_s(problem, costs, seats, seconds, crossing) for seats in on.values()]
+    latency = max((timings[index].end_s for index in problem.publishing), default=step)
+    if plan.freshness and sampler is not None and sampler.decoder is not None:
+        own = [stages[index] for index in sampler.unit.stages]
+        longer = [costs.longest_s(stage, sampler.decoder) - seconds[stage.index] for stage in own]
+        latencies = latency + np.asarray(np.sum(longer, axis=0))
+        step = period_s(loads, latencies_s=latencies.tolist(), freshness=plan.freshness)
+    step += problem.overhead_s
+    return StepEvaluation(
+        step_s=step,
+        seconds=seconds,
+        transfers_s=tuple(transfers),
+        timings=timings,
+        pools=tuple(_use(costs, seats, load, step) for seats, load in zip(on.values(), loads, strict=True)),
+        units=units,
+        devices=devices,
+        crossing_s=crossing if sampler is not None else 0.0,
+    )
+
+
+def predicted(problem: Problem, costs: CostModel, plan: Plan) -> tuple[Plan, StepEvaluation]:
+    """Return the plan with its predicted seconds, and its complete cost."""
+    found = evaluate(problem, costs, plan)
+    stages_s = stages_by_name(problem, found)
+    return replace(plan, predicted_step_s=found.step_s, predicted_stages_s=stages_s), found
+
+
+def stages_by_name(problem: Problem, evaluation: StepEvaluation) -> Mapping[str, float]:
+    """Return predicted seconds of a step's stages, summed by name like a run's spans."""
+    found: dict[str, float] = defaultdict(float)
+    for stage in problem.graph.stages:
+        found[stage.name] += evaluation.seconds[stage.index]
+    return dict(found)
+
+
+def _load_s(
+    problem: Problem,
+    costs: CostModel,
+    seats: Sequence[Seat],
+    seconds: Mapping[int, float],
+    crossing_s: float,
+) -> float:
+    """Return the seconds of a step in which a pool computes."""
+    total = 0.0
+    for seat in seats:
+        for index in seat.unit.stages:
+            if seat.decoder is None or index not in problem.generating:
+                total += seconds[index]
+            else:
+                worked_s = costs.steady_s if problem.freshness else costs.worked_s
+                total += worked_s(problem.graph.stages[index], seat.decoder)
+        total += crossing_s if problem.freshness and seat.unit.name == SAMPLER else 0.0
+    return total
+
+
+def _use(costs: CostModel, seats: Sequence[Seat], load: float, step: float) -> PoolUse:
+    pool = seats[0].pool
+    return PoolUse(
+        name=pool.name,
+        busy_s=load,
+        idle_share=max(0.0, 1 - load / step) if step else 0.0,
+        resident_bytes=sum(seat.option.resident_bytes for seat in seats),
+        working_bytes=max(seat.option.working_bytes for seat in seats),
+        room_bytes=costs.room_bytes(pool.fleet, {seat.unit.name: seat.option for seat in seats}),
+    )
+
+
+def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]:
+    """Return the placed units of a plan by name, in the problem's order.
+
+    Raises:
+        PlanError: the plan places other units than the problem has, or needs more devices or memory than
+            there are.
+    """
+    require_possible(plan)
+    for what, why in _unfit(problem, plan):
+        raise PlanError(what, why=why)
+    found = {}
+    for pool in plan.pools:
+        units = [unit for unit in problem.units if plan.units[unit.name].pool == pool.name]
+        options = {}
+        for unit in units:
+            grid, generate_tp = plan.units[unit.name].grid, plan.units[unit.name].generate_tp
+            options[unit.name] = costs.option(unit, pool.fleet, pool.devices, grid, generate_tp)
+        room = costs.room_bytes(pool.fleet, options)
+        if room < 0:
+            fleet = problem.hardware.fleet(pool.fleet)
+            largest = max(options, key=lambda name: options[name].bytes)
+            raise PlanError(
+                f"{' + '.join(options)} on {pool.devices} {fleet.device.name} of {fleet.name} need "
+                f"{size(-room)} more memory on every device",
+                why=f"a device has {size(fleet.device.memory_bytes)}, and {largest} needs the largest part",
+                fix=_least_text(least_devices(costs, units, fleet), fleet),
+            )
+        for unit in units:
+            option, decoder = options[unit.name], None
+            if problem.generating.intersection(unit.stages):
+                decoder = costs.decoder(unit, option, pool.fleet, pool.devices, room)
+                if decoder is None:
+                    raise PlanError(
+                        f"{unit.name} on pool {pool.name} has no memory to generate a single row",
+                        why=f"{', '.join(options)} leave {size(room)} per device for the KV cache",
+                        fix="give the pool more devices, move a unit to another pool, or raise generate_tp",
+                    )
+            found[unit.name] = Seat(unit=unit, pool=pool, option=option, decoder=decoder)
+    return {unit.name: found[unit.name] for unit in problem.units}
+
+
+def no_plan_fits(problem: Problem, costs: CostModel) -> PlanError:
+    """Return the error when no plan fits: the missing memory by role, and the smallest cluster that fits."""
+
+    def least_missing(units: Sequence[Unit]) -> tuple[float, str]:
+        names = " + ".join(unit.name for unit in units)
+        return min(
+            (missing_bytes(costs, units, fleet, devices), f"{names} on {devices} devices of {fleet.name}")
+            for fleet in problem.hardware.fleets
+            for devices in fleet.sizes
+        )
+
+    every = [least_missing(units) for units in (*([unit] for unit in problem.units), problem.units)]
+    missing, where = next((one for one in every if one[0]), every[-1])
+    why = f"every device lacks {size(missing)}: {where}"
+    if not math.isfinite(missing):
+        why = f"no grid splits the model evenly: {where}"
+    elif not missing:
+        why = f"no memory is left to generate a single row: {where}"
+    fixes = []
+    for fleet in problem.hardware.fleets:
+        apart = sum(least_devices(costs, [unit], fleet) for unit in problem.units)
+        fixes.append(_least_text(min(least_devices(costs, problem.units, fleet), apart), fleet))
+    return PlanError(
+        f"no plan of {problem.graph.name} fits on {problem.hardware.name}", why=why, fix="; or ".join(fixes)
+    )
+
+
+def missing_bytes(costs: CostModel, units: Sequence[Unit], fleet: Fleet, devices: int) -> float:
+    """Return the memory that every device lacks for the units' smallest options.
+
+    Infinite if no grid is even.
+    """
+    smallest = {}
+    for unit in units:
+        options = costs.options(unit, fleet.name, devices)
+        if not options:
+            return costs.shortfall_bytes(unit, fleet.name, devices)
+        smallest[unit.name] = min(options, key=lambda one: (one.bytes, one.grid, one.generate_tp))
+    return max(-costs.room_bytes(fleet.name, smallest), 0.0)
+
+
+def least_devices(costs: CostModel, units: Sequence[Unit], fleet: Fleet) -> float:
+    """Return the smallest number of devices on which the units fit together, for this machine type.
+
+    The result can exceed the fleet. It is infinite if ``MOST_MACHINES`` machines are not enough. Each unit
+    uses its smallest option.
+    """
+    sizes, machines = [size for size in fleet.sizes if size < fleet.per_machine], 1
+    while machines < MOST_MACHINES:
+        sizes.append(machines * fleet.per_machine)
+        machines += max(1, machines // 8)
+    return next((size for size in sizes if not missing_bytes(costs, units, fleet, size)), math.inf)
+
+
+def _least_text(least: float, fleet: Fleet) -> str:
+    kind = f"{fleet.device.name} as in fleet {fleet.name}"
+    if math.isinf(least):
+        enough = f"{MOST_MACHINES} machines of {kind} are not enough"
+        return f"use smaller models, shorter rows or another device; {enough}"
+    return f"use at least {least} {kind}, which has {fleet.devices}; or put a unit on other devices"
+
+
+def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield how a plan contradicts the problem (other units or missing machines), and why."""
+    names = {unit.name for unit in problem.units}
+    for name in sorted(names ^ set(plan.units)):
+        does = "does not place" if name in names else "places"
+        yield f"the plan {does} {name!r}", f"the units of {problem.graph.name} are {', '.join(sorted(names))}"
+    if plan.freshness != problem.freshness:
+        why = f"the problem's is {problem.freshness}; problem.of_plan(plan) returns the matching problem"
+        yield f"the plan's freshness is {plan.freshness}", why
+    fleets = {fleet.name: fleet for fleet in problem.hardware.fleets}
+    for name in dict.fromkeys(pool.fleet for pool in plan.pools):
+        if name not in fleets:
+            yield f"a pool is in fleet {name!r}", f"the cluster has no such fleet; {nearest(name, fleets)}"
+        sizes = [pool.devices for pool in plan.pools if pool.fleet == name]
+        if fleets[name].machines_needed(sizes) > fleets[name].machines:
+            what = f"pools of {', '.join(map(str, sizes))} devices in fleet {name}"
+            yield what, f"it has only {fleets[name].machines} machines of {fleets[name].per_machine} devices"

@@ -1,0 +1,426 @@
+"""Plans: show the result of a search, a simulation or a calibration as text, as data, and as a page.
+
+Statement, Ranking, sizes, simulated steps ─> Decision ─┬─ decision_lines ─> text: first what to do, then why
+                                                        └─ decision_data ──> JSON
+Simulation, Calibration ─ in the same way
+
+Simulation ─ simulated_bars ─ timeline ─┐
+sizes of a cluster ─ chart ─────────────┼─ plan_page ─> one page in the style of a run's report
+lines of text ──────────────────────────┘
+
+Every time is shown with its range: 80% of the steps predicted in the same way took a time within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, zip_longest
+from typing import TYPE_CHECKING, Any
+
+from rillflow.config.toml_text import inline_text
+from rillflow.placement.plan import Plan
+from rillflow.runs.formatting import number, size
+from rillflow.runs.report.chart import Chart, Point, Series, draw
+from rillflow.runs.report.columns import columns, seconds
+from rillflow.runs.report.html import Html, el
+from rillflow.runs.report.page import page, section
+from rillflow.runs.report.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
+from rillflow_planner.problem import Statement
+from rillflow_planner.ranking import HOUR_S, LITTLE, ClusterSize, Goal, Objective, Ranked, Ranking
+from rillflow_planner.search import Variation
+
+if TYPE_CHECKING:
+    from rillflow_planner.calibration import Calibration
+    from rillflow_planner.simulator.result import PoolTime, Simulation
+
+TOLD = 0.1
+"""Relative difference between simulated and computed step that is reported if no error was measured."""
+AXES = "rows per second by devices"
+"""Title of the throughput chart."""
+BESIDE = "no devices"
+"""Lane of the stages that use no devices: functions and formulas."""
+Rows = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Complete result of the planner."""
+
+    statement: Statement
+    """The planning problem with its accuracy and assumptions."""
+    objective: Objective
+    """The minimised quantity."""
+    ranking: Ranking
+    """The best plans."""
+    simulated: Sequence[Simulation]
+    """Simulated steps of the best plans."""
+    variations: Sequence[Variation]
+    """Predictions for the same problem with other lengths."""
+    pays_with: int | None
+    """Smallest tried number of prompts per step for which the next cluster size pays off; None without one.
+    """
+
+    @property
+    def best(self) -> Ranked:
+        """The best plan."""
+        return self.ranking.best[0]
+
+    @property
+    def simulated_s(self) -> list[float]:
+        """Seconds of a simulated step of the best plans; with freshness above 0, of a settled step."""
+        return [
+            found.settled_step_s if one.plan.freshness else found.mean_step_s
+            for one, found in zip(self.ranking.best, self.simulated, strict=False)
+        ]
+
+    @property
+    def step_s(self) -> float:
+        """Displayed seconds of a step of the best plan."""
+        return shown_s(self.best, self.simulated[0])
+
+
+def shown_s(one: Ranked, simulated: Simulation) -> float:
+    """Return the displayed seconds of a step: computed for freshness 0, otherwise simulated once settled."""
+    return simulated.settled_step_s if one.plan.freshness else one.evaluation.step_s
+
+
+def decision_lines(found: Decision) -> list[str]:
+    """Return the decision as lines: the plan and its cost, then the accuracy, then details."""
+    best, statement, ranking = found.best, found.statement, found.ranking
+    nowhere = f", {ranking.nowhere:,} too large for the cluster" if ranking.nowhere else ""
+    return [
+        *_head(found),
+        f"accuracy: {statement.accuracy}",
+        *_sensitivity(found),
+        *_warnings(found),
+        "",
+        f"{ranking.placements:,} placements{nowhere}; the best {len(ranking.best)}",
+        *columns(_best_rows(found), left=2, text=2),
+        *_simulated_notes(found),
+        "",
+        "best plan:",
+        *columns(_unit_rows(best.plan)),
+        "",
+        *columns(_stage_rows(statement, best), left=2),
+        "",
+        *columns(_pool_rows(best.plan, found.simulated[0])),
+        "",
+        "throughput by cluster size",
+        *columns(_size_rows(found)),
+        "",
+        *(f"assumed: {sentence}" for sentence in statement.assumptions),
+        *_placement(best.plan),
+    ]
+
+
+def decision_data(found: Decision) -> dict[str, Any]:
+    """Return the decision as JSON data, in seconds, bytes and devices."""
+    return {
+        "objective": found.objective.goal,
+        "placements": found.ranking.placements,
+        "nowhere": found.ranking.nowhere,
+        "best": [
+            _ranked_data(found.statement, one, [] if simulated is None else simulated.pools)
+            for one, simulated in zip_longest(found.ranking.best, found.simulated)
+        ],
+        "step_s": found.step_s,
+        "simulated_s": found.simulated_s,
+        "sizes": [
+            {
+                **asdict(replace(one, best=None)),
+                "step_s": one.best and one.best.evaluation.step_s,
+                "gains_little": one.gains_little,
+            }
+            for one in found.ranking.sizes
+        ],
+        "variations": [asdict(one) for one in found.variations],
+        **_said_of(found.statement),
+    }
+
+
+def simulation_lines(plan: Plan, found: Simulation, statement: Statement) -> list[str]:
+    """Return a simulation as lines of text."""
+    ages = ", ".join(f"{age} for {count / found.trained:.0%}" for age, count in sorted(found.ages.items()))
+    median_s, settled_s = (ranged(statement, one) for one in (found.median_step_s, found.settled_step_s))
+    age = [f"age      policy versions between a row's oldest token and its training: {ages}"]
+    return [
+        f"a step   {median_s} (median), {settled_s} in steady state",
+        f"rate     {number(found.rows_per_s)} rows/s, {number(found.tokens_per_s)} tokens/s",
+        f"rows     {found.begun:,} begun, {found.trained:,} trained, {found.unfinished:,} unfinished"
+        + "".join(f", {count:,} dropped: {reason}" for reason, count in found.dropped.items()),
+        *(age if plan.freshness else []),
+        *_unused(statement, sum(pool.devices for pool in plan.pools)),
+        "",
+        *columns(_pool_rows(plan, found)),
+        *said_lines(statement),
+    ]
+
+
+def simulation_data(plan: Plan, found: Simulation, statement: Statement) -> dict[str, Any]:
+    """Return a simulation as JSON data in seconds and bytes, including the timeline."""
+    return {
+        "plan": plan.name,
+        "freshness": plan.freshness,
+        "median_step_s": found.median_step_s,
+        "settled_step_s": found.settled_step_s,
+        "range_s": statement.range_s(found.settled_step_s),
+        "rows_per_s": found.rows_per_s,
+        "tokens_per_s": found.tokens_per_s,
+        **asdict(found),
+        **_said_of(statement),
+    }
+
+
+def calibration_lines(found: Calibration) -> list[str]:
+    """Return a calibration as lines: every stage, measured and fitted, then the factors."""
+    stages = [
+        (one.stage, one.phase, seconds(one.measured_s), seconds(one.predicted_s), f"{one.error:+.1%}")
+        for one in found.stages
+    ]
+    factors = [
+        (name, f"{number(value)} s" if name.endswith("_s") else number(value))
+        for name, value in asdict(found.factors).items()
+    ]
+    limits = [
+        f"note: {name} was fitted to 1: the device is at least as fast as its description says"
+        for name in found.at_limit
+    ]
+    head = ("stage", "phase", "measured", "fitted", "error")
+    return [*columns([head, *stages], left=2), "", *columns([("factor", "value"), *factors]), *limits]
+
+
+def calibration_data(found: Calibration) -> dict[str, Any]:
+    """Return a calibration as JSON data."""
+    return {**asdict(found), "stages": [{**asdict(one), "error": one.error} for one in found.stages]}
+
+
+def plan_page(title: str, found: Simulation, lines: Sequence[str], sizes: Sequence[ClusterSize] = ()) -> str:
+    """Return the HTML page.
+
+    Args:
+        title: heading of the page.
+        found: simulation whose first steps are drawn.
+        lines: the text of the command line about it.
+        sizes: the best plan for other cluster sizes; may be empty.
+    """
+    timeline = draw_timeline(simulated_bars(found))
+    header = el("header", el("h3", AXES), el("output", "", data_last=""))
+    card = el(
+        "section", header, draw(Chart(series=_growth(sizes), has_marks=True, x_name="devices")), class_="card"
+    )
+    body: list[Html] = [
+        el("h1", title),
+        *section("In numbers", [el("pre", "\n".join(lines))]),
+        *section("Timeline", [el("section", timeline, class_="card wide")] if timeline else []),
+        *section("Throughput", [card] if sizes else []),
+        el("footer", "Made by Rillflow; docs/design/planner.md explains how each number is predicted."),
+    ]
+    return page(title, body)
+
+
+def simulated_bars(found: Simulation) -> Sequence[Bar]:
+    """Return the bars of the first steps, replica by replica; stages without devices come last."""
+    until = sum(found.step_s[:SHOWN_STEPS])
+    bars = [
+        Bar(
+            pool=span.pool or BESIDE,
+            lane=f"replica {span.lane:>2}" if span.pool and span.lane else "",
+            stage=span.stage if span.cause is None else str(span.cause),
+            start_s=span.start_s,
+            end_s=min(span.end_s, until),
+            step=span.step,
+            is_idle=span.cause is not None,
+        )
+        for span in found.spans
+        if span.start_s < until and span.lane <= MOST_LANES
+    ]
+    return sorted(bars, key=lambda bar: (bar.pool == BESIDE, bar.pool, bar.lane, bar.start_s))
+
+
+def _growth(sizes: Sequence[ClusterSize]) -> list[Series]:
+    """Return rows per second by devices, and the linear scaling of the smallest size."""
+    points = [Point(x=one.devices, y=one.rows_per_s) for one in sizes if one.best is not None]
+    ideal = [Point(x=one.x, y=points[0].y * one.x / points[0].x) for one in points]
+    return [Series(label="best plan", points=points), Series(label="ideal", points=ideal)]
+
+
+def said_lines(statement: Statement) -> list[str]:
+    """Return the accuracy of predictions and the assumptions."""
+    sentences = (f"assumed: {sentence}" for sentence in statement.assumptions)
+    return ["", f"accuracy: {statement.accuracy}", *sentences]
+
+
+def pools_text(plan: Plan) -> str:
+    """Return the units of each pool. Example: ``policy reference | critic``."""
+    return " | ".join(
+        " ".join(name for name, unit in plan.units.items() if unit.pool == pool.name) for pool in plan.pools
+    )
+
+
+def ranged(statement: Statement, spent: float) -> str:
+    """Format seconds with their range. Example: ``76.1 s (61.6 s to 96.6 s)``."""
+    found = statement.range_s(spent) if spent else None
+    return seconds(spent) + ("" if found is None else f" ({seconds(found[0])} to {seconds(found[1])})")
+
+
+def _said_of(statement: Statement) -> Mapping[str, Any]:
+    return {"accuracy": statement.accuracy, "assumptions": list(statement.assumptions)}
+
+
+def _unused(statement: Statement, devices: int) -> list[str]:
+    there = statement.problem.hardware.devices
+    return [f"unused: {there - devices} of {there} devices"] if there > devices else []
+
+
+def _head(found: Decision) -> Iterator[str]:
+    """Yield the step, the devices, the whole run, and the effect of off-policy steps."""
+    best, statement = found.best, found.statement
+    step_s, hardware, devices = found.step_s, statement.problem.hardware, best.evaluation.devices
+    how = ", as simulated," if best.plan.freshness else ""
+    yield f"a step: {ranged(statement, step_s)}{how} on {devices} devices"
+    for line in _unused(statement, devices):
+        yield f"{line}; they would not improve the plan"
+    larger = next((one for one in found.ranking.sizes if one.devices > hardware.devices), None)
+    if larger is not None and larger.best is not None and larger.gain is not None:
+        more = ranged(statement, larger.best.evaluation.step_s)
+        how = ", both computed without simulation" if best.plan.freshness else ""
+        yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows per second{how}"
+    price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
+    steps = statement.steps or 100
+    cost = f", {number(steps * step_s / HOUR_S * price)} at the cluster's prices" if price else ""
+    yield f"{steps:,} steps: {ranged(statement, steps * step_s)}{cost}"
+    if best.plan.freshness:
+        yield (
+            f"freshness {best.plan.freshness}: training is off-policy, because rows come from weights up to "
+            f"{best.plan.freshness} updates old; this affects what the policy learns"
+        )
+
+
+def _sensitivity(found: Decision) -> Iterator[str]:
+    for one in found.variations:
+        step = ranged(found.statement, one.step_s) if one.step_s < float("inf") else "does not fit"
+        pools = pools_text(found.ranking.best[one.best].plan)
+        flips = f"; then the placement {pools} is better" if one.best else ""
+        gain = "" if one.gain is None else f"; doubling the devices then gains {one.gain:+.0%}"
+        yield f"with {one.what}: {step}{flips}{gain}"
+
+
+def _best_rows(found: Decision) -> Rows:
+    goal = "" if found.objective.goal in (Goal.STEP, Goal.DEVICES) else found.objective.goal.value
+    head = ("", "pools", "devices", "freshness", "step", "simulated", goal, "weakness", "")
+    rows = (
+        (
+            f"{place}.",
+            pools_text(one.plan),
+            " + ".join(str(pool.devices) for pool in one.plan.pools),
+            str(one.plan.freshness),
+            ranged(found.statement, one.evaluation.step_s),
+            "" if simulated is None else ranged(found.statement, simulated),
+            number(one.value) if goal else "",
+            one.cause or "",
+            one.why,
+        )
+        for place, (one, simulated) in enumerate(zip_longest(found.ranking.best, found.simulated_s), 1)
+    )
+    return [head, *rows]
+
+
+def _simulated_notes(found: Decision) -> Iterator[str]:
+    """Yield a note where simulated and computed step differ by more than the usual prediction error."""
+    accuracy = found.statement.problem.hardware.accuracy
+    told = TOLD if accuracy is None else accuracy.median
+    for place, (one, simulated) in enumerate(zip(found.ranking.best, found.simulated_s, strict=False), 1):
+        more = simulated / one.evaluation.step_s - 1
+        if abs(more) > told:
+            yield f"note: plan {place} takes {more:+.0%} when simulated row by row; trust the simulated step"
+
+
+def _unit_rows(plan: Plan) -> Rows:
+    rows: Rows = [("model", "pool", "devices", "trains and scores on", "generates with")]
+    for name, unit in plan.units.items():
+        pool, tp = plan.pool(unit.pool), f"tp {unit.generate_tp}" if unit.generate_tp else ""
+        rows.append((name, pool.name, f"{pool.devices} x {pool.fleet}", str(unit.grid), tp))
+    return rows
+
+
+def _stage_rows(statement: Statement, one: Ranked) -> Rows:
+    """Return the seconds of each stage, to the end of streamed generation, and its share of its pool's
+    work.
+    """
+    rows: Rows = [("stage", "pool", "takes", "share of its pool's work")]
+    timings, taken = one.evaluation.timings, one.evaluation.seconds
+    for timing in timings:
+        whole = sum(taken[other.stage] for other in timings if other.pool == timing.pool)
+        share = f"{taken[timing.stage] / whole:.0%}" if timing.pool and whole else ""
+        rows.append((timing.name, timing.pool or BESIDE, ranged(statement, taken[timing.stage]), share))
+    return rows
+
+
+def _pool_rows(plan: Plan, found: Simulation) -> Rows:
+    rows: Rows = [("pool", "devices", "busy", "idle", "idle because of", "peak memory per device")]
+    for pool in found.pools:
+        causes = sorted(pool.idle_s.items(), key=lambda entry: -entry[1])
+        shares = ((cause, idle_s / found.wall_s) for cause, idle_s in causes)
+        told = ", ".join(f"{cause} {share:.0%}" for cause, share in shares if share > 0.005)
+        busy, idle = f"{1 - pool.idle_share:.0%}", f"{pool.idle_share:.0%}"
+        devices = str(plan.pool(pool.pool).devices)
+        rows.append((pool.pool, devices, busy, idle, told, size(pool.peak_bytes)))
+    return rows
+
+
+def _size_rows(found: Decision) -> Rows:
+    rows: Rows = [("devices", "step", "rows/s", "gain", "pools")]
+    for one in found.ranking.sizes:
+        gain = "" if one.gain is None else f"{one.gain:+.0%}"
+        step = ranged(found.statement, one.best.evaluation.step_s) if one.best else "nothing fits"
+        pools = pools_text(one.best.plan) if one.best else ""
+        rows.append((str(one.devices), step, number(one.rows_per_s), gain, pools))
+    return rows
+
+
+def _warnings(found: Decision) -> Iterator[str]:
+    """Yield a warning where twice the devices gain little, with the batch size for which they would pay
+    off.
+    """
+    hardware = found.statement.problem.hardware
+    for before, one in pairwise(found.ranking.sizes):
+        if one.gains_little and one.gain is not None:
+            gain = f"{one.gain:.1%} over {before.devices}, less than {LITTLE:.0%}"
+            yield f"warning: {one.devices} devices gain {gain}"
+            if before.devices == hardware.devices:
+                pays = found.pays_with
+                batch = f"{pays:,} prompts a step" if pays else "none of the tried numbers of prompts a step"
+                yield f"{one.devices} devices would pay off with {batch}"
+    for fleet in hardware.fleets:
+        is_unsaid = fleet.between_bandwidth == fleet.device.inside_bandwidth
+        larger = any(one.devices > hardware.devices for one in found.ranking.sizes)
+        if is_unsaid and fleet.devices == fleet.per_machine and larger:
+            yield f"note: no link between machines of {fleet.name} is given; it counts as fast as within one"
+
+
+def _placement(plan: Plan) -> list[str]:
+    """Return the recipe's section if a run can follow the plan."""
+    parted = plan.streams or plan.publish_every
+    if parted or any(unit.grid.ep > 1 for unit in plan.units.values()):
+        return ["", "a recipe cannot express this placement; --out writes it to a plan file"]
+    ahead = ["", "[algorithm]", f"freshness = {plan.freshness}"] if plan.freshness else []
+    placed = (f"{key} = {inline_text(value)}" for key, value in plan.placement.items())
+    return [*ahead, "", "[placement]", *placed]
+
+
+def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -> dict[str, Any]:
+    """Return a ranked plan as JSON data.
+
+    Idle shares of its pools come from the simulation if there is one.
+    """
+    spent, idle = one.evaluation, {time.pool: {"idle_share": time.idle_share} for time in times}
+    return {
+        **asdict(one.plan),
+        **{key: vars(one)[key] for key in ("value", "cause", "why")},
+        "step_s": spent.step_s,
+        "range_s": statement.range_s(spent.step_s),
+        "devices": spent.devices,
+        "stages": [asdict(timing) for timing in spent.timings],
+        "pool_use": [asdict(pool) | idle.get(pool.name, {}) for pool in spent.pools],
+    }

@@ -1,0 +1,220 @@
+"""Problem: the input of planning as data: the graph's stages, the models of the roles, rows and devices.
+
+recipe or benchmark ─> Problem ─> cost_model ─> search, simulator
+stage's endpoint ─> kind of work ─> the cost model's term
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+from rillflow.errors import PlanError, nearest
+from rillflow.graph.graph import CONTROLLER, Graph, Stage
+from rillflow.placement.plan import SAMPLER, Plan
+from rillflow_planner.hardware import Factors, Hardware
+from rillflow_planner.model_shape import ModelShape
+from rillflow_planner.workload import Workload
+
+UNFITTED = 'default factors, not compared with any run; like = "nemo-rl" or "verl" selects fitted ones'
+UNTOLD = "unknown: the cluster file sets factors but does not name their source (calibrated = ...)"
+
+
+class Work(StrEnum):
+    """Kind of work, which determines the cost formula of a stage."""
+
+    GENERATE = "generate"
+    """Decode token by token; each token reads all weights and the KV cache."""
+    SCORE = "score"
+    """One forward pass over whole rows."""
+    TRAIN = "train"
+    """Forward and backward passes, and the optimiser."""
+    PUBLISH = "publish"
+    """Weight transfer from training to generation."""
+    FUNCTION = "function"
+    """A function of the rows that uses no device, such as a programmed reward."""
+    FORMULA = "formula"
+    """A formula over numbers in the controller."""
+
+
+ENDPOINTS: Mapping[str, Work] = {
+    "generate": Work.GENERATE,
+    "greedy": Work.GENERATE,
+    "logprobs": Work.SCORE,
+    "totals": Work.SCORE,
+    "follow": Work.FORMULA,
+    "values": Work.SCORE,
+    "final_values": Work.SCORE,
+    "score": Work.SCORE,
+    "update": Work.TRAIN,
+    "publish": Work.PUBLISH,
+}
+"""Kind of work by endpoint of a model; a role without a model computes a function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A model, or a part of a role's work, that is placed as a whole.
+
+    Example:
+        Unit(name="critic", shape=shape, stages=(7, 11))
+    """
+
+    name: str
+    """Name of the role, or ``sampler``."""
+    shape: ModelShape
+    """Shape of the model."""
+    stages: tuple[int, ...]
+    """Stages of the graph that the unit computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One step to plan.
+
+    Example:
+        Problem(graph=graph, shapes={"policy": shape}, workload=workload, hardware=hardware)
+    """
+
+    graph: Graph
+    """Stages of the step and the fields between them."""
+    shapes: Mapping[str, ModelShape]
+    """Shape of each role's model; a role without one is a function."""
+    workload: Workload
+    """Rows, lengths and passes of a step."""
+    hardware: Hardware
+    """Devices and their efficiency."""
+    samples_apart: bool = False
+    """Whether generation is its own unit, ``sampler``, with a second copy of the policy's weights."""
+    recomputes: bool = True
+    """Whether the backward pass recomputes activations."""
+    freshness: int = 0
+    """Largest age of a trained token in policy versions."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.shapes) - set(self.graph.roles))
+        if unknown:
+            raise PlanError(
+                f"a model is given for the unknown role {unknown[0]!r}",
+                why=f"the graph has the roles {', '.join(self.graph.roles)}",
+            )
+
+    def work(self, stage: Stage) -> Work:
+        """Return the kind of work of a stage.
+
+        Raises:
+            PlanError: the planner does not know the endpoint.
+        """
+        if stage.role == CONTROLLER:
+            return Work.FORMULA
+        if stage.role not in self.shapes:
+            return Work.FUNCTION
+        if stage.endpoint not in ENDPOINTS:
+            raise PlanError(
+                f"the stage {stage.name} cannot be planned",
+                why=f"the planner does not know the cost of the endpoint {stage.endpoint!r}",
+                fix=nearest(stage.endpoint, ENDPOINTS),
+            )
+        return ENDPOINTS[stage.endpoint]
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """Units to place, in the order of the graph's roles; the sampler last."""
+        shapes = {role: self.shapes[role] for role in self.graph.roles if role in self.shapes}
+        stages: dict[str, list[int]] = {role: [] for role in shapes}
+        for stage in self.graph.stages:
+            if self.samples_apart and self.work(stage) is Work.GENERATE:
+                shapes[SAMPLER] = shapes[stage.role]
+                stages.setdefault(SAMPLER, []).append(stage.index)
+            elif stage.role in shapes:
+                stages[stage.role].append(stage.index)
+        return tuple(Unit(name=name, shape=shapes[name], stages=tuple(own)) for name, own in stages.items())
+
+    @cached_property
+    def generating(self) -> frozenset[int]:
+        """Indices of the stages that generate."""
+        return self._of_kind(Work.GENERATE)
+
+    @cached_property
+    def publishing(self) -> frozenset[int]:
+        """Indices of the stages that bring weights to generation."""
+        return self._of_kind(Work.PUBLISH)
+
+    @cached_property
+    def training(self) -> frozenset[int]:
+        """Indices of the stages that change weights."""
+        return self._of_kind(Work.TRAIN)
+
+    def _of_kind(self, kind: Work) -> frozenset[int]:
+        return frozenset(stage.index for stage in self.graph.stages if self.work(stage) is kind)
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a step outside stages."""
+        factors = self.hardware.factors
+        return factors.step_s + factors.step_row_s * self.workload.rows
+
+    @property
+    def offloads(self) -> bool:
+        """Whether an idle model keeps its state in host memory."""
+        return self.hardware.engine.offloads and not self.samples_apart
+
+    def apart(self, freshness: int = 0) -> Problem:
+        """Return the same step with a separate sampler."""
+        return replace(self, samples_apart=True, freshness=freshness)
+
+    def of_plan(self, plan: Plan) -> Problem:
+        """Return the same step with the plan's sampler and freshness bound."""
+        return replace(self, samples_apart=SAMPLER in plan.units, freshness=plan.freshness)
+
+
+def assumed(problem: Problem, *, lengths: str, seconds: str) -> Iterator[str]:
+    """Yield a sentence for every assumption about a problem.
+
+    Args:
+        problem: the step.
+        lengths: how to replace assumed lengths of answers; empty if they were given.
+        seconds: how to give the duration of a reward function.
+    """
+    response = problem.workload.response
+    if lengths and response.kind == "lognormal":
+        yield (
+            f"responses: log-normal, median {response.median:,.4g} tokens, sigma {response.sigma:.2g}, "
+            f"clipped at {response.limit:,}; {lengths}"
+        )
+    functions = [role for role in problem.graph.roles if role not in problem.shapes]
+    if functions and not problem.workload.function_s:
+        yield f"{' and '.join(functions)}: a function that takes no time; {seconds}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """A problem and its assumptions."""
+
+    problem: Problem
+    """The step, its models and the devices."""
+    assumptions: tuple[str, ...]
+    """A sentence for each assumed number, with the option that replaces it."""
+    steps: int = 0
+    """Number of steps of the whole run; 0 if not given."""
+
+    @property
+    def accuracy(self) -> str:
+        """Data behind the factors, and their measured error."""
+        hardware = self.problem.hardware
+        if not hardware.calibrated:
+            return UNFITTED if hardware.factors == Factors() else UNTOLD
+        told, error = f"factors fitted to {hardware.calibrated}", hardware.accuracy
+        if error is None:
+            return told
+        return (
+            f"{told}; on steps held out of the fit, the median error is {error.median:.0%}, the largest "
+            f"{error.worst:.0%}; the ranges contain 80% of these steps"
+        )
+
+    def range_s(self, seconds: float) -> tuple[float, float] | None:
+        """Return the range that holds 80% of the steps with this prediction; None if it was not measured."""
+        error = self.problem.hardware.accuracy
+        return None if error is None else (error.low * seconds, error.high * seconds)

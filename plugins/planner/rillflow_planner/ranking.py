@@ -1,0 +1,209 @@
+"""Ranking: the order of plans, and the result of a search: the best plans and the weakness of the others.
+
+step seconds, devices, price ─> value, lower is better ─> rounded, so that equal plans are equal ─> Ranking
+a ranked plan ─┬─ equally good ───────────────────────────────────────────> tie
+               ├─ as fast, on more devices ───────────────────────────────> devices
+               ├─ transfers between pools take at least half of the loss ─> transfer
+               ├─ its devices are idle for 5 points more of the step ─────> idle
+               ├─ its stages take longer, by at least half of the loss ───> slower stages
+               ├─ its stages only wait for each other ────────────────────> turns
+               └─ it is faster by formulas, but not in the simulation ────> simulated
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from rillflow.errors import PlanError
+from rillflow.placement.plan import Plan
+from rillflow_planner.evaluate import StepEvaluation
+
+Floats = np.ndarray
+"""Float64 array with one number per compared plan."""
+_KEPT_BITS = np.int64(~((1 << 20) - 1))
+HOUR_S = 3600.0
+LITTLE = 0.10
+"""Smallest relative gain that makes a larger cluster worthwhile."""
+
+
+class Goal(StrEnum):
+    """Minimised quantity."""
+
+    STEP = "step"
+    """Seconds of a step."""
+    DEVICE_HOURS = "device-hours"
+    """Device-hours of a step, for most samples per device-hour."""
+    DEVICES = "devices"
+    """Number of devices, among plans that meet the deadline."""
+    COST = "cost"
+    """Price of a step on the fleets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """A goal and its parameters.
+
+    Example:
+        Objective(goal=Goal.DEVICES, deadline_s=300)
+    """
+
+    goal: Goal = Goal.STEP
+    """Quantity to minimise."""
+    deadline_s: float = math.inf
+    """Largest allowed seconds of a step; slower plans are excluded."""
+
+    def __post_init__(self) -> None:
+        is_open = math.isinf(self.deadline_s)
+        if (is_open and self.goal is Goal.DEVICES) or not self.deadline_s > 0:
+            told = "no deadline" if is_open else f"a deadline of {self.deadline_s} seconds"
+            raise PlanError(
+                f"the objective {self.goal} has {told}",
+                why="a step takes more than 0 seconds, and the fewest devices need a limit on its seconds",
+                fix="set the deadline to the most seconds that a step may take",
+            )
+
+    def values(self, step_s: Floats, devices: Floats, price_per_hour: Floats) -> Floats:
+        """Return the value of plans, lower is better; infinite beyond the deadline.
+
+        The value never falls when an argument grows, so lower bounds of the arguments give a lower bound of
+        the value. It is truncated to 32 binary digits, so sums that differ only by rounding are equal.
+        """
+        step = np.asarray(step_s, dtype=np.float64)
+        within = np.isfinite(step) & (rounded(step) <= self.deadline_s)
+        step = np.where(within, step, 0.0)
+        found = {
+            Goal.STEP: step,
+            Goal.DEVICE_HOURS: step * devices / HOUR_S,
+            Goal.DEVICES: devices + 0.0 * step,
+            Goal.COST: step * price_per_hour / HOUR_S,
+        }
+        return rounded(np.where(within, found[self.goal], np.inf))
+
+
+def rounded(numbers: Floats) -> Floats:
+    """Truncate non-negative numbers to 32 binary digits; larger differences keep their order."""
+    whole = np.ascontiguousarray(numbers, dtype=np.float64)
+    return (whole.view(np.int64) & _KEPT_BITS).view(np.float64)
+
+
+class Cause(StrEnum):
+    """Main weakness of a placement relative to the best plan."""
+
+    TRANSFER = "transfer"
+    """Transfers of rows or weights between its pools."""
+    IDLE = "idle"
+    """Devices idle because they wait for other pools."""
+    SLOWER = "slower stages"
+    """Stages that take longer on their devices."""
+    TURNS = "turns"
+    """Stages in sequence that the best plan runs in parallel."""
+    DEVICES = "devices"
+    """More devices, or more expensive ones, than their gain is worth."""
+    SIMULATED = "simulated"
+    """Slower steps in the simulation, although formulas predict less."""
+    TIE = "tie"
+    """No weakness: it is equally good, and only the tie-break order puts it behind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """Best plan of one placement."""
+
+    plan: Plan
+    """Plan to launch."""
+    evaluation: StepEvaluation
+    """Cost of the plan."""
+    value: float
+    """Value of the objective; lower is better."""
+    cause: Cause | None = None
+    """Main weakness relative to the best plan; None for the best plan."""
+    why: str = ""
+    """The weakness in words and numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """Result of a search."""
+
+    best: tuple[Ranked, ...]
+    """Best plan found for each of the best placements, best first."""
+    placements: int
+    """Number of placements considered: set partitions times freshness bounds."""
+    nowhere: int
+    """Number of individually searched placements that fit on no allocation."""
+    sizes: tuple[ClusterSize, ...] = ()
+    """Best plan for other cluster sizes, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSize:
+    """Best plan for one cluster size."""
+
+    devices: int
+    """Number of devices in the cluster."""
+    best: Ranked | None
+    """Best plan; None if no plan fits."""
+    rows_per_s: float
+    """Trained rows per second; 0 if no plan fits."""
+    gain: float | None
+    """Relative gain in rows per second over the previous size; None without a fitting previous size."""
+
+    @property
+    def gains_little(self) -> bool:
+        """Whether the gain over the previous size is less than ``LITTLE``."""
+        return self.gain is not None and self.gain < LITTLE
+
+
+def explained(found: Ranked, winner: Ranked) -> Ranked:
+    """Return the best plan of a placement with the reason why it is not the best of all."""
+    mine, best = found.evaluation, winner.evaluation
+    late, moved = mine.step_s - best.step_s, sum(mine.transfers_s) + mine.crossing_s
+    more = {index: spent - best.seconds[index] for index, spent in mine.seconds.items()}
+    if late <= 1e-9 * best.step_s:
+        if (found.value, mine.devices) == (winner.value, best.devices):
+            why = "equally good; ties go to fewer pools, then fresher tokens, then names in order"
+            return replace(found, cause=Cause.TIE, why=why)
+        why = f"{mine.step_s:.4g} s on {mine.devices} devices; the best plan takes {best.step_s:.4g} s on"
+        return replace(found, cause=Cause.DEVICES, why=f"{why} {best.devices}")
+    if moved >= late / 2:
+        cause, why = Cause.TRANSFER, f"{moved:.3g} s for transfers between pools"
+    elif mine.idle_share - best.idle_share >= 0.05:
+        pools = zip(found.plan.pools, mine.pools, strict=True)
+        pool, use = max(pools, key=lambda one: one[0].devices * one[1].idle_share)
+        why = f"the {pool.devices} devices of pool {pool.name} are idle {use.idle_share:.0%} of a step"
+        cause = Cause.IDLE
+    elif sum(max(0.0, one) for one in more.values()) >= late / 2:
+        slow = max(mine.timings, key=lambda timing: more[timing.stage])
+        spent, less = mine.seconds[slow.stage], best.seconds[slow.stage]
+        cause, why = Cause.SLOWER, f"{slow.name} takes {spent:.3g} s, in the best plan {less:.3g} s"
+    else:
+        work, least = sum(mine.seconds.values()), sum(best.seconds.values())
+        why = f"its stages take {work:.3g} s in turn; the best plan overlaps stages of {least:.3g} s"
+        cause = Cause.TURNS
+    return replace(found, cause=cause, why=f"{mine.step_s:.4g} s, {late:.3g} s more: {why}")
+
+
+def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking, list[int]]:
+    """Return the ranking with its first plans ordered by their displayed seconds.
+
+    Args:
+        ranking: order by formulas.
+        shown_s: displayed seconds of a step of the first plans: computed, or simulated with freshness.
+
+    Returns:
+        The ranking, and the old positions of its first plans.
+    """
+    order = sorted(range(len(shown_s)), key=lambda place: (shown_s[place], place))
+    best = [*(ranking.best[place] for place in order), *ranking.best[len(order) :]]
+    first = replace(best[0], cause=None, why="")
+    behind = [explained(one, first) for one in best[1:]]
+    for place, shown in enumerate(sorted(shown_s)[1:]):
+        if behind[place].evaluation.step_s < first.evaluation.step_s:
+            why = f"{shown:.4g} s a step when simulated"
+            behind[place] = replace(behind[place], cause=Cause.SIMULATED, why=why)
+    return replace(ranking, best=(first, *behind)), order

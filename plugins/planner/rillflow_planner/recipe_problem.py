@@ -1,0 +1,268 @@
+"""Planning: state a recipe, or a run of one, as a problem for the planner.
+
+recipe ─┬─ a phase ─ drawing ─────────────────> graph
+        ├─ models: new or config.json ────────> shapes
+        ├─ prompts, samples, passes, lengths ─> workload     lengths: the data's, a run's, or assumed
+        ├─ with the cluster's hardware ───────> Statement: Problem and the assumptions in it
+        └─ its own placement ─ evaluate ──────> Plan to compare a run with; nothing is searched
+run ─ recipe, placement, medians of its spans ─> one Observation per phase, for fitting factors
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.app.graphs import graphs
+from rillflow.app.phases import PhasePlan, phase_plans
+from rillflow.app.planned import grid_of
+from rillflow.app.recipe import LoadedRecipe, Recipe
+from rillflow.app.resume import recipe_of
+from rillflow.app.role_table import model_roles
+from rillflow.app.sources import critic_source, model_source, scorer_sources
+from rillflow.config.load import read_toml
+from rillflow.config.toml_text import toml_text
+from rillflow.errors import ModelError, PlanError
+from rillflow.graph.graph import Graph
+from rillflow.models.config import NewModel
+from rillflow.placement.grid import Grid
+from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit
+from rillflow.runs.report.predicted import stage_medians, steps_s
+from rillflow.runs.run_data import load
+from rillflow.workers.config import SAMPLER
+from rillflow_planner.calibration import Observation
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.evaluate import predicted
+from rillflow_planner.hardware import Factors, Fleet, Hardware, read_hardware
+from rillflow_planner.model_shape import ModelShape
+from rillflow_planner.problem import ENDPOINTS, Problem, Statement, Work, assumed
+from rillflow_planner.recipe_rows import characters_per_token, workload_of
+from rillflow_planner.request import open_shape
+
+WARM_UP = 2
+"""First steps of a phase that calibration ignores, because memory is first allocated in them."""
+
+
+def open_cluster(file: Path) -> Hardware:
+    """Read a cluster file.
+
+    Raises:
+        ConfigError: the file is missing, or is not TOML.
+        PlanError: it describes an impossible cluster.
+    """
+    return read_hardware(read_toml(file), str(file))
+
+
+def this_machine(ranks: int) -> Hardware:
+    """Return the cluster of a run without a cluster file: one rank per processor core."""
+    return read_hardware(_cores(max(ranks, os.cpu_count() or 1)), "this machine")
+
+
+def state_problem(loaded: LoadedRecipe, hardware: Hardware, measured: Path | None = None) -> Statement:
+    """Return the last phase of a recipe as a planning problem.
+
+    Args:
+        loaded: the recipe.
+        hardware: the available devices.
+        measured: a run directory whose rollouts and spans give row lengths and the reward function's
+            seconds; None: the lengths of the data's prompts, and assumed responses.
+
+    Raises:
+        PlanError: a model lacks a needed size, or the run measured nothing.
+        ModelError: a model is missing.
+    """
+    recipe = loaded.recipe
+    problem = _problem(loaded, phase_plans(recipe)[-1], graphs(recipe)[-1], hardware, measured)
+    per_token, runs = characters_per_token(recipe) if measured is None else 1, "--lengths RUN measures"
+    characters = [f"prompts: {per_token} characters a token; {runs}"] if per_token > 1 else []
+    others = assumed(problem, lengths=runs, seconds=runs)
+    return Statement(problem=problem, assumptions=(*characters, *others), steps=recipe.algorithm.steps)
+
+
+def _problem(
+    loaded: LoadedRecipe, phase: PhasePlan, graph: Graph, hardware: Hardware, measured: Path | None
+) -> Problem:
+    return Problem(
+        graph=graph,
+        shapes=shapes_of(loaded, graph),
+        workload=workload_of(loaded, phase, measured),
+        hardware=hardware,
+        recomputes=loaded.recipe.policy.gradient_checkpointing,
+    )
+
+
+def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
+    """Return the placement of a recipe on the only fleet of a cluster, with its predicted seconds.
+
+    Raises:
+        PlanError: the cluster has several fleets, fewer devices than the recipe has
+            ranks, or too little memory.
+    """
+    problem = statement.problem
+    fleets = problem.hardware.fleets
+    if len(fleets) > 1:
+        raise PlanError(
+            f"the cluster has the fleets {' and '.join(fleet.name for fleet in fleets)}",
+            why="a recipe does not say on which of them its ranks are",
+            fix="give a cluster's file with the one that the run is on",
+        )
+    plan = plan_of(recipe, problem.graph, fleets[0])
+    problem = problem.of_plan(plan)
+    return predicted(problem, CostModel(problem), plan)[0]
+
+
+def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
+    """Return the placement of a recipe as a plan for the models of a graph."""
+    placement, roles = recipe.placement, model_roles(recipe, graph.roles)
+    units = {
+        role: PlannedUnit(
+            pool=placement.pool_of(role),
+            grid=grid_of(placement.mesh_of(role)),
+            generate_tp=placement.generate_tp if role == "policy" and not placement.samples_apart else 0,
+        )
+        for role in roles
+    }
+    works = {ENDPOINTS.get(stage.endpoint) for stage in graph.stages if stage.role == "policy"}
+    if placement.samples_apart and Work.GENERATE in works:
+        pool = placement.pool_of(SAMPLER)
+        grid = Grid(dp=placement.pools[pool])
+        units[SAMPLER] = PlannedUnit(pool=pool, grid=grid, generate_tp=placement.generate_tp)
+    pools = tuple(
+        PlannedPool(name=pool, fleet=fleet.name, devices=placement.pools[pool], device=fleet.device.name)
+        for pool in dict.fromkeys(unit.pool for unit in units.values())
+    )
+    return Plan(name=graph.name, pools=pools, units=units)
+
+
+def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:
+    """Return the shape of the model behind each role of the graph; a role that is a function has none."""
+    recipe, base = loaded.recipe, loaded.base
+    new, source = recipe.policy.model.new, model_source(recipe, base)
+    lead = shape_of_new(new) if new is not None else shape_of_directory(str(source))
+    others = {setting.split(".")[0]: path for setting, path in scorer_sources(recipe, base).items()}
+    if (start := critic_source(recipe, base)) is not None:
+        others |= dict.fromkeys(("critic", "cost_critic"), start)
+    found = {}
+    for role in model_roles(recipe, graph.roles):
+        shape = shape_of_directory(others[role]) if role in others else lead
+        found[role] = replace(shape, is_scalar=role not in ("policy", "reference"))
+    return found
+
+
+def shape_of_new(new: NewModel) -> ModelShape:
+    """Return the shape of a new model: tied and gated like a Qwen2; other architectures differ little."""
+    return ModelShape(
+        name=f"new {new.architecture}",
+        hidden=new.hidden,
+        layers=new.layers,
+        heads=new.heads,
+        kv_heads=new.kv_heads,
+        head_dim=new.hidden // new.heads,
+        inner=new.intermediate,
+        vocabulary=len(set(new.alphabet)) + 1,
+        is_tied=True,
+    )
+
+
+def shape_of_directory(source: str) -> ModelShape:
+    """Return the shape of a Hugging Face directory, or of a hub name that is in the cache.
+
+    Raises:
+        ModelError: its config cannot be read.
+        PlanError: its config lacks a size.
+    """
+    folder = Path(source)
+    if folder.is_dir():
+        return open_shape(folder, folder.name)
+    from huggingface_hub import try_to_load_from_cache
+
+    file = try_to_load_from_cache(source, "config.json")
+    if not isinstance(file, str):
+        raise ModelError(
+            f"the sizes of {source} are not known",
+            why="its config.json is not on this machine",
+            fix="give a directory that has one; weights are not needed to plan",
+        )
+    return open_shape(Path(file), folder.name)
+
+
+def observe(
+    run: Path, hardware: Hardware | None = None, algorithms: Sequence[Algorithm] = ()
+) -> list[Observation]:
+    """Return an observation of every phase of a run with enough steps.
+
+    Args:
+        run: its directory.
+        hardware: the devices that it ran on; None for this machine's processor.
+        algorithms: custom algorithms that its recipe may name.
+
+    Raises:
+        RunDirectoryError: the path is not a run directory.
+        PlanError: it made too few steps, or ran on unknown hardware.
+    """
+    data = load(run)
+    loaded = recipe_of(data, algorithms)
+    recipe = loaded.recipe
+    if hardware is None:
+        device = str(data.starts[-1].get("device", "cpu")) if data.starts else "cpu"
+        if device.split(":")[0] != "cpu":
+            raise PlanError(
+                f"{run} ran on {device}",
+                why="what that is and how it is linked stands in no run directory",
+                fix="give the cluster's file with --cluster",
+            )
+        hardware = this_machine(sum(recipe.placement.pools.values()))
+    made, found = {phase.name: phase for phase in data.phases}, []
+    for phase, graph in zip(phase_plans(recipe), graphs(recipe), strict=True):
+        if phase.name not in made:
+            continue
+        is_sampled = phase.algorithm.data is Data.PROMPTS
+        first, last = max(made[phase.name].first, data.placed_from) + WARM_UP, made[phase.name].last
+        if first <= last:
+            one = Observation(
+                name=phase.name,
+                problem=_problem(loaded, phase, graph, hardware, run if is_sampled else None),
+                plan=plan_of(recipe, graph, hardware.fleets[0]),
+                stages_s=stage_medians(data, first, last),
+                step_s=median(steps_s(data, first, last)),
+                is_recorded=is_sampled,
+            )
+            found.append(one)
+    if not found:
+        raise PlanError(
+            f"{run} has no phase of more than {WARM_UP} steps",
+            why="the first ones are not like the others",
+            fix=f"name a run of {WARM_UP + 3} steps or more",
+        )
+    return found
+
+
+def cluster_text(
+    factors: Factors, observations: Sequence[Observation], cluster: Path | None, run: Path
+) -> str:
+    """Return a cluster file with these factors, from the given file or the cores of the run's machine.
+
+    Args:
+        factors: the fitted factors.
+        observations: the observations that the factors were fitted to.
+        cluster: the cluster file of the run; None for this machine.
+        run: the run that the comment names.
+    """
+    values = {
+        name: f"{value:.6g} s" if name.endswith("_s") else float(f"{value:.6g}")
+        for name, value in asdict(factors).items()
+        if value or not name.startswith("refit")
+    }
+    said = f"{run} by rillflow calibrate"
+    data = read_toml(cluster) if cluster is not None else _cores(observations[0].problem.hardware.devices)
+    return toml_text({**data, "calibrated": said, "factors": values}, comment=f"Factors fitted to {said}.")
+
+
+def _cores(count: int) -> dict[str, Any]:
+    fleet = {"name": "cores", "device": "cpu", "devices": count, "per_machine": count}
+    return {"name": "this machine", "like": "rillflow", "fleet": [fleet]}

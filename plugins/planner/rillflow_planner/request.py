@@ -1,0 +1,199 @@
+"""Request: build a planning problem from command-line options instead of a recipe and a cluster file.
+
+--model config.json --gpus 64xH100 --algorithm grpo --response mean=2000,max=8192 ─> Statement
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import NormalDist
+
+from rillflow.errors import ModelError, PlanError, nearest
+from rillflow.graph.graph import Edge, Graph, Stage
+from rillflow_planner.hardware import Hardware, read_hardware
+from rillflow_planner.model_shape import ModelShape, read_shape
+from rillflow_planner.problem import Problem, Statement, assumed
+from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
+
+SIGMA = 0.9
+"""Default sigma of log-normal lengths, typical for answers with reasoning."""
+LINK = "50 GB/s"
+"""Default share of the network per device: one 400 Gb/s card each."""
+MACHINE = 8
+"""Number of devices of a machine."""
+_GRAPHS = Path(__file__).parent / "graphs.json"
+_SAID = re.compile(r"\s*(mean|median|max|sigma|p[1-9][0-9]?)\s*=\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*")
+_TRAINED = ("critic", "cost_critic")
+
+
+def state_request(
+    *,
+    model: Path,
+    gpus: str,
+    algorithm: str,
+    response: str,
+    prompt: str,
+    prompts: int,
+    samples: int,
+    minibatches: int,
+    like: str,
+    between: str,
+    price: str,
+    reward_seconds: float,
+    steps: int,
+) -> Statement:
+    """Return the problem for the options of ``rillflow plan --help``, with its assumptions.
+
+    Raises:
+        PlanError: the options contradict each other or are invalid.
+    """
+    graph, shape = graph_of(algorithm), open_shape(model)
+    models = [role for role in graph.roles if role not in ("reward", "cost", "controller")]
+    workload = Workload(
+        prompts=prompts,
+        samples=samples,
+        prompt=lengths(prompt, "--prompt"),
+        response=lengths(response, "--response"),
+        minibatches=minibatches,
+        function_s=reward_seconds,
+    )
+    problem = Problem(
+        graph=graph,
+        shapes={role: replace(shape, is_scalar=role in _TRAINED) for role in models},
+        workload=workload,
+        hardware=cluster(gpus, like, between or LINK, price),
+    )
+    otherwise = "set sigma=... or p90=... in --response to change it"
+    said = [
+        f"{' and '.join(models)}: all have the shape of the given model",
+        *assumed(
+            problem,
+            lengths="" if "sigma" in response else otherwise,
+            seconds="set --reward-seconds to its seconds per row",
+        ),
+    ]
+    if not between and problem.hardware.devices > MACHINE:
+        said.append(f"{LINK} per device between machines; set --between to change it")
+    return Statement(problem=problem, assumptions=tuple(said), steps=steps)
+
+
+def open_shape(file: Path, name: str = "") -> ModelShape:
+    """Read the sizes of a model from its config.json, or from the folder with that file.
+
+    Raises:
+        ModelError: the file cannot be read.
+        PlanError: a size is missing.
+    """
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read", why=str(error), fix="name a config.json") from None
+    if not isinstance(found, Mapping):
+        raise ModelError(f"{file} is not a config.json", why="it does not contain a JSON object")
+    return read_shape(found, name or file.parent.name or file.name)
+
+
+def graph_of(algorithm: str) -> Graph:
+    """Return the step of a shipped algorithm, traced from its recipe.
+
+    Raises:
+        PlanError: no shipped algorithm has this name.
+    """
+    known = json.loads(_GRAPHS.read_text("utf-8"))
+    if algorithm not in known:
+        why = f"shipped algorithms are {', '.join(known)}"
+        raise PlanError(f"--algorithm is {algorithm!r}", why=why, fix=nearest(algorithm, known))
+    stages = tuple(
+        Stage(index=index, role=role, endpoint=endpoint, reads=(), writes=())
+        for index, (role, endpoint) in enumerate(known[algorithm]["stages"])
+    )
+    edges = tuple(
+        Edge(source=source, destination=destination, fields=tuple(fields))
+        for source, destination, fields in known[algorithm]["edges"]
+    )
+    return Graph(name=algorithm, stages=stages, edges=edges)
+
+
+def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:
+    """Return a cluster of shipped devices on machines of eight.
+
+    Raises:
+        PlanError: ``gpus`` has no count, or names an unknown device.
+    """
+    found = re.fullmatch(r"\s*([1-9][0-9]*)\s*[x*]\s*(\S+)\s*", gpus)
+    if found is None:
+        why = "it must be a number of devices, 1 or more, and their type"
+        raise PlanError(f"--gpus is {gpus!r}", why=why, fix="write it like --gpus 64xH100")
+    count, kind = int(found[1]), found[2]
+    fleet = {"device": kind, "devices": count, "per_machine": min(count, MACHINE), "between": between}
+    fleet |= {"price": price} if price else {}
+    return read_hardware({"name": f"{count} x {kind}", "like": like, "fleet": [fleet]}, "the --gpus cluster")
+
+
+def lengths(text: str, where: str) -> Lengths:
+    """Parse lengths: ``mean=2000,max=8192`` (``median``, ``sigma``, ``p90`` too), one number, or a file.
+
+    A file has one length per line, as a number or as ``{"length": ...}``.
+
+    Raises:
+        PlanError: the values contradict each other or are invalid.
+    """
+    if text.strip().isdecimal():
+        return Lengths(kind="fixed", limit=int(text))
+    if "=" not in text:
+        return _measured(Path(text), where)
+    said: dict[str, float] = {}
+    for part in text.split(","):
+        found = _SAID.fullmatch(part)
+        if found is None or found[1] in said or not float(found[2]):
+            why = "each of mean, median, max, sigma and p1 to p99 may be given once, as a number above 0"
+            fix = nearest(part.partition("=")[0].strip(), ("mean", "median", "max", "sigma", "p90"))
+            raise PlanError(f"{where} has {part.strip()!r}", why=why, fix=fix)
+        said[found[1]] = float(found[2])
+    return _lognormal(said, where)
+
+
+def _lognormal(said: Mapping[str, float], where: str) -> Lengths:
+    """Return the clipped log-normal with a limit, a mean or median, and a sigma or percentile."""
+    middle = next((key for key in ("mean", "median") if key in said), "")
+    more = [key for key in said if key not in ("max", middle)]
+    if "max" not in said or not middle or len(more) > 1 or "median" in more:
+        raise PlanError(
+            f"{where} has {', '.join(said)}",
+            why="a log-normal has max, one of mean and median, and at most one of sigma and p1 to p99",
+            fix="write it like mean=2000,sigma=0.9,max=8192",
+        )
+    limit, sigma = int(said["max"]), said.get("sigma", SIGMA)
+    for key in (middle, *more):
+        if key != "sigma" and said[key] > limit:
+            raise PlanError(f"{where} has {key} {said[key]:g} and max {limit}", why="no length exceeds max")
+    if more and more != ["sigma"]:
+        times, share = said[more[0]] / said[middle], NormalDist().inv_cdf(int(more[0][1:]) / 100)
+        sigma = math.log(times) / share if share and times != 1.0 else 0.0
+        if not 0.0 <= sigma <= 5.0:
+            why = f"it contradicts {middle} {said[middle]:g}"
+            raise PlanError(f"{where} has {more[0]} {said[more[0]]:g}", why=why)
+    if middle == "mean":
+        return lengths_of_mean(said["mean"], limit, sigma)
+    return Lengths(kind="lognormal", limit=limit, median=said["median"], sigma=sigma)
+
+
+def _measured(file: Path, where: str) -> Lengths:
+    try:
+        rows = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
+        found = sorted(int(row["length"] if isinstance(row, Mapping) else row) for row in rows)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{where} is {str(file)!r}",
+            why=f"it is not a file with one length per line: {error}",
+            fix='write mean=2000,max=8192, or name a file with a number or {"length": ...} on each line',
+        ) from None
+    return Lengths(kind="measured", limit=max(found, default=0), values=tuple(found))

@@ -1,0 +1,249 @@
+"""Layout: a plan in the form that the simulator runs: tasks with pools and seconds, replicas, slow devices.
+
+problem, costs, plan ─ evaluate ─> seconds, transfers, seats, decoders ─┬─> tasks of a step, a batch, a group
+seed, settings ─ draws ─> slow devices ─────────────────────────────────┴─> replicas, each with its pace
+
+When rows flow, training works in **batches**. A batch is a step's rows, or the rows of m minibatches if
+weights are published every m, or the rows of one minibatch if the plan streams.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+
+from rillflow.errors import PlanError
+from rillflow.placement.plan import SAMPLER, Plan
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.generation import Decoder
+from rillflow_planner.cost_model.transfers import Seat
+from rillflow_planner.evaluate import StepEvaluation, evaluate
+from rillflow_planner.problem import Problem, Work
+from rillflow_planner.schedule import StageTask, tasks_of
+from rillflow_planner.simulator.draws import Row, rows_of, slow_devices
+from rillflow_planner.simulator.replica import Replica
+from rillflow_planner.workload import require_within
+
+_GREEDY = "greedy"
+"""Endpoint that answers every prompt once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Assumptions of a simulation in addition to the plan.
+
+    Example:
+        Settings(straggler_share=0.05, straggler_factor=1.5)
+    """
+
+    parts: int = 0
+    """Number of parts of a step's rows that move on in order, as in real runs; one version samples each step.
+    With 0, complete groups move on if the plan lets rows flow.
+    """
+    functions: Mapping[str, str] = field(default_factory=dict)
+    """Pool whose ranks compute a function, by role; other functions run outside all devices."""
+    straggler_share: float = 0.0
+    """Share of slow devices; the seed selects them."""
+    straggler_factor: float = 1.0
+    """Slowdown factor of a slow device."""
+
+    def __post_init__(self) -> None:
+        require_within("parts", self.parts, 0, 1_000_000)
+        require_within("straggler_share", self.straggler_share, 0.0, 1.0)
+        require_within("straggler_factor", self.straggler_factor, 1.0, 1e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A plan to simulate."""
+
+    problem: Problem
+    """The step."""
+    costs: CostModel
+    """Cost model of the step."""
+    plan: Plan
+    """Placement of the units."""
+    settings: Settings
+    """Additional assumptions."""
+    seed: int
+    """Seed of all draws."""
+
+    @cached_property
+    def evaluation(self) -> StepEvaluation:
+        """Cost of the plan by formulas."""
+        return evaluate(self.problem, self.costs, self.plan)
+
+    @cached_property
+    def tasks(self) -> tuple[StageTask, ...]:
+        """Stages in program order; stages on slow pools take longer."""
+        stages, seconds = self.problem.graph.stages, self.evaluation.seconds
+        return tasks_of(
+            self.problem.graph,
+            seconds=[seconds[stage.index] * self._pace(stage.index) for stage in stages],
+            pools=[self.pool_of(stage.index) for stage in stages],
+            transfers=self.evaluation.transfers_s,
+        )
+
+    @cached_property
+    def by_group(self) -> tuple[StageTask, ...]:
+        """Stages that process groups one by one when rows flow, with the seconds of one group.
+
+        These stages score, read only groups' data, and share their pool only with such stages. A function
+        processes groups in turn.
+        """
+        graph, rest = self.problem.graph, [task for task in self.tasks if task.stage not in self.generating]
+        kinds = (Work.SCORE, Work.FUNCTION)
+        found = [task for task in rest if self.problem.work(graph.stages[task.stage]) in kinds]
+        for _ in rest:
+            known = {-1, *self.generating, *(task.stage for task in found)}
+            mixed = {task.pool for task in rest if task.stage not in known}
+            found = [task for task in found if task.pool not in mixed and known >= set(task.inputs)]
+        share = 1.0 / self.problem.workload.prompts
+        return tuple(_shared(task, share, share) for task in found)
+
+    @cached_property
+    def by_batch(self) -> tuple[StageTask, ...]:
+        """Stages of a batch when rows flow; only the last group's transfer is still to be done."""
+        apart = {task.stage for task in self.by_group} | set(self.generating)
+        found = []
+        for task in self.tasks:
+            if task.stage in self.problem.publishing:
+                found.append(task if self.plan.weights == "exposed" else replace(task, seconds=0.0))
+            elif task.stage not in apart:
+                share, last = 1.0 / self.batches, 1.0 / self.problem.workload.prompts
+                found.append(_shared(task, share, last, apart))
+        return tuple(found)
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of a step's rows that move on in order."""
+        return max(1, self.settings.parts)
+
+    @property
+    def flows(self) -> bool:
+        """Whether rows flow from stage to stage as groups end; otherwise steps run in order."""
+        plan = self.plan
+        return not self.settings.parts and (plan.freshness > 0 or plan.streams or plan.publish_every > 0)
+
+    @property
+    def batches(self) -> int:
+        """Number of batches per step."""
+        minibatches, every = self.problem.workload.minibatches, self.plan.publish_every
+        return minibatches if self.plan.streams else minibatches // (every or minibatches)
+
+    @property
+    def published(self) -> int:
+        """Number of batches between two publishes."""
+        return (self.plan.publish_every or self.problem.workload.minibatches) if self.plan.streams else 1
+
+    @cached_property
+    def generating(self) -> Mapping[int, Seat]:
+        """Unit of each stage that generates, in program order."""
+        units = self.evaluation.units.values()
+        owners = {index: seat for seat in units for index in seat.unit.stages}
+        return {index: owners[index] for index in sorted(self.problem.generating)}
+
+    @cached_property
+    def lanes(self) -> Mapping[str, int]:
+        """Number of replicas by pool; 0 for a pool that does not generate."""
+        found = {pool.name: 0 for pool in self.plan.pools}
+        for stage, unit in self.generating.items():
+            found[unit.pool.name] = max(found[unit.pool.name], self.decoder(stage).replicas)
+        return found
+
+    def begun(self, what: str) -> int:
+        """Return how many ``prompts`` begin in a round, or how many ``samples`` of each, without greedy
+        ones.
+        """
+        wanted, share = vars(self.problem.workload)[what], vars(self.plan)[f"oversample_{what}"]
+        return math.ceil(float(wanted * share) - 1e-9)
+
+    def pool_of(self, stage: int) -> str:
+        """Return the pool of a stage; a stage outside devices gets its own name, which no pool has."""
+        role = self.problem.graph.stages[stage].role
+        return self.evaluation.timings[stage].pool or self.settings.functions.get(role, f"beside: {stage}")
+
+    def decoder(self, stage: int) -> Decoder:
+        """Return the decoder of a stage that generates."""
+        found = self.generating[stage].decoder
+        assert found is not None, "a unit that generates is seated with a decoder"
+        return found
+
+    def rows(self, prompt: int) -> list[Row]:
+        """Return the rows of a prompt; the last sample is the greedy one, if there is one."""
+        samples = self.begun("samples") + any(self.is_greedy(stage) for stage in self.generating)
+        return rows_of(self.problem.workload, prompt, seed=self.seed, samples=samples)
+
+    def is_greedy(self, stage: int) -> bool:
+        """Return whether a stage answers every prompt once."""
+        return self.problem.graph.stages[stage].endpoint == _GREEDY
+
+    def replicas(self, stage: int) -> list[Replica]:
+        """Return new replicas of a stage that generates; a replica with a slow device is slow."""
+        decoder, paces = self.decoder(stage), self._paces[self.pool_of(stage)]
+        each, shares = max(len(paces) // decoder.replicas, 1), self.problem.workload.shares_prompts
+        slow = [max(paces[place * each :][:each], default=1.0) for place in range(decoder.replicas)]
+        return [Replica(decoder, slow=one, shares_prompts=shares) for one in slow]
+
+    def peak_bytes(self, pool: str, cached: Mapping[int, float]) -> float:
+        """Return the largest memory use of the pool's fullest device.
+
+        Args:
+            pool: name of the pool.
+            cached: for each stage that generates, the most tokens in the cache of a replica.
+        """
+        use = next(one for one in self.evaluation.pools if one.name == pool)
+        most = use.working_bytes
+        for stage, tokens in cached.items():
+            unit = self.generating[stage]
+            if unit.pool.name == pool:
+                filled = min(tokens / max(self.decoder(stage).capacity_tokens, 1), 1.0)
+                most = max(most, unit.option.sampling_bytes + use.room_bytes * filled)
+        return use.resident_bytes + most
+
+    @cached_property
+    def _paces(self) -> Mapping[str, list[float]]:
+        """Slowdown factor of each device, by pool."""
+        slow = slow_devices(self.seed, self.evaluation.devices, self.settings.straggler_share)
+        paces = iter([self.settings.straggler_factor if one else 1.0 for one in slow])
+        return {pool.name: [*islice(paces, pool.devices)] for pool in self.plan.pools}
+
+    def _pace(self, stage: int) -> float:
+        """Return the slowdown of a stage, that of its slowest device; publishing is not slowed."""
+        is_slowed = stage not in self.problem.publishing
+        return max(self._paces.get(self.pool_of(stage), [1.0])) if is_slowed else 1.0
+
+
+def require_flow(layout: Layout) -> None:
+    """Raise an error if rows cannot flow under this plan in the simulation.
+
+    Raises:
+        PlanError: the plan requests something that is not simulated.
+    """
+    plan, workload = layout.plan, layout.problem.workload
+    pools = {layout.pool_of(stage) for stage in layout.generating}
+    beside = [name for name, unit in plan.units.items() if unit.pool in pools and name != SAMPLER]
+    what = why = ""
+    if beside or not pools:
+        what = f"generation shares a pool with {', '.join(beside)}"
+        why = f"off-policy or streamed generation needs a pool of its own: {SAMPLER}"
+    elif workload.minibatches % (plan.publish_every or 1) or workload.prompts % layout.batches:
+        parts = f"{workload.minibatches} minibatches of {workload.prompts} prompts"
+        what = f"publish_every is {plan.publish_every}, with {parts}"
+        why = "a step must consist of whole batches with the same number of prompts"
+    elif max(plan.oversample_prompts, plan.oversample_samples) > 1.0:
+        what = f"oversample_prompts is {plan.oversample_prompts:g}, samples {plan.oversample_samples:g}"
+        why = "off-policy or streamed generation has no rounds that could leave out long rows"
+    elif not layout.problem.publishing:
+        what, why = "no stage publishes weights", "all rows would come from version 0"
+    if what:
+        raise PlanError(f"freshness is {plan.freshness}: {what}", why=why, fix="change it, or freshness = 0")
+
+
+def _shared(task: StageTask, share: float, last: float, apart: Set[int] = frozenset()) -> StageTask:
+    """Return a share of a task; for inputs from ``apart``, only the last part's transfer counts."""
+    inputs = {source: spent * (last if source in apart else share) for source, spent in task.inputs.items()}
+    return replace(task, seconds=task.seconds * share, inputs=inputs)

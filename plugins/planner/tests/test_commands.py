@@ -1,0 +1,293 @@
+"""The commands that plan: words in, tables, files and exit codes out."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rillflow.app.planned import is_placed_by
+from rillflow.app.recipe import load_recipe
+from rillflow.cli.main import main
+from rillflow.placement.plan import open_plan
+
+ROOT = Path(__file__).parents[3]
+RECIPE = """
+[policy]
+model.new = { hidden = 64, layers = 4, heads = 8, kv_heads = 4, context = 64 }
+[rollout]
+max_tokens = 16
+[task]
+size = 600
+[algorithm]
+name = "ppo"
+steps = 3
+prompts_per_step = 16
+samples_per_prompt = 4
+loss.kl = 0.1
+"""
+CLUSTER = """
+name = "two"
+[[fleet]]
+name = "cores"
+device = "cpu"
+devices = 2
+per_machine = 2
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(words) == code
+    captured = capsys.readouterr()
+    return captured.out if code == 0 else captured.err
+
+
+PLAN = ("plan", "run.toml", "--cluster", "cluster.toml")
+SIMULATE = ("simulate", "run.toml", "--cluster", "cluster.toml", "--plan", "plan.toml")
+
+
+def test_a_recipe_is_planned_and_the_plan_simulated(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, *PLAN, "--out", "plan.toml", "--plot", "plan.html")
+    assert "5 placements, 1 too large for the cluster; the best 4" in out
+    head, best, second = out.split("the best 4\n")[1].splitlines()[:3]
+    assert "weakness" in head and "more: " not in best and "more: " in second
+    sizes = out.split("throughput by cluster size\n")[1].splitlines()
+    assert "rows/s" in sizes[0]
+    for devices, line in zip(("2", "4"), sizes[1:], strict=False):
+        assert line.split()[0] == devices and "policy" in line and "critic" in line
+    assert "assumed: responses: log-normal" in out
+    plan = open_plan(here / "plan.toml")
+    assert set(plan.units) == {"policy", "reference", "critic"}
+    assert plan.predicted_step_s > 0 and plan.predicted_stages_s["policy.generate"] > 0
+    assert {pool.device for pool in plan.pools} == {"cpu"}
+    page = (here / "plan.html").read_text()
+    assert "policy.generate, step 1" in page and "rows per second by devices" in page
+    assert "weakness" in page and second.strip() in page
+    out = said(capsys, *SIMULATE, "--steps", "3", "--plot", "steps.html")
+    assert "ppo on two, freshness 0, seed 0: 3 steps simulated" in out
+    assert "192 begun, 192 trained" in out
+    assert "policy.update, step 3" in (here / "steps.html").read_text()
+
+
+def test_a_prediction_says_what_its_factors_were_fitted_to(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = here / "cluster.toml"
+    for more, told in (
+        ("", "default factors, not compared with any run"),
+        ('like = "verl"', "on steps held out of the fit, the median error is 22%, the largest 58%"),
+        ("[factors]\ntrain_flops = 0.3\n", "does not name their source"),
+    ):
+        file.write_text(more + CLUSTER if more.startswith("like") else CLUSTER + more)
+        lines = said(capsys, *PLAN).splitlines()
+        (line,) = [line for line in lines if line.startswith("accuracy: ")]
+        assert told in line
+        assert ("as verl would run it" in lines[0]) == more.startswith("like")
+    file.write_text('calibrated = "runs/first by rillflow calibrate"' + CLUSTER)
+    assert "accuracy: factors fitted to runs/first by rillflow calibrate\n" in said(capsys, *PLAN)
+    assert json.loads(said(capsys, *PLAN, "--format", "json"))["accuracy"].startswith(
+        "factors fitted to runs/"
+    )
+
+
+@pytest.mark.parametrize("bounds", ["a", "0,", "-1", "1.5", "0;1"])
+def test_freshness_bounds_that_are_none_are_named(
+    bounds: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*PLAN, f"--freshness={bounds}"])
+    assert f"{bounds!r} is no list of whole numbers from 0 on, such as 0,1,4" in capsys.readouterr().err
+
+
+def test_the_price_that_an_error_asks_for_is_one_that_a_cluster_may_have(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = said(capsys, *PLAN, "--objective", "cost", code=2)
+    price = error.split("such as ")[1].splitlines()[0]
+    (here / "cluster.toml").write_text(CLUSTER + price + "\n")
+    assert "the best 4" in said(capsys, *PLAN, "--objective", "cost")
+
+
+def test_a_planned_recipe_passes_the_check_of_a_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rillflow.app.planned import require_for, settings_of
+    from rillflow.app.recipe import load_recipe
+
+    said(capsys, *PLAN, "--out", "plan.toml")
+    plan = open_plan(here / "plan.toml")
+    loaded = load_recipe(here / "run.toml", settings_of(plan, ()))
+    require_for(plan, loaded)
+    assert sum(loaded.recipe.placement.pools.values()) <= 2
+
+
+SHORT = (
+    *("plan", "--model", str(ROOT / "examples/planning/qwen2.5-7b/config.json"), "--gpus", "16xH100"),
+    *("--algorithm", "ppo", "--response", "mean=800,max=4096", "--prompts", "256", "--samples", "4"),
+)
+
+
+def test_the_short_form_decides_without_a_recipe_and_without_torch() -> None:
+    code = (
+        "import sys; from rillflow.cli.main import main; code = main(sys.argv[1:]); "
+        "assert 'torch' not in sys.modules and 'pydantic' not in sys.modules; sys.exit(code)"
+    )
+    words = [sys.executable, "-c", code, *SHORT, "--price", "2 $/h", "--steps", "200"]
+    out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    head = out.splitlines()
+    assert head[0] == "ppo on 16 x H100, as nemo-rl would run it"
+    assert re.match(r"a step: .* s \(.* to .* s\) on \d+ devices", head[1])
+    assert re.search(r"\non 32 devices: .* \(.* to .*\) a step, [+-]\d+% rows per second\n", out)
+    assert "200 steps: " in out and "at the cluster's prices" in out
+    assert "on steps held out of the fit, the median error is" in out
+    assert "with answers twice as long: " in out and "a heavier tail" in out
+    assert "simulated" in out and "assumed: responses: log-normal" in out
+    assert "[placement]" in out
+    spent = [line for line in head if re.search(r"\d m?s\b", line) and "assumed" not in line]
+    assert len(spent) > 12
+    assert [line for line in spent if not re.search(r" \(\S.* to .*\)", line) and "0 ms" not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ([*SHORT, "--samples", "8"], "--samples is given twice: 4 and 8"),
+        ([*SHORT, "--cluster", "cluster.toml"], "given is --cluster and --model"),
+        ([*SHORT[:3]], "given is --model\n"),
+        (
+            ["plan", "run.toml", *SHORT[3:5], "--cluster", "cluster.toml"],
+            "given is a recipe and --cluster and --gpus",
+        ),
+        (["plan", "run.toml"], "given is a recipe\n"),
+    ],
+)
+def test_words_of_the_short_form_that_cannot_be_together_are_refused(
+    words: list[str], what: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(words)
+    except SystemExit as left:
+        code = int(left.code or 0)
+    assert code == 2
+    assert what in capsys.readouterr().err
+
+
+def test_the_section_to_paste_places_a_recipe_as_the_plan_does(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = said(capsys, *PLAN, "--out", "plan.toml")
+    (here / "pasted.toml").write_text(RECIPE + out[out.index("[placement]") :])
+    loaded = load_recipe(here / "pasted.toml")
+    assert is_placed_by(open_plan(here / "plan.toml"), loaded.recipe.placement)
+
+
+def test_machines_get_json(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "cluster.toml").write_text('like = "verl"' + CLUSTER)
+    data = json.loads(said(capsys, *PLAN, "--format", "json", "--out", "plan.toml"))
+    assert len(data["best"]) + data["nowhere"] == data["placements"] == 5
+    steps = [one["step_s"] for one in data["best"]]
+    assert steps == sorted(steps)
+    assert all(one["range_s"][0] < one["step_s"] < one["range_s"][1] for one in data["best"])
+    first, *others = data["best"]
+    assert (first["cause"], first["why"]) == (None, "")
+    assert all(one["cause"] and f"{one['step_s']:.4g} s" in one["why"] for one in others)
+    assert [size["devices"] for size in data["sizes"]] == [2, 4]
+    found = json.loads(said(capsys, *SIMULATE, "--format", "json", "--steps", "2"))
+    assert len(found["step_s"]) == 2 and found["trained"] == 128
+    spans = [span for span in found["spans"] if span["stage"] == "policy.generate"]
+    assert sum(span["end_s"] - span["start_s"] for span in spans) > 0
+
+
+def test_a_simulation_is_that_of_its_seed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, *PLAN, "--out", "plan.toml")
+    words = (*SIMULATE, "--format", "json", "--steps", "2", "--seed")
+    once, again, other = (json.loads(said(capsys, *words, seed))["step_s"] for seed in ("1", "1", "2"))
+    assert once == again != other
+
+
+def test_freshness_takes_generation_apart(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--freshness", "1", "--format", "json", "--out", "plan.toml")
+    planned = json.loads(said(capsys, *PLAN, *words))
+    assert open_plan(here / "plan.toml").freshness == 1
+    simulated = json.loads(said(capsys, *SIMULATE, "--steps", "128", "--format", "json"))
+    assert planned["step_s"] == planned["simulated_s"][0] == simulated["settled_step_s"]
+    assert planned["simulated_s"] == sorted(planned["simulated_s"]), "ahead plans stand as simulated"
+    for pool in simulated["pools"]:
+        idle_s = sum(pool["idle_s"].values())
+        share = idle_s / (idle_s + pool["busy_s"])
+        (use,) = [use for use in planned["best"][0]["pool_use"] if use["name"] == pool["pool"]]
+        assert use["idle_share"] == pytest.approx(share)
+    out = said(capsys, *SIMULATE, "--steps", "6")
+    assert "freshness 1" in out and re.search(r"\b1 for \d+%", out)
+
+
+def test_generation_may_be_apart_in_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    every = json.loads(said(capsys, *PLAN, "--apart-in-step", "--format", "json"))
+    apart = [one for one in every["best"] if "sampler" in one["units"]]
+    assert every["placements"] == 10
+    assert apart and all(one["freshness"] == 0 for one in apart)
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ([*PLAN[:2], "--cluster", "clutser.toml"], "did you mean 'cluster.toml'"),
+        ([*PLAN, "--objective", "devices"], "no deadline"),
+        ([*PLAN, "--objective", "cost"], "price"),
+        ([*PLAN, "--deadline", "1e-9"], "1e-09"),
+        ([*PLAN, "--lengths", "nowhere"], "no run directory"),
+        ([*SIMULATE], "plan.toml does not exist"),
+        (["calibrate", "nowhere"], "no run directory"),
+        (["run", "run.toml", "--plan", "plan.toml"], "plan.toml does not exist"),
+        (["run", "run.toml", "--cluster", "clutser.toml"], "did you mean 'cluster.toml'"),
+        (["run", "run.toml", "--lengths", "nowhere"], "--lengths without --cluster"),
+        (["run", "run.toml", "--cluster", "cluster.toml", "--lengths", "nowhere"], "no run directory"),
+        (["run", "run.toml", "--cluster", "cluster.toml", "--set", "placement.pools.main=4"], "4"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], what: str
+) -> None:
+    assert main(words) != 0
+    err = capsys.readouterr().err
+    assert what in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--freshness", "-1"], "-1"),
+        (["--freshness", "a"], "'a' is no list"),
+        (["--objective", "speed"], "'speed'"),
+        (["--plot", "plan.pdf"], "plan.pdf names no kind of picture"),
+    ],
+)
+def test_wrong_words_are_usage_errors(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], what: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*PLAN, *words])
+    assert caught.value.code == 2
+    assert what in capsys.readouterr().err
+
+
+def test_what_places_and_what_only_predicts_are_not_given_together(here: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["run", "run.toml", "--plan", "plan.toml", "--cluster", "cluster.toml"])
+    assert caught.value.code == 2
+
+
+def test_a_plan_beside_settings_that_place_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, *PLAN, "--out", "plan.toml")
+    err = said(capsys, "run", "run.toml", "--plan", "plan.toml", "--set", "placement.pools.main=2", code=2)
+    assert "beside --plan" in err

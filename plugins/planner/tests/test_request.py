@@ -1,0 +1,147 @@
+"""The short form: lengths that can be said, devices by number and kind, and what contradicts itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rillflow.app.graphs import graphs
+from rillflow.app.recipe import load_recipe
+from rillflow.errors import ModelError, PlanError
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.problem import Statement
+from rillflow_planner.request import graph_of, lengths, state_request
+from rillflow_planner.search import search
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "examples/planning/qwen2.5-7b/config.json"
+
+
+def request(**changes: Any) -> Statement:
+    words: dict[str, Any] = {
+        "model": MODEL,
+        "gpus": "64xH100",
+        "algorithm": "grpo",
+        "response": "mean=2000,max=8192",
+        "prompt": "256",
+        "prompts": 512,
+        "samples": 16,
+        "minibatches": 1,
+        "like": "nemo-rl",
+        "between": "",
+        "price": "",
+        "reward_seconds": 0.0,
+        "steps": 0,
+    }
+    return state_request(**{**words, **changes})
+
+
+def test_a_mean_and_a_limit_are_kept() -> None:
+    found = lengths("mean=2000,max=8192", "here")
+    assert (found.kind, found.limit) == ("lognormal", 8192)
+    assert found.mean == pytest.approx(2000, rel=1e-6)
+
+
+def test_a_percentile_settles_the_spread() -> None:
+    by_percentile = lengths("median=800,p90=2534.64,max=100000", "here")
+    assert by_percentile.sigma == pytest.approx(0.9, abs=1e-3)
+    assert by_percentile.quantile(0.9) == pytest.approx(2534.64, rel=1e-3)
+
+
+def test_one_number_and_a_file_of_lengths_are_lengths_too(tmp_path: Path) -> None:
+    assert lengths("256", "here").mean == 256
+    (tmp_path / "lengths.jsonl").write_text('30\n{"length": 10}\n20\n')
+    found = lengths(str(tmp_path / "lengths.jsonl"), "here")
+    assert (found.kind, found.values, found.limit) == ("measured", (10, 20, 30), 30)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mean=9000,max=8192", "mean 9000 and max 8192"),
+        ("median=9000,max=8192", "median 9000 and max 8192"),
+        ("mean=2000", "has mean"),
+        ("max=2000", "has max"),
+        ("mean=1000,median=2000,max=8192", "has mean, median, max"),
+        ("mean=1000,mean=2000,max=8192", "has 'mean=2000'"),
+        ("mean=1000,sigma=1,p90=2000,max=8192", "has mean, sigma, p90, max"),
+        ("maen=1000,max=8192", "has 'maen=1000'"),
+        ("mean=long,max=8192", "has 'mean=long'"),
+        ("mean=-1,max=8192", "has 'mean=-1'"),
+        ("mean=1e400,max=8192", "has 'mean=1e400'"),
+        ("nowhere.jsonl", "is 'nowhere.jsonl'"),
+    ],
+)
+def test_lengths_that_contradict_themselves_are_refused(text: str, said: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        lengths(text, "--response")
+    assert "--response" in caught.value.what and said in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpus": "0xH100"}, "'0xH100'"),
+        ({"gpus": "0"}, "'0'"),
+        ({"gpus": "64xH10"}, "device is 'H10'"),
+        ({"gpus": "12xH100"}, "12 devices, 8 per machine"),
+        ({"algorithm": "grop"}, "'grop'"),
+        ({"like": "nemo"}, "like is 'nemo'"),
+        ({"model": Path("nowhere.json")}, "nowhere.json"),
+        ({"prompts": 0}, "prompts is 0"),
+        ({"price": "2.5"}, "price"),
+        ({"between": "200 TB/s"}, "link between machines is 200000 GB/s"),
+    ],
+)
+def test_words_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises((PlanError, ModelError)) as caught:
+        request(**changes)
+    assert said in caught.value.what
+
+
+def test_a_type_of_model_that_nobody_can_size_is_refused(tmp_path: Path) -> None:
+    config = json.loads(MODEL.read_text()) | {"model_type": "mamba2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match="model_type is 'mamba2'"):
+        request(model=tmp_path)
+
+
+def test_what_was_assumed_is_said_and_what_was_given_is_not() -> None:
+    assumed = " ".join(request().assumptions)
+    assert "sigma 0.9" in assumed and "--between" in assumed and "--reward-seconds" in assumed
+    told = request(
+        response="mean=2000,sigma=1.1,max=8192", between="25 GB/s", reward_seconds=0.5, price="2 $/h"
+    )
+    assert len(told.assumptions) == 1
+    assert told.problem.workload.function_s == 0.5
+    assert told.problem.hardware.fleets[0].price_per_hour == 2.0
+
+
+@pytest.mark.parametrize("recipe", ["arithmetic", "ppo", "dapo", "safe_rlhf"])
+def test_shipped_steps_are_those_that_recipes_are_traced_to(recipe: str) -> None:
+    traced = graphs(load_recipe(ROOT / f"recipes/{recipe}/run.toml").recipe)[-1]
+    shipped = graph_of(traced.name)
+    assert [stage.name for stage in shipped.stages] == [stage.name for stage in traced.stages]
+    assert [(edge.source, edge.destination, edge.fields) for edge in shipped.edges] == [
+        (edge.source, edge.destination, edge.fields) for edge in traced.edges
+    ], "python docs/draw_graphs.py writes them anew"
+
+
+@pytest.mark.parametrize(("devices", "published_s"), [(64, 365.28), (128, 356.30)])
+def test_verls_published_run_as_a_user_states_it_is_within_a_quarter(
+    devices: int, published_s: float
+) -> None:
+    """verl, docs/advance/fully_async.md: Qwen2.5-Math-7B, 512 prompts of 16 answers up to 28k tokens."""
+    stated = request(
+        gpus=f"{devices}xH20",
+        response="mean=685,sigma=1.8,max=28672",
+        prompt="150",
+        minibatches=16,
+        like="verl",
+        between="25 GB/s",
+    )
+    step_s = search(stated.problem, CostModel).best[0].evaluation.step_s
+    assert step_s == pytest.approx(published_s, rel=0.25)

@@ -1,0 +1,156 @@
+"""Requests: the requests of workers, and of external engines, to a data plane."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rillflow.data_plane.schema import MAX_COLUMNS, ColumnType, StageColumns
+
+Count = Annotated[int, Field(ge=1, le=2**31)]
+Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Hello(_Request):
+    """The first request of a connection."""
+
+    token: str = Field(max_length=200, description="token of the data plane")
+    name: Name = Field(description="name of the client in stories and errors")
+    store: str = Field(default="", max_length=64, description="address of the client's joined store")
+    there: str = Field(default="", max_length=100, description="holder name of the client at that store")
+
+
+class Create(_Request):
+    """Create a stream; creating it again with the same columns, stages and capacity has no effect."""
+
+    stream: Name = Field(description="name of the stream")
+    columns: dict[str, ColumnType] = Field(description="column types by name")
+    stages: list[StageColumns] = Field(description="stages that read and write columns")
+    capacity: Annotated[int, Field(ge=1, le=2**22)] = Field(description="largest number of groups at once")
+
+
+class Reserve(_Request):
+    """Reserve a segment to write a frame into."""
+
+    nbytes: Count = Field(description="size of the frame in bytes")
+    wait_s: Seconds = Field(default=60.0, description="seconds to wait for room")
+
+
+class Begin(_Request):
+    """Begin groups, with their source columns."""
+
+    stream: Name = Field(description="stream to begin groups in")
+    key: str = Field(default="", max_length=64, description="idempotency key: a repeat returns the same ids")
+    version: int = Field(default=0, description="version of the policy that sampled the columns")
+    segment: int | None = Field(default=None, description="segment with the columns")
+    wait_s: Seconds = Field(default=60.0, description="seconds to wait for room")
+
+
+class Take(_Request):
+    """Lease ready groups, and read their columns."""
+
+    stream: Name = Field(description="stream to take groups from")
+    stage: str = Field(max_length=64, description="stage that takes the groups")
+    count: Count = Field(description="largest number of groups")
+    least: Count = Field(default=1, description="smallest number of groups")
+    tokens: Count | None = Field(default=None, description="largest number of tokens of all groups")
+    least_version: int | None = Field(default=None, description="oldest policy version that is not dropped")
+    lease_s: Seconds = Field(default=600.0, description="seconds until unfinished groups go back")
+    wait_s: Seconds = Field(default=60.0, description="seconds to wait for groups")
+
+
+class Done(_Request):
+    """Complete groups of a lease, with the stage's columns written."""
+
+    stream: Name = Field(description="stream of the groups")
+    lease: int = Field(description="lease of the groups")
+    version: int | None = Field(default=None, description="version of the policy that sampled the columns")
+    segment: int | None = Field(default=None, description="segment with the columns")
+
+
+class Return(_Request):
+    """Release a lease's groups without completing them."""
+
+    stream: Name = Field(description="stream of the groups")
+    lease: int = Field(description="lease to end")
+
+
+class Drop(_Request):
+    """Remove groups from a stream."""
+
+    stream: Name = Field(description="stream of the groups")
+    reason: str = Field(min_length=1, max_length=500, description="reason in the group's story")
+
+
+class Look(_Request):
+    """Return the status or the schema of a stream, or close it."""
+
+    stream: Name = Field(description="name of the stream")
+    action: Literal["status", "close", "schema"] = Field(
+        default="status", description="action; after close no groups begin"
+    )
+
+
+class Fetch(_Request):
+    """Fetch columns of cells in this process's store."""
+
+    columns: list[list[str]] = Field(
+        max_length=MAX_COLUMNS, description="columns by writer; each writer's cells are one array"
+    )
+
+
+class Join(_Request):
+    """Join a store of another machine to these tables: from then on they request, and it answers."""
+
+    address: str = Field(max_length=64, description="host:port where readers fetch from the store")
+
+
+class Keep(_Request):
+    """From a table: keep the groups in a segment, which have begun or are done."""
+
+    segment: int | None = Field(description="segment with the columns")
+    holder: str = Field(max_length=100, description="holder that wrote the columns")
+    columns: dict[str, ColumnType] = Field(description="required columns")
+
+
+class Clear(_Request):
+    """From a table: delete cells, or free the reservations of a holder."""
+
+    is_unread: bool = Field(default=True, description="whether no reader may still read the cells")
+    holder: str = Field(default="", max_length=100, description="holder whose reservations end")
+
+
+OF_STREAMS: tuple[type[BaseModel], ...] = (Create, Begin, Take, Done, Return, Drop, Look)
+"""Requests about streams, also available over HTTP."""
+OF_STORES: tuple[type[BaseModel], ...] = (Hello, Reserve, Fetch, Join, Keep, Clear)
+"""Requests about a connection, and about its store."""
+
+
+class Kind(IntEnum):
+    """Type of a message."""
+
+    HELLO = 1
+    CREATE = 2
+    RESERVE = 3
+    BEGIN = 4
+    TAKE = 5
+    DONE = 6
+    RETURN = 7
+    DROP = 8
+    LOOK = 9
+    FETCH = 10
+    JOIN = 11
+    KEEP = 12
+    CLEAR = 13
+    OK = 100
+    ERROR = 101
+
+
+REQUESTS = {int(Kind[model.__name__.upper()]): model for model in (*OF_STREAMS, *OF_STORES)}

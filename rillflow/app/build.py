@@ -1,0 +1,332 @@
+"""Build: make roles and phases from a recipe, then run them; the heavy half of a launch.
+
+    recipe ─> backend, pools ─> roles ─ executor ─ flow ┐
+         task ─> streams, held-out rows ───────────────┴─> phase ─ loop ─> the next phase
+
+Trained models and scorers live as long as the run; a phase is built when its turn comes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from rillflow.algorithms.algorithm import Data
+from rillflow.algorithms.config import SampledConfig, cuts_tail, is_ready_first
+from rillflow.app.encoding import EncodedTask, encode_task
+from rillflow.app.evaluate import judged, ranked, told_apart
+from rillflow.app.phases import PhasePlan, phase_plans
+from rillflow.app.recipe import Recipe
+from rillflow.app.role_table import EVAL_REWARD
+from rillflow.app.roles import RoleGroups, pools_of
+from rillflow.app.shared_paths import require_shared
+from rillflow.app.sources import cost_functions, model_source, reward_functions, scorer_sources
+from rillflow.config.problems import together
+from rillflow.controller.admission import HardBound, MeanBound
+from rillflow.controller.async_rollout import GroupInFlight, ReadyFirst
+from rillflow.controller.checkpoint import Checkpoint
+from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.flow import Flow
+from rillflow.controller.interrupt import Interruption
+from rillflow.controller.loop import Cadence, Loop
+from rillflow.controller.open_step import DataStream, Phase
+from rillflow.controller.tail_batching import TailCut
+from rillflow.models.language_model import choose_device
+from rillflow.records.batch import Batch
+from rillflow.records.metrics import Mean
+from rillflow.records.row import HELD_OUT_EPOCH
+from rillflow.records.stored import load_batch
+from rillflow.rollout.config import SamplingConfig
+from rillflow.runs import layout
+from rillflow.runs.progress import Progress
+from rillflow.runs.reader import Evaluation
+from rillflow.runs.run_directory import RunDirectory
+from rillflow.tasks.encoded import Encoded
+from rillflow.tasks.example import Example
+from rillflow.tasks.labelled import is_bad
+from rillflow.tasks.prompts import PromptStream, StreamPosition, answered_batch, prompt_batch, with_others
+from rillflow.tasks.task import Task
+from rillflow.workers.config import SAMPLER
+from rillflow.workers.start import start_backend
+
+BESIDE_SEED = 2**32
+"""Shift of the seed for a step's second batch, so that its order differs; larger than every run's seed."""
+ASIDE = "aside"
+"""Key in a checkpoint's data position for prompts that were drawn and set aside for later."""
+
+
+class Build:
+    """Builder and runner of a recipe.
+
+    Args:
+        recipe: the checked settings.
+        base: the recipe's folder.
+        task: its data.
+        encoded: the task as tokens, if already made; encoded again for another tokeniser.
+        run: the run directory that records everything.
+        checkpoint: the checkpoint to resume from; None to start anew.
+        stack: closes every rank when the run ends, with or without an error.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        base: Path,
+        task: Task[Example],
+        encoded: EncodedTask | None,
+        run: RunDirectory,
+        checkpoint: Checkpoint | None,
+        stack: ExitStack,
+    ) -> None:
+        self._recipe, self._task, self._run, self._checkpoint = recipe, task, run, checkpoint
+        placement, device = recipe.placement, recipe.run.device
+        pools = pools_of(recipe)
+        backend = start_backend(
+            placement, pools, str(choose_device(device)) if placement.is_inline else device
+        )
+        stack.callback(backend.close)
+        self.devices = backend.devices
+        """Device that each pool's ranks compute on, by pool name."""
+        self.nodes = backend.nodes
+        """Node of every rank; empty if all ranks are on this machine."""
+        functions, costs = reward_functions(recipe, base, task), cost_functions(recipe, base)
+        if backend.nodes:
+            files = [function.file for function in (*functions, *costs) if not function.text]
+            sources = [model_source(recipe, base), *scorer_sources(recipe, base).values()]
+            files += [Path(source) for source in sources if source is not None and Path(source).exists()]
+            require_shared(run.path.absolute(), files, backend, placement.deadline_s)
+        self._roles = RoleGroups(recipe, base.absolute(), run.path, checkpoint, backend)
+        model_input = self._roles.model_input
+        if encoded is None or not encoded.model_input.reads_as(model_input):
+            encoded = encode_task(recipe, task, model_input)
+            if encoded.problems:
+                raise together(encoded.problems, f"the task {task.name}")
+        self.encoded = encoded
+        """The task's rows as tokens."""
+        if not (run.path / layout.TOKENS).exists():
+            tokenizer = model_input.tokenizer
+            run.write_json(layout.TOKENS, {"texts": tokenizer.pieces(range(tokenizer.vocabulary_size))})
+        self._roles.start_scorers(functions, costs)
+
+    def train(self, progress: Progress, interruption: Interruption) -> None:
+        """Run the remaining steps of every phase."""
+        recipe, plans = self._recipe, phase_plans(self._recipe)
+        cadence = Cadence(
+            evaluate_every=recipe.evaluate.every,
+            checkpoint_every=recipe.run.checkpoint_every,
+            checkpoint_s=recipe.run.checkpoint_minutes * 60,
+            keep_checkpoints=recipe.run.keep_checkpoints,
+            max_skipped=recipe.run.max_skipped,
+            rollouts_every=1 if recipe.run.rollouts_every is None else recipe.run.rollouts_every,
+            rollouts_share=recipe.run.rollouts_share or 1.0,
+            last_set="" if self.encoded.held_out else next(iter(self._sets()), ""),
+        )
+        total = plans[-1].first + plans[-1].config.steps
+        evaluate, deadline_s = self._evaluator(plans[-1]), recipe.placement.deadline_s
+        loop = Loop(self._run, progress, cadence, evaluate, interruption, total, deadline_s)
+        state = self._checkpoint.state if self._checkpoint else {"phase": 0, "done": 0, "version": 0}
+        index, loop.version = state["phase"], state["version"]
+        if state["done"] == plans[index].config.steps and index + 1 < len(plans):
+            index, state = index + 1, {"done": 0}
+        gc.freeze()  # a collection in a step would scan all objects that imports created
+        try:
+            for number in range(index, len(plans)):
+                resumed = state if number == index and state["done"] else None
+                phase = self._phase(plans[number], resumed)
+                loop.run_phase(phase, number, plans[number].first, resumed["done"] if resumed else 0)
+        finally:
+            gc.unfreeze()
+
+    def evaluate(self) -> Sequence[Evaluation]:
+        """Evaluate the last phase's model on held-out rows before any step; empty if nothing can score."""
+        plan = phase_plans(self._recipe)[-1]
+        self._roles.begin(plan, None)
+        evaluate = self._evaluator(plan)
+        return () if evaluate is None else evaluate(self._roles.executor)
+
+    def _phase(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Phase:
+        executor, kept = self._roles.executor, self._checkpoint if resumed is not None else None
+        trained = self._roles.begin(plan, kept)
+        place = dict(resumed["stream"]) if resumed else {}
+        files = kept.collected if kept is not None else {}
+        rows = {name: executor.loaded(file.absolute()) for name, file in files.items()}
+        aside = place.pop(ASIDE, [])
+        stream = self._stream(plan.algorithm.data, place)
+        cut = self._cut(plan, stream, aside, kept) if cuts_tail(plan.config) else None
+        if cut is not None:
+            stream = replace(stream, state=partial(_with_aside, stream.state, cut))
+        return Phase(
+            name=plan.name,
+            steps=plan.config.steps,
+            rows=plan.config.prompts_per_step,
+            step=plan.algorithm.step,
+            config=plan.config,
+            trained=trained,
+            moving=self._roles.moving(plan),
+            flow=Flow(executor, resumed["numbers"] if resumed else None, rows, self._recipe.run.seed),
+            executor=executor,
+            stream=stream,
+            beside=self._beside(plan, resumed),
+            evaluated=plan.evaluated,
+            freshness=plan.freshness,
+            delivery=self._roles.delivery,
+            ready=self._ready(plan, stream, kept) if is_ready_first(plan.config) else None,
+            cut=cut,
+            sampled=kept.sampled if kept is not None else lambda _: (),
+        )
+
+    def _ready(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> ReadyFirst:
+        """Return the sampler for a phase whose steps train the groups that are complete first."""
+        config, executor, delivery = plan.config, self._roles.executor, self._roles.delivery
+        asked = plan.algorithm.answers(config)
+        assert isinstance(config, SampledConfig) and delivery is not None and asked is not None  # was checked
+        rule: type[HardBound[GroupInFlight]] = MeanBound if config.late == "drop" else HardBound
+        done = kept.state["done"] if kept is not None else 0
+        return ReadyFirst(
+            executor,
+            delivery,
+            stream.take,
+            rule=rule(
+                freshness=config.freshness,
+                prompts=config.prompts_per_step,
+                published=Fraction(1, config.publishes),
+            ),
+            groups=(config.steps - done) * config.prompts_per_step,
+            step_groups=config.prompts_per_step,
+            parts=config.publishes,
+            samples=asked.get("samples", 1),
+            sampling=asked.get("sampling"),
+            replicas=executor.groups[SAMPLER].mesh.groups("tp"),
+            most_rows=self._recipe.rollout.max_rows,
+            again=load_batch(kept.prompts) if kept is not None and kept.prompts.is_file() else None,
+            deadline_s=self._recipe.placement.deadline_s,
+        )
+
+    def _cut(
+        self, plan: PhasePlan, stream: DataStream, aside: Sequence[Sequence[int]], kept: Checkpoint | None
+    ) -> TailCut:
+        """Return the sampler for a phase whose steps leave the longest rows for later."""
+        config, executor, data = plan.config, self._roles.executor, plan.algorithm.data
+        asked = plan.algorithm.answers(config)
+        assert isinstance(config, SampledConfig) and asked is not None  # was checked
+        rows = {row.example.index: row for row in self.encoded.train[data] if row is not None}
+        there = [(epoch, prompt) for epoch, prompt in aside if prompt in rows]
+        done, samples = kept.state["done"] if kept is not None else 0, asked.get("samples", 1)
+        return TailCut(
+            executor,
+            stream.take,
+            groups=(config.steps - done) * config.prompts_per_step,
+            prompts=config.oversample_prompts or 1.0,
+            samples=samples,
+            begun_samples=ceil(samples * (config.oversample_samples or 1.0) - 1e-9),
+            sampling=asked.get("sampling"),
+            replicas=executor.groups[SAMPLER].mesh.groups("tp"),
+            aside=_batch(data, [rows[prompt] for _, prompt in there], [epoch for epoch, _ in there])
+            if there
+            else None,
+            deadline_s=self._recipe.placement.deadline_s,
+        )
+
+    def _beside(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> DataStream | None:
+        """Return the stream of the step's second batch; None if the algorithm has none."""
+        data = plan.algorithm.beside(plan.config)
+        if data is None:
+            return None
+        return self._stream(data, resumed["beside"] if resumed else None, shift=BESIDE_SEED)
+
+    def _stream(self, data: Data, saved: Mapping[str, int] | None, shift: int = 0) -> DataStream:
+        """Return the training rows in epoch order from the saved position on; ``shift`` changes the order."""
+        position, left_out = StreamPosition(**(saved or {})), self.encoded.left_out[data]
+        there: Sequence[Encoded | None] = self.encoded.train[data]
+        if data is Data.DEMONSTRATIONS:
+            there = [None if row is None or is_bad(row.example) else row for row in there]
+        rows = PromptStream(there, seed=self._recipe.run.seed + shift, position=position)
+        columns = self._recipe.algorithm.columns if data is self._recipe.chosen.data else ()
+
+        def take(count: int) -> Batch:
+            drawn = rows.take(count)
+            epochs = [draw.epoch for draw in drawn]
+            taken = [draw.row for draw in drawn]
+            if data is Data.LABELLED:
+                taken = with_others(taken, self.encoded.model_input.context)
+            return _batch(data, taken, epochs, columns)
+
+        share = Mean(total=float(left_out), count=float(len(self._task.train)))
+        return DataStream(
+            take=take, state=rows.state, metrics={"data/left_out/share": share} if left_out else {}
+        )
+
+    def _evaluator(self, plan: PhasePlan) -> Callable[[GroupExecutor], Sequence[Evaluation]] | None:
+        """Return the evaluator of held-out rows and named sets; None without rows or without a scorer."""
+        if not self._recipe.evaluate.problems or not (self.encoded.held_out or self._sets()):
+            return None
+        if plan.algorithm.score is not None:
+            return self._of_every_set(plan.algorithm.data, partial(self._evaluate_ranking, plan))
+        judged_alone = self._recipe.reward.judge is not None  # it needs two answers to compare
+        scorers = [EVAL_REWARD] if judged_alone else [EVAL_REWARD, "reward"]
+        scorer = next((role for role in scorers if role in self._roles), None)
+        if scorer is None:
+            return None
+        return self._of_every_set(Data.PROMPTS, partial(self._evaluate_answers, scorer))
+
+    def _of_every_set(
+        self, data: Data, judge: Callable[[GroupExecutor, Batch], Evaluation]
+    ) -> Callable[[GroupExecutor], Sequence[Evaluation]]:
+        """Return an evaluator of the held-out rows, if there are any, and then of each named set."""
+        most = self._recipe.evaluate.problems
+        sets = {"": self.encoded.held_out} if self.encoded.held_out else {}
+        found = {
+            name: _batch(data, rows[:most], HELD_OUT_EPOCH) for name, rows in (sets | self._sets()).items()
+        }
+        return lambda executor: [replace(judge(executor, rows), set=name) for name, rows in found.items()]
+
+    def _sets(self) -> dict[str, Sequence[Encoded]]:
+        """Return the named sets that have rows."""
+        return {name: rows for name, rows in self.encoded.sets.items() if rows}
+
+    def _evaluate_ranking(self, plan: PhasePlan, executor: GroupExecutor, rows: Batch) -> Evaluation:
+        """Evaluate whether scores rank held-out pairs correctly, or agree with held-out labels."""
+        assert plan.algorithm.score is not None
+        scores = plan.algorithm.score(Flow(executor), rows, plan.config)
+        known = [rows.only("label")] if "label" in rows.fields else []
+        found = executor.apply(told_apart if known else ranked, scores, *known, place=scores.places[0])
+        evaluation: Evaluation = found.read(self._recipe.placement.deadline_s)
+        return evaluation
+
+    def _evaluate_answers(self, scorer: str, executor: GroupExecutor, prompts: Batch) -> Evaluation:
+        """Score the policy's answers; add the reward model's scores if a function is the scorer."""
+        recipe = self._recipe
+        sampling = SamplingConfig(
+            temperature=recipe.evaluate.temperature,
+            max_tokens=recipe.rollout.max_tokens,
+            stop=recipe.rollout.stop,
+        )
+        options = {"samples": recipe.evaluate.samples or 1, "sampling": sampling}
+        rollouts = executor.call("policy", "generate", [prompts], options)
+        scorers = [scorer]
+        if scorer == EVAL_REWARD and recipe.reward.judge is None:
+            scorers.append("reward")
+        scores = [executor.call(each, "score", [rollouts], {}) for each in scorers]
+        success = recipe.evaluate.success
+        found = executor.apply(judged, rollouts, *scores, place=rollouts.places[0], success=success)
+        evaluation: Evaluation = found.read(recipe.placement.deadline_s)
+        return evaluation
+
+
+def _with_aside(state: Callable[[], Mapping[str, Any]], cut: TailCut) -> Mapping[str, Any]:
+    return {**state(), ASIDE: cut.aside}
+
+
+def _batch(
+    data: Data, rows: Sequence[Encoded], epoch: int | Sequence[int], columns: Sequence[str] = ()
+) -> Batch:
+    if data is Data.PROMPTS:
+        return prompt_batch(rows, epoch=epoch)
+    return answered_batch(rows, epoch=epoch, columns=columns)

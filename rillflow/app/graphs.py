@@ -1,0 +1,94 @@
+"""Drawing: trace the graphs of a recipe's phases from the algorithms' code.
+
+recipe ─> phases ─ step on symbols, with the endpoints of its roles ─> Graph
+
+The endpoints of shipped roles are read from ``endpoints.json``, which docs/draw_graphs.py writes, so a graph
+needs neither torch nor models. A role that an algorithm brings declares its endpoints in its class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rillflow.algorithms.algorithm import Data
+from rillflow.app.phases import phase_plans
+from rillflow.app.recipe import Recipe
+from rillflow.app.role_table import RoleKind, table_of
+from rillflow.controller.flow import Flow
+from rillflow.graph.graph import Graph
+from rillflow.graph.trace import Signature, Symbol, Tracer, trace
+from rillflow.workers.config import SAMPLER
+from rillflow.workers.transfer import TRAIN
+
+ENDPOINTS = Path(__file__).parent / "endpoints.json"
+"""The signatures of every shipped role's endpoints, by the factory that makes the role."""
+DATA_FIELDS = {
+    Data.PROMPTS: ("tokens", "columns"),
+    Data.DEMONSTRATIONS: ("tokens", "loss_mask"),
+    Data.PREFERENCES: ("tokens", "loss_mask", "columns"),
+    Data.LABELLED: ("tokens", "loss_mask", "label"),
+}
+"""Fields that a step receives, by kind of data."""
+
+
+def graphs(recipe: Recipe) -> list[Graph]:
+    """Return one graph per phase, in order.
+
+    Raises:
+        GraphError: a stage reads a field that nothing provides.
+    """
+    endpoints = signatures(recipe)
+    found = []
+    for plan in phase_plans(recipe):
+        step, config = plan.algorithm.step, plan.config
+        extra = plan.algorithm.beside(config)
+        beside = {} if extra is None else {str(extra): DATA_FIELDS[extra]}
+
+        def run(tracer: Tracer, data: Symbol, *more: Symbol, step: Any = step, config: Any = config) -> Any:
+            return step(Flow(tracer), data, config, *more)
+
+        given = (*DATA_FIELDS[plan.algorithm.data], *config.columns)
+        found.append(trace(plan.name, run, Tracer(endpoints), given, beside))
+    return found
+
+
+def unpublished(graph: Graph) -> str:
+    """Return a note if a step trains the policy that it samples from and does not publish it; else ""."""
+    ours = [stage for stage in graph.stages if stage.role == "policy"]
+    trained = [stage for stage in ours if stage.transfer == TRAIN.name]
+    published = [stage.index for stage in ours if stage.endpoint == "publish"]
+    if not trained or max(published, default=-1) > trained[-1].index:
+        return ""
+    return (
+        f"{graph.name} does not publish what {trained[-1].name} trains: where the sampler has weights of its "
+        "own, it goes on with the old ones; add flow.publish(flow.policy)"
+    )
+
+
+def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
+    """Return the endpoints of every role that a recipe may have."""
+    shipped, found = json.loads(ENDPOINTS.read_bytes()), dict[str, dict[str, Signature]]()
+    for name, kind in table_of(recipe).items():
+        marked = shipped.get(str(kind.factory))
+        own = {each: _signature(**marked[each]) for each in marked} if marked else signatures_of(name, kind)
+        found.setdefault("policy" if name == SAMPLER else name, {}).update(own)
+    return found
+
+
+def signatures_of(role: str, kind: RoleKind) -> dict[str, Signature]:
+    """Return the endpoints that a role's class marks; this loads torch.
+
+    Raises:
+        ConfigError: the class that an algorithm brings has no endpoint.
+    """
+    from rillflow.app.role_factories import role_class
+    from rillflow.workers.endpoint import endpoints_of
+
+    return {name: marked.signature for name, marked in endpoints_of(role_class(role, kind)).items()}
+
+
+def _signature(transfer: str, **fields: list[str]) -> Signature:
+    return Signature(transfer=transfer, **{name: tuple(some) for name, some in fields.items()})

@@ -1,0 +1,217 @@
+"""Launch: run a checked recipe to its end, and write the run directory.
+
+    recipe ─> task, run directory ─> build: model, roles, phases ─ loop ─> summary, report
+
+It checks the data and the run directory before it imports anything heavy.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+from rillflow.app.planned import keep_plan
+from rillflow.app.preflight_checks import Report, require_sound
+from rillflow.app.recipe import Recipe
+from rillflow.app.resume import (
+    MAY_CHANGE,
+    after,
+    drawn_from,
+    fresher_steps,
+    is_finished,
+    keep_data,
+    keep_sources,
+    require_possible,
+    resolved,
+)
+from rillflow.app.row_names import rows_named
+from rillflow.app.sources import NOTHING, Given
+from rillflow.controller.interrupt import Interruption, RunStage
+from rillflow.errors import RillflowError, RunDirectoryError
+from rillflow.placement.plan import Plan
+from rillflow.records.metrics import Metrics
+from rillflow.runs import layout
+from rillflow.runs.environment import environment
+from rillflow.runs.progress import Progress
+from rillflow.runs.reader import read_metrics
+from rillflow.runs.report.predicted import compare, render_comparison
+from rillflow.runs.report.write import write_report
+from rillflow.runs.run_data import load
+from rillflow.runs.run_directory import RunDirectory, holds_step, set_aside
+from rillflow.runs.summary import Summary, render_text, summarise, warnings_of
+
+
+def launch(
+    recipe: Recipe,
+    base: Path,
+    *,
+    fresh: bool = False,
+    quiet: bool = False,
+    plan: Plan | None = None,
+    command: Sequence[str] = (),
+    given: Given = NOTHING,
+    told: Callable[[str, int, Metrics], None] | None = None,
+    interruption: Interruption | None = None,
+) -> Summary:
+    """Run a recipe to its end, from the newest checkpoint if there is one, and return a summary.
+
+    Args:
+        recipe: the checked settings.
+        base: the recipe's folder; paths in it are relative to it.
+        fresh: move an older run of the same directory aside instead of resuming it.
+        quiet: show errors only.
+        plan: the plan that placed the recipe, or the one to compare the run with; the run directory keeps it.
+            None uses the plan of an earlier start, if the placement still matches it.
+        command: the typed command, for the commands that the summary suggests; empty in a Python program.
+        given: rows and rewards that are Python objects instead of files.
+        told: is called after every whole step with its phase, number and metrics; its errors end the run.
+        interruption: requests to stop the run; it also handles signals while this runs.
+
+    Raises:
+        RillflowError: an error that a user can fix; it states the problem, the reason and the fix.
+        Interrupted: the user asked to stop; the same command resumes.
+    """
+    with interruption or Interruption() as asked, asked.orderly():
+        return _launched(recipe, base, fresh, quiet, plan, command, given, told, asked)
+
+
+def _launched(
+    recipe: Recipe,
+    base: Path,
+    fresh: bool,
+    quiet: bool,
+    plan: Plan | None,
+    command: Sequence[str],
+    given: Given,
+    told: Callable[[str, int, Metrics], None] | None,
+    asked: Interruption,
+) -> Summary:
+    path = Path(recipe.run.dir or "runs/run")
+    drawn = None if fresh else drawn_from(path)
+    sound = require_sound(recipe, base, (lambda _: None) if quiet else Progress.say, drawn=drawn, given=given)
+    if fresh:
+        set_aside(path)
+    with ExitStack() as stack:
+        settings = resolved(recipe, sound.rows, base)
+        run = stack.enter_context(RunDirectory.open(path, settings, may_change=MAY_CHANGE))
+        require_possible(recipe, path, run.changes, sound.rows)
+        progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet, told=told))
+        for note in run.notes:
+            progress.note(f"damaged: {note}")
+        if is_finished(recipe, path):
+            progress.note(f"{path} is finished; --fresh sets it aside and starts again")
+        else:
+            for note in (*sound.notes, *warnings_of(load(path))):
+                progress.note(f"note: {note}")
+            asked.say = progress.note
+            try:
+                with asked.orderly():
+                    _train(recipe, base, sound, run, progress, stack, plan, command, asked)
+            except Exception:
+                _leave_report(run, progress)
+                raise
+            finally:
+                asked.stage = RunStage.ENDING
+        try:
+            _write_report(run)
+        except RunDirectoryError as error:  # the run is complete without it
+            progress.note(f"the run is finished, and its report is not; the same command writes it: {error}")
+        summary = summarise(path)
+    if not quiet:
+        _say(summary, path)
+    return summary
+
+
+def _say(summary: Summary, path: Path) -> None:
+    """Show a run's summary, and its plan's seconds next to the measured ones."""
+    Progress.say(render_text(summary))
+    compared = compare(load(path))
+    if compared is not None:
+        Progress.say(render_comparison(compared))
+
+
+def _leave_report(run: RunDirectory, progress: Progress) -> None:
+    """Write the report of a run that an error or the user ended; a second error must not hide the first."""
+    if not holds_step(run.path):
+        return
+    try:
+        progress.note(f"what there is so far: {_write_report(run)}")
+    except Exception as second:  # noqa: BLE001  what ended the run is the first error
+        progress.note(f"its report could not be written: {second}")
+
+
+def _write_report(run: RunDirectory) -> Path:
+    """Write the summary and the report; return the report's path."""
+    run.write_json(layout.SUMMARY, summarise(run.path).as_json())
+    return write_report(run.path)
+
+
+def _steps(recipe: Recipe) -> dict[str, int]:
+    """Return the steps of every phase, by name."""
+    first = {} if recipe.warm_start is None else {"warm_start": recipe.warm_start.steps}
+    return {**first, recipe.algorithm.name: recipe.algorithm.steps}
+
+
+def _train(
+    recipe: Recipe,
+    base: Path,
+    sound: Report,
+    run: RunDirectory,
+    progress: Progress,
+    stack: ExitStack,
+    plan: Plan | None,
+    command: Sequence[str],
+    interruption: Interruption,
+) -> None:
+    from rillflow.app.build import Build
+    from rillflow.app.shared_paths import clock_notes
+    from rillflow.controller.checkpoint import latest_checkpoint
+
+    task, encoded = sound.rows, sound.encoded
+    run.evidence.remove(layout.FINISHED)
+    keep_sources(recipe, task, base, run.path)
+    keep_data(task, run.path)
+    checkpoint = latest_checkpoint(run.checkpoints, run.id)
+    kept = checkpoint.step if checkpoint else 0
+    lost = max((record.step for record in read_metrics(run.path)), default=0) - kept
+    run.rewind(checkpoint.step if checkpoint else -1)
+    again = f"; {lost} steps that no checkpoint has are made again" if lost > 0 else ""
+    if checkpoint:
+        again += fresher_steps(recipe, checkpoint)
+        progress.note(f"resuming after step {kept} from {checkpoint.path}{again}")
+    else:
+        if again:
+            progress.note(f"beginning again{again}")
+        shutil.rmtree(run.path / layout.REFERENCE, ignore_errors=True)
+    shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)
+    for change in run.changes:
+        progress.note(f"changed: {after(kept, change)}")
+    build = Build(recipe, base, task, encoded, run, checkpoint, stack)
+    encoding_notes = build.encoded.notes if build.encoded is not encoded else ()
+    for note in (*encoding_notes, *clock_notes(build.nodes)):
+        progress.note(f"note: {note}")
+    is_planned = keep_plan(run.path, plan, recipe.placement)
+    left = run.path / layout.PLAN
+    if not is_planned and left.is_file():
+        progress.note(f"not placed as {left} says, so no longer compared with it; --plan {left} goes on")
+    run.log_start(
+        {
+            **environment(device=", ".join(sorted(set(build.devices.values()))), command=command),
+            "base": str(base.absolute()),
+            "after_step": kept,
+            "placement": recipe.placement.model_dump(mode="json"),
+            "nodes": {f"{at.pool} {at.rank}": asdict(node) for at, node in build.nodes.items()},
+            "is_planned": is_planned,
+            "left_out": {str(use): count for use, count in build.encoded.left_out.items()},
+        }
+    )
+    try:
+        with rows_named(task):
+            build.train(progress, interruption)
+            run.write_json(layout.FINISHED, {"steps": recipe.total_steps})
+    except RillflowError as error:
+        error.is_underway = True
+        raise

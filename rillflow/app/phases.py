@@ -1,0 +1,72 @@
+"""Phases: list what a recipe runs one after the other, before anything is built for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rillflow.algorithms.algorithm import Algorithm
+from rillflow.algorithms.config import AlgorithmConfig, SampledConfig
+from rillflow.algorithms.registry import warm_start
+from rillflow.app.recipe import Recipe
+from rillflow.training.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasePlan:
+    """A phase before anything is built for it."""
+
+    name: str
+    """Name of the phase in the records."""
+    algorithm: Algorithm
+    """Algorithm of the phase."""
+    config: AlgorithmConfig
+    """The algorithm's settings."""
+    train: TrainConfig
+    """Its optimiser's settings."""
+    first: int
+    """Number of the run's steps before the phase."""
+    evaluated: bool
+    """Whether the trained model is evaluated before, during and after the phase."""
+    samples: bool
+    """Whether rows may be sampled in the phase or for its evaluation."""
+
+    @property
+    def freshness(self) -> int:
+        """Number of versions that a trained token may be old."""
+        return self.config.freshness if isinstance(self.config, SampledConfig) else 0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that the phase calls."""
+        return self.algorithm.called(self.config)
+
+
+def phase_plans(recipe: Recipe) -> list[PhasePlan]:
+    """Return the recipe's phases in order: the warm start, if there is one, and the algorithm."""
+    plans, first = [], 0
+    if recipe.warm_start is not None:
+        algorithm, config = warm_start(recipe.warm_start)
+        plans.append(
+            PhasePlan(
+                name="warm_start",
+                algorithm=algorithm,
+                config=config,
+                train=recipe.policy.with_rate(recipe.warm_start),
+                first=0,
+                evaluated=False,
+                samples=False,
+            )
+        )
+        first = config.steps
+    plans.append(
+        PhasePlan(
+            name=recipe.algorithm.name,
+            algorithm=recipe.chosen,
+            config=recipe.algorithm,
+            train=recipe.policy.as_train(),
+            first=first,
+            evaluated=True,
+            samples=True,
+        )
+    )
+    return plans

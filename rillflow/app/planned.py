@@ -1,0 +1,142 @@
+"""Planned: apply a plan to a recipe's placement, or refuse a plan that cannot run.
+
+Plan ─┬─ settings_of ─> placement.pools, roles, train, generate, freshness, oversampling, as --set writes them
+      ├─ require_for ─> refuses a plan of another recipe, or a plan that no run supports yet
+      └─ keep_plan ───> writes it to the run directory; returns whether the run is placed by it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rillflow.app.recipe import LoadedRecipe
+from rillflow.config.overrides import parse_override
+from rillflow.config.toml_text import inline_text
+from rillflow.errors import ConfigError, PlanError, nearest
+from rillflow.placement.grid import Grid
+from rillflow.placement.plan import SAMPLER, Plan, open_plan, plan_text
+from rillflow.runs import layout
+from rillflow.runs.evidence import Evidence
+from rillflow.workers.config import MeshSizes, PlacementConfig
+
+_AHEAD = ("freshness", "oversample_prompts", "oversample_samples")
+PLANNED = (
+    *map("placement.{}".format, ("pools", "roles", "train", "generate")),
+    *map("algorithm.{}".format, _AHEAD),
+)
+"""Settings that a plan fixes."""
+PROCESSOR = "cpu"
+"""Prefix of the names of devices that need no accelerator."""
+
+
+def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
+    """Return ``KEY=VALUE`` texts that place a recipe as the plan does.
+
+    Args:
+        plan: the plan to run.
+        overrides: further overrides, which must not place anything.
+
+    Raises:
+        ConfigError: an override places something.
+    """
+    for text in overrides:
+        dotted = parse_override(text).dotted
+        if dotted == "placement" or dotted.startswith(PLANNED):
+            raise ConfigError(
+                f"--set {text} beside --plan",
+                why=f"the plan settles {', '.join(PLANNED)}",
+                fix="change the plan's file, or leave one of the two out",
+            )
+    said = [f"algorithm.{key}={vars(plan)[key]}" for key in _AHEAD if vars(plan)[key] != vars(Plan)[key]]
+    return [*said, *(f"placement.{key}={inline_text(value)}" for key, value in plan.placement.items())]
+
+
+def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
+    """Refuse a plan of another recipe, or a plan that no run supports yet.
+
+    Raises:
+        PlanError: it is another algorithm's, places a role the recipe does not call, spans two fleets,
+            shards experts together with other axes, or needs accelerators that are not here.
+    """
+    recipe = loaded.recipe
+    for what, why in _not_yet(plan):
+        raise PlanError(f"the plan {what}", why=why, fix="change the plan's file, or plan what is here")
+    if plan.name != recipe.algorithm.name:
+        raise PlanError(
+            f"the plan is one of {plan.name}",
+            why=f"{loaded.path} runs {recipe.algorithm.name}",
+            fix=f"rillflow plan {loaded.path} --out makes one",
+        )
+    for name in plan.units:
+        if name not in (*recipe.roles, SAMPLER):
+            raise PlanError(
+                f"the plan places {name!r}",
+                why=f"{loaded.path} calls {', '.join(recipe.roles)}",
+                fix=nearest(name, recipe.roles),
+            )
+
+
+def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
+    """Return whether every unit of the plan is placed as it says; the names of pools do not matter.
+
+    Grids fill their pools, so pools with equal grids have equal sizes.
+    """
+    pairs = {(unit.pool, placement.pool_of(name)) for name, unit in plan.units.items()}
+    models = {name: unit for name, unit in plan.units.items() if name != SAMPLER}
+    names = dict(pairs)
+    alike = len(pairs) == len(names) == len(set(names.values()))
+    return (
+        alike
+        and placement.samples_apart == (SAMPLER in plan.units)
+        and all(grid_of(placement.mesh_of(name)) == unit.grid for name, unit in models.items())
+        and all(unit.generate_tp in (0, placement.generate_tp) for unit in plan.units.values())
+    )
+
+
+def grid_of(mesh: MeshSizes) -> Grid:
+    """Return the grid of a recipe's mesh; sharding over some ranks of dp counts as sharding over all."""
+    return Grid(dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, ep=mesh.ep, is_sharded=mesh.fsdp > 1)
+
+
+def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
+    """Write a given plan into a run directory; return whether the plan there matches the run's placement.
+
+    Args:
+        run: the directory.
+        plan: the plan given at this start; None: the directory may have one of an earlier start.
+        placement: the placement of this start.
+
+    Raises:
+        PlanError: the plan of an earlier start is damaged.
+    """
+    file = run / layout.PLAN
+    if plan is not None:
+        Evidence(run).write(layout.PLAN, plan_text(plan).encode())
+    elif file.is_file():
+        plan = open_plan(file)
+    return plan is not None and is_placed_by(plan, placement)
+
+
+def _not_yet(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield what in a plan no run supports yet, and why."""
+    if plan.streams or plan.publish_every:
+        streams = "a step's minibatches as they come" if plan.streams else "what minibatches publish"
+        yield f"trains on {streams}", "a run trains on whole steps"
+    fleets = sorted({pool.fleet for pool in plan.pools})
+    if len(fleets) > 1:
+        yield f"lies on {' and '.join(fleets)}", "a run takes its ranks from machines of one kind"
+    for name, unit in plan.units.items():
+        grid = unit.grid
+        if grid.ep > 1 and (grid.pp * grid.tp * grid.cp > 1 or grid.is_sharded or grid.dp % grid.ep):
+            why = "a run shares out experts over ranks that hold all else whole, some of dp"
+            yield f"says units.{name}.ep is {grid.ep} beside {grid}", why
+    for pool in plan.pools:
+        if pool.device and not pool.device.lower().startswith(PROCESSOR) and not _has_accelerator():
+            yield f"has {pool.devices} x {pool.device} as pool {pool.name}", "this machine has no accelerator"
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,170 @@
+"""Plugins: separate distributions that add commands and predictions to Rillflow.
+
+    entry points of group "rillflow.plugins" ─> Plugin ─┬─ commands of the command line
+                                                        └─ Planning: predictions for a run and its report
+
+The package never imports a plugin by name. The command of a plugin that is not installed raises an error
+with the line that installs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from rillflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rillflow.algorithms.algorithm import Algorithm
+    from rillflow.app.recipe import LoadedRecipe
+    from rillflow.placement.plan import Plan
+    from rillflow.runs.report.prediction import Predict
+
+GROUP = "rillflow.plugins"
+SHIPPED: Mapping[str, Mapping[str, str]] = {
+    "planner": {
+        "plan": "choose devices and parallel sizes for every model, and predict the seconds of a step",
+        "simulate": "simulate a plan event by event: step time, idle time and its causes, age of rows",
+        "calibrate": "fit a cluster's factors to a run, so that predictions match its measured seconds",
+    },
+    "merging": {"merge": "merge several models into one, by averages, task vectors or optimal transport"},
+    "service": {},
+}
+"""The plugins of this project by name, and the help of their commands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command of the command line."""
+
+    help: str
+    """One line of ``rillflow --help``."""
+    run: Callable[[argparse.Namespace], int]
+    """Function of the command; returns the exit code."""
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    """Function that adds the command's arguments to its parser."""
+
+
+class Planning(Protocol):
+    """Predictions of a planner."""
+
+    def predict_placement(
+        self, loaded: LoadedRecipe, cluster: Path, lengths: Path | None, say: Callable[[str], None]
+    ) -> Plan:
+        """Return a recipe's own placement on a cluster with predicted seconds, for ``run --cluster``."""
+        ...
+
+    def predict_steps(self, algorithms: Sequence[Algorithm]) -> Predict:
+        """Return the function that simulates steps of a run, for its report and timeline."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """What a distribution adds."""
+
+    commands: Mapping[str, Command] = field(default_factory=dict)
+    """Commands by name."""
+    planning: Callable[[], Planning] | None = None
+    """Returns the planner; it may import heavy modules."""
+
+
+@cache
+def installed() -> Mapping[str, Plugin]:
+    """Return every installed plugin by the name of its entry point.
+
+    Raises:
+        ConfigError: a plugin is installed and cannot be loaded.
+    """
+    found = {point.name: _loaded(point) for point in entry_points(group=GROUP)}
+    return {name: plugin for name, plugin in found.items() if plugin is not None}
+
+
+def _loaded(point: EntryPoint) -> Plugin | None:
+    """Load a plugin; None if its module is gone, such as the deleted folder of an editable install."""
+    try:
+        found = point.load()
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == point.module.partition(".")[0]:
+            return None
+        raise ConfigError(
+            f"the plugin {point.name} ({point.value}) cannot be imported",
+            why=str(error),
+            fix=f"install it again: {install_line(point.name)}",
+        ) from error
+    if not isinstance(found, Plugin):
+        raise ConfigError(
+            f"the plugin {point.name} is a {type(found).__name__}", why=f"{point.value} is no Plugin"
+        )
+    return found
+
+
+def planning(needed_by: str) -> Planning:
+    """Return the installed planner.
+
+    Args:
+        needed_by: the option or command that needs it, for the error.
+
+    Raises:
+        ConfigError: no planner is installed.
+    """
+    found = _installed_planning()
+    if found is None:
+        raise missing(needed_by, "planner")
+    return found
+
+
+def predict_steps(algorithms: Sequence[Algorithm] = ()) -> Predict | None:
+    """Return the installed planner's simulation of a run's steps; None if no planner is installed.
+
+    Args:
+        algorithms: custom algorithms that the run's recipe may name.
+    """
+    planner = _installed_planning()
+    return None if planner is None else planner.predict_steps(algorithms)
+
+
+def _installed_planning() -> Planning | None:
+    made = next((each.planning for each in installed().values() if each.planning), None)
+    return None if made is None else made()
+
+
+def missing(what: str, plugin: str) -> ConfigError:
+    """Return the error for a command or option of a plugin that is not installed."""
+    return ConfigError(
+        f"{what} needs the plugin {plugin}", why="it is not installed", fix=install_line(plugin)
+    )
+
+
+def install_line(plugin: str) -> str:
+    """Return the command that installs a plugin."""
+    return f"pip install rillflow-{plugin}   (in a clone: pip install ./plugins/{plugin})"
+
+
+def commands() -> Mapping[str, Command]:
+    """Return the commands of all plugins; one of a shipped plugin that is not installed raises its error."""
+    found = {
+        name: Command(help=told, run=_refusal(name, plugin), add_arguments=_accept_anything)
+        for plugin, names in SHIPPED.items()
+        for name, told in names.items()
+    }
+    for each in installed().values():
+        found |= each.commands
+    return found
+
+
+def _refusal(name: str, plugin: str) -> Callable[[argparse.Namespace], int]:
+    def refuse(arguments: argparse.Namespace) -> int:
+        del arguments
+        raise missing(f"rillflow {name}", plugin)
+
+    return refuse
+
+
+def _accept_anything(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

@@ -1,0 +1,176 @@
+"""Python: start a run from a program or a notebook, with the same code as the command line.
+
+recipe, settings ─ load_recipe ─> Recipe ────┐
+prompts, reward ─> Given ────────────────────┼─ launch ─> run directory ─> Run
+callbacks <─ StepResult, after every step ───┘
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rillflow.algorithms.algorithm import Algorithm
+from rillflow.app.launch import launch
+from rillflow.app.recipe import LoadedRecipe, leaves, load_recipe
+from rillflow.app.run import Run
+from rillflow.app.sources import Given
+from rillflow.controller.interrupt import Interruption
+from rillflow.errors import CallbackError, ConfigError, Interrupted, RewardError
+from rillflow.records.metrics import Metrics
+from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.source import shipped
+from rillflow.runs.error_lines import innermost_line
+from rillflow.tasks.files import ENDINGS, GIVEN, Rows
+
+Function: TypeAlias = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Result of a step, which callbacks receive."""
+
+    step: int
+    """Number of the step, from 1 over all phases."""
+    phase: str
+    """Phase of the step."""
+    metrics: Mapping[str, float]
+    """Values of all metrics, by name."""
+    run: Run
+    """The run; ``run.stop()`` ends it after this step."""
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any],
+    *,
+    prompts: str | Path | Rows | None = None,
+    reward: str | Path | Function | Sequence[Function | tuple[Function, float]] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    dir: str | Path | None = None,
+    callbacks: Sequence[Callable[[StepResult], object]] = (),
+    algorithms: Sequence[Algorithm] = (),
+    fresh: bool = False,
+    quiet: bool = False,
+) -> Run:
+    """Run a recipe to its end, or resume the run in its directory.
+
+    Args:
+        recipe: a recipe's TOML file, or its sections as a dict.
+        prompts: texts, conversations, rows with a column ``prompt``, a Hugging Face data set, or a file or
+            task as in ``task.source``; None for the recipe's. Given rows are held out only if ``settings``
+            says so, or a recipe dict without a source of its own. The held-out settings of other recipes
+            apply to their own source.
+        reward: a function ``reward(prompts, completions, **columns)``, also one of a notebook's cell. A list
+            of functions, or of pairs with a weight, is summed. A text names one in a file. None takes
+            the recipe's.
+        settings: values by dotted keys that override the recipe's, such as ``{"policy.lr": 1e-5}``.
+        dir: the run directory; overrides ``run.dir``.
+        callbacks: called after every step.
+        algorithms: your own algorithms, which the recipe may name.
+        fresh: move an older run of the directory aside instead of resuming it.
+        quiet: show nothing.
+
+    Raises:
+        RillflowError: an error that a user can fix; it states the problem, the reason and the fix.
+        CallbackError: a callback raised; the last whole step is saved.
+        Interrupted: Ctrl-C; the same call resumes.
+    """
+    over, rows = dict(settings or {}), None if isinstance(prompts, str | Path) else prompts
+    base = Path() if isinstance(recipe, Mapping) else Path(recipe).parent
+    if prompts is not None:
+        over["task.source"] = GIVEN if rows is not None else _relative(str(prompts), base)
+    functions = () if reward is None or isinstance(reward, str | Path) else _functions(reward)
+    if reward is not None:
+        over["reward.function"] = None if functions else _relative(str(reward), base)
+    _require_callable(callbacks)
+    if dir is not None:
+        over["run.dir"] = str(dir)
+    loaded = load_recipe(recipe, over, algorithms)
+    if rows is not None and not _holds_out(loaded, recipe):
+        over |= {"task.held_out": 0, "task.held_out_source": None}
+        loaded = load_recipe(recipe, over, algorithms)
+    asked = Interruption()
+    run = Run(Path(str(loaded.recipe.run.dir)), asked)
+    try:
+        given, told = Given(rows=rows, reward=functions), _Callbacks(callbacks, run)
+        launch(
+            loaded.recipe, loaded.base, fresh=fresh, quiet=quiet, given=given, told=told, interruption=asked
+        )
+    except Interrupted:
+        if not run.is_stopped:
+            raise
+    return run
+
+
+def _require_callable(callbacks: Sequence[object]) -> None:
+    for number, callback in enumerate(callbacks, 1):
+        if not callable(callback):
+            raise ConfigError(
+                f"callback {number} is {callback!r}",
+                why="callbacks are called after every step with a StepResult",
+                fix="give functions: callbacks=[my_function]",
+            )
+
+
+def _holds_out(loaded: LoadedRecipe, recipe: object) -> bool:
+    """Return whether a setting for held-out rows applies to rows given in Python.
+
+    It does in ``settings``, and in a dict that names no source. Others apply to the recipe's own source.
+    """
+    is_bare = isinstance(recipe, Mapping) and "task.source" not in leaves(recipe)
+    origins = {loaded.given.get(name) for name in ("task.held_out", "task.held_out_source")} - {None}
+    return bool(origins) if is_bare else "--set" in origins
+
+
+def _relative(named: str, base: Path) -> str:
+    """Return a file relative to the recipe's folder, not the present one; a task's name stays unchanged."""
+    is_file = Path(named.rpartition(":")[0] or named).suffix in (*ENDINGS, ".py")
+    return os.path.relpath(named, base) if is_file else named
+
+
+def _functions(reward: Any) -> tuple[FunctionPath, ...]:
+    several = reward if isinstance(reward, list | tuple) else [reward]
+    pairs = [each if isinstance(each, tuple) else (each, 1.0) for each in several]
+    found = tuple(shipped(function, weight) for function, weight in pairs)
+    names = [each.name for each in found]
+    if len(set(names)) < max(1, len(names)):
+        why = "something has to score, and what each says is recorded by its name"
+        raise RewardError(f"the rewards are called {names}", why, "give functions with names of their own")
+    return found
+
+
+class _Callbacks:
+    """Caller of all callbacks after a step; an error in one does not skip the others."""
+
+    def __init__(self, callbacks: Sequence[Callable[[StepResult], object]], run: Run) -> None:
+        self._callbacks, self._run = callbacks, run
+
+    def __call__(self, phase: str, step: int, metrics: Metrics) -> None:
+        values = {name: metric.value for name, metric in metrics.items()}
+        result = StepResult(step=step, phase=phase, metrics=values, run=self._run)
+        errors: list[CallbackError] = []
+        for callback in self._callbacks:
+            try:
+                callback(result)
+            except Exception as error:  # noqa: BLE001  a supervision boundary: callbacks may raise anything
+                errors.append(_failure(callback, step, error))
+        for later in errors[1:]:
+            errors[0].add_note(f"and {later}")
+        if errors:
+            raise errors[0]
+
+
+def _failure(callback: object, step: int, error: Exception) -> CallbackError:
+    """Return the error for an exception in a callback, with its line."""
+    name = callback.__qualname__ if inspect.isroutine(callback) else repr(callback)
+    failure = CallbackError(
+        f"the callback {name} failed after step {step}: {type(error).__name__}: {error}",
+        why=innermost_line(error),
+        fix="mend it, and give the same call again: it goes on from the last step that is saved",
+    )
+    failure.__cause__ = error
+    return failure

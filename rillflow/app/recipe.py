@@ -1,0 +1,290 @@
+"""Recipe: the record of a run's settings; `rillflow run` reads it, and a run directory keeps it.
+
+run.toml + --set ─ load_recipe ─> LoadedRecipe ─┬─ recipe  ─> launch
+                                                ├─ base    ─> the folder that its paths are relative to
+                                                └─ given   ─> which settings are not defaults
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, Union
+
+from pydantic import Field, create_model, field_validator, model_validator
+
+from rillflow.algorithms.algorithm import Algorithm
+from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig, WarmStartConfig
+from rillflow.algorithms.registry import ALGORITHMS, warm_start
+from rillflow.app.consistency import inconsistencies
+from rillflow.app.corrections import with_correction
+from rillflow.app.role_table import SECTION_ROLES
+from rillflow.app.trained import named_model
+from rillflow.config.load import read_toml, validate
+from rillflow.config.overrides import Override, apply_overrides, parse_override
+from rillflow.config.problems import together
+from rillflow.config.schema import tags
+from rillflow.config.section import Section
+from rillflow.models.config import ModelConfig
+from rillflow.rewards.config import CostConfig, RewardConfig
+from rillflow.rollout.config import RolloutConfig, Temperature
+from rillflow.tasks.config import TaskConfig
+from rillflow.training.config import TrainConfig
+from rillflow.workers.config import PlacementConfig
+
+RECIPE_FILE = "run.toml"
+"""Usual file name of a recipe; its run is then named after the folder."""
+
+if TYPE_CHECKING:
+    AnyAlgorithm: TypeAlias = AlgorithmConfig
+else:
+    AnyAlgorithm = Union[tuple(algorithm.config for algorithm in ALGORITHMS.values())]  # noqa: UP007  dynamic
+
+
+class RunConfig(Section):
+    """Directory, device and checkpoints of a run."""
+
+    dir: str | None = Field(
+        None,
+        min_length=1,
+        description="The run directory, relative to the working directory; runs/NAME if left out.",
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random number of the run.")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
+    threads: int = Field(0, ge=0, description="CPU threads; 0 leaves the choice to torch.")
+    checkpoint_minutes: float = Field(
+        5.0,
+        ge=0,
+        description="Minutes between checkpoints, or longer if writing one takes over 2% of that time; 0 "
+        "for none.",
+    )
+    checkpoint_every: int = Field(
+        0, ge=0, description="Steps between further checkpoints; 0 leaves it to checkpoint_minutes."
+    )
+    max_skipped: int = Field(
+        5,
+        ge=0,
+        description="Optimiser steps that may be skipped because a number is not finite; one more stops "
+        "the run.",
+    )
+    keep_checkpoints: int = Field(
+        2, gt=0, description="Newest checkpoints to keep; the one with the best held-out result is kept too."
+    )
+    rollouts_every: int | None = Field(
+        None,
+        ge=0,
+        description="Steps between two steps whose rollouts are written; 0 writes none. Left out, every "
+        "step.",
+    )
+    rollouts_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of the prompts whose rollouts are written in such a step; left out, all.",
+    )
+
+
+class PolicyConfig(TrainConfig):
+    """The trained model and its optimiser settings: the policy, or the model that is trained instead."""
+
+    model: ModelConfig
+
+
+class CriticConfig(Section):
+    """The critic, if the algorithm has one; all other settings are the policy's."""
+
+    path: str | None = Field(
+        None,
+        description="Initial weights: a model's directory, or a run (its critic, else its reward model, "
+        "else its policy). Left out, the policy's weights with a new head.",
+    )
+    lr: float | None = Field(None, gt=0, description="Peak learning rate; left out, the policy's.")
+
+
+class EvaluateConfig(Section):
+    """Evaluation on held-out prompts."""
+
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
+    problems: int = Field(500, ge=0, description="Held-out prompts to evaluate at most; 0 for none.")
+    temperature: Temperature = Field(0.0, description="Sampling temperature of the answers; 0 is greedy.")
+    samples: int | None = Field(
+        None, gt=0, description="Completions of each held-out prompt, for pass@k; left out, one."
+    )
+    sets: dict[str, str] = Field(
+        {},
+        description="Further evaluation sets: prompt files by name. Each has its own line in "
+        "evaluations.jsonl.",
+    )
+    success: float | None = Field(
+        None, description="Smallest reward that counts as right, if rewards are not only 0 and 1."
+    )
+
+
+class Recipe(Section):
+    """A whole run.
+
+    Example:
+        load_recipe(Path("recipes/arithmetic/run.toml"), ["policy.lr=1e-5"]).recipe
+
+    Raises:
+        ConfigError: two settings contradict each other.
+    """
+
+    run: RunConfig = RunConfig()
+    task: TaskConfig = TaskConfig()
+    policy: PolicyConfig
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    cost: CostConfig = CostConfig()
+    critic: CriticConfig = CriticConfig()
+    warm_start: WarmStartConfig | None = None
+    algorithm: AnyAlgorithm = Field(discriminator="name")
+    evaluate: EvaluateConfig = EvaluateConfig()
+    placement: PlacementConfig = PlacementConfig()
+    algorithms: ClassVar[Mapping[str, Algorithm]] = ALGORITHMS
+    """Algorithms that ``[algorithm]`` may name."""
+
+    @field_validator("evaluate", mode="before")
+    @classmethod
+    def _none_is_never(cls, value: object) -> object:
+        return EvaluateConfig(problems=0) if value is None else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        problems = inconsistencies(self)
+        if problems:
+            raise together(problems, "the recipe")
+        return self
+
+    @model_validator(mode="after")
+    def _corrected(self) -> Recipe:
+        """Give a policy loss the default correction if its tokens may be off-policy."""
+        if not isinstance(self.algorithm, OnlineConfig):
+            return self
+        algorithm = with_correction(self.algorithm, self.rollout.engine)
+        return self.model_copy(update={"algorithm": algorithm})
+
+    @property
+    def chosen(self) -> Algorithm:
+        """Algorithm that ``[algorithm]`` names."""
+        return self.algorithms[self.algorithm.name]
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of all phases."""
+        return self.algorithm.steps + (self.warm_start.steps if self.warm_start is not None else 0)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that the phases call, in the order of their first call."""
+        found: list[str] = []
+        if self.warm_start is not None:
+            first, settings = warm_start(self.warm_start)
+            found += first.called(settings)
+        found += self.chosen.called(self.algorithm)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def trained_role(self) -> str:
+        """Role whose model the section ``policy`` describes: the first role that starts from it."""
+        own = (role for role in self.roles if role in SECTION_ROLES)
+        return next(own, self.roles[0])
+
+    @property
+    def shares_reference(self) -> bool:
+        """Whether the reference is the policy's own module with an earlier adapter."""
+        placement, adapter = self.placement, self.policy.model.adapter
+        roles = ("policy", "reference")
+        pools = {(placement.pool_of(role), placement.mesh_of(role)) for role in roles}
+        return adapter is not None and set(roles) <= set(self.roles) and len(pools) == 1
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether there is a policy; without one, nothing is sampled and no answer is scored."""
+        return "policy" in self.roles
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedRecipe:
+    """A recipe and the origin of its settings."""
+
+    recipe: Recipe
+    """The checked settings."""
+    path: Path
+    """The recipe's file."""
+    base: Path
+    """Folder of the file; paths in the recipe are relative to it."""
+    given: Mapping[str, str]
+    """Origin of each given setting, by dotted key: the file's name or ``--set``."""
+
+
+def load_recipe(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    algorithms: Sequence[Algorithm] = (),
+) -> LoadedRecipe:
+    """Read a recipe and apply overrides.
+
+    Args:
+        source: the TOML file, or its sections; paths in a dict are relative to the present folder.
+        overrides: ``KEY=VALUE`` texts as for ``--set``, or values by dotted keys.
+        algorithms: custom algorithms that the recipe may name.
+
+    Raises:
+        ConfigError: the recipe cannot run; it lists every reason that the settings alone show.
+    """
+    path = Path("recipe") if isinstance(source, Mapping) else Path(source)
+    data = source if isinstance(source, Mapping) else read_toml(path)
+    if isinstance(overrides, Mapping):
+        settings = [Override(path=tuple(key.split(".")), value=value) for key, value in overrides.items()]
+    else:
+        settings = [parse_override(text) for text in overrides]
+    recipe = validate(recipe_class(algorithms), apply_overrides(data, settings), str(path))
+    recipe = _with_models_of_runs(recipe, path.parent)
+    if recipe.run.dir is None:
+        run = recipe.run.model_copy(update={"dir": str(Path("runs") / run_name(path))})
+        recipe = recipe.model_copy(update={"run": run})
+    given = dict.fromkeys(leaves(data), path.name)
+    given |= dict.fromkeys(leaves(apply_overrides({}, settings)), "--set")
+    return LoadedRecipe(recipe=recipe, path=path, base=path.parent, given=given)
+
+
+def _with_models_of_runs(recipe: Recipe, base: Path) -> Recipe:
+    """Replace run directories in model paths by the models of their newest checkpoints.
+
+    Raises:
+        RunDirectoryError: a run has no checkpoint, or trains no such model.
+    """
+    path = named_model(recipe.policy.model.path, base, "policy")
+    policy = recipe.policy.model_copy(update={"model": recipe.policy.model.model_copy(update={"path": path})})
+    started = named_model(recipe.critic.path, base, "critic", "reward_model", "policy")
+    critic = recipe.critic.model_copy(update={"path": started})
+    return recipe.model_copy(update={"policy": policy, "critic": critic})
+
+
+def recipe_class(algorithms: Sequence[Algorithm]) -> type[Recipe]:
+    """Return a recipe class that may also name these algorithms; they replace shipped ones by name."""
+    if not algorithms:
+        return Recipe
+    named = {name: each for each in algorithms for name in tags(each.config, "name")}
+    known = {**ALGORITHMS, **named}
+    choices: Any = Union[tuple(each.config for each in known.values())]  # noqa: UP007  made at run time
+    made = create_model("Recipe", __base__=Recipe, algorithm=(choices, Field(discriminator="name")))
+    made.algorithms = known
+    return made
+
+
+def run_name(path: Path) -> str:
+    """Return the name of a recipe's run: its folder, or the file if it is not ``run.toml``."""
+    folder = path.absolute().parent.name
+    return folder if path.name == RECIPE_FILE and folder else path.stem
+
+
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of all values in nested tables."""
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"

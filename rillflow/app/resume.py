@@ -1,0 +1,220 @@
+"""Resume: the config that a run keeps, the changes that a resume allows, and the cost of a kill.
+
+recipe + data + sources ─ resolved ─> config.json ─ compared ─> Changes ─ require_possible ─> recorded
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rillflow.algorithms.algorithm import Algorithm
+from rillflow.algorithms.config import SampledConfig, is_ready_first
+from rillflow.app.recipe import LoadedRecipe, Recipe, recipe_class
+from rillflow.config.load import validate
+from rillflow.controller.checkpoint import Checkpoint
+from rillflow.errors import DataError, RunDirectoryError
+from rillflow.rewards.function import parse_function
+from rillflow.runs import layout
+from rillflow.runs.changes import Change
+from rillflow.runs.evidence import Evidence
+from rillflow.runs.json_lines import JSON, encode, read_json
+from rillflow.runs.layout import kept_steps
+from rillflow.runs.run_data import RunData
+from rillflow.runs.run_directory import holds_step
+from rillflow.tasks.example import Example
+from rillflow.tasks.fingerprint import first_changed
+from rillflow.tasks.task import Task
+
+_LOSS = ("kl", "kl_bound", "entropy", "clip_low", "clip_high", "dual_clip", "correction", "correction_bounds")
+_TRAIN = ("lr", "schedule", "final_lr", "warmup_steps", "max_grad_norm", "weight_decay", "balance")
+_MEMORY = ("tokens_per_micro_batch", "gradient_checkpointing", "moments", "offload")
+_RUN = (
+    *("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "rollouts_every", "rollouts_share"),
+    *("max_skipped", "dir", "device", "threads"),
+)
+_REWARD = ("timeout_s", "memory_bytes", "workers", "max_failures")
+MAY_CHANGE = (
+    *("algorithm.steps", "algorithm.value_loss", "algorithm.ratio_tolerance", "algorithm.gap_tolerance"),
+    *(f"algorithm.loss.{name}" for name in _LOSS),
+    *(f"policy.{name}" for name in (*_TRAIN, *_MEMORY)),
+    *(f"reward.{name}" for name in _REWARD),
+    *(f"run.{name}" for name in _RUN),
+    *(
+        "critic.lr",
+        "rollout.max_tokens",
+        "rollout.max_rows",
+        "task.too_long",
+        "evaluate.every",
+        "placement",
+        "sources",
+        "data",
+    ),
+)
+"""Settings that a resumed run may change; docs/design/run_directory.md describes each effect."""
+
+
+BESIDE_SETTINGS = ("data", "sources")
+"""Keys of a run directory's config in addition to the recipe's sections."""
+
+
+def resolved(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, Any]:
+    """Return a run directory's config: every setting, and digests of the data and the functions."""
+    sources = {setting: digest(text) for setting, text in sources_of(recipe, task, base).items()}
+    data = {"rows": len(task.fingerprint.rows), "digest": task.digest}
+    return {**recipe.model_dump(mode="json"), "data": data, "sources": sources}
+
+
+def sources_of(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, bytes]:
+    """Return the source files of the recipe's functions by setting, and the texts of those given in Python.
+
+    Raises:
+        RewardError: a file is missing.
+    """
+    agent = recipe.rollout.agent
+    named = {"reward": recipe.reward.function, "cost": recipe.cost.function}
+    named["agent"] = agent.function if agent is not None else None
+    files = {name: parse_function(text, base).file for name, text in named.items() if text is not None}
+    given = {f"reward.{each.name}": each.text.encode() for each in task.reward if each.text}
+    return {**given, **{name: file.read_bytes() for name, file in files.items()}}
+
+
+def digest(text: bytes) -> str:
+    """Return the first 16 hex digits of a text's SHA-256."""
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def keep_sources(recipe: Recipe, task: Task[Example], base: Path, run: Path) -> None:
+    """Copy the sources of the run's functions into the run directory, each version once.
+
+    Raises:
+        RunDirectoryError: the disk is full or cannot be written.
+    """
+    for setting, text in sources_of(recipe, task, base).items():
+        kept = run / layout.SOURCES / f"{setting}-{digest(text)}.py"
+        if not kept.is_file():
+            Evidence(run).write(f"{layout.SOURCES}/{kept.name}", text)
+
+
+def drawn_from(run: Path) -> int | None:
+    """Return the number of rows that a resumed run drew its held-out rows from; None for a new run."""
+    file = run / layout.DATA
+    return _kept_data(run)["drawn"] if file.is_file() and holds_step(run) else None
+
+
+def keep_data(task: Task[Example], run: Path) -> None:
+    """Write the digests of a run's rows into its directory.
+
+    Raises:
+        RunDirectoryError: the disk is full or cannot be written.
+    """
+    now = task.fingerprint
+    kept: dict[str, JSON] = {"drawn": now.drawn, "rows": now.rows, "held_out": now.held_out}
+    Evidence(run).write(layout.DATA, encode(kept))
+
+
+def _kept_data(run: Path) -> Mapping[str, Any]:
+    kept: Mapping[str, Any] = read_json(run / layout.DATA)
+    if [type(kept.get(name)) for name in ("drawn", "rows", "held_out")] != [int, list, list]:
+        raise RunDirectoryError(
+            f"{run / layout.DATA} has no digests of rows",
+            why="something else wrote it",
+            fix="restore it from a copy, or remove it where the data are as they were",
+        )
+    return kept
+
+
+def _require_same_rows(task: Task[Example], run: Path) -> None:
+    """Refuse data in which a row of the run has changed or is gone."""
+    kept, now = _kept_data(run), task.fingerprint
+    apart, drawn = (task.held_out, ()) if now.held_out else ((), task.held_out)
+    for part, digests, rows in (("held_out", now.held_out, apart), ("rows", now.rows, (*task.train, *drawn))):
+        place = first_changed(kept[part], digests, may_grow=part == "rows")
+        if place is None:
+            continue
+        row = next((str(row) for row in rows if row.index == place), f"row {place + 1} of {task.name}")
+        said = "is not the row that" if place < len(digests) else "is gone; it is one that"
+        raise DataError(
+            f"{row} {said} {run} was begun with",
+            why="what a run learns from and is judged by stays; rows may be added after those it learns from",
+            fix="put the row back, or choose another run directory; --fresh sets the old one aside",
+        )
+
+
+def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task: Task[Example]) -> None:
+    """Refuse a change to an allowed setting whose new value is impossible.
+
+    Raises:
+        RunDirectoryError: the run has made more steps than the recipe asks for; or a KL penalty needs a
+            reference that the run has not kept.
+        DataError: a row of the run has changed or is gone; the message names it.
+    """
+    made = max(kept_steps(run / layout.CHECKPOINTS), default=0)
+    if made > recipe.total_steps:
+        raise RunDirectoryError(
+            f"algorithm.steps is {recipe.algorithm.steps}, {recipe.total_steps} with all phases, and "
+            f"{run} has made {made}",
+            why="steps cannot be taken back",
+            fix="set more steps, or choose another run directory",
+        )
+    for change in changed:
+        if change.key == "data.digest":
+            _require_same_rows(task, run)
+        paid = change.key == "algorithm.loss.kl" and change.old == 0
+        if paid and not (run / layout.REFERENCE).is_dir():
+            raise RunDirectoryError(
+                f"{run} holds a run with another config: {change}",
+                why="the divergence is one from the policy as the phase began, and the run has not kept that",
+                fix="choose another run directory, or add --fresh to set the old one aside",
+            )
+
+
+def is_finished(recipe: Recipe, run: Path) -> bool:
+    """Return whether a run has made the last step of its recipe."""
+    mark = run / layout.FINISHED
+    return mark.is_file() and read_json(mark)["steps"] == recipe.total_steps
+
+
+def kill_cost(recipe: Recipe) -> str:
+    """Return the most work that a kill or a power cut costs with these settings."""
+    run = recipe.run
+    parts = [f"{run.checkpoint_minutes:g} minutes (run.checkpoint_minutes)"] if run.checkpoint_minutes else []
+    parts += [f"{run.checkpoint_every:,} steps (run.checkpoint_every)"] if run.checkpoint_every else []
+    if not parts:
+        return "a kill costs all steps of the phase: run.checkpoint_minutes and run.checkpoint_every are 0"
+    return f"a kill costs at most {' or '.join(parts)} of work, and the step that runs"
+
+
+def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
+    """Return a note on the steps that fresher weights sample after a resume; empty if there are none.
+
+    A finished run has sampled nothing ahead, and its older weights are gone. The same holds if a sampler has
+    died. An interrupted run has sampled ahead, and its checkpoint keeps the rows.
+    """
+    config, step = recipe.algorithm, checkpoint.step
+    begun = step > (recipe.warm_start.steps if recipe.warm_start is not None else 0)
+    if not isinstance(config, SampledConfig) or is_ready_first(config) or not (config.freshness and begun):
+        return ""
+    last = min(step + config.freshness, recipe.total_steps)
+    if last <= step or checkpoint.sampled(step + 1):
+        return ""
+    which = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
+    return (
+        f"; {which} sampled by the weights after step {step}: its checkpoint keeps nothing that was sampled "
+        "ahead. A run that was never ended there samples them with older weights: its bits differ"
+    )
+
+
+def after(step: int, change: Change) -> str:
+    """Describe a change and the first step that it applies to."""
+    return f"from step {step + 1} on, {change}"
+
+
+def recipe_of(data: RunData, algorithms: Sequence[Algorithm] = ()) -> LoadedRecipe:
+    """Return the recipe that a run directory keeps, with the folder of its file if the run recorded it."""
+    kept = {name: value for name, value in data.config.items() if name not in BESIDE_SETTINGS}
+    base = data.starts[-1].get("base") if data.starts else None
+    recipe = validate(recipe_class(algorithms), kept, str(data.path))
+    return LoadedRecipe(recipe=recipe, path=data.path, base=Path(str(base or "")), given={})

@@ -1,0 +1,248 @@
+"""RoleGroups: make a run's roles, as the role table describes, on the ranks of their pools.
+
+    recipe ─┬─ [policy] ─────────────> the policy and its sampler, or the reward model   ┐ as long
+            ├─ [reward], [cost], task ─> reward, cost, eval_reward                       ┘ as the run
+            └─ a phase begins ───────> critics; the reference: a copy of the policy        each phase
+
+The reference of the second phase is the policy that the first phase left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rillflow.algorithms.config import SampledConfig, is_ready_first
+from rillflow.app.encoding import ModelInput
+from rillflow.app.meshes import require_near
+from rillflow.app.phases import PhasePlan
+from rillflow.app.recipe import Recipe
+from rillflow.app.role_factories import RoleSetting, keep_policy, made, model_input, role_class
+from rillflow.app.role_table import EVAL_REWARD, PANEL, Start, roles_of
+from rillflow.app.sources import JUDGE, scorer_sources
+from rillflow.controller.checkpoint import Checkpoint
+from rillflow.controller.chunked import PartedExecutor
+from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.weight_sync import Delivery
+from rillflow.models.config import ModelConfig
+from rillflow.placement.mesh import Mesh
+from rillflow.rewards.function import FunctionPath
+from rillflow.runs import layout
+from rillflow.sharding.layout import generation_mesh
+from rillflow.training.config import TrainConfig
+from rillflow.training.skipping import leave_out
+from rillflow.workers.backend import Backend, Pool
+from rillflow.workers.config import SAMPLER
+from rillflow.workers.endpoint import endpoints_of
+from rillflow.workers.group import Group
+
+
+class RoleGroups:
+    """Roles of a recipe; the constructor makes the trained one.
+
+    Args:
+        recipe: the checked settings.
+        base: the recipe's folder.
+        run: the run directory.
+        checkpoint: the checkpoint to resume from; None to start anew.
+        backend: the backend with the ranks.
+    """
+
+    def __init__(
+        self, recipe: Recipe, base: Path, run: Path, checkpoint: Checkpoint | None, backend: Backend
+    ) -> None:
+        self._recipe, self._base, self._run, self._backend = recipe, base, run.absolute(), backend
+        self._kinds = roles_of(recipe)
+        self._groups: dict[str, Group] = {}
+        self.executor = executor_of(recipe, self._groups, backend)
+        self.delivery: Delivery | None = None
+        """Delivery of versions to a sampler on ranks of its own; None if it shares the policy's ranks."""
+        role, model, done = recipe.trained_role, recipe.policy.model, 0
+        if checkpoint is not None:
+            model = self._directory(checkpoint.model(role))
+            done = checkpoint.state["version" if recipe.has_policy else "done"]
+        self._model_input: ModelInput | None = None
+        here = recipe.has_policy and not recipe.placement.samples_apart
+        generate = self._generate_mesh() if here else None
+        self._start(role, model=model, version=done, generate=generate)
+        if recipe.has_policy:
+            self._start_sampler(model)
+        found = self.executor.on_first_rank(role, model_input)
+        self._model_input = found.read(recipe.placement.deadline_s)
+
+    @property
+    def model_input(self) -> ModelInput:
+        """Tokeniser and context that rows are encoded for."""
+        assert self._model_input is not None, "the trained role is made first"
+        return self._model_input
+
+    def __contains__(self, role: str) -> bool:
+        return role in self._groups
+
+    def start_scorers(self, functions: Sequence[FunctionPath], costs: Sequence[FunctionPath]) -> None:
+        """Make the roles that score; a role without a function is left out.
+
+        Args:
+            functions: functions that score, or that score held-out answers if a model is the reward.
+            costs: functions that compute a row's cost.
+        """
+        for role, scoring in {"reward": functions, EVAL_REWARD: functions, "cost": costs}.items():
+            kind = self._kinds.get(role)
+            if kind is PANEL:
+                self._start(role, models=self._panel_models(), functions=scoring)
+            elif kind is not None and kind.start is Start.NAMED:
+                self._start(role, model=self._named_model(role))
+            elif kind is not None and scoring:
+                self._start(role, functions=scoring)
+
+    def begin(self, plan: PhasePlan, goes_on: Checkpoint | None) -> tuple[str, ...]:
+        """Prepare a phase and return the roles it trains; the policy or its replacement comes first.
+
+        Args:
+            plan: the phase.
+            goes_on: a checkpoint of this very phase; None at the start of the phase.
+        """
+        for role in plan.roles:
+            if self._kinds[role].start is Start.PHASE:
+                done = goes_on.state["done"] if goes_on is not None else 0
+                how: dict[str, Any] = {"train": self._train(role, plan), "version": done}
+                self._start(role, model=self._phase_model(role, goes_on), **how)
+            elif self._kinds[role].start is Start.BROUGHT and role not in self:
+                self._start(role)
+        trained = tuple(role for role in plan.roles if self._kinds[role].is_trained)
+        for role in trained:
+            begun = self._groups[role].call(
+                "begin",
+                train=self._train(role, plan),
+                updates=plan.config.updates,
+                resume=goes_on.optimizer(role).absolute() if goes_on else None,
+            )
+            begun.read(self._recipe.placement.deadline_s)
+            drafts = self._run / layout.BUNDLES / layout.DRAFT
+            self.executor.on_all_ranks(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
+        if self.delivery is not None and plan.samples:
+            self.delivery.begin(is_ahead=plan.freshness > 0)
+            self.executor.follows["policy.publish"] = self.delivery
+        return trained
+
+    def moving(self, plan: PhasePlan) -> tuple[str, ...]:
+        """Return the roles of a phase that are not trained but change; checkpoints hold them too."""
+        called = plan.algorithm.listened(plan.config).calls
+        return tuple(role for role in plan.roles if f"{role}.follow" in called)
+
+    def _start(self, role: str, lies: Mesh | None = None, of: str = "", **given: Any) -> None:
+        """Make a role on every rank of its pool: on its grid, or with rows split over all of them.
+
+        Args:
+            role: its name.
+            lies: its grid; None for the grid that the recipe gives it.
+            of: the role that it belongs to; the policy, for a sampler.
+            given: further fields of its RoleSetting.
+        """
+        recipe, kind = self._recipe, self._kinds[role]
+        placement, sizes = recipe.placement, recipe.placement.mesh_of(role)
+        pool = placement.pool_of(role)
+        rows = Mesh.of(dp=placement.pools[pool])
+        setting = partial(
+            RoleSetting,
+            role=role,
+            base=self._base,
+            device=self._backend.devices[pool],
+            threads=recipe.run.threads,
+            seed=recipe.run.seed,
+            rollout=recipe.rollout,
+            task=recipe.task,
+            limits=recipe.reward,
+            sizes=sizes,
+            frame=recipe.algorithm.judge_frame,
+            model_input=self._model_input,
+            **{"train": recipe.policy.as_train(), **given},
+        )
+        mesh = lies or (sizes.mesh if kind.is_model else rows)
+        endpoints = endpoints_of(role_class(role, kind))
+        if not placement.tp_across_nodes:
+            require_near(
+                role,
+                pool,
+                mesh,
+                {at.rank: node.address for at, node in self._backend.nodes.items() if at.pool == pool},
+            )
+        group = Group(role, endpoints, mesh=mesh, pool=pool, backend=self._backend, of=of)
+        group.start(partial(made, kind.factory, setting), placement.deadline_s)
+        self._groups[role] = group
+
+    def _start_sampler(self, model: ModelConfig) -> None:
+        """Make the sampler on the policy's ranks, or on other ranks that the policy sends weights to."""
+        placement, mesh = self._recipe.placement, self._generate_mesh()
+        if not placement.samples_apart:
+            self._start(SAMPLER, mesh, of="policy")
+            return
+        first = placement.mesh_of("policy").ranks
+        counted = Mesh(axes=mesh.axes, ranks=tuple(first + rank for rank in mesh.ranks))
+        self._start(SAMPLER, mesh, of="policy", model=model, generate=counted)
+        self.delivery = Delivery(self.executor, placement.deadline_s)
+
+    def _generate_mesh(self) -> Mesh:
+        """Return the grid of the ranks that generate."""
+        placement = self._recipe.placement
+        tp = placement.generate_tp
+        if placement.samples_apart:
+            return Mesh.of(dp=placement.pools[placement.pool_of(SAMPLER)] // tp, tp=tp)
+        sizes = placement.mesh_of("policy")
+        return generation_mesh(sizes.mesh, tp, is_sharded=sizes.is_sharded)
+
+    def _phase_model(self, role: str, goes_on: Checkpoint | None) -> ModelConfig:
+        """Return the model that a role of a phase starts from: the policy, its section's, or a checkpoint's.
+
+        The run directory keeps the policy, so that a resume starts from the same one.
+        """
+        folder, kind = self._run / layout.REFERENCE, self._kinds[role]
+        if not folder.exists():
+            kept = self.executor.on_all_ranks("policy", keep_policy, folder)
+            kept.read(self._recipe.placement.deadline_s)
+        if goes_on is not None and goes_on.model(role).is_dir():
+            return self._directory(goes_on.model(role))
+        found, path = self._directory(folder), self._recipe.critic.path
+        return found.model_copy(update={"path": path}) if kind.is_trained and path is not None else found
+
+    def _named_model(self, role: str) -> ModelConfig:
+        """Return the model that the role's section names."""
+        is_judge = role == "reward" and self._recipe.reward.judge is not None
+        return self._scorers()[JUDGE if is_judge else f"{role}.model"]
+
+    def _panel_models(self) -> dict[str, ModelConfig]:
+        """Return the models of the panel's members."""
+        found, settings = self._scorers(), {"model": "reward.model", "judge": JUDGE}
+        weights = self._recipe.reward.weights or {}
+        return {name: found[setting] for name, setting in settings.items() if name in weights}
+
+    def _scorers(self) -> dict[str, ModelConfig]:
+        """Return the models that score, by setting."""
+        dtype, sources = self._recipe.policy.model.dtype, scorer_sources(self._recipe, self._base)
+        return {setting: ModelConfig(path=source, dtype=dtype) for setting, source in sources.items()}
+
+    def _train(self, role: str, plan: PhasePlan) -> TrainConfig:
+        """Return the optimiser settings of a role in a phase."""
+        lr = self._recipe.critic.lr if self._kinds[role].section == "critic" else None
+        return plan.train if lr is None else plan.train.model_copy(update={"lr": lr})
+
+    def _directory(self, path: Path) -> ModelConfig:
+        return ModelConfig(path=str(path.absolute()), dtype=self._recipe.policy.model.dtype)
+
+
+def pools_of(recipe: Recipe) -> list[Pool]:
+    """Return the pools, and whether a role in them computes on a device; reward functions do not."""
+    placement, kinds = recipe.placement, roles_of(recipe)
+    taking = {placement.pool_of(role) for role, kind in kinds.items() if kind.takes_device}
+    return [Pool(name=name, size=size, takes_device=name in taking) for name, size in placement.pools.items()]
+
+
+def executor_of(recipe: Recipe, groups: Mapping[str, Group], backend: Backend) -> GroupExecutor:
+    """Return the executor of a step's stages, which runs them whole or part by part."""
+    config, parts = recipe.algorithm, recipe.rollout.parts
+    publishes = is_ready_first(config) and isinstance(config, SampledConfig) and config.publishes > 1
+    if parts == 1 and not publishes:
+        return GroupExecutor(groups, backend)
+    return PartedExecutor(groups, backend, parts=parts, publishes=publishes)

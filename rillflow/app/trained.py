@@ -1,0 +1,119 @@
+"""Trained: find the models that a run has trained so far, by role.
+
+run directory ─ newest whole checkpoint, or the one of a step ─> the role's Hugging Face directory
+                                                    an adapter there ─ write_merged ─> a plain model
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rillflow.controller.checkpoint import latest_checkpoint
+from rillflow.errors import ModelError, RunDirectoryError
+from rillflow.runs import layout
+from rillflow.runs.durable import write_error
+from rillflow.runs.layout import kept_steps
+
+
+def model_directory(run: Path, role: str, step: int | None = None) -> Path:
+    """Return the directory of a role's model in a checkpoint; ``step`` None takes the newest whole one.
+
+    Raises:
+        RunDirectoryError: there is no such checkpoint, or the run trains no such role.
+    """
+    found = _checkpoint(run, step) / role
+    if not found.is_dir():
+        there = sorted({path.parent.name for path in found.parent.glob("*/*config.json")})
+        raise RunDirectoryError(
+            f"{run} has no {role.replace('_', ' ')}",
+            why=f"it trains the {', the '.join(there).replace('_', ' ')}" if there else "it trains nothing",
+            fix="name another run",
+        )
+    return found
+
+
+def named_model(path: str | None, base: Path, *roles: str) -> str | None:
+    """Return a recipe's path; replace a run directory by a model of its newest checkpoint.
+
+    Args:
+        path: relative to ``base``; None stays None.
+        base: the recipe's folder.
+        *roles: roles of the model in a run; the first that the run trains counts.
+
+    Raises:
+        RunDirectoryError: the run has no checkpoint, or trains none of the roles.
+    """
+    run = base / Path(path or "").expanduser()
+    if path is None or not layout.is_run_directory(run):
+        return path
+    checkpoint = _checkpoint(run, None)
+    role = next((role for role in roles if (checkpoint / role).is_dir()), roles[0])
+    return str(Path(path) / model_directory(run, role).relative_to(run))
+
+
+def write_merged(
+    source: Path,
+    out: Path,
+    dtype: Literal["float32", "bfloat16"],
+    base: Literal["trained", "full"] = "trained",
+) -> None:
+    """Write a plain model from an adapter and its base.
+
+    Args:
+        source: the adapter's directory, or the run whose policy it is.
+        out: the directory to write; it must not exist.
+        dtype: dtype of the weights.
+        base: for an int8 base, ``trained`` merges into the dequantised weights that the adapter was trained
+            with, ``full`` into the directory's own weights.
+
+    Raises:
+        ModelError: there is no adapter, or its base is missing.
+        RunDirectoryError: the run has no checkpoint, or the directory exists or cannot be written.
+    """
+    from rillflow.models.adapters import merge, restore
+    from rillflow.models.config import ModelConfig
+    from rillflow.models.language_model import choose_device, load_model, save_model
+
+    folder = model_directory(source, "policy") if layout.is_run_directory(source) else source
+    if out.exists():
+        raise RunDirectoryError(f"{out} is there already", why="nothing is written over", fix="name another")
+    config = ModelConfig(path=str(folder.absolute()), dtype=dtype)
+    how: dict[str, Any] = {"seed": 0, "device": choose_device("cpu"), "base": Path()}
+    model = load_model(config, **how)
+    if model.adapter is None:
+        raise ModelError(f"{folder} is a whole model", why="there is no adapter in it to merge")
+    full = (
+        load_model(ModelConfig(path=model.adapter.base, dtype=dtype), **how).module
+        if base == "full"
+        else None
+    )
+    restore(model.module, model.module.dtype, full and dict(full.named_parameters()))
+    merge(model.module)
+    try:
+        save_model(replace(model, adapter=None), out)
+    except OSError as error:
+        raise write_error(out, error) from error
+
+
+def _checkpoint(run: Path, step: int | None) -> Path:
+    folder = run / layout.CHECKPOINTS
+    if step is None:
+        newest = latest_checkpoint(folder)
+        if newest is None:
+            raise RunDirectoryError(
+                f"{run} has no checkpoint",
+                why="the first one is written after run.checkpoint_minutes, or when a phase ends",
+                fix="wait for it, or set run.checkpoint_every",
+            )
+        return newest.path
+    chosen = folder / f"step-{step:06d}"
+    if not chosen.is_dir():
+        there = kept_steps(folder)
+        raise RunDirectoryError(
+            f"{run} has no checkpoint of step {step}",
+            why=f"it has those of steps {', '.join(map(str, there))}" if there else "it has none",
+            fix=f"--checkpoint {there[-1]}" if there else "wait for the first one",
+        )
+    return chosen

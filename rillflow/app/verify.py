@@ -1,0 +1,64 @@
+"""Verify: check that a run directory is as the run wrote it.
+
+    digests.jsonl ─ lines, files ─┐
+    manifests ─ checkpoints ──────┴─> Verified: what is whole, damaged, lost
+
+Not covered: report.html and run.lock, which no resume reads; bundles and the reference, which have no digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rillflow.controller.checkpoint import examined
+from rillflow.errors import RunDirectoryError
+from rillflow.runs import layout
+from rillflow.runs.evidence import Damage, damage, lost, newest_checkpoint
+from rillflow.runs.json_lines import read_json
+from rillflow.runs.reader import require_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """Result of a verification."""
+
+    whole: Sequence[str]
+    """Files and checkpoints that are unchanged."""
+    damaged: Sequence[Damage]
+    """Files and checkpoints that are damaged."""
+    lost: Sequence[str]
+    """Losses that the run itself recorded, with the reason."""
+
+
+def verify(run: Path) -> Verified:
+    """Compare everything in a run directory with what the run wrote.
+
+    Raises:
+        RunDirectoryError: the path is not a run directory, or digests.jsonl itself is damaged.
+    """
+    require_run(run)
+    found = damage(run, is_deep=True)
+    checkpoints = examined(run / layout.CHECKPOINTS, _run_id(run))
+    folder = layout.CHECKPOINTS
+    found += [Damage(place=f"{folder}/{name}", problem=what) for name, what in checkpoints.items() if what]
+    newest = newest_checkpoint(run)
+    if newest is not None and f"step-{newest:06d}" not in checkpoints:
+        found.append(Damage(place=f"{folder}/step-{newest:06d}", problem="missing: it was the newest one"))
+    names = [*layout.LINE_FILES, *(f"{folder}/{name}" for name in checkpoints)]
+    names += [file for file in (layout.CONFIG, layout.ENVIRONMENT, layout.FINISHED) if (run / file).exists()]
+    rollouts = sum(map(len, layout.written_rollouts(run).values()))
+    hurt = {each.place.split(" ")[0] for each in found}
+    whole = [name for name in names if (run / name).exists() and name not in hurt]
+    if rollouts and not any(place.startswith(f"{layout.ROLLOUTS}/") for place in hurt):
+        whole.append(f"{rollouts} files of {layout.ROLLOUTS}/")
+    return Verified(whole=whole, damaged=found, lost=lost(run))
+
+
+def _run_id(run: Path) -> str:
+    """Return the run's id, which its checkpoints carry; empty if environment.json has none."""
+    try:
+        return str(read_json(run / layout.ENVIRONMENT).get("run", ""))
+    except RunDirectoryError:
+        return ""

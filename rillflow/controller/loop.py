@@ -1,0 +1,495 @@
+"""The training loop: run steps in order in one thread, with at most freshness + 1 in flight.
+
+          ┌──────────────────────── for every step of every phase ────────────────────────┐
+stream ── take ──> open: step(flow, data, config) ──> close: record, evaluate, checkpoint ──> interrupted?
+                     └─ up to k more are opened ─┘
+
+consumes      prompts, demonstrations or pairs, in the stream's order
+waits for     the oldest open step; at k = 0 it is the only one
+produces      metrics, spans and rollouts of the step in the run directory; then, if due, an
+              evaluation and a checkpoint. Batches stay on the ranks; the loop reads only reports
+shutdown      healthy: after the last step, with a checkpoint. First signal: after the newest open step,
+              with a checkpoint; before a step is open, at once. Error: with a checkpoint of the newest
+              step with complete updates, if no trained role has updated since; a dead sampler does not
+              prevent it. Second signal or crash: at once; resume from the last checkpoint.
+
+With k > 0 the sampler runs on its own ranks and receives a version when the step that published it is closed.
+Step t samples with version max(0, t - k) of the phase, independent of timing, since ranks run calls in order.
+Trained roles write a checkpoint between their step and the next. It includes the rows that the next k steps
+have sampled, so a resumed run does not sample them again. If steps are formed from ready groups
+(dataflow.ready_first), rows run whenever the loop waits; the checkpoint holds the prompts of untrained
+groups.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rillflow.controller.checkpoint import (
+    AHEAD,
+    COLLECTED,
+    PROMPTS,
+    begin_saving,
+    save_checkpoint,
+    updates_of,
+    written,
+)
+from rillflow.controller.executor import GroupExecutor, write_rows
+from rillflow.controller.interrupt import Interruption, RunStage, stopped
+from rillflow.controller.open_step import OpenStep, Phase, Save, Standing
+from rillflow.errors import Interrupted, RillflowError, TrainingError
+from rillflow.records.metrics import Mean, Metric, Metrics
+from rillflow.runs import layout
+from rillflow.runs.durable import write_error
+from rillflow.runs.formatting import duration
+from rillflow.runs.json_lines import read_lines
+from rillflow.runs.progress import Progress
+from rillflow.runs.reader import Evaluation, best_checkpoint, read_every_evaluation
+from rillflow.runs.run_directory import RunDirectory
+from rillflow.workers.backend import RankDied
+from rillflow.workers.pending import Pending, wait_for
+
+CHECKPOINT_SHARE = 0.02
+"""Largest share of a run's time spent on checkpoints due by the clock."""
+RESCUE_S = 600.0
+"""Longest wait, in seconds, for each stage of a checkpoint after an error: a rank may have died."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """How often to evaluate, checkpoint and record; 0 means never between the first and last step."""
+
+    evaluate_every: int
+    """Steps between two evaluations."""
+    checkpoint_every: int
+    """Steps between two checkpoints."""
+    checkpoint_s: float
+    """Seconds between two checkpoints."""
+    keep_checkpoints: int
+    """Number of checkpoints kept on disk."""
+    max_skipped: int
+    """Number of skipped non-finite updates that the whole run tolerates before it stops."""
+    rollouts_every: int = 1
+    """Steps between two recorded rollouts."""
+    rollouts_share: float = 1.0
+    """Share of the prompts whose rollouts are recorded."""
+    last_set: str = ""
+    """Name of the set whose line an evaluation writes last; empty for the held-out rows."""
+
+
+class Loop:
+    """Loop over the steps of one phase, from its current step to its end.
+
+    Args:
+        run: the run directory that receives all records.
+        progress: the display for the user.
+        cadence: how often to evaluate and to checkpoint.
+        evaluator: evaluates the trained model on the held-out rows, if there are any, and then on each
+            named set; None if there are neither.
+        deadline_s: longest wait for any stage.
+        interruption: tells whether the user wants to stop.
+        total_steps: steps of all phases; after the last one there is nothing left to interrupt.
+        clock: returns seconds; used for checkpoints that are due by the clock.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        progress: Progress,
+        cadence: Cadence,
+        evaluator: Callable[[GroupExecutor], Sequence[Evaluation]] | None,
+        interruption: Interruption,
+        total_steps: int,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run = run
+        self._progress = progress
+        self._cadence = cadence
+        self._evaluator = evaluator
+        self._interruption = interruption
+        self._total_steps = total_steps
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._saved_at, self._saving_s, self._saved_step = clock(), 0.0, 0
+        self._finished_at = 0.0
+        self._arriving: list[Pending] = []
+        self._writing: Sequence[Pending] = ()
+        self._written_step = 0
+        known = read_every_evaluation(run.path)
+        self._evaluated = {record.step for record in known if record.set == cadence.last_set}
+        self._graded = {record.set for record in known if not record.is_accuracy}
+        best = best_checkpoint(run.path)
+        self._best_reward = -math.inf if best is None else best.mean_reward
+        self._saves = deque[Save]()
+        self._discard()  # leftovers of a killed run
+        self.version = 0
+        """Policy version of the last publish."""
+
+    def run_phase(self, phase: Phase, index: int, first: int, start: int) -> None:
+        """Run the steps of a phase that follow ``start``; ``first`` counts the run's steps before the phase.
+
+        Raises:
+            Interrupted: the user asked to stop; a checkpoint was written.
+        """
+        self._saved_step = first + start
+        self._place = self._here(phase, index, first + start, start)
+        opened = deque[OpenStep]()
+        with self._rescued(phase, opened):
+            if start in (0, phase.steps) or _due(start, self._cadence.evaluate_every):
+                self._evaluate(phase, first + start)
+            if phase.ready is not None:
+                phase.ready.idle = partial(self._close_done, phase, opened)
+            for done in range(start + 1, phase.steps + 1):
+                self._close_until(phase, opened, phase.freshness)
+                if not opened:
+                    self._stop_between(phase)
+                self._interruption.stage = RunStage.TRAINING
+                opened.append(self._open(phase, index, first + done, done))
+            self._close_until(phase, opened, 0)
+
+    def _close_until(self, phase: Phase, opened: deque[OpenStep], most: int) -> None:
+        """Finish open steps, oldest first, until at most ``most`` are left."""
+        if phase.ready is not None:
+            phase.ready.until(lambda: len(opened) <= most)
+        while len(opened) > most:
+            self._close(phase, opened)
+
+    def _close_done(self, phase: Phase, opened: deque[OpenStep]) -> Sequence[Pending]:
+        """Finish open steps that are done, oldest first; return the results that the next one waits for."""
+        late: Sequence[Pending] = ()
+        while opened and not late:
+            while opened[0].parcels and not (late := opened[0].parcels[0].late):
+                self._hand_over(phase, opened[0])
+            if not (late := [*late, *opened[0].late]):
+                self._close(phase, opened)
+        return late
+
+    def _require_few_skipped(self, step: int) -> None:
+        lines = read_lines(self._run.path / layout.SKIPS).lines
+        if len(lines) > self._cadence.max_skipped and lines[-1].data["step"] == step:
+            raise TrainingError(
+                f"{len(lines)} updates were skipped because they were not finite, the last in step {step}",
+                why=f"run.max_skipped is {self._cadence.max_skipped}; the last: {lines[-1].data['reason']}",
+                fix=f"inspect it: rillflow replay {self._run.path}/bundles/step-{step:06d}; to resume, lower "
+                "policy.lr or raise run.max_skipped",
+            )
+
+    @contextmanager
+    def _rescued(self, phase: Phase, opened: deque[OpenStep]) -> Iterator[None]:
+        """Save the last complete step when an error ends the run, if its weights still exist."""
+        try:
+            yield
+        except Interrupted:
+            raise
+        except Exception as first:
+            cut = opened if self._is_cut(phase, first) else ()
+            if cut or self._saves or self._is_unsaved(phase):
+                what = (str(first) or type(first).__name__).splitlines()[0]
+                self._progress.note(f"{what}; saving the finished steps first")
+                try:  # running or stuck ranks may take a while
+                    self._rescue(phase, cut)
+                except Exception as second:  # noqa: BLE001  the first error ended the run
+                    self._progress.note(f"no checkpoint could be written after the error: {second}")
+            kept, lost = self._saved_step, self._place.step - self._saved_step
+            again = f"; {lost} steps after it will run again" if lost else ""
+            there = f"is saved{again}: run the same command to resume"
+            self._progress.note(f"step {kept} {there}" if kept else "no step is saved")
+            raise
+        finally:
+            self._discard()
+
+    def _is_cut(self, phase: Phase, error: Exception) -> bool:
+        """Return whether open steps may be complete although a rank died: its pool has no trained role."""
+        pools = {phase.executor.groups[role].places[0].pool for role in phase.trained}
+        is_in_order = phase.ready is None and phase.cut is None
+        return is_in_order and isinstance(error, RankDied) and error.pool not in pools
+
+    def _is_unsaved(self, phase: Phase) -> bool:
+        """Return whether the last complete step is not saved yet and no later step has begun."""
+        return self._place.step > self._saved_step and not phase.freshness
+
+    def _rescue(self, phase: Phase, cut: Collection[OpenStep]) -> None:
+        """Save the newest step with complete updates, if the trained roles have made no later update.
+
+        Args:
+            phase: the phase that an error ended.
+            cut: open steps that may be complete except for results of dead ranks, oldest first.
+        """
+        wait_s = min(RESCUE_S, self._deadline_s)
+        phase.executor.mend(phase.trained, wait_s)
+        self._settle(phase, wait_s, wait=True)
+        self._discard()
+        may_save = bool(cut) or self._is_unsaved(phase)
+        for step in cut:
+            if not self._salvaged(phase, step, wait_s):
+                break
+        is_unsaved = may_save and self._place.step > self._saved_step
+        if is_unsaved and self._updates(phase, wait_s) == self._place.updates:
+            self._keep_written(wait_s)
+            save = self._begin_saving(phase, self._place.step, self._place.rows)
+            save.place = {}  # rows sampled for later steps are dropped
+            self._checkpoint(phase, wait_s, save, wait=True)
+
+    def _salvaged(self, phase: Phase, step: OpenStep, wait_s: float) -> bool:
+        """Record a step if its updates are complete; return whether they are."""
+        try:
+            place, metrics = step.salvage(self.version, wait_s)
+        except RillflowError:
+            return False
+        self._keep_written(wait_s)
+        self._record(phase, step, place, metrics)
+        return True
+
+    def _keep_written(self, wait_s: float) -> None:
+        """Wait until rows of finished steps are on disk; record the rows on dead ranks as lost."""
+        left = [each for each in self._writing if not each.has_failed]
+        if len(left) < len(self._writing):
+            self._run.evidence.of_lost_rollouts(self._written_step, "the ranks that held them died")
+        self._writing = left
+        self._written(wait_s)
+
+    def _open(self, phase: Phase, index: int, number: int, done: int) -> OpenStep:
+        """Submit a step; at k > 0 also begin its checkpoint if one, or an evaluation, is due after it."""
+        arriving, self._arriving = self._arriving, []
+        share = self._cadence.rollouts_share if _due(number, self._cadence.rollouts_every) else 0.0
+        step = OpenStep(phase, index, number, done, arriving, self._run, self._deadline_s, share)
+        for save in self._saves:
+            if all(each.is_ready for each in save.asked):
+                self._ask(phase, save, wait=False)
+        looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
+        if phase.freshness and (done == phase.steps or looked_at or self._is_due(done)):
+            step.saving = self._begin_saving(phase, number, phase.flow.rows)
+        return step
+
+    def _close(self, phase: Phase, opened: deque[OpenStep]) -> None:
+        """Finish the oldest open step, then do the evaluation and checkpoint that are due after it.
+
+        Raises:
+            Interrupted: the user asked to stop after this step; a checkpoint was written.
+        """
+        step = opened[0]
+        metrics = self._finish(phase, step)
+        opened.popleft()
+        self._progress.step(phase.name, step.number, metrics, metrics["run/step_seconds/mean"].value)
+        self._require_few_skipped(step.number)
+        last, reward = step.done == phase.steps, -math.inf
+        if self._interruption.requested and step.number < self._total_steps:
+            self._stop_after(phase, step, opened)
+        while step.parcels:
+            self._hand_over(phase, step)
+        self._settle(phase, self._deadline_s, wait=False)
+        if last or (not step.is_last and _due(step.done, self._cadence.evaluate_every)):
+            reward = self._evaluate(phase, step.number)
+        best, self._best_reward = reward > self._best_reward, max(self._best_reward, reward)
+        if step.saving or (not phase.freshness and (last or best or self._is_due(step.done))):
+            wait = last or step.is_last
+            path = self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=wait)
+            if step.is_last:
+                raise stopped(step.number, path)
+
+    def _hand_over(self, phase: Phase, step: OpenStep) -> None:
+        """Send the sampler a version that a step has published for later steps."""
+        parcel = step.parcels.popleft()
+        if phase.ready is not None:
+            phase.ready.deliver(parcel)
+        elif phase.delivery is not None:
+            self._arriving += phase.delivery.install(parcel)
+
+    def _stop_between(self, phase: Phase) -> None:
+        """End the run on request while no step is open.
+
+        Raises:
+            Interrupted: the user asked to stop.
+        """
+        step = self._place.step
+        if not self._interruption.requested or step >= self._total_steps:
+            return
+        if self._is_unsaved(phase):
+            self._checkpoint(phase, self._deadline_s, wait=True)
+        if step == self._saved_step:
+            raise stopped(step, self._run.checkpoints / f"step-{step:06d}" if step else None)
+
+    def _stop_after(self, phase: Phase, step: OpenStep, later: Collection[OpenStep]) -> None:
+        """Mark the newest open step as the run's last; the steps before it still run to their end."""
+        every = (step, *later)
+        newest = every[-1]
+        if newest.number < self._total_steps and not any(each.is_last for each in every):
+            newest.is_last = True
+            if phase.freshness and newest.saving is None:
+                newest.saving = self._begin_saving(phase, newest.number, phase.flow.rows)
+
+    def _finish(self, phase: Phase, step: OpenStep) -> Metrics:
+        """Wait for a step and record it."""
+        place, metrics = step.finish(self.version)
+        self._written(self._deadline_s)  # the rows of the previous step
+        self._record(phase, step, place, metrics)
+        return metrics
+
+    def _record(self, phase: Phase, step: OpenStep, place: Standing, metrics: dict[str, Metric]) -> None:
+        """Record a finished step."""
+        self._writing, self._written_step, self.version = step.writing, step.number, place.state["version"]
+        began, self._finished_at = max(step.began, self._finished_at), time.monotonic()
+        seconds = self._finished_at - began
+        for told in step.skips:
+            self._progress.note(told)
+        if step.skips:
+            self._run.keep_bundle(step.number)
+        metrics["run/step_seconds/mean"] = Mean(total=seconds, count=1)
+        self._run.log_metrics(step.number, phase.name, metrics)
+        self._place = place  # a step without a line of metrics runs again
+        self._interruption.pace = f" (the last one took {duration(seconds)})"
+
+    def _evaluate(self, phase: Phase, step: int) -> float:
+        """Evaluate the trained model if an evaluation is due and not done yet.
+
+        Returns:
+            The mean reward of the held-out rows; minus infinity if they were not evaluated.
+        """
+        if self._evaluator is None or not phase.evaluated or step in self._evaluated:
+            return -math.inf
+        self._written(self._deadline_s)  # frees the memory of its rows
+        if phase.ready is not None:
+            phase.ready.settle()
+        every = self._evaluator(phase.executor)
+        self._graded |= {found.set for found in every if not found.is_accuracy}
+        for found in reversed(every):  # the last line shows that all are written
+            # A mean reward keeps its name even if all rewards of a later evaluation are 0 or 1.
+            told = replace(found, is_accuracy=found.set not in self._graded)
+            self._run.log_evaluation(step, told)
+            self._progress.note(f"after step {step}: {told.text}")
+        self._evaluated.add(step)
+        return -math.inf if every[0].set else every[0].mean_reward
+
+    def _is_due(self, done: int) -> bool:
+        """Return whether a checkpoint is due, by steps or by the clock."""
+        pause_s = max(self._cadence.checkpoint_s, self._saving_s / CHECKPOINT_SHARE)
+        late = self._cadence.checkpoint_s > 0 and self._clock() - self._saved_at >= pause_s
+        return late or _due(done, self._cadence.checkpoint_every)
+
+    def _here(self, phase: Phase, index: int, step: int, done: int) -> Standing:
+        """Return the state of the run where a phase begins or resumes."""
+        state = {"phase": index, "done": done, "version": self.version, **phase.place}
+        updates = self._updates(phase, self._deadline_s)
+        return Standing(step=step, state=state, updates=updates, rows=dict(phase.flow.rows))
+
+    def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
+        """Return the number of optimiser steps of every trained role, after all its submitted calls."""
+        asked = {role: phase.executor.on_first_rank(role, updates_of) for role in phase.trained}
+        return {role: each.read(wait_s) for role, each in asked.items()}
+
+    def _begin_saving(self, phase: Phase, step: int, rows: Mapping[str, Pending]) -> Save:
+        """Have the ranks write their training state and the collected rows before any later call."""
+        folder = self._run.checkpoints.absolute() / f".step-{step:06d}.begun"
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            for below in (*([AHEAD] if phase.freshness else []), *([COLLECTED] if rows else []), ""):
+                (folder / below).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_error(folder, error) from error
+        place = {"stream": dict(phase.stream.state())} if phase.freshness else {}
+        left = phase.ready.outstanding() if phase.ready is not None else None
+        if left is not None:
+            write_rows(str(folder / AHEAD / PROMPTS), left)
+        begun = [phase.executor.on_all_ranks(role, begin_saving, folder) for role in phase.kept]
+        for name, each in rows.items():
+            file = str(folder / COLLECTED / f"{name}.safetensors")
+            begun.append(phase.executor.apply(write_rows, file, each, place=each.places[0]))
+        save = Save(step=step, folder=folder, begun=begun, place=place)
+        self._saves.append(save)
+        self._ask(phase, save, wait=False)
+        self._saved_at = self._clock()
+        return save
+
+    def _ask(self, phase: Phase, save: Save, *, wait: bool) -> None:
+        asked = (phase.executor.on_all_ranks(role, written, save.folder, wait) for role in phase.kept)
+        save.asked = list(asked)
+
+    def _written(self, wait_s: float) -> None:
+        """Wait until the rows of finished steps are on disk."""
+        wait_for(self._writing, wait_s)
+        for each in self._writing:
+            made = each.read(wait_s)
+            for digests in made if isinstance(made, list) else [made]:
+                self._run.evidence.of_rollouts(self._written_step, digests)
+        self._writing = ()
+
+    def _checkpoint(
+        self,
+        phase: Phase,
+        wait_s: float,
+        save: Save | None = None,
+        later: Collection[OpenStep] = (),
+        *,
+        wait: bool,
+    ) -> Path:
+        """Save the last complete step: the ranks' state now, or their state before later steps began.
+
+        The previous checkpoint is complete afterwards; this one is complete only if ``wait``.
+        """
+        began = self._clock()
+        self._written(wait_s)
+        self._settle(phase, wait_s, wait=True)
+        save = save or self._begin_saving(phase, self._place.step, self._place.rows)
+        wait_for([*save.begun, *save.asked], wait_s)
+        for each in later if phase.ready is None else ():
+            name = str(save.folder / AHEAD / f"step-{each.number:06d}")
+            wait_for(phase.executor.keep_sampled(each.journal.stages, name), wait_s)
+        save.state = {**self._place.state, **save.place}
+        self._settle(phase, wait_s, wait=wait)
+        self._saved_at = self._clock()
+        self._saving_s = self._saved_at - began
+        return self._run.checkpoints / f"step-{save.step:06d}"
+
+    def _settle(self, phase: Phase, wait_s: float, *, wait: bool) -> None:
+        """Complete the checkpoints of closed steps once all ranks have written their files."""
+        while self._saves and self._saves[0].state is not None:
+            save = self._saves.popleft()
+            try:
+                if wait:
+                    self._ask(phase, save, wait=True)
+                is_told = wait or all(each.is_ready for each in save.asked)
+                answers = [each.read(wait_s) for each in save.asked] if is_told else []
+                if not answers or None in answers:
+                    self._saves.appendleft(save)
+                    return
+                self._complete(save, {name: it for files in answers for name, it in files.items()})
+            finally:
+                if save not in self._saves:
+                    shutil.rmtree(save.folder, ignore_errors=True)
+
+    def _discard(self) -> None:
+        """Remove unfinished checkpoints."""
+        self._saves.clear()
+        for left in self._run.checkpoints.glob(".step-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _complete(self, save: Save, files: Mapping[str, Any]) -> None:
+        def write(folder: Path) -> Mapping[str, Any]:
+            for part in save.folder.iterdir():
+                part.rename(folder / part.name)
+            save.folder.rmdir()
+            return files
+
+        assert save.state is not None  # its step is closed
+        self._run.require_lock()
+        kept, best = self._cadence.keep_checkpoints, best_checkpoint(self._run.path)
+        spared = None if best is None else best.step
+        save_checkpoint(
+            self._run.checkpoints, save.step, write, save.state, kept, run=self._run.id, spare=spared
+        )
+        self._run.evidence.of_checkpoint(save.step)
+        self._saved_step = save.step
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0

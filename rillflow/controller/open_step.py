@@ -1,0 +1,336 @@
+"""An open step: all its stages are submitted, and their results are not complete yet.
+
+step(flow, data, config) ─┬─ stages ─────────────> journal                    ┐
+                          ├─ update counts ──────> state of each trained role ├─ finish ─> metrics, spans
+                          └─ rows and measures ──> the run directory          ┘
+
+The calls that record a step are submitted with the step. Each rank therefore executes them before the calls
+of later steps, however many steps are open.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rillflow.controller.async_rollout import ReadyFirst
+from rillflow.controller.checkpoint import updates_of
+from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.flow import Flow, Journal, Supply
+from rillflow.controller.tail_batching import TailCut
+from rillflow.controller.telemetry import asked
+from rillflow.controller.weight_sync import Delivery, Parcel
+from rillflow.graph.graph import CONTROLLER
+from rillflow.graph.handle import reports_of
+from rillflow.records.batch import Batch
+from rillflow.records.metrics import Max, Mean, Metric, merge_metrics
+from rillflow.roles.policy import Policy
+from rillflow.runs.reader import RankSpan, SpanRecord
+from rillflow.runs.run_directory import RunDirectory
+from rillflow.training.skipping import taken_skips
+from rillflow.workers.pending import Pending, wait_for
+from rillflow.workers.values import Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataStream:
+    """The data of a phase and its position."""
+
+    take: Callable[[int], Batch]
+    """Returns the next rows."""
+    state: Callable[[], Mapping[str, Any]]
+    """Returns the position in the data, for a checkpoint."""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    """Metrics about the data that every step reports."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Some steps of one algorithm."""
+
+    name: str
+    """Name in the records."""
+    steps: int
+    """Number of steps."""
+    rows: int
+    """Prompts, demonstrations or pairs of one step."""
+    step: Callable[..., Any]
+    """The algorithm; it returns a report, or several."""
+    config: Any
+    """Settings of the algorithm."""
+    flow: Flow
+    """The flow that the algorithm's step uses."""
+    executor: GroupExecutor
+    """The executor of the stages."""
+    trained: tuple[str, ...]
+    """Roles that the phase trains; checkpoints hold them."""
+    stream: DataStream
+    """Data of the phase."""
+    beside: DataStream | None
+    """Second batch of each step, with as many rows; None if the algorithm needs only one batch."""
+    evaluated: bool
+    """Whether the trained model is evaluated before, during and after this phase."""
+    freshness: int = 0
+    """k: a step samples with the version published k steps before the version that it trains."""
+    delivery: Delivery | None = None
+    """Transfer of versions to a sampler on its own ranks."""
+    ready: ReadyFirst | None = None
+    """Sampler of steps formed from ready groups; None if steps take prompts in order."""
+    cut: TailCut | None = None
+    """Sampler of steps that put the longest rows aside; None if each step trains all rows that it begins."""
+    moving: tuple[str, ...] = ()
+    """Untrained roles whose weights still change."""
+    sampled: Callable[[int], Sequence[Path]] = lambda _: ()
+    """Returns, for a step of the run, the files of rows sampled before the run was interrupted."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Roles that checkpoints hold."""
+        return (*self.trained, *self.moving)
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Positions in the data, and the numbers that steps remember."""
+        beside = dict(self.beside.state()) if self.beside is not None else None
+        return {"stream": dict(self.stream.state()), "beside": beside, "numbers": dict(self.flow.state)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """State of a run after a finished step."""
+
+    step: int
+    """Number of the step, over all phases."""
+    state: Mapping[str, Any]
+    """State that the controller resumes from."""
+    updates: Mapping[str, int]
+    """Number of optimiser steps of every trained role."""
+    rows: Mapping[str, Pending]
+    """Rows that steps have collected, by name."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Save:
+    """A checkpoint that ranks are writing."""
+
+    step: int
+    """Step that the checkpoint belongs to."""
+    folder: Path
+    """Folder that the ranks write to."""
+    begun: list[Pending]
+    """Results that are ready when the ranks have copied their state and may train on."""
+    place: Mapping[str, Any]
+    """Position in the data when the checkpoint began, if later steps were open."""
+    state: Mapping[str, Any] | None = None
+    """State that the controller resumes from; None until the step is closed."""
+    asked: list[Pending] = field(default_factory=list)
+    """Latest results of asking every kept role whether its files are written."""
+
+
+class OpenStep:
+    """One step of a phase, submitted on construction.
+
+    Args:
+        phase: the phase of the step.
+        index: index of the phase.
+        number: number of the step, over all phases.
+        done: steps of the phase, including this one.
+        arriving: transfers of the version that the step samples with; empty if the sampler has it.
+        run: the run directory.
+        deadline_s: longest wait for any stage.
+        share: share of the prompts whose rollouts are recorded.
+    """
+
+    def __init__(
+        self,
+        phase: Phase,
+        index: int,
+        number: int,
+        done: int,
+        arriving: list[Pending],
+        run: RunDirectory,
+        deadline_s: float,
+        share: float = 1.0,
+    ) -> None:
+        self.number, self.done = number, done
+        self.saving: Save | None = None
+        """Checkpoint that began with the step, if any."""
+        self.is_last = False
+        """Whether the run ends after this step on request."""
+        self.skips: list[str] = []
+        """Messages about skipped updates."""
+        self._is_cut = False
+        self.began = time.monotonic()
+        self._phase, self._arriving, self._run, self._deadline_s = phase, arriving, run, deadline_s
+        flow, executor = phase.flow, phase.executor
+        executor.sampled.extend(phase.sampled(number))
+        source, ready = phase.stream, phase.ready
+        sampling = ready or phase.cut
+        take, more = (source.take, source.take) if sampling is None else (sampling.take, sampling.more)
+        flow.begin(Supply(take=more, gather=executor.gather, deadline_s=deadline_s))
+        self.journal: Journal = flow.journal
+        data = take(phase.rows)
+        beside = [] if phase.beside is None else [phase.beside.take(phase.rows)]
+        self._reports: tuple[Any, ...] = reports_of(phase.step(flow, data, phase.config, *beside))
+        flow.begin()  # only this object keeps the step's batches
+        self._given_up: list[tuple[tuple[int, int], str]] = []
+        if sampling is not None:
+            self.journal.measured |= sampling.measured
+        if ready is not None:
+            self._given_up = ready.opened()
+        self._telemetry = asked(executor, self.journal.stages, run.path.absolute(), number, share)
+        self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.trained}
+        self._left_out = {role: executor.on_all_ranks(role, taken_skips) for role in phase.trained}
+        self.parcels = deque[Parcel](phase.delivery.take() if phase.delivery is not None else ())
+        """Published versions that no sampler has received yet."""
+        self._state = {"phase": index, "done": done, **phase.place}
+        self._rows = dict(flow.rows)
+
+    @property
+    def late(self) -> list[Pending]:
+        """Results that are not ready."""
+        waited = [made.result for made in self.journal.stages]
+        waited += [
+            *self._telemetry.measured,
+            *self._reports,
+            *self._updates.values(),
+            *self._left_out.values(),
+        ]
+        return [each for each in waited if not each.is_ready]
+
+    @property
+    def writing(self) -> Sequence[Pending]:
+        """Results that are ready when the rows are on disk; the loop waits for them one step later."""
+        return self._telemetry.written
+
+    def finish(self, version: int) -> tuple[Standing, dict[str, Metric]]:
+        """Wait for the step, and record its stages and skipped updates.
+
+        Args:
+            version: the policy version before the step.
+
+        Returns:
+            The state of the run after the step, and the step's metrics.
+        """
+        if self._arriving:
+            assert self._phase.delivery is not None
+            self._phase.delivery.arrived(self._arriving)
+        wait_for([each.result for each in self.journal.stages], self._deadline_s)
+        self._log_spans()
+        if self.journal.published is not None:
+            version = self.journal.published.read(self._deadline_s)
+        return self._closed(version)
+
+    def salvage(self, version: int, wait_s: float) -> tuple[Standing, dict[str, Metric]]:
+        """Finish a step whose updates are complete although ranks that made its rows have died.
+
+        The spans of the step, and the metrics of those ranks, are lost.
+
+        Args:
+            version: the policy version before the step.
+            wait_s: longest wait for any stage.
+
+        Raises:
+            ClusterError: a trained role has not finished its updates, or cannot report them.
+        """
+        self._deadline_s, self._is_cut = wait_s, True
+        if self.journal.published is not None:
+            version = self._phase.executor.on_first_rank("policy", version_of).read(wait_s)
+        return self._closed(version)
+
+    def _closed(self, version: int) -> tuple[Standing, dict[str, Metric]]:
+        """Read the results of the step; see ``finish``."""
+        wait_s, flow = self._deadline_s, self._phase.flow
+        metrics: dict[str, Metric] = dict(self._phase.stream.metrics)
+        for part in self._reports:
+            metrics |= part.read(wait_s)
+        metrics = self._sampled() | self._measured() | metrics
+        if self.journal.published is not None:
+            metrics["policy/version/max"] = Max(value=version)
+        remembered = self._state["numbers"]
+        numbers = {name: self._number(number) for name, number in remembered.items()}
+        for name, number in numbers.items():
+            if flow.state[name] is remembered[name]:  # no later step has changed it
+                flow.state[name] = number
+        for role, skips in self._left_out.items():
+            for skip in skips.read(wait_s):
+                self._run.log_skip(self.number, role, skip.reason, skip.rows)
+                told = f"an update of the {role} in step {self.number} was skipped: {skip.reason}"
+                self.skips.append(told)
+        for group, reason in self._given_up:
+            self._run.log_given_up(self.number, group, reason)
+        updates = {role: each.read(wait_s) for role, each in self._updates.items()}
+        state = {**self._state, "numbers": numbers, "version": version}
+        self.journal, self._reports = Journal(), ()  # frees the step's batches in the store
+        return Standing(step=self.number, state=state, updates=updates, rows=self._rows), metrics
+
+    def _log_spans(self) -> None:
+        """Record the spans of the stages and of concurrent weight transfers."""
+        wait_s, executor = self._deadline_s, self._phase.executor
+        # A pause of this process between the two clock readings makes the difference smaller.
+        ahead_s = max(self._run.elapsed_s() - time.time() for _ in range(3))
+        results = [(each.stage, each.result) for each in self.journal.stages]
+        names = {part.stage: stage for stage, made in results for part in (made, *made.parts)}
+        for stage, made in results:
+            after = list(dict.fromkeys(names.get(source, source) for source in made.after))
+            facts = [*made.worked, *made.facts(wait_s)]
+            self._run.log_span(span_of(stage, self.number, facts, ahead_s, made.beside, after))
+        moved, executor.moved = executor.moved, {}
+        for stage, facts in moved.items():
+            self._run.log_span(span_of(stage, self.number, facts, ahead_s, [], []))
+
+    def _sampled(self) -> dict[str, Metric]:
+        """Return the metrics of the rows, merged over ranks."""
+        known = [each for each in self._telemetry.measured if not self._is_lost(each)]
+        found = [each.read(self._deadline_s) for each in known]
+        return merge_metrics(
+            share for each in found for share in (each if isinstance(each, list) else [each])
+        )
+
+    def _measured(self) -> dict[str, Metric]:
+        """Return the metrics of the controller, and the numbers of formulas."""
+        numbers: dict[str, Metric] = dict(self.journal.measured)
+        for entry in self.journal.stages:
+            if entry.is_number and not self._is_lost(entry.result):
+                name = entry.stage.removeprefix(f"{CONTROLLER}.")
+                numbers[f"flow/{name}/mean"] = Mean(total=self._number(entry.result), count=1)
+        return numbers
+
+    def _is_lost(self, result: Any) -> bool:
+        """Return whether a salvaged step misses this result because its ranks have died."""
+        return self._is_cut and isinstance(result, Pending) and result.has_failed
+
+    def _number(self, number: Any) -> float:
+        """Return a number of the flow; read it if it is a handle."""
+        return number if isinstance(number, float) else float(number.read(self._deadline_s))
+
+
+def version_of(policy: Policy) -> int:
+    """Return the version that a policy has published last."""
+    return policy.version
+
+
+def span_of(
+    stage: str, step: int, facts: Sequence[Facts], ahead_s: float, beside: Sequence[Facts], after: list[str]
+) -> SpanRecord:
+    """Return the span of a stage from the times of its ranks.
+
+    Args:
+        stage: name of the stage.
+        step: number of its step.
+        facts: facts of the ranks whose results are taken.
+        ahead_s: clock of the run minus seconds since the epoch.
+        beside: facts of the other ranks that ran the stage.
+        after: names of the stages whose results are its arguments.
+    """
+    ranks = []
+    for each in (*facts, *beside):
+        start_s, took_s = max(0.0, each.began + ahead_s), each.ended - each.began
+        size = {"rows": max(0, each.rows), "tokens": each.tokens}
+        ranks.append(RankSpan(rank=each.place.rank, start_s=start_s, duration_s=took_s, **size))
+    pool = facts[0].place.pool
+    return SpanRecord.of_ranks(ranks, len(facts), step=step, stage=stage, pool=pool, after=after)

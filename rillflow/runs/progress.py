@@ -1,0 +1,156 @@
+"""Progress: the output during a run.
+
+on a terminal     one bar per phase, redrawn in place, with the time left; notes scroll by above
+anywhere else     one plain line per step, readable and searchable in a log file or a notebook
+quiet             nothing
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
+
+from rillflow.runs.uniform_rewards import IN_A_ROW, streaks
+from rillflow.runs.time_left import Estimate, TimeLeft
+from rillflow.runs.formatting import duration, number, visible
+from rillflow.records.metrics import Metrics
+
+HEADLINE = {
+    "reward/score/mean": "reward",
+    "supervised/nll/mean": "nll",
+    "supervised/accuracy/mean": "token accuracy",
+    "policy/loss/mean": "loss",
+    "preference/loss/mean": "loss",
+    "preference/accuracy/mean": "accuracy",
+    "policy/entropy/mean": "entropy",
+    "mismatch/weight/mean": "importance weight",
+    "mismatch/bounded/share": "bounded",
+    "rollout/length/mean": "length",
+}
+"""Metrics in a step's line, if the step has them."""
+
+
+class Progress:
+    """Shows a run's steps on a stream. Use it in a ``with`` statement.
+
+    Example:
+        with Progress(total_steps={"sft": 350, "grpo": 60}, stream=sys.stdout) as progress:
+            progress.step("sft", 1, metrics, seconds=0.1)
+
+    Args:
+        total_steps: number of steps of every phase, in order. A step's number counts from 1 over all phases.
+        stream: output stream; by default the standard output.
+        quiet: show nothing.
+        told: called after each step, even when quiet, with its phase, number and metrics.
+    """
+
+    def __init__(
+        self,
+        *,
+        total_steps: Mapping[str, int],
+        stream: TextIO | None = None,
+        quiet: bool = False,
+        told: Callable[[str, int, Metrics], None] | None = None,
+    ) -> None:
+        self._left = TimeLeft(total_steps)
+        self._quiet, self._told = quiet, told
+        self._console = Console(
+            file=sys.stdout if stream is None else stream,
+            quiet=quiet,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            force_jupyter=False,
+        )
+        self._bars: Bars | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._recent: list[tuple[int, Metrics]] = []
+        self._said = ""
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal and not self._console.is_dumb_terminal and not self._quiet:
+            self._bars = _bars(self._console)
+            for phase, total in self._left.total_steps.items():
+                self._tasks[phase] = self._bars.add_task(phase, total=total, left="", numbers="")
+            self._bars.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def step(self, phase: str, step: int, metrics: Metrics, seconds: float) -> None:
+        """Show a completed step as bar or line, and warn when rewards no longer give a training signal."""
+        self._left.observe(phase, step, seconds)
+        numbers = _numbers(metrics)
+        if self._bars is None:
+            totals = self._left.total_steps
+            beside = [f"step {step}"] if len(totals) > 1 else []
+            left = _left_text(self._left.estimate())
+            parts = [
+                f"{phase} {self._left.done(phase)}/{totals[phase]}",
+                *beside,
+                *numbers,
+                duration(seconds),
+            ]
+            self._write("  ".join([*parts, left] if left else parts))
+        else:
+            for name, task in self._tasks.items():
+                self._bars.update(task, completed=self._left.done(name), left=self._phase_text(name))
+            self._bars.update(self._tasks[phase], numbers="  ".join(numbers))
+        self._recent = [*self._recent[1 - IN_A_ROW :], (step, metrics)]
+        found = streaks(self._recent)
+        if found and found[0].why != self._said:
+            self.note(f"warning: {found[0].text}")
+        self._said = found[0].why if found else ""
+        if self._told is not None:
+            self._told(phase, step, metrics)
+
+    def note(self, text: str) -> None:
+        """Write a permanent line, such as an evaluation or a resume."""
+        self._write(visible(text))
+
+    @staticmethod
+    def say(text: str) -> None:
+        """Write a text to the standard output after the progress display has ended."""
+        sys.stdout.write(f"{visible(text)}\n")
+        sys.stdout.flush()
+
+    def _phase_text(self, phase: str) -> str:
+        seconds = self._left.of_phase(phase)
+        if self._left.done(phase) == self._left.total_steps[phase]:
+            return "done"
+        return "" if seconds is None else f"{duration(seconds)} left"
+
+    def _write(self, text: str) -> None:
+        # A console would wrap a long line at its width; a log needs unbroken lines.
+        self._console.print(text, soft_wrap=True)
+
+
+def _bars(console: Console) -> Bars:
+    return Bars(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}", markup=False),
+        TextColumn("{task.fields[left]}", markup=False),
+        TextColumn("{task.fields[numbers]}", markup=False),
+        console=console,
+        refresh_per_second=4,
+    )
+
+
+def _numbers(metrics: Metrics) -> list[str]:
+    return [f"{label} {number(metrics[name].value)}" for name, label in HEADLINE.items() if name in metrics]
+
+
+def _left_text(estimate: Estimate) -> str:
+    """Return the time left in words; empty if no remaining phase has a timed step."""
+    if estimate.is_complete:
+        return f"{duration(estimate.seconds)} left" if estimate.seconds else "done"
+    return f"more than {duration(estimate.seconds)} left" if estimate.seconds else ""

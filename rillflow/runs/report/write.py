@@ -1,0 +1,183 @@
+"""The report: a run as one HTML file that needs no network, no library and no server.
+
+RunData ─┬─ header      settings of the run, accuracy before and after
+         ├─ curves      one card per metric, phases marked
+         ├─ stages      time by stage, and the timeline of the last steps
+         ├─ outcomes    scores of the reward, and how often it gave none
+         ├─ samples     first and last step; best, worst, longest
+         └─ details     other metrics, environment, config
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+from rillflow.runs import durable, layout
+from rillflow.runs.json_lines import JSON
+from rillflow.runs.reader import EvaluationRecord
+from rillflow.runs.formatting import duration
+from rillflow.runs.report import curves
+from rillflow.runs.report.prediction import Predict, bars_with
+from rillflow.runs.report.histograms import histogram_cards
+from rillflow.runs.report.html import Html, cut, el, table
+from rillflow.runs.report.measured import last_steps, measured_bars, rank_rows
+from rillflow.runs.report.outcomes import draw_outcomes
+from rillflow.runs.report.page import page, section
+from rillflow.runs.report.predicted import draw_comparison_card
+from rillflow.runs.run_data import RunData, load
+from rillflow.runs.report.samples import draw_comparison, draw_groups, draw_pairs, read_samples, shade_key
+from rillflow.runs.report.stages import draw_stages
+from rillflow.runs.summary import Summary, summary_of, verdict
+from rillflow.runs.report.timeline import SHOWN_STEPS, draw_timeline
+
+
+def write_report(run: Path, predict: Predict | None = None) -> Path:
+    """Write report.html into a run directory, finished or not, and return its path.
+
+    Args:
+        run: the run directory.
+        predict: predicts steps of the run; with None, the report shows only measured steps.
+
+    Raises:
+        RunDirectoryError: it is not a run directory, one of its files is damaged, or it cannot be written.
+    """
+    file = run / layout.REPORT
+    durable.replace(file, [render(load(run), predict).encode("utf-8", "replace")])
+    return file
+
+
+def render(data: RunData, predict: Predict | None = None) -> str:
+    """Return the whole page."""
+    read = read_samples(data.path)
+    shown = [*curves.cards(data), *histogram_cards(data)]
+    body = [
+        _hero(data, summary_of(data)),
+        *section("Curves", [el("div", shown, class_="grid-cards")] if data.steps else []),
+        *section("Where the time went", _times(data, predict) if data.spans else []),
+        *section("Reward outcomes", draw_outcomes(data)),
+        *section("First and last samples", draw_comparison(read)),
+        *section("Pairs", draw_pairs(read)),
+        *section("Samples", [shade_key(), el("div", draw_groups(read), class_="pair")] if read else []),
+        *_details(data),
+        el(
+            "footer",
+            "Made by Rillflow from the files of the run directory; docs/metrics.md defines every metric.",
+        ),
+    ]
+    return page(data.path.resolve().name, body)
+
+
+def _times(data: RunData, predict: Predict | None) -> list[Html]:
+    """Draw time by phase, and the last steps rank by rank, measured and predicted."""
+    found = last_steps(data, SHOWN_STEPS)
+    predicted = None if predict is None else predict(data, found.first, found.last)
+    title = el("h3", f"{found.steps.capitalize()}, rank by rank")
+    bars, told = measured_bars(found), list[Html]()
+    if predicted is not None:
+        bars = bars_with(found, bars, predicted)
+        told = [el("p", line, class_="hint") for line in predicted.lines(data)]
+    drawn = el("section", title, draw_timeline(bars), told, table(rank_rows(found)), class_="card wide")
+    return [el("div", [*draw_comparison_card(data), *draw_stages(data), drawn], class_="stack")]
+
+
+def _hero(data: RunData, summary: Summary) -> Html:
+    made = sum(phase.steps for phase in summary.phases)
+    status = "finished" if summary.is_finished else f"not finished: {made:,} steps" if made else "no step yet"
+    title = el("h1", data.path.resolve().name, el("span", status, class_="status"))
+    steps = ", ".join(f"{one.name} {one.steps:,}" for one in summary.phases)
+    facts = {
+        "task": _text(data.setting("task.source")),
+        "model": _model(data),
+        "steps": steps,
+        "time": duration(summary.seconds) if summary.seconds else "",
+        "machine": _machine(data),
+        "command": shlex.join(summary.command),
+        "checkpoint": summary.checkpoint or "",
+        "best": summary.best or "",
+        "changed": "; ".join(summary.changes),
+    }
+    listed = el("dl", ([el("dt", name), el("dd", cut(value, 300))] for name, value in facts.items() if value))
+    warned = [el("p", warning, class_="bad") for warning in summary.warnings]
+    return el("section", el("div", title, listed, warned), _result(summary), class_="card hero")
+
+
+def _result(summary: Summary) -> Html:
+    before, after = summary.before, summary.after
+    if before is None:
+        return el("p", "Nothing was evaluated.", class_="hint")
+    name = before.name
+    if after is None:
+        shown = el("p", f"{before.value:.3f}", class_="change")
+        return el("div", el("small", f"Held-out {name}"), shown, _intervals([before]))
+    change = el("p", f"{before.value:.3f} ", el("span", "→"), f" {after.value:.3f}", class_="change")
+    kind = "good" if after.value > before.value else "bad"
+    words = el("p", verdict(before, after), class_=kind)
+    head = el("small", f"Held-out {name} on {after.count:,} problems, before and after")
+    return el("div", head, change, words, _intervals([before, after]))
+
+
+def _intervals(scores: list[EvaluationRecord]) -> Html:
+    """Draw the intervals on one scale: 0 to 1, extended to the range of the rewards."""
+    parts = []
+    ends = [score.interval or (score.value, score.value) for score in scores]
+    least = min(low for low, _ in [*ends, (0.0, 1.0)] if not math.isnan(low))
+    width = max(high for _, high in [*ends, (0.0, 1.0)] if not math.isnan(high)) - least
+    for index, (score, (low, high)) in enumerate(zip(scores, ends, strict=True)):
+        if math.isnan(score.value):
+            continue
+        y = 14 + 22 * index
+        parts.append(el("line", class_="grid", x1=90, x2=410, y1=y, y2=y, stroke_width=6))
+        at = {"x1": 90 + 320 * (low - least) / width, "x2": 90 + 320 * (high - least) / width}
+        parts.append(el("line", class_=f"c{1 - index}", y1=y, y2=y, stroke_width=6, **at))
+        middle = 90 + 320 * (score.value - least) / width
+        parts.append(el("circle", class_=f"mark c{1 - index}", cx=middle, cy=y, r=5))
+        parts.append(el("text", f"step {score.step:,}", class_="end", x=78, y=y + 4))
+        ends_text = "" if score.interval is None else f"{low:.3f} to {high:.3f}"
+        parts.append(el("text", ends_text, x=422, y=y + 4))
+    return el("svg", parts, class_="intervals", viewBox=f"0 0 520 {22 * len(scores) + 6}", role="img")
+
+
+def _details(data: RunData) -> list[Html]:
+    others = curves.other_cards(data)
+    parts = []
+    if others:
+        parts.append(
+            el(
+                "details",
+                el("summary", f"Other metrics ({len(others)})"),
+                el("div", others, class_="grid-cards"),
+            )
+        )
+    if data.starts:
+        title = "Environment" if len(data.starts) == 1 else f"Environment, {len(data.starts)} starts"
+        parts.append(el("details", el("summary", title), el("pre", _pretty(list(data.starts)))))
+    parts.append(el("details", el("summary", "Config"), el("pre", _pretty(data.config))))
+    return parts
+
+
+def _pretty(value: JSON) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def _text(value: JSON) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _model(data: RunData) -> str:
+    """Return the model's directory, or the size of a new model."""
+    path = _text(data.setting("policy.model.path"))
+    if path:
+        return path
+    parts = [f"{name} {data.setting(f'policy.model.new.{name}')}" for name in ("layers", "hidden", "heads")]
+    architecture = _text(data.setting("policy.model.new.architecture"))
+    return f"new {architecture}: {', '.join(parts)}" if architecture else ""
+
+
+def _machine(data: RunData) -> str:
+    if not data.starts:
+        return ""
+    start = data.starts[-1]
+    return f"{start.get('device')}, {start.get('cores')} cores, {start.get('platform')}"

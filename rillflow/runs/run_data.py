@@ -1,0 +1,132 @@
+"""RunData: all data of a run that the views show, read once.
+
+metrics.jsonl ─> steps, phases     spans.jsonl ─> spans     evaluations.jsonl ─> evaluations
+config.json, environment.json ─> settings and machine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rillflow.runs import layout
+from rillflow.runs.json_lines import JSON
+from rillflow.runs.reader import (
+    EvaluationRecord,
+    MetricsRecord,
+    SpanRecord,
+    read_config,
+    read_every_evaluation,
+    read_metrics,
+    read_spans,
+    read_starts,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSpan:
+    """Completed steps of one phase."""
+
+    name: str
+    """Name of the phase."""
+    first: int
+    """First step."""
+    last: int
+    """Last completed step."""
+    start_s: float
+    """End of the previous phase, in seconds of the run."""
+    end_s: float
+    """End of the last completed step, in seconds of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Content of a run directory."""
+
+    path: Path
+    """The run directory."""
+    config: Mapping[str, JSON]
+    """The resolved config."""
+    starts: Sequence[Mapping[str, JSON]]
+    """Environment of each start of the run."""
+    steps: Sequence[MetricsRecord]
+    """Metrics of every step."""
+    spans: Sequence[SpanRecord]
+    """Spans of every stage and step."""
+    evaluations: Sequence[EvaluationRecord]
+    """Evaluations on the held-out rows."""
+    sets: Mapping[str, Sequence[EvaluationRecord]] = field(default_factory=dict)
+    """Evaluations on the recipe's named sets, by name."""
+    phases: Sequence[PhaseSpan]
+    """Phases in order."""
+    is_finished: bool
+    """Whether the run reached its last step."""
+
+    def setting(self, dotted: str) -> JSON:
+        """Return a setting of the resolved config, or None if the config lacks it."""
+        value: JSON = self.config
+        for part in dotted.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return None
+            value = value[part]
+        return value
+
+    @property
+    def changes(self) -> list[str]:
+        """Settings that later starts changed. Example: ``from step 15 on, policy.lr: 0.001 -> 0.0005``."""
+        found = []
+        for start in self.starts:
+            after, changed = start.get("after_step"), start.get("changes")
+            if isinstance(after, int) and isinstance(changed, list):
+                words = [f"{each['key']}: {each['old']!r} -> {each['new']!r}" for each in changed]
+                found += [f"from step {after + 1} on, {word}" for word in words]
+        return found
+
+    @property
+    def placed_from(self) -> int:
+        """First step with the current placement."""
+        begun = 1
+        for start in reversed(self.starts):
+            if start.get("placement") != self.starts[-1].get("placement"):
+                break
+            after = start.get("after_step")
+            begun = after + 1 if isinstance(after, int) else 1
+        return begun
+
+
+def load(run: Path) -> RunData:
+    """Read a run directory, finished or not.
+
+    Raises:
+        RunDirectoryError: it is not a run directory, or one of its files is damaged.
+    """
+    config = read_config(run)
+    steps, every = read_metrics(run), read_every_evaluation(run)
+    names = dict.fromkeys(each.set for each in every if each.set)
+    return RunData(
+        path=run,
+        config=config,
+        starts=read_starts(run),
+        steps=steps,
+        spans=read_spans(run),
+        evaluations=[each for each in every if not each.set],
+        sets={name: [each for each in every if each.set == name] for name in names},
+        phases=_phases(steps),
+        is_finished=(run / layout.FINISHED).is_file(),
+    )
+
+
+def _phases(steps: Sequence[MetricsRecord]) -> list[PhaseSpan]:
+    phases: list[PhaseSpan] = []
+    for record in steps:
+        before = phases[-1] if phases else None
+        if before is not None and before.name == record.phase:
+            start = phases.pop()
+            first, start_s = start.first, start.start_s
+        else:
+            first, start_s = record.step, before.end_s if before else 0.0
+        phases.append(
+            PhaseSpan(name=record.phase, first=first, last=record.step, start_s=start_s, end_s=record.time_s)
+        )
+    return phases

@@ -1,0 +1,276 @@
+"""AgentEngine: an engine whose rows are written by agents, functions that call it over HTTP.
+
+    rows ─> a child each: solve(prompt, base_url, api_key, **columns) ── HTTP ─> Door ─> EngineQueue ─> engine
+    row  <─ tokens sampled under its key <── it returned, raised, or timed out ──┘
+
+Every engine with ``Capability.ROWS`` can be the inner engine; a sampler uses this engine like any other.
+
+Loop (``step``, in the thread of the sampler's rank)
+    consumes      added rows; requests of agents; the ends of their calls
+    waits for     if no row is being sampled: a request, a child's pipe, the next deadline of a child
+    unblocked by  any of them; a child has ``timeout_s`` from its last answer, unless an answer is in progress
+    produces      each row once: its conversation, with the return value or the agent's failure
+    shuts down    ``close``: children and door end; the driver's death ends the children, kill -9 included
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from rillflow.records.rollout import Finish, Rollout
+from rillflow.records.row import RowId
+from rillflow.rewards.child import START_LIMIT_S, Answer, Child, Failure, State
+from rillflow.rewards.columns import choose
+from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.outcome import FAILED, RETURNED, Outcome
+from rillflow.rewards.supervised import Containment
+from rillflow.rewards.text_execution import is_shut_in, visible_to
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import Capability, Engine, RowByRow
+from rillflow.serving.conversation import Conversation
+from rillflow.serving.engine_queue import EngineQueue
+from rillflow.serving.openai_server import Door
+from rillflow.serving.server import LoopbackServer, bound
+from rillflow.tasks.encoded import Encoder
+
+POLICY = "policy"
+"""Model name at an agent's door."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Agent:
+    """A row that an agent is writing."""
+
+    start: Rollout
+    """The row as it was added."""
+    sampling: SamplingConfig
+    """Sampling settings."""
+    conversation: Conversation
+    """The sampled conversation."""
+    key: str
+    """Key of the agent at the door."""
+
+
+class AgentEngine(RowByRow):
+    """An engine, and the agents that write its rows.
+
+    Args: see Engine; and
+        inner: constructs the engine that samples.
+        function: the agent, called for every row.
+        encoder: encodes the agents' messages.
+        stack: closed when the rank ends.
+    """
+
+    can: ClassVar = frozenset(Capability) - {Capability.LOOK}
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: RolloutConfig,
+        *,
+        inner: Callable[..., Engine],
+        function: FunctionPath,
+        encoder: Encoder,
+        stack: ExitStack,
+        **given: object,
+    ) -> None:
+        assert config.agent is not None, "the config names an agent"
+        self._inner, self._config, self._agent = inner(module, config, **given), config, config.agent
+        self._function, self._encoder, self._stack = function, encoder, stack
+        self._queue = EngineQueue(self._inner, encoder.tokenizer, max_rows=config.max_rows)
+        self._waiting = deque[tuple[Rollout, SamplingConfig]]()
+        self._running: dict[Child, _Agent] = {}
+        self._children: list[Child] = []
+        self._keys: dict[str, Conversation] = {}
+        self._is_shut_in = is_shut_in(function, self._agent.sandbox)
+        self._version = 0
+        self._door: Door | None = None
+        self._shared_url = ""
+        self._urls: dict[Child, str] = {}
+        stack.callback(self.close)
+
+    @property
+    def has_work(self) -> bool:
+        """See Engine."""
+        return bool(self._waiting or self._running)
+
+    @property
+    def held_bytes(self) -> int:
+        """See Engine."""
+        return self._inner.held_bytes
+
+    def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """See Engine."""
+        self._version = version
+        self._inner.load(version, weights)
+
+    def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See Engine."""
+        return self._inner.score(texts)
+
+    def sleep(self) -> None:
+        """See Engine."""
+        self._inner.sleep()
+
+    def wake(self) -> None:
+        """See Engine."""
+        self._inner.wake()
+
+    def _clear(self) -> None:
+        self._waiting.clear()
+        for child in [*self._running]:
+            self._leave(child)
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        """Let an agent write a row, starting from its prompt."""
+        self._waiting.append((rollout, sampling or self._config))
+
+    def abort(self, row: RowId) -> Rollout:
+        """Remove a row and return it as it was added: an agent cannot be paused and resumed."""
+        for waiting in self._waiting:
+            if waiting[0].row == row:
+                self._waiting.remove(waiting)
+                return waiting[0]
+        child = next(child for child, agent in self._running.items() if agent.start.row == row)
+        return self._leave(child).start
+
+    def look(self, row: RowId) -> Rollout:
+        """See Engine; never called."""
+        raise NotImplementedError
+
+    def step(self) -> list[Rollout]:
+        """See Engine; run one pass, or wait for an agent."""
+        self._begin()
+        is_sampling = self._queue.turn()
+        return [self._row(child, answer) for child, answer in self._ended(waits=not is_sampling)]
+
+    def close(self) -> None:
+        """End the children."""
+        self._keys.clear()
+        for child in self._children:
+            child.stop()
+
+    def _begin(self) -> None:
+        """Give waiting rows to idle children; create the door first if there is none."""
+        if self._door is None:
+            self._door = Door(
+                self._queue,
+                tokenizer=self._encoder.tokenizer,
+                model=POLICY,
+                version=lambda: self._version,
+                visitor=self._keys.get,
+            )
+        self._children = [child for child in self._children if child.state is not State.ENDED]
+        wanted = min(self._agent.workers, len(self._waiting) + len(self._running))
+        while len(self._children) < wanted:
+            self._children.append(self._started(self._door))
+        self._urls = {child: url for child, url in self._urls.items() if child in self._children}
+        for child in self._children:
+            if self._waiting and child.state is State.IDLE:
+                self._call(child, *self._waiting.popleft())
+
+    def _started(self, door: Door) -> Child:
+        """Start a child that reaches the door over its sandbox's network, or over this machine's."""
+        room = self._agent.memory_bytes
+        if not self._is_shut_in:
+            if not self._shared_url:
+                self._shared_url = self._serve(door, bound(0))
+            child = Child(self._function, memory_bytes=room, containment=Containment.NAMESPACE)
+            self._urls[child] = self._shared_url
+            return child
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            child = Child(
+                self._function,
+                memory_bytes=room,
+                containment=Containment.SANDBOX,
+                visible=visible_to(self._function),
+                door=theirs.fileno(),
+            )
+            self._children.append(child)  # ended with the others if the door fails
+            theirs.close()
+            ours.settimeout(START_LIMIT_S)
+            _, descriptors, *_ = socket.recv_fds(ours, 16, 1)
+        self._children.remove(child)
+        if descriptors:
+            self._urls[child] = self._serve(door, socket.socket(fileno=descriptors[0]))
+        return child  # a child without a door has ended, and reports why
+
+    def _serve(self, door: Door, listening: socket.socket) -> str:
+        return self._stack.enter_context(LoopbackServer(door.app(), listening)).url
+
+    def _call(self, child: Child, start: Rollout, sampling: SamplingConfig) -> None:
+        key, known = secrets.token_urlsafe(24), json.loads(start.columns)
+        agent = _Agent(
+            start=start,
+            sampling=sampling,
+            conversation=Conversation(start, sampling, self._encoder),
+            key=key,
+        )
+        assert child.parameters is not None, "an idle child has reported its parameters"
+        columns = {
+            name: [value] for name, value in {**known, "base_url": self._urls[child], "api_key": key}.items()
+        }
+        chosen = choose(columns, child.parameters, self._function)
+        call = {"type": "run", "columns": {name: value[0] for name, value in chosen.items()}}
+        self._keys[key], self._running[child] = agent.conversation, agent
+        child.send(call, num_rows=1, limit_s=self._agent.timeout_s)
+
+    def _ended(self, *, waits: bool) -> list[tuple[Child, Answer]]:
+        """Return the calls that have ended; with ``waits``, wait for an event first."""
+        for child, agent in self._running.items():
+            talk = agent.conversation
+            child.deadline = math.inf if talk.is_asking else talk.since + self._agent.timeout_s
+        poller, owners = select.poll(), dict[int, Child]()
+        poller.register(self._queue.woken, select.POLLIN)
+        for child in self._children:
+            for descriptor, mask in child.events().items():
+                poller.register(descriptor, mask)
+                owners[descriptor] = child
+        until = min((child.deadline for child in self._children), default=0.0) if waits else 0.0
+        wait_ms = min(1000.0, max(0.0, 1000 * (until - time.monotonic())))
+        found = poller.poll(math.ceil(wait_ms))
+        moved = {owners[descriptor] for descriptor, _ in found if descriptor in owners}
+        ended = [(child, answer) for child in moved if (answer := child.advance()) is not None]
+        late = [child for child in self._children if child.deadline <= time.monotonic()]
+        ended += [(child, child.expire()) for child in late if child.state is not State.IDLE]
+        return [(child, answer) for child, answer in ended if child in self._running]
+
+    def _row(self, child: Child, answer: Answer) -> Rollout:
+        """Return the row of an agent that has ended."""
+        agent = self._leave(child, is_over=True)
+        row, failed = agent.conversation.row, None
+        if isinstance(answer, Failure):
+            failed = (answer.outcome, f"the agent {answer.message}")
+        elif not agent.conversation.is_begun:
+            failed = (Outcome.ERROR, "the agent returned without a request to the policy")
+        told = {RETURNED: None, FAILED: failed} if failed else {RETURNED: json.loads(_only(answer))}
+        columns = json.dumps({**json.loads(agent.start.columns), **told})
+        return replace(row, columns=columns, finish=Finish.LENGTH if failed else row.finish)
+
+    def _leave(self, child: Child, *, is_over: bool = False) -> _Agent:
+        """Stop writing a row and release its child's state."""
+        agent = self._running.pop(child)
+        del self._keys[agent.key]
+        self._queue.put(agent.start.row)
+        if not is_over:
+            child.stop()
+        return agent
+
+
+def _only(answer: Answer) -> str:
+    """Return an agent's return value as JSON."""
+    assert not isinstance(answer, Failure)
+    return answer[0].message

@@ -1,0 +1,286 @@
+"""EngineQueue: sample the rows of many clients concurrently with one engine that a single thread owns.
+
+    any thread ── put ──> inbox ──> one queue per request ── admit, in turn ──> engine: add, step, abort
+                                         ^                                       │
+                                         └──── rows on trial <── a pass failed ──┤
+    client <── tell(row or error, is it over?) ──────────────────────────────────┘
+
+consumes      rows that clients want, and the ids of rows that they no longer want
+waits for     nothing: ``turn`` runs one pass, or none if no row runs; ``woken`` becomes readable when the
+              inbox has an entry, for an owner that waits
+produces      each wanted row once, when it ends, or the error that ended it; streamed rows also before that
+shuts down    healthy: the owner stops calling ``turn``. Broken engine: ``fail`` sends the error to every row,
+              including later ones
+
+Fairness: at most ``max_rows`` rows are in the engine. Requests take turns, one row per turn, so a request of
+one row waits for at most one row of each request before it.
+
+Isolation: a failed pass empties the engine. The queue ends the row at fault and puts the other rows back,
+with the tokens of the last look:
+
+    the error names a row                          that row
+    one row was new in this pass                   the new row
+    several rows were new in this pass             each runs again as the only new row of a pass
+    none of these                                  no row can be identified: every row gets the error
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Lock
+from typing import TypeAlias
+
+from rillflow.errors import RillflowError, RowError, StreamError
+from rillflow.models.tokenizer import Tokenizer
+from rillflow.records.rollout import Finish, Rollout
+from rillflow.records.row import RowId
+from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.engine import Capability, Engine
+from rillflow.serving.http_body import Declined
+
+LOOK_EVERY = 8
+"""Passes between two looks at rows that are streamed or have stop texts."""
+KEEP_EVERY = 64
+"""Passes between two looks at every row, which limit repeated work after another row failed."""
+Told: TypeAlias = Rollout | RillflowError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Wanted:
+    """A row that a client wants continued."""
+
+    begin: Rollout
+    """The row at the start."""
+    sampling: SamplingConfig
+    """Sampling settings."""
+    stops: tuple[str, ...]
+    """Stop texts, in addition to those of the engine."""
+    is_streamed: bool
+    """Whether the client receives the row before it has ended."""
+    tell: Callable[[Told, bool], None]
+    """Receives the row, and whether it has ended; called in the engine's thread."""
+    name: str = "the request"
+    """Name in errors."""
+
+
+class EngineQueue:
+    """The rows that clients want, and the engine that samples them.
+
+    Args:
+        engine: has ``Capability.ROWS``; only the thread that calls ``turn`` calls its methods.
+        tokenizer: tokeniser of the model.
+        max_rows: largest number of rows in the engine.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, *, max_rows: int) -> None:
+        self.engine = engine
+        self._tokenizer, self._can_look = tokenizer, Capability.LOOK in engine.can
+        self._max_rows, self._passes = max_rows, 0
+        self._lock, self._inbox = Lock(), list[list[Wanted | RowId]]()
+        self._failure: RillflowError | None = None
+        self._requests, self._suspects = deque[deque[Wanted]](), deque[Wanted]()
+        self._rows: dict[RowId, Wanted] = {}
+        self._kept: dict[RowId, Rollout] = {}
+        self._new: set[RowId] = set()
+        self.woken, self._wake = os.pipe()
+        """File descriptor to poll for new entries."""
+        for descriptor in (self.woken, self._wake):
+            os.set_blocking(descriptor, False)
+
+    def put(self, *things: Wanted | RowId) -> None:
+        """Begin the rows of one request, or drop rows by their ids; from any thread."""
+        with self._lock:
+            failure = self._failure
+            if failure is None:
+                self._inbox.append([*things])
+        if failure is not None:
+            _tell_all((thing for thing in things if isinstance(thing, Wanted)), failure)
+        with suppress(BlockingIOError):
+            os.write(self._wake, b".")
+
+    def turn(self) -> bool:
+        """Process the inbox and run one pass; return whether rows run.
+
+        Raises:
+            RillflowError: the pass failed; the rows at fault were told, and the others continue.
+            Exception: the engine raised another error, and no row is at fault: the engine is broken.
+        """
+        with suppress(BlockingIOError):
+            os.read(self.woken, 1 << 16)
+        with self._lock:
+            inbox, self._inbox = self._inbox, []
+        for things in inbox:
+            self._sort(things)
+        self._admit()
+        if not self.engine.has_work:
+            return bool(self._suspects or self._requests)
+        try:
+            ended = self.engine.step()
+        except Exception as error:
+            if self._isolate(error) and not isinstance(error, RillflowError):
+                why = f"{type(error).__name__}: {error}"
+                raise StreamError("the engine failed on a request and ended it", why=why) from error
+            raise
+        self._new.clear()
+        for rollout in ended:
+            self._end(rollout)
+        self._passes += 1
+        if self._can_look and self._passes % LOOK_EVERY == 0:
+            self._look(every_row=self._passes % KEEP_EVERY == 0)
+        return True
+
+    def fail(self, error: RillflowError) -> None:
+        """End every row, and every later row, with this error; the engine is not used again."""
+        with self._lock:
+            self._failure, inbox, self._inbox = error, self._inbox, []
+        _tell_all((thing for things in inbox for thing in things if isinstance(thing, Wanted)), error)
+        self._tell_everybody(error)
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self.woken)
+        os.close(self._wake)
+
+    def _sort(self, things: list[Wanted | RowId]) -> None:
+        """Queue the rows of one request; remove rows that no client wants any more."""
+        dropped = {thing for thing in things if isinstance(thing, RowId)}
+        if dropped:
+            for waiting in (*self._requests, self._suspects):
+                left = [wanted for wanted in waiting if wanted.begin.row not in dropped]
+                waiting.clear()
+                waiting.extend(left)
+            self._requests = deque(filter(None, self._requests))
+        for row in dropped:
+            self._kept.pop(row, None)
+            if row in self._rows:
+                self._forget(row)
+                self.engine.abort(row)
+        if begun := deque(thing for thing in things if isinstance(thing, Wanted)):
+            self._requests.append(begun)
+
+    def _admit(self) -> None:
+        """Fill the engine; requests take turns. A row on trial is the only new row of its pass."""
+        if self._suspects and not self._new:
+            self._enter(self._suspects.popleft(), is_new=True)
+        while self._requests and len(self._rows) < self._max_rows and not self._suspects:
+            request = self._requests.popleft()
+            wanted = request.popleft()
+            if request:
+                self._requests.append(request)
+            self._enter(wanted, is_new=True)
+
+    def _enter(self, wanted: Wanted, *, is_new: bool) -> None:
+        row = wanted.begin.row
+        try:
+            self._check(wanted.sampling)
+            self.engine.add(self._kept.get(row, wanted.begin), wanted.sampling)
+        except RillflowError as error:
+            wanted.tell(_of_request(error, wanted), True)
+        except Exception as error:  # noqa: BLE001  an engine may raise any error for a row
+            wanted.tell(_failed(error, wanted), True)
+        else:
+            self._rows[row] = wanted
+            self._new |= {row} if is_new else set()
+
+    def _check(self, sampling: SamplingConfig) -> None:
+        needs = {
+            Capability.GREEDY: sampling.temperature == 0,
+            Capability.CUT: sampling.is_cut,
+            Capability.PENALTIES: sampling.is_penalised,
+        }
+        for capability in sorted(each for each, is_needed in needs.items() if is_needed):
+            if capability not in self.engine.can:
+                raise StreamError(
+                    f"this engine cannot {capability}",
+                    why=f"it can {', '.join(sorted(self.engine.can)) or 'only sample'}",
+                    fix="omit the parameter that needs it",
+                )
+
+    def _isolate(self, error: Exception) -> bool:
+        """End the row at fault for a failed pass and put the others back; return whether one may be found."""
+        rows, new = self._rows, self._new
+        self._rows, self._new = {}, set()
+        if self.engine.has_work:
+            for row in rows:
+                self.engine.abort(row)
+        blamed = {row for row in rows if isinstance(error, RowError) and row == error.row}
+        if not blamed and not new:
+            self._rows = rows
+            self._tell_everybody(error)
+            return False
+        if not blamed and len(new) == 1:
+            blamed = new
+        for row in blamed:
+            self._kept.pop(row, None)
+            wanted = rows.pop(row)
+            wanted.tell(_failed(error, wanted), True)
+        if not blamed:
+            self._suspects.extend(rows.pop(row) for row in [*rows] if row in new)
+        for row, wanted in rows.items():
+            self._enter(wanted, is_new=row in new)
+        return True
+
+    def _tell_everybody(self, error: Exception) -> None:
+        waiting = [*self._rows.values(), *self._suspects, *(each for rows in self._requests for each in rows)]
+        for held in (self._rows, self._kept, self._new, self._suspects, self._requests):
+            held.clear()
+        _tell_all(waiting, error)
+
+    def _forget(self, row: RowId) -> Wanted:
+        self._kept.pop(row, None)
+        self._new.discard(row)
+        return self._rows.pop(row)
+
+    def _end(self, rollout: Rollout) -> None:
+        wanted = self._forget(rollout.row)
+        wanted.tell(self._stopped(wanted, rollout) or rollout, True)
+
+    def _look(self, *, every_row: bool) -> None:
+        for row, wanted in [*self._rows.items()]:
+            if every_row or wanted.is_streamed or wanted.stops:
+                rollout = self._kept[row] = self.engine.look(row)
+                if (stopped := self._stopped(wanted, rollout)) is not None:
+                    self.engine.abort(row)
+                    self._end(stopped)
+                elif wanted.is_streamed and len(rollout.tokens) > len(wanted.begin.tokens):
+                    wanted.tell(rollout, False)
+
+    def _stopped(self, wanted: Wanted, rollout: Rollout) -> Rollout | None:
+        """Return the row up to the token that completes a stop text, however late the stop is found."""
+        begin = len(wanted.begin.tokens)
+        own = rollout.tokens[begin:]
+
+        def has(count: int) -> bool:
+            text = self._tokenizer.decode(own[:count])
+            return any(stop in text for stop in wanted.stops)
+
+        if not wanted.stops or not has(len(own)):
+            return None
+        return rollout.first(begin + bisect_left(range(len(own)), True, key=has), Finish.STOP)
+
+
+def _tell_all(rows: Iterable[Wanted], error: Exception) -> None:
+    for wanted in rows:
+        wanted.tell(_failed(error, wanted), True)
+
+
+def _of_request(error: RillflowError, wanted: Wanted) -> StreamError:
+    """Return the error with the request's name instead of the row id, which clients do not know."""
+    what, why = (text.replace(f"row ({wanted.begin.row})", wanted.name) for text in (error.what, error.why))
+    return StreamError(what, why, error.fix)
+
+
+def _failed(error: Exception, wanted: Wanted) -> Declined:
+    """Return the error of a row that failed in the engine."""
+    if isinstance(error, Declined):
+        return error
+    if isinstance(error, RillflowError):
+        told = _of_request(error, wanted)
+        return Declined(500, told.what, told.why, told.fix)
+    why = f"{type(error).__name__}: {error}"
+    return Declined(500, f"the engine failed on {wanted.name}", why, "read the server's log")

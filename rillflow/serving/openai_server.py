@@ -1,0 +1,325 @@
+"""Door: serve the current policy with OpenAI's protocol.
+
+    POST /v1/chat/completions    POST /v1/completions    GET /v1/models        every request needs a key
+
+    key ─> Visitor ─ begin ─> rows ─> EngineQueue ─ answers ─> JSON, or events if streamed
+
+A visitor determines the rows of a request: new ones (``NewRows``), or the continuation of an agent's own row.
+When a client disconnects, its rows are dropped. An error is OpenAI's error object, with our three sentences
+as message. Encoding runs in a separate thread, so a long prompt delays no other client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from asyncio import to_thread
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from rillflow.errors import DataError, RillflowError, StreamError
+from rillflow.models.tokenizer import Tokenizer
+from rillflow.records.rollout import Rollout
+from rillflow.records.row import RowId
+from rillflow.rollout.config import SamplingConfig
+from rillflow.serving.engine_queue import EngineQueue, Told, Wanted
+from rillflow.serving.http_body import Declined, body_of, json_object
+from rillflow.serving.openai_protocol import (
+    ChatRequest,
+    Choice,
+    CompletionRequest,
+    SamplingRequest,
+    checked,
+    envelope,
+)
+from rillflow.tasks.encoded import Encoder
+from rillflow.tasks.example import Example, prompt_of
+
+MAX_REQUEST_BYTES = 2**24
+ASKED_EPOCH = -3
+"""Epoch in the row ids of client requests, so that no other row shares their random numbers."""
+MAX_REQUEST_ROWS = 1024
+"""Largest number of rows of a request: prompts times answers to each."""
+_GONE_S = 0.5
+_KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error"}
+"""OpenAI's error type by status, for errors that the request did not cause."""
+
+
+class Visitor(Protocol):
+    """The owner of a key."""
+
+    def begin(self, asked: SamplingRequest) -> list[Rollout]:
+        """Return the rows that a request continues."""
+
+    def sampling(self, asked: SamplingRequest) -> SamplingConfig:
+        """Return the sampling settings of the rows; called after ``begin``."""
+
+    def over(self, asked: SamplingRequest, rollouts: list[Rollout]) -> None:
+        """Finish a request whose rows have all ended; without rows, the request was given up."""
+
+
+class NewRows:
+    """A visitor whose every request begins new rows.
+
+    Args:
+        encoder: encodes prompts.
+        usual: sampling settings, unless a request overrides them.
+    """
+
+    def __init__(self, encoder: Encoder, usual: SamplingConfig) -> None:
+        self._encoder, self._usual, self._numbers = encoder, usual, count()
+
+    def begin(self, asked: SamplingRequest) -> list[Rollout]:
+        """See Visitor."""
+        if isinstance(asked, CompletionRequest):
+            self._require_few(len(asked.prompts), asked.n)
+        prompts = [chat_of(asked)] if isinstance(asked, ChatRequest) else prompts_of(asked)
+        tokens = [
+            self._encoder.rows([each])[0].prompt.tolist() if isinstance(each, Example) else each
+            for each in prompts
+        ]
+        ids = [(next(self._numbers), each) for each in tokens]
+        return [
+            Rollout.start(RowId(ASKED_EPOCH, number, sample), each)
+            for number, each in ids
+            for sample in range(asked.n)
+        ]
+
+    def sampling(self, asked: SamplingRequest) -> SamplingConfig:
+        """See Visitor."""
+        return asked.sampling(self._usual)
+
+    def over(self, asked: SamplingRequest, rollouts: list[Rollout]) -> None:
+        """See Visitor; keeps nothing."""
+
+    def _require_few(self, prompts: int, samples: int) -> None:
+        """Raise DataError for too many rows before their prompts cost time and memory."""
+        if prompts * samples > MAX_REQUEST_ROWS:
+            raise DataError(
+                f"{prompts} prompts with n = {samples} are {prompts * samples:,} rows",
+                why=f"the limit is {MAX_REQUEST_ROWS:,} rows per request",
+                fix="send several requests",
+            )
+
+
+def chat_of(asked: ChatRequest) -> Example:
+    """Return a request's conversation.
+
+    Raises:
+        DataError: a message is invalid.
+    """
+    prompt = prompt_of({"prompt": asked.messages, "tools": asked.tools})
+    return Example(index=0, prompt=prompt, columns={"tools": asked.tools}, place="the request")
+
+
+def prompts_of(asked: SamplingRequest) -> list[Example | list[int]]:
+    """Return a request's prompts, as texts or tokens.
+
+    Raises:
+        DataError: there is no prompt.
+    """
+    assert isinstance(asked, CompletionRequest)
+    if not asked.prompts:
+        raise DataError("prompt is []", why="there is nothing to continue")
+    return [
+        each if isinstance(each, list) else Example(index=0, prompt=each, place="the request")
+        for each in asked.prompts
+    ]
+
+
+class Door:
+    """The HTTP application for OpenAI's protocol.
+
+    Args:
+        queue: queue of the engine that samples.
+        tokenizer: tokeniser of the model.
+        model: model name that requests may give.
+        version: returns the version of the newest weights.
+        visitor: returns the owner of a key; None for an unknown key.
+    """
+
+    def __init__(
+        self,
+        queue: EngineQueue,
+        *,
+        tokenizer: Tokenizer,
+        model: str,
+        version: Callable[[], int],
+        visitor: Callable[[str], Visitor | None],
+    ) -> None:
+        self._queue, self._tokenizer, self._model = queue, tokenizer, model
+        self._version, self._visitor = version, visitor
+
+    def app(self) -> Starlette:
+        """Return the ASGI application."""
+        make = self._guarded
+        routes = [
+            Route("/v1/chat/completions", make(partial(self._complete, ChatRequest)), methods=["POST"]),
+            Route("/v1/completions", make(partial(self._complete, CompletionRequest)), methods=["POST"]),
+            Route("/v1/models", make(self._models), methods=["GET"]),
+        ]
+        refuse = make(self._refuse)
+
+        async def unknown(request: Request, error: Exception) -> Response:
+            del error
+            return await refuse(request)
+
+        async def failed(request: Request, error: Exception) -> Response:
+            del request
+            what = "the server failed on this request"
+            told = StreamError(what, why=type(error).__name__, fix="read the server's log")
+            return JSONResponse(_told(told, "server_error"), status_code=500)
+
+        # The server logs unexpected errors, after ``failed`` has answered.
+        handlers: dict[Any, Any] = {404: unknown, 405: unknown, Exception: failed}
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    async def _complete(self, kind: type[SamplingRequest], request: Request, visitor: Visitor) -> Response:
+        body = await body_of(request, MAX_REQUEST_BYTES)
+        asked = await to_thread(lambda: checked(kind, json_object(body)))
+        if asked.model not in ("", self._model):
+            what = f"there is no model {asked.model[:80]!r}"
+            raise Declined(404, what, why="only one model is served", fix=f"use {self._model!r}, or omit it")
+        begun = await to_thread(visitor.begin, asked)
+        answer = _Answer(self._queue, asked, begun, visitor, self._tokenizer)
+        around = partial(envelope, asked, f"{kind.kind}-{secrets.token_hex(8)}", self._model)
+        if asked.stream:
+            return StreamingResponse(self._events(answer, around), media_type="text/event-stream")
+        async with answer:
+            while not answer.is_over:
+                if await answer.wait(_GONE_S) is None and await request.is_disconnected():
+                    return Response(status_code=499)
+        told = [each.next(answer.rows[index], is_over=True) for index, each in enumerate(answer.choices)]
+        return JSONResponse(around(self._version(), choices=told, usage=answer.usage))
+
+    async def _events(self, answer: _Answer, around: Callable[..., Any]) -> AsyncIterator[str]:
+        try:
+            async with answer:
+                while not answer.is_over:
+                    index, rollout = await answer.wait() or (0, None)
+                    assert rollout is not None, "without a time limit there is always a rollout"
+                    choice = answer.choices[index].next(rollout, is_over=index in answer.rows)
+                    yield _event(around(self._version(), choices=[choice]))
+            if answer.asked.stream_options.get("include_usage"):
+                yield _event(around(self._version(), choices=[], usage=answer.usage))
+        except RillflowError as error:
+            yield _event(_told(error, "server_error"))
+        yield "data: [DONE]\n\n"
+
+    async def _models(self, request: Request, visitor: Visitor) -> Response:
+        del request, visitor
+        about = {"object": "model", "owned_by": "rillflow", "version": self._version()}
+        return JSONResponse({"object": "list", "data": [{"id": self._model, **about}]})
+
+    async def _refuse(self, request: Request, visitor: Visitor) -> Response:
+        del visitor
+        what = f"there is no endpoint {request.method} {request.url.path[:80]}"
+        raise Declined(404, what, why="there are /v1/chat/completions, /v1/completions and /v1/models")
+
+    def _guarded(self, operation: Callable[[Request, Visitor], Any]) -> Callable[[Request], Any]:
+        async def guarded(request: Request) -> Response:
+            key = request.headers.get("authorization", "").removeprefix("Bearer ")
+            try:
+                visitor = self._visitor(key)
+                if visitor is None:
+                    raise Declined(401, "the API key is wrong", fix="send the right key as a bearer token")
+                answer: Response = await operation(request, visitor)
+                return answer
+            except RillflowError as error:
+                status = error.status if isinstance(error, Declined) else 400
+                return JSONResponse(
+                    _told(error, _KINDS.get(status, "invalid_request_error")), status_code=status
+                )
+
+        return guarded
+
+
+class _Answer:
+    """The rows of one request, which run while the context is entered."""
+
+    def __init__(
+        self,
+        queue: EngineQueue,
+        asked: SamplingRequest,
+        begun: list[Rollout],
+        visitor: Visitor,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.asked, self.begun = asked, begun
+        self.choices = [Choice(asked, index, begin, tokenizer) for index, begin in enumerate(self.begun)]
+        self.rows: dict[int, Rollout] = {}
+        """Ended rows, by number."""
+        self._queue, self._visitor = queue, visitor
+        self._events = asyncio.Queue[tuple[int, Told, bool]]()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all rows have ended."""
+        return len(self.rows) == len(self.begun)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Token counts of distinct prompts, and of all answers."""
+        read = sum(len(each.tokens) for each in {each.row.group: each for each in self.begun}.values())
+        made = sum(choice.count for choice in self.choices)
+        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+
+    async def __aenter__(self) -> None:
+        loop, asked, sampling = asyncio.get_running_loop(), self.asked, self._visitor.sampling(self.asked)
+
+        def tell(index: int, what: Told, is_over: bool) -> None:
+            with suppress(RuntimeError):  # the server and its event loop have ended
+                loop.call_soon_threadsafe(self._events.put_nowait, (index, what, is_over))
+
+        how: dict[str, Any] = {"sampling": sampling, "stops": asked.stops, "is_streamed": asked.stream}
+        self._queue.put(
+            *(
+                Wanted(begin=each, tell=partial(tell, index), name=self._name(index), **how)
+                for index, each in enumerate(self.begun)
+            )
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        self._queue.put(*(each.row for index, each in enumerate(self.begun) if index not in self.rows))
+        self._visitor.over(self.asked, [self.rows[index] for index in sorted(self.rows)] * self.is_over)
+
+    def _name(self, index: int) -> str:
+        """Return the name of a row in errors."""
+        if len(self.begun) == self.asked.n:
+            return "the request"
+        return f"prompt {index // self.asked.n + 1} of the request"
+
+    async def wait(self, within_s: float | None = None) -> tuple[int, Rollout] | None:
+        """Return the number and the state of the next row with news; None if there is none in time.
+
+        Raises:
+            RillflowError: a row could not continue.
+        """
+        try:
+            index, what, is_over = await asyncio.wait_for(self._events.get(), within_s)
+        except TimeoutError:
+            return None
+        if isinstance(what, RillflowError):
+            raise what
+        if is_over:
+            self.rows[index] = what
+        return index, what
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def _told(error: RillflowError, kind: str) -> dict[str, Any]:
+    parts = [f"{name}: {text}" for name, text in (("why", error.why), ("fix", error.fix)) if text]
+    message = "; ".join([error.what, *parts])
+    return {"error": {"message": message, "type": kind, "param": None, "code": None}}

@@ -1,0 +1,205 @@
+"""RankGroups: one rank's groups along every axis of a training mesh.
+
+    dp 2, pp 2, tp 2      stage 0   tp 0 1     dp 0: ranks 0 1
+                          stage 1   tp 0 1           ranks 2 3     (dp 1: 4 5, 6 7)
+
+    groups of rank 3:  dp 3 7    pp 1 3    tp 2 3    ends (first and last stage) 1 3
+
+    dp 4, of which fsdp 2      dp 0 1 2 3    fsdp 0 1, 2 3    copies 0 2, 1 3
+
+The rank with ``speaks`` reports its replica's results and metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from rillflow.errors import PlacementError
+from rillflow.placement.mesh import Mesh, divisors, require_whole_beside_experts
+from rillflow.workers.collectives import ProcessRanks, Ranks, SingleRank
+
+AXES = ("dp", "pp", "tp")
+"""The axes of a training mesh, the slowest-varying first."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankGroups:
+    """The groups of one rank.
+
+    Example:
+        rank_groups(Mesh.of(dp=2, pp=1, tp=2), ranks).tp.size == 2
+
+    Raises:
+        PlacementError: ep is above 1 together with fsdp, pp or tp.
+    """
+
+    mesh: Mesh
+    """All ranks of the pool by dp, pp and tp."""
+    everyone: Ranks
+    """All ranks."""
+    dp: Ranks
+    """Ranks with the same weights, or other shards of them, and other rows."""
+    fsdp: Ranks
+    """Ranks of dp with the other shards of one copy; this rank alone if it has all of it."""
+    copies: Ranks
+    """Ranks of dp with the same shards."""
+    ep: Ranks
+    """Ranks of dp with the other experts of one copy; this rank alone if it has all of them."""
+    twins: Ranks
+    """Ranks of dp with the same experts."""
+    pp: Ranks
+    """Ranks with the other stages of the same replica."""
+    tp: Ranks
+    """Ranks with the other parts of the same layers."""
+    ends: Ranks
+    """The first and the last stage, on these two; this rank alone on stages between."""
+    _made: dict[str, DeviceMesh] = field(default_factory=dict, repr=False)
+    """Torch's device meshes by kind of device, created on request."""
+
+    def __post_init__(self) -> None:
+        sizes = {"ep": self.ep.size, "fsdp": self.fsdp.size, "pp": self.pp.size, "tp": self.tp.size}
+        mesh = " x ".join(f"{axis} {size}" for axis, size in {"dp": self.dp.size, **sizes}.items())
+        require_whole_beside_experts(f"a training mesh is {mesh}", **sizes)
+
+    @staticmethod
+    def whole(ranks: Ranks) -> RankGroups:
+        """Return the groups of a rank with the whole module, among others with it and other rows."""
+        mesh, alone = Mesh.of(dp=ranks.size, pp=1, tp=1), SingleRank()
+        return RankGroups(
+            mesh=mesh,
+            everyone=ranks,
+            dp=ranks,
+            fsdp=alone,
+            copies=ranks,
+            ep=alone,
+            twins=ranks,
+            pp=alone,
+            tp=alone,
+            ends=alone,
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has the whole model."""
+        return self.pp.size == self.tp.size == self.fsdp.size == self.ep.size == 1
+
+    @property
+    def stage(self) -> int:
+        """Index of the pipeline stage, from 0."""
+        return self.pp.rank
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the first stage, which receives tokens."""
+        return self.pp.rank == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last stage, which has logits, scores and losses."""
+        return self.pp.rank == self.pp.size - 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank reports for its replica: the first rank of the last stage."""
+        return self.last and self.tp.rank == 0
+
+    def device_mesh(self, kind: str, *axes: str) -> DeviceMesh:
+        """Return axes of the mesh as torch's DeviceMesh; axes of one rank are omitted.
+
+        Args:
+            kind: kind of the devices: ``cpu`` or ``cuda``.
+            axes: some of copies, fsdp, pp and tp, in this order; at least one has several ranks.
+
+        Raises:
+            PlacementError: the ranks are not processes.
+        """
+        if kind not in self._made:
+            self._made[kind] = self._device_mesh(kind)
+        there = tuple(axis for axis in axes if axis in (self._made[kind].mesh_dim_names or ()))
+        return self._made[kind][there]
+
+    def _device_mesh(self, kind: str) -> DeviceMesh:
+        axes = {"copies": self.copies, "fsdp": self.fsdp, "pp": self.pp, "tp": self.tp}
+        there = {name: ranks for name, ranks in axes.items() if ranks.size > 1}
+        members = require_processes(self.everyone).members
+        ids = torch.tensor([members[rank] for rank in self.mesh.ranks])
+        groups = [require_processes(ranks).group for ranks in there.values()]
+        shape = [ranks.size for ranks in there.values()]
+        return DeviceMesh.from_group(groups, kind, ids.view(shape), mesh_dim_names=tuple(there))
+
+
+def rank_groups(mesh: Mesh, ranks: Ranks, fsdp: int = 1, ep: int = 1) -> RankGroups:
+    """Return this rank's groups; every rank calls it with the same mesh.
+
+    Args:
+        mesh: dp, pp and tp, in this order, over ranks 0, 1, ...
+        ranks: all ranks.
+        fsdp: number of consecutive dp ranks that share one copy of the parameters.
+        ep: number of consecutive dp ranks that share one copy of the experts.
+
+    Raises:
+        PlacementError: the mesh has other axes, or another size than the ranks; fsdp or ep does
+            not divide dp; ep is above 1 together with fsdp, pp or tp.
+    """
+    if mesh.names != AXES:
+        raise PlacementError(
+            f"the training mesh has the axes {', '.join(mesh.names) or 'none'}",
+            why=f"they must be {', '.join(AXES)}, in this order; an unused axis has size 1",
+        )
+    if mesh.size != ranks.size or sorted(mesh.ranks) != list(range(ranks.size)):
+        sizes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
+        raise PlacementError(
+            f"the mesh {sizes} does not fit {ranks.size} ranks",
+            why=f"it has {mesh.size} places, and every rank needs exactly one",
+            fix=f"choose dp, pp and tp whose product is {ranks.size}",
+        )
+    stages, rows = mesh.groups("pp"), mesh.groups("dp")
+    alike, cut = _cut(rows, "fsdp", fsdp)
+    twins, apart = _cut(rows, "ep", ep)
+    between = [[rank] for group in stages for rank in group[1:-1]]
+    ends = [sorted({group[0], group[-1]}) for group in stages]
+    return RankGroups(
+        mesh=mesh,
+        everyone=ranks,
+        dp=ranks.part(rows),
+        fsdp=ranks.part(cut),
+        copies=ranks.part(alike),
+        ep=ranks.part(apart),
+        twins=ranks.part(twins),
+        pp=ranks.part(stages),
+        tp=ranks.part(mesh.groups("tp")),
+        ends=ranks.part([*ends, *between]),
+    )
+
+
+def _cut(
+    rows: Sequence[Sequence[int]], axis: str, size: int
+) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    """Return the dp groups of ranks with the same shard, and those of ranks that share one copy."""
+    if len(rows[0]) % size:
+        raise PlacementError(
+            f"{axis} is {size} and dp is {len(rows[0])}",
+            why=f"{axis} must divide dp; {len(rows[0])} / {size} leaves {len(rows[0]) % size}",
+            fix=f"choose {axis} among {', '.join(map(str, divisors(len(rows[0]))))}",
+        )
+    alike = [group[first::size] for group in rows for first in range(size)]
+    return alike, [group[first : first + size] for group in rows for first in range(0, len(group), size)]
+
+
+def require_processes(ranks: Ranks) -> ProcessRanks:
+    """Return the ranks if they are processes of torch.distributed.
+
+    Raises:
+        PlacementError: they are threads of one process.
+    """
+    if not isinstance(ranks, ProcessRanks):
+        raise PlacementError(
+            "pp, tp, ep or fsdp is above 1, and the ranks are threads of one process",
+            why="such a mesh exchanges weights and activations between processes",
+            fix='run it with backend = "ray", or leave pp, tp, ep and fsdp at 1',
+        )
+    return ranks

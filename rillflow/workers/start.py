@@ -1,0 +1,113 @@
+"""Start: create the backend that the settings select, and open its pools.
+
+recipe ─> address ─┬─ none: a cluster of our own, on the loopback device, with a token
+                   └─ given: joined with its own protection
+                         └─> set in environment variables, which Ray reads at import, then opened
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from rillflow.errors import ClusterError
+from rillflow.workers.backend import Backend, Pool
+from rillflow.workers.config import PlacementConfig
+from rillflow.workers.inline import InlineBackend
+from rillflow.workers.signals import ENVIRONMENT
+
+if TYPE_CHECKING:
+    from rillflow.workers.ray import RayBackend
+
+_OWN = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Protection of a cluster of our own; the second variable, despite its name, keeps all ports on loopback."""
+_EVERY = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_prestart_worker_first_driver": "0",  # idle processes, one per core, never used
+    "RAY_worker_niceness": "0",  # with Ray's default of 15, ranks starve next to other programs
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a reader of a result gets its error
+    **ENVIRONMENT,
+}
+
+
+def start_backend(config: PlacementConfig, pools: Sequence[Pool], device: str) -> Backend:
+    """Return an open backend; the caller closes it.
+
+    Args:
+        config: placement settings.
+        pools: the pools.
+        device: see ``Backend.open``.
+
+    Raises:
+        ClusterError: Ray is not installed, a cluster cannot be joined, or a pool does not fit.
+    """
+    backend: Backend
+    if config.is_inline:
+        backend = InlineBackend(config.deadline_s)
+    elif find_spec("ray") is None:
+        ranks = sum(config.pools.values())
+        raise ClusterError(
+            f"the pools have {ranks} ranks, which need Ray, but Ray is not installed",
+            why="several ranks run in several processes; inline they would share one interpreter",
+            fix="pip install 'rillflow[ray]', or set placement.backend = \"inline\"",
+        )
+    else:
+        backend = ray_backend(config.deadline_s, config.address)
+    backend.open(pools, device)
+    return backend
+
+
+def ray_backend(deadline_s: float = 3600.0, address: str | None = None) -> RayBackend:
+    """Return a backend on Ray; this function imports Ray.
+
+    Args:
+        deadline_s: longest wait of a rank for another one's result.
+        address: see ``settle``.
+
+    Raises:
+        ClusterError: see ``settle``.
+    """
+    address = settle(address)
+    from rillflow.workers.ray import RayBackend
+
+    return RayBackend(deadline_s, address=address)
+
+
+def settle(address: str | None = None) -> str | None:
+    """Set the variables that Ray reads at import; return the address of the cluster to join, if any.
+
+    Args:
+        address: address of a running cluster; None: RAY_ADDRESS, or without it a cluster of our own.
+
+    Raises:
+        ClusterError: Ray was imported before for the other kind of cluster, or the address is a Ray client's.
+    """
+    address = address or os.environ.get("RAY_ADDRESS")
+    address = None if address == "local" else address
+    if address is not None and "://" in address:
+        raise ClusterError(
+            f"placement.address is {address}",
+            why="a Ray client runs outside the cluster, but the driver must run on one of its nodes",
+            fix="run the driver on a node, for example with ray job submit, and set host:port or auto",
+        )
+    is_own = {name: os.environ.get(name) == value for name, value in _OWN.items()}
+    if "ray" in sys.modules and address is None and not all(is_own.values()):
+        raise ClusterError(
+            "ray was imported before Rillflow could turn its authentication on",
+            why="ray decides at import whether a cluster needs a token",
+            fix="import ray later, or first set RAY_AUTH_MODE=token and RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0",
+        )
+    if "ray" in sys.modules and address is not None and is_own["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]:
+        raise ClusterError(
+            f"this process cannot join the cluster at {address}",
+            why="it started a cluster of its own before, so its Ray only uses the loopback device",
+            fix="join the cluster from a new process",
+        )
+    for name, value in {**_EVERY, **(_OWN if address is None else {})}.items():
+        os.environ.setdefault(name, value)
+    if address is not None:
+        os.environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)  # inherited from a process with its own
+    return address

@@ -1,0 +1,350 @@
+"""What can be known before a run: facts, notes, and every problem at once, without torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rillflow.app.check import check, placement_lines, run_state, setting_lines, unread_settings
+from rillflow.app.launch import launch
+from rillflow.app.preflight_checks import Report, require_sound
+from rillflow.app.recipe import LoadedRecipe, load_recipe
+from rillflow.app.resume import keep_data, resolved
+from rillflow.errors import ConfigError, DataError, RunDirectoryError
+from rillflow.runs.environment import usable_cores
+from rillflow.runs.run_directory import RunDirectory
+from rillflow.tasks.task import open_task
+
+RECIPE = """
+[task]
+source = "prompts.jsonl"
+held_out = 2
+
+[policy]
+model.new = { hidden = 32, layers = 2, context = 32 }
+
+[rollout]
+max_tokens = 8
+
+[reward]
+function = "reward.py:exact"
+
+[algorithm]
+name = "grpo"
+steps = 3
+prompts_per_step = 4
+"""
+REWARD = """
+def exact(prompts, completions, answer, **_):
+    return [float(text == wanted) for text, wanted in zip(completions, answer)]
+
+def broken(prompts, completions, **_):
+    raise ValueError("no idea")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "run.toml").write_text(RECIPE)
+    (tmp_path / "reward.py").write_text(REWARD)
+    write_rows(tmp_path, [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(10)])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write_rows(folder: Path, rows: list[dict[str, object]]) -> None:
+    (folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def loaded(folder: Path, *overrides: str) -> LoadedRecipe:
+    return load_recipe(folder / "run.toml", overrides)
+
+
+def said(report: Report, title: str) -> str:
+    return "\n".join(next(topic.lines for topic in report.topics if topic.title == title))
+
+
+def problems(folder: Path, *overrides: str) -> str:
+    return "\n".join(map(str, check(loaded(folder, *overrides)).problems))
+
+
+def test_a_good_recipe_has_no_problem_and_every_topic(folder: Path) -> None:
+    report = check(loaded(folder))
+    assert report.problems == []
+    titles = [topic.title for topic in report.topics]
+    assert titles == ["batch", "placement", "data", "model", "tokens", "reward", "run directory", "settings"]
+    assert "policy: pool main, rank 0" in report.topics[1].lines
+    assert not (folder / "runs").exists(), "a check writes nothing"
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "reference", "all"])
+def test_what_lies_in_host_memory_is_said(folder: Path, offload: str) -> None:
+    lines = said(check(loaded(folder, f"policy.offload={offload}", "algorithm.loss.kl=0.1")), "placement")
+    assert ("  moments and masters in host memory" in lines) == (offload != "reference")
+    assert ("  weights in host memory" in lines) == (offload != "optimizer")
+
+
+def test_settings_that_were_given_are_shown_and_all_on_demand(folder: Path) -> None:
+    chosen = loaded(folder, "policy.lr=1e-4")
+    lines = said(check(chosen), "settings").splitlines()
+    assert "policy.lr = 0.0001  (--set)" in lines
+    assert "algorithm.steps = 3  (run.toml)" in lines
+    assert not any("(default)" in line for line in lines)
+    every = said(check(chosen, every_setting=True), "settings").splitlines()
+    assert "policy.beta1 = 0.9  (default)" in every
+    assert lines[-1] == f"and {len(every) - len(lines) + 1} with their defaults, which --all shows"
+
+
+@pytest.mark.parametrize(
+    ("dotted", "unread", "read"),
+    [
+        ("task.digits", "task.source=prompts.jsonl", "task.source=arithmetic"),
+        ("task.size", "task.source=prompts.jsonl", "task.source=arithmetic"),
+        ("algorithm.loss.constant", "algorithm.loss.kl=0.1", "algorithm.loss.aggregation=constant"),
+        ("algorithm.loss.kl_in", "algorithm.loss.kl=0.0", "algorithm.loss.kl=0.1"),
+        ("algorithm.old_logprobs", "algorithm.minibatches=1", "algorithm.minibatches=2"),
+        ("policy.final_lr", "policy.schedule=constant", "policy.schedule=linear"),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_not_shown(folder: Path, dotted: str, unread: str, read: str) -> None:
+    def shows(*overrides: str) -> list[str]:
+        return [line for line in setting_lines(loaded(folder, *overrides)) if line.startswith(f"{dotted} ")]
+
+    assert shows(unread) == []
+    assert len(shows(read)) == 1
+    default = shows(read)[0].split(" = ")[1].split("  ")[0]
+    assert shows(unread, f"{dotted}={default}") == [f"{dotted} = {default}  (--set, and nothing reads it)"]
+
+
+def test_a_reference_within_the_policy_has_no_weights_to_put_away(folder: Path) -> None:
+    settings = ("policy.model.new=none", "policy.model.path=base", "policy.offload=reference")
+    for more, is_read in (("run.seed=1", True), ("policy.model.adapter={ rank = 2 }", False)):
+        recipe = loaded(folder, *settings, "algorithm.loss.kl=0.1", more).recipe
+        assert ("policy.offload" not in unread_settings(recipe)) is is_read
+        assert any("in host memory" in line for line in placement_lines(recipe)) is is_read
+
+
+@pytest.mark.parametrize(("ranks", "freshness"), [(1, 0), (2, 1)])
+def test_a_sampler_on_its_own_ranks_is_listed(folder: Path, ranks: int, freshness: int) -> None:
+    settings = [
+        f"placement.pools={{ main = 1, answers = {ranks} }}",
+        'placement.roles={ sampler = "answers" }',
+        f"algorithm.freshness={freshness}",
+    ]
+    lines = placement_lines(load_recipe(folder / "run.toml", settings).recipe)
+    (line,) = (line for line in lines if "pool answers" in line)
+    assert ("rank 0 to 1" in line) is (ranks == 2) and "tp 1" in line
+    assert line.endswith(f"used {freshness} steps later") is bool(freshness)
+
+
+def test_data_are_counted(folder: Path) -> None:
+    text = said(check(loaded(folder)), "data")
+    assert "prompts.jsonl: 8 prompts to train on, 2 held out" in text
+    assert "12 prompts: 1.5 passes" in text
+    assert "judged by 2 prompts" in text
+
+
+def test_the_reward_is_called_on_two_rows(folder: Path) -> None:
+    text = said(check(loaded(folder)), "reward")
+    assert text.startswith("reward.py:exact")
+    assert text.count(": 1") == 2, "each row is answered with its own answer"
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("[1 / 0, 1 / 0]", "ZeroDivisionError: division by zero (own.py, line 1, in reward"),
+        ("[float('nan')] * 2", "failed on 2 of the 2 rows it was tried on: the score is nan"),
+        ("__import__('time').sleep(1000)", "gave no answer within 0.2 s"),
+        ("__import__('os')._exit(0)", "exited with status 0"),
+        ("[1.0]", "returned 1 scores for 2 rows"),
+        ("[answers]", "NameError: name 'answers' is not defined"),
+    ],
+)
+def test_a_reward_that_fails_on_both_rows_is_a_problem(folder: Path, body: str, told: str) -> None:
+    (folder / "own.py").write_text(f"def reward(completions, **_): return {body}\n")
+    assert told in problems(folder, "reward.function=own.py:reward", "reward.timeout_s=0.2")
+
+
+def test_a_reward_that_fails_on_one_row_or_gives_no_score_is_noted(folder: Path) -> None:
+    own = ("reward.function=own.py:reward",)
+    (folder / "own.py").write_text("def reward(completions, **_): return [1.0, float('nan')]\n")
+    report = check(loaded(folder, *own))
+    assert report.problems == []
+    assert any("failed on one of the rows it was tried on: the score is nan" in note for note in report.notes)
+    (folder / "own.py").write_text("def reward(completions, **_): return [None, None]\n")
+    assert any("gave no score (None) to any row" in note for note in check(loaded(folder, *own)).notes)
+
+
+def test_the_model_is_measured(folder: Path) -> None:
+    text = said(check(loaded(folder)), "model")
+    assert "a new qwen2" in text
+    assert "context 32 tokens" in text
+    assert "KV cache" in text
+
+
+def test_notes_say_what_might_not_be_expected(folder: Path) -> None:
+    notes = check(loaded(folder, "algorithm.prompts_per_step=9", "task.held_out=0")).notes
+    assert notes == ["nothing is held out, so nothing will be evaluated"]
+    notes = check(loaded(folder, "algorithm.prompts_per_step=9")).notes
+    assert any("draws 9 prompts and there are 8" in note for note in notes)
+    assert any("evaluate.problems = 500 only 2" in note for note in notes)
+    cores = int(usable_cores())
+    notes = check(loaded(folder, f"run.threads={cores + 1}")).notes
+    assert any(f"run.threads is {cores + 1} and there are {cores}" in note for note in notes)
+    assert not any("threads" in note for note in check(loaded(folder, f"run.threads={cores}")).notes)
+
+
+def test_an_evaluation_may_be_taken_away(folder: Path) -> None:
+    report = check(loaded(folder, "evaluate=none"))
+    assert "never evaluated" in said(report, "data")
+    assert (report.problems, report.notes) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("override", "what"),
+    [
+        ("task.source=prompt.jsonl", "prompt.jsonl"),
+        ("task.held_out=10", "task.held_out is 10"),
+        ("reward.function=reward.py:exakt", "no function 'exakt'"),
+        ("reward.function=rewards.py:exact", "rewards.py"),
+        ("reward.function=none", "reward.function is missing"),
+        ("reward.function=reward.py:broken", "no idea"),
+        ("rollout.cache_gib=1e-6", "keys and values of one row of"),
+        ("rollout.max_tokens=30", "8 of 8 prompts to train on do not fit into 32 tokens"),
+        ("algorithm.prompts_per_step=801", "one step would draw every prompt 100 times"),
+        ("run.device=cuda:64", "there is no device 'cuda:64'"),
+        ("run.dir=run.toml", "run.toml exists and is not a run directory"),
+    ],
+)
+def test_what_would_stop_a_run_is_a_problem(folder: Path, override: str, what: str) -> None:
+    assert what in problems(folder, override)
+
+
+@pytest.mark.parametrize("path", ["./models/qwen", "../nowhere", "/no/such/model", "a/b/c", "no model"])
+def test_a_missing_model_says_where_it_was_looked_for(folder: Path, path: str) -> None:
+    text = problems(folder, "policy.model.new=none", f"policy.model.path={path}")
+    assert f"the model {path!r} is not there" in text
+    assert str((folder / path).resolve()) in text
+
+
+def test_a_file_is_no_model(folder: Path) -> None:
+    text = problems(folder, "policy.model.new=none", "policy.model.path=reward.py")
+    assert "'reward.py' is a file" in text
+
+
+def test_a_model_may_lie_beside_the_recipe(folder: Path) -> None:
+    (folder.parent / "beside").mkdir()
+    text = problems(folder, "policy.model.new=none", "policy.model.path=../beside")
+    assert "has no config.json" in text
+
+
+def test_a_path_of_the_working_directory_is_recognised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = folder / "elsewhere"
+    (elsewhere / "deep/model").mkdir(parents=True)
+    monkeypatch.chdir(elsewhere)
+    text = problems(folder, "policy.model.new=none", "policy.model.path=deep/model")
+    assert f"the one you mean is {elsewhere / 'deep/model'}" in text
+
+
+def test_a_directory_that_is_no_model_is_refused(folder: Path) -> None:
+    (folder / "model").mkdir()
+    assert "has no config.json" in problems(folder, "policy.model.new=none", "policy.model.path=model")
+
+
+def test_rows_without_an_answer_cannot_be_imitated(folder: Path) -> None:
+    write_rows(folder, [{"prompt": f"say {n}"} for n in range(10)])
+    text = problems(folder, "warm_start.steps=1", "reward.function=reward.py:broken")
+    assert "8 of 8 rows to train on cannot be used" in text and "has no answer to learn from" in text
+
+
+def test_all_problems_are_found_at_once(folder: Path) -> None:
+    overrides = (
+        "policy.model.new=none",
+        "policy.model.path=./x",
+        "reward.function=y.py:z",
+        "task.source=w.jsonl",
+    )
+    assert len(check(loaded(folder, *overrides)).problems) == 3
+
+
+def test_a_run_looks_at_the_same_before_it_leaves_anything(folder: Path) -> None:
+    bad = loaded(folder, "policy.model.new=none", "policy.model.path=./x", "reward.function=y.py:z")
+    with pytest.raises(ConfigError, match="2 problems"):
+        launch(bad.recipe, bad.base, quiet=True)
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="2 problems"):
+        require_sound(
+            loaded(folder, "reward.function=none", "rollout.max_tokens=30").recipe, folder, said.append
+        )
+    with pytest.raises(DataError, match=r"prompt\.jsonl"):
+        require_sound(loaded(folder, "task.source=prompt.jsonl").recipe, folder, said.append)
+    assert not (folder / "runs").exists()
+    sound = require_sound(loaded(folder).recipe, folder, said.append)
+    assert sound.encoded is not None and len(sound.encoded.train["prompts"]) == 8
+    assert any("only 2 are held out" in note for note in sound.notes)
+    assert said == [], "so few rows are encoded at once"
+
+
+def test_a_run_under_other_settings_is_a_problem_once_it_made_a_step(folder: Path) -> None:
+    recipe = loaded(folder).recipe
+    task = open_task(recipe.task, base=folder, seed=0)
+    with RunDirectory.open(folder / "runs" / "a", resolved(recipe, task, folder)) as run:
+        same = ("run.dir=runs/a", "run.threads=1")
+        assert problems(folder, *same, "algorithm.prompts_per_step=2") == ""
+        run.log_metrics(1, "grpo", {})
+        keep_data(task, run.path)
+    assert problems(folder, *same) == ""
+    assert "prompts_per_step: 4 -> 2" in problems(folder, *same, "algorithm.prompts_per_step=2")
+    write_rows(folder, [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(10)])
+    assert 'prompts.jsonl line 1 ("0+2=") is not the row that' in problems(folder, *same)
+
+
+def test_what_a_resume_would_change_is_said_and_what_cannot_be_is_refused(folder: Path) -> None:
+    recipe = loaded(folder).recipe
+    task = open_task(recipe.task, base=folder, seed=0)
+    with RunDirectory.open(folder / "runs" / "a", resolved(recipe, task, folder)) as run:
+        (run.checkpoints / "step-000002").mkdir(parents=True)
+        run.write_json("finished.json", {"steps": 3})
+    (folder / "reward.py").write_text(REWARD + "\n")
+    report = check(loaded(folder, "run.dir=runs/a", "algorithm.steps=9", "policy.lr=0.1"))
+    text = said(report, "run directory")
+    assert "a resume changes, from step 3 on, algorithm.steps: 3 -> 9" in text
+    assert "a resume changes, from step 3 on, policy.lr: 1e-05 -> 0.1" in text
+    assert "a resume changes, from step 3 on, sources.reward: " in text
+    assert "algorithm.steps is 1, 1 with all phases" in problems(
+        folder, "run.dir=runs/a", "algorithm.steps=1"
+    )
+    (folder / "reward.py").write_text(REWARD)
+    assert "the run has not kept that" in problems(folder, "run.dir=runs/a", "algorithm.loss.kl=0.1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ((), "at most 5 minutes (run.checkpoint_minutes) of work, and the step that runs"),
+        (("run.checkpoint_every=7",), "5 minutes (run.checkpoint_minutes) or 7 steps (run.checkpoint_every)"),
+        (("run.checkpoint_minutes=0",), "costs all steps of the phase"),
+    ],
+)
+def test_what_a_kill_costs_is_said(folder: Path, settings: tuple[str, ...], words: str) -> None:
+    assert words in said(check(loaded(folder, *settings)), "run directory")
+
+
+def test_the_state_of_a_run_directory(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_state(run).endswith("new")
+    run.mkdir()
+    assert run_state(run).endswith("new")
+    (run / "notes.txt").write_text("mine")
+    with pytest.raises(RunDirectoryError, match="is not a run directory"):
+        run_state(run)
+    (run / "run.lock").touch()
+    assert "without a checkpoint" in run_state(run)
+    for step in (3, 12):
+        (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    assert "resumes after step 12" in run_state(run)
+    (run / "finished.json").write_text("{}")
+    assert "finished" in run_state(run)

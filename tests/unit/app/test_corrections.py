@@ -1,0 +1,93 @@
+"""The correction that a recipe gets where its tokens may be off-policy, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.app.corrections import correction_notes
+from rillflow.app.recipe import Recipe, load_recipe
+
+NEW = {"hidden": 16, "layers": 1, "heads": 2, "context": 16, "alphabet": "0123456789+-="}
+APART = {"backend": "inline", "pools": {"main": 1, "answers": 1}, "roles": {"sampler": "answers"}}
+WEIGHTED = [name for name, each in ALGORITHMS.items() if issubclass(each.config, OnlineConfig)]
+"""The algorithms whose loss takes a correction."""
+UNWEIGHTED = ["online_dpo", "best_of_n"]
+"""Those that sample, run ahead, and compare no sampled probability."""
+
+
+def recipe(*settings: str, name: str = "grpo", freshness: int = 4) -> Recipe:
+    algorithm: dict[str, Any] = {"name": name, "steps": 1, "freshness": freshness}
+    cost: dict[str, Any] = {"cost": {"function": "cost.py:cost"}} if name == "safe_rlhf" else {}
+    sections: dict[str, Any] = {
+        "rollout": {"max_tokens": 4},
+        "policy": {"model": {"new": NEW}},
+        "algorithm": algorithm,
+        "placement": APART,
+        **cost,
+    }
+    return load_recipe(sections, settings).recipe
+
+
+def correction(made: Recipe) -> str:
+    assert isinstance(made.algorithm, OnlineConfig)
+    return made.algorithm.loss.correction
+
+
+def test_every_algorithm_of_the_policy_loss_is_covered() -> None:
+    assert {"grpo", "ppo", "dapo", "gspo", "cispo", "rloo", "remax", "safe_rlhf"} <= {*WEIGHTED}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_a_policy_loss_of_stale_rows_is_corrected_by_default(name: str) -> None:
+    assert correction(recipe(name=name)) == "tis"
+    assert correction(recipe(name=name, freshness=0)) == "none"
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_the_default_changes_the_correction_alone(name: str) -> None:
+    chosen = recipe('algorithm.loss.correction="none"', name=name).model_dump()
+    chosen["algorithm"]["loss"]["correction"] = "tis"
+    assert recipe(name=name).model_dump() == chosen
+
+
+@pytest.mark.parametrize("name", UNWEIGHTED)
+def test_a_loss_that_takes_no_correction_gets_none(name: str) -> None:
+    made = recipe(name=name)
+    assert "correction" not in str(made.model_dump()["algorithm"])
+    assert correction_notes(made) == []
+
+
+@pytest.mark.parametrize("chosen", ["none", "tis", "sequence_tis", "icepop", "m2po", "topr"])
+def test_a_correction_that_the_recipe_names_is_kept(chosen: str) -> None:
+    assert correction(recipe(f"algorithm.loss.correction={chosen}")) == chosen
+
+
+def test_bounds_without_a_correction_are_those_of_the_default() -> None:
+    made = recipe("algorithm.loss.correction_bounds=[0, 5]")
+    assert isinstance(made.algorithm, OnlineConfig)
+    assert (made.algorithm.loss.correction, made.algorithm.loss.bounds) == ("tis", (0, 5))
+
+
+def test_the_samplers_own_log_probabilities_leave_nothing_to_correct() -> None:
+    assert correction(recipe("algorithm.old_logprobs=sampler")) == "none"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], ['correction = "tis" with bounds [0, 2]', '"none" turns that off']),
+        (["algorithm.loss.correction=m2po"], ['correction = "m2po" with bounds [0, 0.04]']),
+        (["algorithm.loss.correction=none"], ["warning: ", 'correction is "none"', "clip never binds"]),
+        (["algorithm.old_logprobs=sampler"], ['old_logprobs is "sampler"', "the clip bounds the ratio"]),
+    ],
+)
+def test_what_weighs_stale_tokens_is_said_once(settings: Sequence[str], said: Sequence[str]) -> None:
+    (note,) = correction_notes(recipe(*settings))
+    assert "algorithm.freshness is 4: tokens may be 4 versions old" in note
+    assert all(each in note for each in said), note
+    assert correction_notes(recipe(*settings, freshness=0)) == []

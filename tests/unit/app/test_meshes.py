@@ -1,0 +1,169 @@
+"""Meshes of a recipe: what cannot be is refused with its sum; what each rank takes is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rillflow.app.memory import rank_lines, sizes_of_new
+from rillflow.app.meshes import require_near
+from rillflow.app.recipe import Recipe
+from rillflow.app.roles import pools_of
+from rillflow.config.load import validate
+from rillflow.errors import ClusterError, ConfigError
+from rillflow.placement.mesh import Mesh
+from rillflow.workers.config import MeshSizes
+
+NEW = {"hidden": 64, "heads": 8, "kv_heads": 4, "layers": 4, "context": 64}
+
+
+def recipe(**placement: Any) -> Recipe:
+    return recipe_on("auto", **placement)
+
+
+def recipe_on(device: str, **placement: Any) -> Recipe:
+    data = {
+        "run": {"device": device},
+        "policy": {"model": {"new": NEW}},
+        "rollout": {"max_tokens": 8},
+        "algorithm": {"name": "ppo", "steps": 3, "prompts_per_step": 4, "loss": {"kl": 0.01}},
+        "placement": placement,
+    }
+    return validate(Recipe, data, "recipe")
+
+
+def test_dp_is_what_is_left() -> None:
+    placement = recipe(pools={"main": 8}, train={"main": {"pp": 2, "tp": 2}}).placement
+    assert placement.mesh_of("policy") == MeshSizes(dp=2, pp=2, tp=2)
+    assert recipe(pools={"main": 8}).placement.mesh_of("critic") == MeshSizes(dp=8)
+
+
+def test_fsdp_cuts_parameters_too() -> None:
+    mesh = recipe(pools={"main": 4}, train={"main": {"fsdp": 2, "tp": 2}}).placement.mesh_of("policy")
+    assert mesh == MeshSizes(dp=2, tp=2, fsdp=2) and not mesh.is_plain
+    assert str(mesh) == "fsdp 2 x pp 1 x tp 2"
+
+
+def test_fsdp_inside_dp_cuts_one_copy_over_some_ranks() -> None:
+    placement = recipe(pools={"main": 8}, train={"main": {"dp": 2, "fsdp": 2, "tp": 2}}).placement
+    mesh = placement.mesh_of("policy")
+    assert mesh == MeshSizes(dp=4, fsdp=2, tp=2) and mesh.ranks == 8
+    assert str(mesh) == "dp 2 x fsdp 2 x pp 1 x tp 2"
+    left_out = recipe(pools={"main": 8}, train={"main": {"fsdp": 2, "tp": 2}}).placement
+    assert left_out.mesh_of("policy") == mesh
+
+
+def test_ep_shares_out_experts_over_ranks_of_dp() -> None:
+    placement = recipe(pools={"main": 8}, train={"main": {"dp": 2, "ep": 4}}).placement
+    mesh = placement.mesh_of("policy")
+    assert mesh == MeshSizes(dp=8, ep=4) and mesh.is_sharded and not mesh.is_plain
+    assert str(mesh) == "dp 2 x ep 4 x pp 1 x tp 1"
+
+
+def test_every_pool_has_a_mesh_of_its_own() -> None:
+    placement = recipe(
+        pools={"main": 4, "side": 2}, roles={"critic": "side"}, train={"main": {"tp": 2}, "side": {"pp": 2}}
+    ).placement
+    assert placement.mesh_of("policy") == MeshSizes(dp=2, tp=2)
+    assert placement.mesh_of("critic") == MeshSizes(pp=2)
+
+
+def test_a_role_may_have_a_mesh_of_its_own_in_its_pool() -> None:
+    placement = recipe(pools={"main": 4}, train={"main": {"tp": 2}, "critic": {"fsdp": 4}}).placement
+    assert placement.mesh_of("policy") == placement.mesh_of("reference") == MeshSizes(dp=2, tp=2)
+    assert placement.mesh_of("critic") == MeshSizes(dp=4, fsdp=4)
+
+
+def test_a_pool_called_as_a_role_is_the_pool() -> None:
+    placement = recipe(
+        pools={"critic": 4, "main": 2}, roles={"critic": "main"}, train={"critic": {"tp": 2}}
+    ).placement
+    assert placement.mesh_of("policy") == MeshSizes(dp=2, tp=2)
+    assert placement.mesh_of("critic") == MeshSizes(dp=2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "what", "why"),
+    [
+        ({"pools": {"main": 8}, "train": {"main": {"tp": 3}}}, "dp 2 x pp 1 x tp 3 = 6 ranks", "8 / (1 x 3)"),
+        ({"pools": {"main": 4}, "train": {"main": {"dp": 3}}}, "dp 3 x pp 1 x tp 1 = 3 ranks", "4 / (1 x 1)"),
+        (
+            {"pools": {"main": 4}, "train": {"critic": {"dp": 3}}},
+            "placement.train.critic is dp 3",
+            "4 / (1 x 1)",
+        ),
+        ({"train": {"reward": {"dp": 1}}}, "names 'reward'", "the models policy, reference, critic"),
+        ({"train": {"mian": {"tp": 1}}}, "names 'mian'", "the pools are main"),
+        ({"train": {"main": {"cp": 2}}}, "has an axis 'cp'", "dp, fsdp, ep, pp, tp"),
+        (
+            {"pools": {"main": 4}, "train": {"main": {"ep": 2, "tp": 2}}},
+            "is ep 2 x pp 1 x tp 2, with both ep and tp above 1",
+            "ranks that hold every other weight whole",
+        ),
+        ({"sequence_parallel": True}, "no model is trained with tp above 1", "over the ranks of tp"),
+        ({"generate": {"pp": 2}}, "placement.generate has an axis 'pp'", "it may have tp"),
+        ({"train": {"main": {"tp": 0}}}, "placement.train.main.tp is 0", "the least is 1"),
+        (
+            {"pools": {"main": 2}, "train": {"main": {"dp": 2, "fsdp": 2}}},
+            "dp 2 x fsdp 2 x pp 1 x tp 1 = 4 ranks",
+            "2 / (1 x 1) is 2",
+        ),
+        (
+            {"pools": {"main": 4}, "train": {"main": {"tp": 4}}, "generate": {"tp": 3}},
+            "generate.tp is 3",
+            "4 / 3 leaves 1",
+        ),
+        ({"pools": {"main": 8}, "train": {"main": {"tp": 8}}}, "has 4 key/value heads", "4 / 8 leaves 4"),
+        ({"pools": {"main": 8}, "train": {"main": {"pp": 8}}}, "has 4 layers", "every stage has a layer"),
+        (
+            {"pools": {"main": 2}, "train": {"main": {"tp": 2}}, "backend": "inline"},
+            "with everything in one process",
+            "one a rank",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(placement: dict[str, Any], what: str, why: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe(**placement)
+    assert what in caught.value.what and why in caught.value.why
+
+
+def test_bytes_of_a_rank_by_phase() -> None:
+    asked = recipe(pools={"main": 8}, train={"main": {"pp": 2, "tp": 2}}, generate={"tp": 2})
+    sizes = sizes_of_new(asked.policy.model.new)  # type: ignore[arg-type]
+    training, generation = rank_lines(asked, sizes, longest=64)
+    assert "/ 4 =" in training and "dp 2 x pp 2 x tp 2" in training
+    assert "/ 2 =" in generation and "4 replicas of 64 rows" in generation
+    assert rank_lines(recipe(pools={"main": 8}), sizes, longest=64) == []
+
+
+def test_a_tensor_parallel_group_across_nodes_is_named_with_what_each_node_has() -> None:
+    on_two = dict(enumerate(["10.0.0.1", "10.0.0.1", "10.0.0.1", "10.0.0.2"]))
+    require_near("policy", "main", Mesh.of(dp=2, tp=2), {})
+    require_near("policy", "main", Mesh.of(dp=4), on_two)
+    even = dict(enumerate(["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.2"]))
+    require_near("policy", "main", Mesh.of(dp=2, tp=2), even)
+    with pytest.raises(ClusterError) as caught:
+        require_near("policy", "main", Mesh.of(dp=2, tp=2), on_two)
+    said = "the tp of policy crosses nodes: ranks 2, 3 of pool 'main' are on 10.0.0.1, 10.0.0.2"
+    assert caught.value.what == said
+    assert "the pool has 3 on 10.0.0.1, 1 on 10.0.0.2" in caught.value.why
+    assert "placement.tp_across_nodes" in caught.value.fix
+
+
+def test_a_pool_takes_devices_where_a_model_is_and_not_for_python_that_scores() -> None:
+    apart = recipe(
+        pools={"main": 2, "answers": 1, "critics": 1, "scorers": 4},
+        roles={"sampler": "answers", "critic": "critics", "reward": "scorers"},
+    )
+    taken = {pool.name: pool.takes_device for pool in pools_of(apart)}
+    assert taken == {"main": True, "answers": True, "critics": True, "scorers": False}
+    assert [pool.takes_device for pool in pools_of(recipe(pools={"main": 2}))] == [True]
+
+
+def test_a_device_by_its_number_is_for_one_process() -> None:
+    with pytest.raises(ConfigError, match=r"run\.device is cuda:1, and the pools have 2 ranks on Ray"):
+        recipe_on("cuda:1", pools={"main": 2})
+    assert recipe_on("cuda", pools={"main": 2}).run.device == "cuda"
+    assert recipe_on("cuda:1", pools={"main": 1}).run.device == "cuda:1"

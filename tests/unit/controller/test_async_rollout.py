@@ -1,0 +1,381 @@
+"""Ready first: in whatever order ranks answer, no token is too old, and every group is trained once."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from fractions import Fraction
+from random import Random
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import pytest
+from torch import Tensor
+
+from rillflow.controller.admission import HardBound, MeanBound
+from rillflow.controller.async_rollout import GroupInFlight, ReadyFirst
+from rillflow.controller import async_rollout
+from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.weight_sync import Delivery, Parcel
+from rillflow.errors import ClusterError, RolloutError
+from rillflow.placement.mesh import Mesh
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.rollout import Finish, Rollout
+from rillflow.records.row import RowId
+from rillflow.roles.sampler import Sampler
+from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import Capability
+from rillflow.workers.backend import Place, Pool, RankCall
+from rillflow.workers.endpoint import endpoints_of
+from rillflow.workers.group import Group
+from rillflow.workers.inline import InlineBackend, _Part
+from rillflow.workers.pending import Pending
+
+SAMPLES = 2
+
+
+@pytest.fixture(autouse=True)
+def _short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock decides how long a call is."""
+    monkeypatch.setattr(async_rollout, "MOST_PASSES", 4)
+
+
+class Shuffled(InlineBackend):
+    """Ranks do what they are asked in order; whose turn it is, chance decides, and some are slow."""
+
+    def __init__(self, chance: Random) -> None:
+        super().__init__()
+        self._chance = chance
+        self._calls: dict[Place, deque[tuple[Future[Any], RankCall, tuple[Any, ...]]]] = defaultdict(deque)
+        self._speeds: dict[Place, float] = {}
+        self.stuck = False
+
+    def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
+        whole: Future[Any] = Future()
+        self._calls[place].append((whole, work, arguments))
+        return (whole,) if results == 1 else tuple(_Part(whole, index) for index in range(results))
+
+    def wait_for_any(self, references: Sequence[Any], deadline_s: float) -> bool:
+        while not any(each.done() for each in references) and self._turn():
+            pass
+        return any(each.done() for each in references)
+
+    def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
+        while not all(each.done() for each in references) and self._turn():
+            pass
+        return super().read_all(references, 0)
+
+    def _turn(self) -> bool:
+        busy = [place for place, calls in self._calls.items() if calls and not self._is_stuck(calls[0][2])]
+        for place in busy:
+            self._speeds.setdefault(place, self._chance.choice([1, 1, 8]))
+        if busy:
+            (place,) = self._chance.choices(busy, [self._speeds[each] for each in busy])
+            whole, work, arguments = self._calls[place].popleft()
+            whole.set_result(work(self._sites[place], *arguments))
+        return bool(busy)
+
+    def _is_stuck(self, arguments: Sequence[Any]) -> bool:
+        """Whether a rank never comes to do this."""
+        return self.stuck and arguments[0] == "sampler.take"
+
+
+class Tailed:
+    """An engine whose rows end after a number of tokens that is their own, some of them late."""
+
+    can: ClassVar = frozenset({Capability.ROWS})
+
+    def __init__(self, module: object, config: RolloutConfig, **_: object) -> None:
+        self.version = 0
+        self._most, self._rows = config.max_rows, dict[RowId, Rollout]()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._rows)
+
+    def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        self.version = version
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        assert rollout.row not in self._rows
+        self._rows[rollout.row] = rollout
+
+    def abort(self, row: RowId) -> Rollout:
+        return self._rows.pop(row)
+
+    def step(self) -> list[Rollout]:
+        ended = []
+        for row, rollout in list(self._rows.items())[: self._most]:
+            grown = rollout.sampled([7], [-1.0], self.version)
+            self._rows[row] = grown
+            if len(grown.tokens) > 1 + min(60, Random(str(row)).paretovariate(0.8)):
+                ended.append(grown.sampled([0], [-1.0], self.version, Finish.STOP))
+                del self._rows[row]
+        return ended
+
+    def wake(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+
+class Weights:
+    """Weights that are a number."""
+
+    def __init__(self) -> None:
+        self.version, self.canary, self.tp = 0, (), None
+        self.module = SimpleNamespace(named_parameters=dict)
+
+    def turn_to_generation(self, asleep: Callable[[], None]) -> None: ...
+
+
+def take(sampler: Sampler, version: int) -> None:
+    cast(Weights, sampler.weights).version = version
+
+
+class Numbered:
+    """A delivery of weights that are a number."""
+
+    def __init__(self, executor: GroupExecutor) -> None:
+        self._executor = executor
+
+    def install(self, parcel: Parcel, ranks: Sequence[int]) -> list[Pending]:
+        return [self._executor.on_ranks("sampler", ranks, take, parcel.digests)]
+
+    def arrived(self, moved: Sequence[Pending]) -> None: ...
+
+
+class Trainer:
+    """What trains: it takes its time."""
+
+
+def train(_: Trainer) -> None: ...
+
+
+def prompts(first: int, count: int) -> Batch:
+    ids = row_ids([RowId(0, first + place, 0) for place in range(count)])
+    columns = Ragged.from_text(["{}"] * count)
+    return Batch(ids=ids, fields={"tokens": Ragged.from_rows([[5]] * count), "columns": columns})
+
+
+@dataclass
+class Found:
+    """What a schedule came to."""
+
+    trained: list[list[tuple[int, tuple[int, ...]]]]
+    """Of each step its rows: the prompt, and the versions of the tokens."""
+    given_up: list[int]
+    """Prompts whose rows were given up."""
+    left: list[int]
+    """Prompts that were drawn and not trained."""
+    drawn: int
+    """Prompts that were drawn."""
+
+
+class Scene:
+    """Replicas, a trainer and what samples ready first."""
+
+    def __init__(
+        self,
+        seed: int,
+        k: int,
+        groups: int,
+        replicas: int,
+        *,
+        tp: int = 1,
+        steps: int = 12,
+        drops: bool = False,
+        again: Batch | None = None,
+        publishes: int = 1,
+        rows: int = 6,
+    ) -> None:
+        self.chance, self.steps, self.groups, self.drawn = Random(seed), steps, groups, 0
+        self.backend = backend = Shuffled(self.chance)
+        mesh = Mesh.of(dp=replicas, tp=tp)
+        backend.open([Pool(name="answers", size=replicas * tp), Pool(name="main", size=1)])
+        made = {
+            "sampler": Group("sampler", endpoints_of(Sampler), mesh=mesh, pool="answers", backend=backend),
+            "policy": Group("policy", {}, mesh=Mesh.of(dp=1), pool="main", backend=backend),
+        }
+        config = RolloutConfig(max_rows=rows)
+        made["sampler"].start(lambda _: sampler(config))
+        made["policy"].start(lambda _: Trainer())
+        self.executor = GroupExecutor(made, backend)
+        rule: type[HardBound[GroupInFlight]] = MeanBound if drops else HardBound
+        self.ready = ReadyFirst(
+            self.executor,
+            cast(Delivery, Numbered(self.executor)),
+            self._take,
+            rule=rule(freshness=k, prompts=groups, published=Fraction(1, publishes)),
+            groups=steps * groups,
+            step_groups=groups,
+            parts=publishes,
+            samples=SAMPLES,
+            sampling=None,
+            replicas=mesh.groups("tp"),
+            most_rows=rows,
+            again=again,
+            deadline_s=5,
+        )
+        self._times = publishes
+        self.trained: deque[Pending] = deque()
+        self.published = 0
+        self.ready.idle = self._idle
+
+    def run(self, publishes: bool = True) -> Found:
+        """All steps, as the loop makes them."""
+        found, given_up = [], []
+        self._publishes = publishes
+        for _ in range(self.steps):
+            self.ready.until(lambda: len(self.trained) < 3 * self._times)
+            data = self.ready.take(self.groups)
+            assert self.executor.ready is not None and self.executor.ready[0] is data
+            rows: Batch = self.executor.ready[1].read()
+            self.trained += [self.executor.on_first_rank("policy", train) for _ in range(self._times)]
+            given_up += [group[1] for group, _ in self.ready.opened()]
+            assert rows.ids[:, 1].tolist() == [row for row in data.ids[:, 1].tolist() for _ in range(SAMPLES)]
+            versions = rows.ragged("versions").lists()
+            found.append(
+                [
+                    (row.prompt, tuple(version for version in each if version >= 0))
+                    for row, each in zip(rows.row_ids(), versions, strict=True)
+                ]
+            )
+        left = self.ready.outstanding()
+        return Found(found, given_up, left.ids[:, 1].tolist() if left is not None else [], self.drawn)
+
+    def _take(self, count: int) -> Batch:
+        self.drawn += count
+        return prompts(self.drawn - count, count)
+
+    def _idle(self) -> list[Pending]:
+        while self.trained and self.trained[0].is_ready:
+            self.trained.popleft()
+            self.published += 1
+            if self._publishes:
+                self.ready.deliver(Parcel(digests=cast(Pending, self.published), buckets=()))
+        return [self.trained[0]] if self.trained else []
+
+
+def sampler(config: RolloutConfig) -> Sampler:
+    model = SimpleNamespace(tokenizer=SimpleNamespace(stop_tokens=frozenset()), context=64)
+    return Sampler(
+        cast(Any, Weights()), model=cast(Any, model), rollout=config, seed=0, engine=cast(Any, Tailed)
+    )
+
+
+def check(found: Found, k: int, groups: int, before: Found | None = None) -> None:
+    """The bound for every token, versions that only rise in a row, and every group once, whole."""
+    seen = [prompt for rows in before.trained for prompt, _ in rows] if before is not None else []
+    for step, rows in enumerate(found.trained):
+        for prompt, versions in rows:
+            assert step - k <= versions[0] and versions[-1] <= step and list(versions) == sorted(versions)
+            seen.append(prompt)
+        assert len(rows) == groups * SAMPLES
+    counts = {prompt: seen.count(prompt) for prompt in seen}
+    assert set(counts.values()) == {SAMPLES}
+    assert sorted([*counts, *found.left]) == list(range(found.drawn))
+
+
+def schedules(count: int) -> None:
+    """Random bounds, sizes, replicas and speeds; a third drops what is late, a third dies in the middle."""
+    interrupted = reordered = dropped = 0
+    for seed in range(count):
+        chance = Random(seed)
+        k, groups, replicas = chance.randint(1, 4), chance.randint(1, 4), chance.randint(1, 3)
+        rows, drops = chance.choice([2, 6, 40]), seed % 3 == 0
+        scene = Scene(seed, k, groups, replicas, drops=drops, rows=rows)
+        scene.steps = chance.randint(1, 11) if seed % 3 == 1 else 12
+        found = scene.run()
+        check(found, k, groups)
+        if scene.steps < 12:
+            again = Scene(
+                seed, k, groups, replicas, steps=12 - scene.steps, again=scene.ready.outstanding(), rows=rows
+            )
+            again.drawn = found.drawn
+            after = again.run()
+            check(after, k, groups, before=found)
+            assert not after.left
+        order = [prompt for rows in found.trained for prompt, _ in rows]
+        reordered += order != sorted(order)
+        interrupted += any(versions[0] != versions[-1] for rows in found.trained for _, versions in rows)
+        dropped += len(found.given_up)
+        assert drops or not found.given_up
+    assert interrupted > count / 4 and reordered > count / 4 and dropped
+
+
+def test_bounded_staleness_in_random_schedules() -> None:
+    schedules(30)
+
+
+@pytest.mark.slow
+def test_bounded_staleness_in_a_thousand_random_schedules() -> None:
+    schedules(1000)
+
+
+@pytest.mark.parametrize("publishes", [2, 3])
+def test_bounded_staleness_where_a_step_publishes_several_times(publishes: int) -> None:
+    """The last rows of a step are trained by the version before its last publish."""
+    newer = 0
+    for seed in range(10):
+        k = 2 * publishes
+        scene = Scene(seed, k, 2 * publishes, 2, publishes=publishes)
+        found = scene.run()
+        for step, rows in enumerate(found.trained):
+            part = len(rows) // publishes
+            for place, (_, versions) in enumerate(rows):
+                trains = step * publishes + place // part
+                assert trains - k <= versions[0] and versions[-1] <= step * publishes + publishes - 1
+                newer += versions[0] % publishes > 0
+    assert newer
+
+
+def test_the_ranks_of_a_replica_are_asked_the_same() -> None:
+    check(Scene(3, 2, 3, 2, tp=2).run(), 2, 3)
+
+
+def test_weights_that_are_never_published_end_in_an_error() -> None:
+    with pytest.raises(RolloutError, match="none may start before version 1 of the phase is published"):
+        Scene(1, 1, 2, 1).run(publishes=False)
+
+
+def test_a_sampler_that_never_takes_new_weights_is_named() -> None:
+    scene = Scene(1, 2, 2, 1)
+    scene.backend.stuck = True
+    with pytest.raises(ClusterError, match=r"sampler\.take has not answered on rank 0 of pool 'answers'"):
+        scene.run()
+
+
+def test_one_replica_takes_new_weights_at_a_time() -> None:
+    scene, most = Scene(2, 4, 4, 3), 0
+    idle = scene.ready.idle
+
+    def watched() -> Sequence[Pending]:
+        nonlocal most
+        most = max(most, sum(bool(each.arriving) for each in scene.ready._replicas))
+        return idle()
+
+    scene.ready.idle = watched
+    scene.run()
+    assert most == 1
+
+
+@pytest.mark.parametrize(("advance_s", "passes"), [(0.0, 1), (1e9, 4)])
+def test_a_call_is_as_long_as_earlier_calls_allow(
+    monkeypatch: pytest.MonkeyPatch, advance_s: float, passes: int
+) -> None:
+    """A call adds one token where the shortest takes too long, and never more than ``MOST_PASSES``."""
+    monkeypatch.setattr(async_rollout, "ADVANCE_S", advance_s)
+    scene = Scene(5, 2, 2, 2)
+    scene.run()
+    assert {each.passes for each in scene.ready._replicas} == {passes}
+
+
+def test_a_step_that_asks_for_more_gets_other_groups_of_the_same_age() -> None:
+    scene = Scene(4, 2, 2, 2)
+    scene._publishes = True
+    first, more = scene.ready.take(2), scene.ready.more(3)
+    assert (len(first), len(more)) == (2, 3)
+    assert not {*first.ids[:, 1].tolist()} & {*more.ids[:, 1].tolist()}

@@ -1,0 +1,126 @@
+"""The first signal asks, the second one ends, and the handlers that were there come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from queue import SimpleQueue
+
+import pytest
+
+from rillflow.controller.interrupt import REPEAT_S, Interruption, RunStage
+from rillflow.errors import Interrupted
+
+
+def training(interruption: Interruption) -> Interruption:
+    """An interruption of a run whose steps have begun."""
+    interruption.stage = RunStage.TRAINING
+    return interruption
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_asks_and_second_ends(number: signal.Signals) -> None:
+    before, clock_s = signal.getsignal(number), [0.0]
+    with training(Interruption(clock=lambda: clock_s[0])) as interruption:
+        assert not interruption.requested
+        os.kill(os.getpid(), number)
+        assert interruption.requested
+        clock_s[0] = REPEAT_S
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_a_sigterm_that_a_launcher_forwards_at_once_is_the_first_one_again() -> None:
+    clock_s = [0.0]
+    with training(Interruption(clock=lambda: clock_s[0])) as interruption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        clock_s[0] = REPEAT_S / 2
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interruption.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_start_at_once(number: signal.Signals) -> None:
+    told: SimpleQueue[str] = SimpleQueue()
+    with (
+        Interruption(told.put) as interruption,
+        pytest.raises(Interrupted, match="before a step began"),
+        interruption.orderly(),
+    ):
+        os.kill(os.getpid(), number)
+        pytest.fail("the start goes on")
+    assert "stopping before a step begins" in told.get(timeout=10)
+
+
+def test_an_error_that_the_end_of_a_start_causes_is_told_as_the_end() -> None:
+    with Interruption() as interruption, pytest.raises(Interrupted), interruption.orderly():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise OSError("half a cluster cannot be closed") from None
+
+
+def test_errors_of_a_start_that_nobody_interrupts_stay() -> None:
+    with Interruption() as interruption, pytest.raises(OSError), interruption.orderly():
+        raise OSError("the disk went away")
+
+
+def test_the_second_signal_is_told_as_it_is() -> None:
+    with (
+        training(Interruption()) as interruption,
+        pytest.raises(KeyboardInterrupt),
+        interruption.orderly(),
+    ):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_signal_is_answered_while_the_step_still_runs() -> None:
+    told: SimpleQueue[str] = SimpleQueue()
+    with training(Interruption(told.put)) as interruption:
+        interruption.pace = " (the last one took 12 s)"
+        os.kill(os.getpid(), signal.SIGTERM)
+        answer = told.get(timeout=10)
+        assert interruption.requested
+    assert answer.startswith(
+        "SIGTERM: finishing this step (the last one took 12 s), then writing a checkpoint"
+    )
+    assert "repeat to stop at once" in answer
+    assert told.empty()
+
+
+def test_outside_the_main_thread_it_is_harmless() -> None:
+    seen: list[bool] = []
+
+    def enter() -> None:
+        with Interruption() as interruption:
+            seen.append(interruption.requested)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(10)
+    assert seen == [False]
+
+
+INSIDE_EXEC = """
+import sys
+from rillflow.controller.interrupt import Interruption
+
+with Interruption():
+    try:
+        exec("import signal; signal.raise_signal(signal.{name})")
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_while_python_runs_a_string_leaves_the_exit_code_alone(name: str) -> None:
+    """Dataclasses run strings when they are imported; Python would end the process by SIGINT."""
+    assert subprocess.run([sys.executable, "-c", INSIDE_EXEC.format(name=name)]).returncode == 130

@@ -1,0 +1,37 @@
+"""Where a run is: what a recipe does not say."""
+
+from __future__ import annotations
+
+import pytest
+
+from rillflow.workers.config import MeshSizes, PlacementConfig
+
+
+@pytest.mark.parametrize(
+    ("backend", "pools", "inline"),
+    [
+        ("auto", {"main": 1}, True),
+        ("auto", {"main": 2}, False),
+        ("auto", {"main": 1, "judge": 1}, False),
+        ("inline", {"main": 2}, True),
+        ("ray", {"main": 1}, False),
+    ],
+)
+def test_one_rank_runs_in_this_process_unless_it_is_said(backend: str, pools: dict, inline: bool) -> None:
+    assert PlacementConfig(backend=backend, pools=pools).is_inline == inline
+
+
+def test_one_rank_joins_a_cluster_that_is_named() -> None:
+    assert not PlacementConfig(address="10.0.0.9:6379").is_inline
+    assert PlacementConfig(address="10.0.0.9:6379", backend="inline").is_inline
+
+
+def test_dp_is_what_pp_and_tp_leave_of_a_pool() -> None:
+    placement = PlacementConfig(pools={"main": 12}, train={"main": {"pp": 2, "tp": 3}})
+    assert placement.mesh_of("policy") == MeshSizes(dp=2, pp=2, tp=3)
+    assert PlacementConfig(pools={"main": 12}).mesh_of("policy") == MeshSizes(dp=12)
+
+
+def test_every_rank_generates_with_a_whole_policy_unless_tp_is_said() -> None:
+    assert PlacementConfig().generate_tp == 1
+    assert PlacementConfig(generate={"tp": 4}).generate_tp == 4

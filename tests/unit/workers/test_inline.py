@@ -1,0 +1,82 @@
+"""Inline: threads that add up wait for the slow one, and what a rank has open is closed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from rillflow.workers import collectives
+from rillflow.workers.backend import Place, Pool, Site
+from rillflow.workers.collectives import ThreadGroup, ThreadRanks
+from rillflow.workers.inline import InlineBackend
+
+
+def test_nobody_writes_a_sum_before_all_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second rank adds up only when the first has gone on, or after a while in which it could have."""
+    added, first_is_through = collectives._added, threading.Event()
+
+    def slowly(parts: Sequence[Tensor]) -> Tensor:
+        if threading.current_thread() is second[0]:
+            first_is_through.wait(0.2)
+        return added(parts)
+
+    def sum_up(rank: int) -> float:
+        if rank == 1:
+            second.append(threading.current_thread())
+        number = torch.tensor([1.0 + rank])
+        ThreadRanks(group, rank).sum_([number])
+        if rank == 0:
+            first_is_through.set()
+        return float(number)
+
+    monkeypatch.setattr(collectives, "_added", slowly)
+    group, second = ThreadGroup(2, 10.0), list[threading.Thread]()
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(sum_up, (1, 0))) == [3.0, 3.0]
+
+
+def test_a_rank_alone_in_its_pool_adds_up_after_a_failure() -> None:
+    backend, there = InlineBackend(), Place(pool="judge", rank=0)
+    backend.open([Pool(name="main", size=1), Pool(name="judge", size=1)])
+    number = torch.tensor([3.0])
+    with pytest.raises(ZeroDivisionError):
+        backend.read_all(backend.submit(there, lambda _: 1 // 0), 10.0)
+    backend.read_all(backend.submit(there, lambda site: site.ranks.sum_([number])), 10.0)
+    backend.close()
+    assert float(number) == 3.0
+    assert (backend.traffic.sent_bytes, backend.traffic.read_bytes) == (0, 0), "nothing travels here"
+
+
+def test_close_waits_for_a_call_that_still_runs() -> None:
+    backend, ended = InlineBackend(), list[int]()
+    backend.open([Pool(name="main", size=2)])
+    begun = threading.Event()
+
+    def work(site: Site) -> None:
+        begun.set()
+        threading.Event().wait(0.05)
+        ended.append(site.place.rank)
+
+    backend.submit(Place(pool="main", rank=1), work)
+    begun.wait(10.0)
+    backend.close()
+    assert ended == [1]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_close_closes_what_every_rank_has_open(size: int) -> None:
+    backend, closed = InlineBackend(), list[int]()
+    backend.open([Pool(name="main", size=size)])
+    for rank in range(size):
+        (done,) = backend.submit(
+            Place(pool="main", rank=rank), lambda site: site.stack.callback(closed.append, site.place.rank)
+        )
+        backend.read_all([done], 10.0)
+    assert closed == []
+    backend.close()
+    assert sorted(closed) == list(range(size))
