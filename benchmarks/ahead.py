@@ -71,15 +71,16 @@ SHAPE = "AHEAD_SHAPE"
 """The variable of the environment that says the shape to every process."""
 PROMPTS, SAMPLES, MINIBATCHES, SIGMA = 64, 4, 16, 0.9
 """Rows of a step, optimiser steps over them, and the tail of their lengths."""
-PARTS = f"rollout.parts={MINIBATCHES}"
+READY = "algorithm.async_mode=ready_first"
+PARTS = f"rollout.stream_chunks={MINIBATCHES}"
 LADDER = {
     "in sequence": (),
     "by parts": (PARTS,),
     "1 ahead": ("algorithm.freshness=1",),
     "1 ahead, by parts": (PARTS, "algorithm.freshness=1"),
     "4 ahead, by parts": (PARTS, "algorithm.freshness=4"),
-    "4 ahead, ready first": ("algorithm.freshness=4", "algorithm.order=ready_first"),
-    "4 ahead, late dropped": ("algorithm.freshness=4", "algorithm.order=ready_first", "algorithm.late=drop"),
+    "4 ahead, ready first": ("algorithm.freshness=4", READY),
+    "4 ahead, late dropped": ("algorithm.freshness=4", READY, "algorithm.on_stale=drop"),
 }
 """The settings of each rung; sampler, scores and trainer have a pool each."""
 PICTURED = {"in sequence": (3, 4), "1 ahead": (3, 7), "4 ahead, ready first": (7, 11)}
@@ -151,10 +152,10 @@ BOUNDS = {
         "algorithm.loss.correction_bounds=[0, 5]",
     ),
     "8": ("algorithm.freshness=8",),
-    "4, ready first": ("algorithm.freshness=4", "algorithm.order=ready_first"),
+    "4, ready first": ("algorithm.freshness=4", READY),
     "4, ready first, decoupled": (
         "algorithm.freshness=4",
-        "algorithm.order=ready_first",
+        READY,
         "algorithm.old_logprobs=trainer",
         "algorithm.loss.correction=tis",
         "algorithm.loss.correction_bounds=[0, 5]",
@@ -335,7 +336,7 @@ def ladder(arguments: argparse.Namespace) -> list[str]:
         recipe = written(Path(folder))
         rungs = {name: LADDER[name] for name in LADDER if name in (arguments.rungs or LADDER)}
         beside = {
-            parts: overheads(recipe, Path(folder) / f"dry-{parts}", f"rollout.parts={parts}")
+            parts: overheads(recipe, Path(folder) / f"dry-{parts}", f"rollout.stream_chunks={parts}")
             for parts in sorted({MINIBATCHES if PARTS in settings else 1 for settings in rungs.values()})
         }
         for parts, each in beside.items():
@@ -380,7 +381,7 @@ def parts(arguments: argparse.Namespace) -> list[str]:
                     ROOT / "recipes/arithmetic/run.toml",
                     Path(folder) / f"{each}-{count}",
                     *("warm_start.steps=5", "algorithm.steps=12", "evaluate=none", "algorithm.shuffle=false"),
-                    f"rollout.parts={count}",
+                    f"rollout.stream_chunks={count}",
                     "run.threads=1",
                 )
                 steps = [one.metrics["run/step_seconds/mean"].value for one in read_metrics(run)]

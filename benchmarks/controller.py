@@ -45,7 +45,7 @@ from rillflow.workers.backend import Backend, Pool, Site
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.start import ray_backend, settle
-from rillflow.workers.transfer import DP, TOGETHER, TRAIN
+from rillflow.workers.transfer import BROADCAST, DP, SPLIT_DP_REDUCE
 
 SMALLEST = []
 SLOW = ["--rounds 1"]  # starts eight ranks on Ray
@@ -124,13 +124,13 @@ class Policy:
         }
         return Batch(ids=ids, fields=fields)
 
-    @endpoint(TRAIN, reads=("tokens", "loss_mask", "sampler_logprobs", "advantages"))
+    @endpoint(SPLIT_DP_REDUCE, reads=("tokens", "loss_mask", "sampler_logprobs", "advantages"))
     def update(self, *known: Batch, loss: Any, passes: Any) -> dict[str, Metric]:
         del loss, passes
         advantages = joined(known).ragged("advantages").values
         return {"policy/loss/mean": Mean(total=float(advantages.double().sum()), count=len(advantages))}
 
-    @endpoint(TOGETHER)
+    @endpoint(BROADCAST)
     def publish(self) -> int:
         self._version += 1
         return self._version
@@ -147,7 +147,7 @@ class Critic:
         tokens = rollouts.ragged("tokens")
         return Batch(ids=rollouts.ids, fields={"values": tokens.with_values(tokens.values * 0.1)})
 
-    @endpoint(TRAIN, reads=("tokens", "loss_mask", "values", "returns"))
+    @endpoint(SPLIT_DP_REDUCE, reads=("tokens", "loss_mask", "values", "returns"))
     def update(self, *known: Batch, loss: Any, passes: Any) -> dict[str, Metric]:
         del loss, passes
         returns = joined(known).ragged("returns").values

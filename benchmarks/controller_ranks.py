@@ -41,7 +41,7 @@ from rillflow.workers import program
 from rillflow.workers.backend import Place, Pool, Site
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
-from rillflow.workers.transfer import DP, TRAIN
+from rillflow.workers.transfer import DP, SPLIT_DP_REDUCE
 
 SMALLEST = ["telemetry"]
 SLOW = ["calls --ranks 4", "step --ranks 2"]  # start Ray
@@ -89,7 +89,7 @@ class Worker:
     def same(self, batch: Batch) -> Batch:
         return batch
 
-    @endpoint(TRAIN, reads=("x",))
+    @endpoint(SPLIT_DP_REDUCE, reads=("x",))
     def update(self, batch: Batch) -> dict[str, Metric]:
         return {"rows/all/sum": Sum(value=float(len(batch)))}
 

@@ -239,8 +239,9 @@ def _settings(axes: dict[str, int], ranks: int, rehearse: bool) -> Iterator[str]
     if axes:
         left = ranks // (axes.get("pp", 1) * axes.get("tp", 1))
         laid = {name: size or left for name, size in axes.items() if name != "generate"}
-        yield f"placement.train.main={{ {', '.join(f'{name} = {size}' for name, size in laid.items())} }}"
-        yield f"placement.generate.tp={axes.get('generate', axes.get('tp', 1))}"
+        sizes = ", ".join(f"{name} = {size}" for name, size in laid.items())
+        yield f"placement.train_parallel.main={{ {sizes} }}"
+        yield f"placement.rollout_parallel.tp={axes.get('generate', axes.get('tp', 1))}"
 
 
 def _row(name: str, ranks: int, found: Meshed) -> str:

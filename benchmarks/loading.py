@@ -82,7 +82,7 @@ def load(said: Any, rank: int, meeting: str, folder: str, sizes: dict[str, int],
 
     from rillflow.models.config import ModelConfig
     from rillflow.models.language_model import LanguageModel, outline
-    from rillflow.roles.model_shard import Share
+    from rillflow.roles.model_shard import ModelShard
     from rillflow.workers.collectives import ProcessRanks
     from rillflow.workers.config import MeshSizes
 
@@ -95,7 +95,7 @@ def load(said: Any, rank: int, meeting: str, folder: str, sizes: dict[str, int],
     config = ModelConfig(path=folder)
     where: dict[str, Any] = {"device": torch.device("cpu"), "base": Path(), "section": "policy.model"}
     model = outline(LanguageModel, config, seed=0, **where)
-    share = Share.of(model.read() if is_whole else model, MeshSizes(**sizes), ranks)
+    share = ModelShard.of(model.read() if is_whole else model, MeshSizes(**sizes), ranks)
     seconds = time.monotonic() - began
     own = {held.untyped_storage().data_ptr(): held for held in share.parallel.local_weights().values()}
     kept = sum(held.untyped_storage().nbytes() for held in own.values())

@@ -217,8 +217,8 @@ def main() -> None:
         *replayed(),
         "",
         "A step of 32 rows of 64 tokens on two ranks of one machine, over loopback, one thread each: all "
-        "experts on each rank, and half of them (`placement.train.main = { dp = 1, ep = 2 }`). Sent: half of "
-        "the copies of a rank's tokens, there and back, forward and backward.",
+        "experts on each rank, and half of them (`placement.train_parallel.main = { dp = 1, ep = 2 }`). "
+        "Sent: half of the copies of a rank's tokens, there and back, forward and backward.",
         "",
         "| ep | a step, s | weights a rank, MiB | with gradients and moments | sent for experts, MiB |",
         "|---|---|---|---|---|",

@@ -68,7 +68,7 @@ EXPOSED: dict[str, tuple[str, ...]] = {
     "one version ahead": ("algorithm.freshness=1",),
     "ready first, each of two replicas": (
         "algorithm.freshness=1",
-        "algorithm.order=ready_first",
+        "algorithm.async_mode=ready_first",
         "placement.pools={ main = 1, answers = 2 }",
     ),
 }

@@ -33,7 +33,7 @@ from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.saving import Saving
 from rillflow.sharding.gradients import EarlySums, Gradients
 from rillflow.sharding.mesh import RankGroups
@@ -211,7 +211,7 @@ def saves(arguments: argparse.Namespace) -> Iterator[str]:
     import torch.distributed.checkpoint as dcp
 
     model = _model(arguments.mib // 3, 16)  # its moments take twice as much
-    share = Share.whole(model)
+    share = ModelShard.whole(model)
     trainer = Trainer(model.module, TrainConfig(), total_steps=1, parallel=share.parallel)
     state = _stepped(trainer, model.module)
     everything = dict(model.module.state_dict()) | state

@@ -31,7 +31,7 @@ from rillflow.training.trainer import Trainer
 SEED, STEPS, PROMPTS, SAMPLES, MINIBATCHES, MAX_TOKENS = 0, 6, 16, 8, 2, 4
 TASK = TaskConfig(source="arithmetic", digits=1, operators="+", size=90, held_out=10)
 MODEL = ModelConfig(new=NewModel(hidden=32, layers=2, context=16, alphabet="0123456789+="))
-TRAIN = TrainConfig(lr=3e-3)
+SPLIT_DP_REDUCE = TrainConfig(lr=3e-3)
 
 
 def low(answer: str) -> float:
@@ -49,7 +49,7 @@ def main() -> list[dict[str, float]]:
         seed=SEED,
         context=model.context,
     )
-    trainer = Trainer(model.module, TRAIN, total_steps=STEPS * MINIBATCHES)
+    trainer = Trainer(model.module, SPLIT_DP_REDUCE, total_steps=STEPS * MINIBATCHES)
     loss = PolicyLoss(PolicyLossConfig(), max_tokens=MAX_TOKENS)
     task = open_task(TASK, base=Path(), seed=SEED)
     stream = PromptStream(Encoder(tokenizer=model.tokenizer).rows(task.train), seed=SEED)

@@ -95,8 +95,8 @@ class SampledConfig(AlgorithmConfig, UpdateConfig):
     @property
     def begun(self) -> tuple[int, int]:
         """Most prompts that a step starts, and rows of each."""
-        prompts = (self.oversample_prompts or 1) * self.prompts_per_step
-        samples = (self.oversample_samples or 1) * self.samples_per_prompt
+        prompts = self.oversample_prompts * self.prompts_per_step
+        samples = self.oversample_samples * self.samples_per_prompt
         return ceil(prompts - 1e-9), ceil(samples - 1e-9)
 
     @property
@@ -132,7 +132,7 @@ class OnlineConfig(AnchoredConfig):
 
 def is_ready_first(config: AlgorithmConfig) -> bool:
     """Return whether a step trains the groups that are complete first."""
-    return isinstance(config, SampledConfig) and config.freshness > 0 and config.order == "ready_first"
+    return isinstance(config, SampledConfig) and config.freshness > 0 and config.async_mode == "ready_first"
 
 
 def cuts_tail(config: AlgorithmConfig) -> bool:

@@ -6,7 +6,8 @@ pairs ─ update ─> report            -log sigmoid(s_chosen - s_rejected): Bra
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 class PreferenceConfig(AlgorithmConfig):
     """Settings of preference training; ``prompts_per_step`` counts pairs."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"centring": "center_coefficient"}
+
     name: Literal["preference"]
     margin: bool = Field(
         False, description="Whether the column margin gives the score difference that a pair should reach."
     )
-    centring: float = Field(
+    center_coefficient: float = Field(
         0.0, ge=0, description="Weight of the squared sum of a pair's two scores, which centres scores at 0."
     )
 
@@ -40,7 +43,7 @@ class PreferenceConfig(AlgorithmConfig):
 def step(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Handle:
     """Run one iteration: raise the chosen answers' scores above the rejected ones'."""
     loss = formulas.margin_preference_loss if config.margin else formulas.preference_loss
-    return flow.reward_model.update(pairs, loss=loss, centring=config.centring, passes=config)
+    return flow.reward_model.update(pairs, loss=loss, centring=config.center_coefficient, passes=config)
 
 
 def score(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Handle:

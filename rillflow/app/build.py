@@ -29,15 +29,15 @@ from rillflow.app.roles import RoleGroups, pools_of
 from rillflow.app.shared_paths import require_shared
 from rillflow.app.sources import cost_functions, model_source, reward_functions, scorer_sources
 from rillflow.config.problems import together
-from rillflow.controller.admission import HardBound, MeanBound
-from rillflow.controller.async_rollout import GroupInFlight, ReadyFirst
+from rillflow.controller.admission import CapacityBound, StalenessBound
+from rillflow.controller.async_rollout import AsyncRollout, GroupInFlight
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Cadence, Loop
 from rillflow.controller.open_step import DataStream, Phase
-from rillflow.controller.tail_batching import TailCut
+from rillflow.controller.tail_batching import TailBatching
 from rillflow.models.language_model import choose_device
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean
@@ -124,8 +124,8 @@ class Build:
             checkpoint_s=recipe.run.checkpoint_minutes * 60,
             keep_checkpoints=recipe.run.keep_checkpoints,
             max_skipped=recipe.run.max_skipped,
-            rollouts_every=1 if recipe.run.rollouts_every is None else recipe.run.rollouts_every,
-            rollouts_share=recipe.run.rollouts_share or 1.0,
+            rollouts_every=recipe.run.rollouts_every,
+            rollouts_share=recipe.run.rollouts_share,
             last_set="" if self.encoded.held_out else next(iter(self._sets()), ""),
         )
         total = plans[-1].first + plans[-1].config.steps
@@ -182,25 +182,27 @@ class Build:
             sampled=kept.sampled if kept is not None else lambda _: (),
         )
 
-    def _ready(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> ReadyFirst:
+    def _ready(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> AsyncRollout:
         """Return the sampler for a phase whose steps train the groups that are complete first."""
         config, executor, delivery = plan.config, self._roles.executor, self._roles.delivery
         asked = plan.algorithm.answers(config)
         assert isinstance(config, SampledConfig) and delivery is not None and asked is not None  # was checked
-        rule: type[HardBound[GroupInFlight]] = MeanBound if config.late == "drop" else HardBound
+        rule: type[StalenessBound[GroupInFlight]] = (
+            CapacityBound if config.on_stale == "drop" else StalenessBound
+        )
         done = kept.state["done"] if kept is not None else 0
-        return ReadyFirst(
+        return AsyncRollout(
             executor,
             delivery,
             stream.take,
             rule=rule(
                 freshness=config.freshness,
                 prompts=config.prompts_per_step,
-                published=Fraction(1, config.publishes),
+                published=Fraction(1, config.syncs_per_step),
             ),
             groups=(config.steps - done) * config.prompts_per_step,
             step_groups=config.prompts_per_step,
-            parts=config.publishes,
+            parts=config.syncs_per_step,
             samples=asked.get("samples", 1),
             sampling=asked.get("sampling"),
             replicas=executor.groups[SAMPLER].mesh.groups("tp"),
@@ -211,7 +213,7 @@ class Build:
 
     def _cut(
         self, plan: PhasePlan, stream: DataStream, aside: Sequence[Sequence[int]], kept: Checkpoint | None
-    ) -> TailCut:
+    ) -> TailBatching:
         """Return the sampler for a phase whose steps leave the longest rows for later."""
         config, executor, data = plan.config, self._roles.executor, plan.algorithm.data
         asked = plan.algorithm.answers(config)
@@ -219,13 +221,13 @@ class Build:
         rows = {row.example.index: row for row in self.encoded.train[data] if row is not None}
         there = [(epoch, prompt) for epoch, prompt in aside if prompt in rows]
         done, samples = kept.state["done"] if kept is not None else 0, asked.get("samples", 1)
-        return TailCut(
+        return TailBatching(
             executor,
             stream.take,
             groups=(config.steps - done) * config.prompts_per_step,
-            prompts=config.oversample_prompts or 1.0,
+            prompts=config.oversample_prompts,
             samples=samples,
-            begun_samples=ceil(samples * (config.oversample_samples or 1.0) - 1e-9),
+            begun_samples=ceil(samples * config.oversample_samples - 1e-9),
             sampling=asked.get("sampling"),
             replicas=executor.groups[SAMPLER].mesh.groups("tp"),
             aside=_batch(data, [rows[prompt] for _, prompt in there], [epoch for epoch, _ in there])
@@ -308,7 +310,7 @@ class Build:
             max_tokens=recipe.rollout.max_tokens,
             stop=recipe.rollout.stop,
         )
-        options = {"samples": recipe.evaluate.samples or 1, "sampling": sampling}
+        options = {"samples": recipe.evaluate.samples, "sampling": sampling}
         rollouts = executor.call("policy", "generate", [prompts], options)
         scorers = [scorer]
         if scorer == EVAL_REWARD and recipe.reward.judge is None:
@@ -320,7 +322,7 @@ class Build:
         return evaluation
 
 
-def _with_aside(state: Callable[[], Mapping[str, Any]], cut: TailCut) -> Mapping[str, Any]:
+def _with_aside(state: Callable[[], Mapping[str, Any]], cut: TailBatching) -> Mapping[str, Any]:
     return {**state(), ASIDE: cut.aside}
 
 

@@ -86,7 +86,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
     unread |= {
         "evaluate.temperature": not recipe.has_policy,
         "task.size": is_file,
-        "task.rendered": not is_file,
+        "task.chat_template_applied": not is_file,
         "task.digits": source != "arithmetic",
         "task.operators": source != "arithmetic",
         "task.held_out": recipe.task.held_out_source is not None,
@@ -94,7 +94,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
         "policy.final_lr": recipe.policy.schedule == "constant",
         "placement.sequence_parallel": recipe.placement.is_inline,
         "placement.tp_across_nodes": recipe.placement.is_inline,
-        "rollout.verify_every": recipe.placement.is_inline,
+        "rollout.weight_check_interval": recipe.placement.is_inline,
         "rollout.server": recipe.rollout.engine != VLLM,
     }
     if isinstance(config, SampledConfig):
@@ -104,11 +104,11 @@ def unread_settings(recipe: Recipe) -> list[str]:
             "algorithm.old_logprobs": not (config.is_off_policy and isinstance(config, OnlineConfig)),
             "algorithm.shuffle": config.minibatches == 1,
             "algorithm.freshness": not recipe.placement.samples_apart,
-            "algorithm.order": config.freshness == 0,
-            "algorithm.late": not is_ready_first(config),
-            "algorithm.publishes": not is_ready_first(config),
+            "algorithm.async_mode": config.freshness == 0,
+            "algorithm.on_stale": not is_ready_first(config),
+            "algorithm.syncs_per_step": not is_ready_first(config),
             "rollout.keep_cache": not is_ready_first(config),
-            "rollout.parts": len(recipe.placement.pools) == 1,
+            "rollout.stream_chunks": len(recipe.placement.pools) == 1,
         }
     if isinstance(config, AnchoredConfig):
         is_there = "reference" in recipe.roles

@@ -53,11 +53,11 @@ def _placement(recipe: Recipe) -> Iterator[ConfigError]:
 
 def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
     """Yield errors about running ahead, uneven rollout parts, and corrections that correct nothing."""
-    placement, config, parts = recipe.placement, recipe.algorithm, recipe.rollout.parts
+    placement, config, parts = recipe.placement, recipe.algorithm, recipe.rollout.stream_chunks
     if parts > 1 and config.goes_by(parts) and config.prompts_per_step % parts:
         fewer = max(each for each in divisors(config.prompts_per_step) if each <= parts)
         yield ConfigError(
-            f"rollout.parts is {parts}, and algorithm.prompts_per_step is {config.prompts_per_step}",
+            f"rollout.stream_chunks is {parts}, and algorithm.prompts_per_step is {config.prompts_per_step}",
             why="minibatches are taken as rows come, and parts of unlike size would cut them otherwise",
             fix=f"try {fewer}, or algorithm.shuffle = true",
         )
@@ -105,20 +105,20 @@ def _moving(recipe: Recipe, config: AnchoredConfig) -> Iterator[ConfigError]:
 
 def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
     """Yield errors about ready-first steps, and about publishes that do not divide an update."""
-    parts = recipe.rollout.parts
+    parts = recipe.rollout.stream_chunks
     if parts > 1:
         yield ConfigError(
-            f'rollout.parts is {parts}, and algorithm.order is "ready_first"',
+            f'rollout.stream_chunks is {parts}, and algorithm.async_mode is "ready_first"',
             why="parts come in the order of the data; ready first, the next step's rows run on meanwhile",
-            fix='rollout.parts = 1, or algorithm.order = "in_order"',
+            fix='rollout.stream_chunks = 1, or algorithm.async_mode = "in_order"',
         )
     if recipe.chosen.answers(config) is None:
         yield ConfigError(
-            f'algorithm.order is "ready_first", and {config.name} does not sample its step\'s prompts once',
+            f'algorithm.async_mode is "ready_first", and {config.name} does not sample its prompts once',
             why="a step is made of groups that were sampled before it began, in one way",
-            fix='algorithm.order = "in_order"',
+            fix='algorithm.async_mode = "in_order"',
         )
-    count, updates = config.publishes, recipe.chosen.listened(config).calls.get("policy.update", [])
+    count, updates = config.syncs_per_step, recipe.chosen.listened(config).calls.get("policy.update", [])
     reasons = {
         "algorithm.shuffle = false: its parts are trained one after the other": config.shuffle,
         "algorithm.epochs = 1": config.epochs > 1,
@@ -134,7 +134,7 @@ def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]
     lacking = [reason for reason, is_lacking in reasons.items() if count > 1 and is_lacking]
     if lacking:
         yield ConfigError(
-            f"algorithm.publishes is {count}",
+            f"algorithm.syncs_per_step is {count}",
             why="weights are published between equal parts of a step's minibatches",
             fix=f"it takes {'; '.join(lacking)}",
         )
@@ -142,20 +142,20 @@ def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]
 
 def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
     """Yield errors about steps that cannot leave their longest rows for later."""
-    (prompts, samples), parts = config.begun, recipe.rollout.parts
+    (prompts, samples), parts = config.begun, recipe.rollout.stream_chunks
     said = f"algorithm.oversample_prompts and oversample_samples begin {prompts} prompts x {samples} samples"
     fix = "leave algorithm.oversample_prompts and algorithm.oversample_samples out"
     if config.freshness:
         yield ConfigError(
             f"{said}, and algorithm.freshness is {config.freshness}",
-            why='ahead, long rows are held up by no round: algorithm.order = "ready_first" lets them run on',
+            why='ahead, long rows hold up no step: algorithm.async_mode = "ready_first" lets them run on',
             fix=f"algorithm.freshness = 0, or {fix}",
         )
     if parts > 1:
         yield ConfigError(
-            f"{said}, and rollout.parts is {parts}",
+            f"{said}, and rollout.stream_chunks is {parts}",
             why="which rows a step trains is known once all of them have ended",
-            fix=f"rollout.parts = 1, or {fix}",
+            fix=f"rollout.stream_chunks = 1, or {fix}",
         )
     if recipe.chosen.answers(config) is None:
         yield ConfigError(
@@ -351,7 +351,7 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
             why="all answers to a prompt would be the same one, so none is better than another",
             fix="0.7 to 1.0 are usual; evaluate.temperature is apart and may be 0",
         )
-    samples, judged = recipe.evaluate.samples or 1, recipe.evaluate.problems > 0
+    samples, judged = recipe.evaluate.samples, recipe.evaluate.problems > 0
     if samples > 1 and judged and recipe.evaluate.temperature == 0 and recipe.rollout.agent is None:
         yield ConfigError(
             f"evaluate.samples is {samples}, and evaluate.temperature is 0",
@@ -377,7 +377,7 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
         )
     if recipe.placement.generate_tp > 1:
         yield ConfigError(
-            f"placement.generate has tp = {recipe.placement.generate_tp}, and rollout.agent writes the rows",
+            f"generation has tp = {recipe.placement.generate_tp}, and rollout.agent writes the rows",
             why="ranks that share a copy take the same steps, and an agent asks one of them when it likes",
             fix="tp = 1 for generation",
         )

@@ -41,7 +41,7 @@ from rillflow.rewards.judge_prompt import kept_frame
 from rillflow.rewards.weighted import WeightedWorkers
 from rillflow.roles.comparisons import prompt_text
 from rillflow.roles.judge import Judge
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.reward import Reward
 from rillflow.roles.scalar_roles import RewardModel
 from rillflow.rollout.config import RolloutConfig
@@ -199,7 +199,7 @@ def _by_model(side: Side, model: ScalarModel, recipe: Recipe) -> list[float | No
     encoder = Encoder.of(model.tokenizer, recipe.task)
     reread = OtherTokens(wrote=side.model.tokenizer, encoder=encoder, context=model.context)
     role = RewardModel(
-        Share.whole(model),
+        ModelShard.whole(model),
         tokenizer=side.model.tokenizer,
         train=recipe.policy.as_train(),
         seed=0,
@@ -229,7 +229,7 @@ def _by_judge(one: Side, other: Side, path: Path, recipe: Recipe) -> Verdicts:
             why="its frame has {answer}, and two answers are compared",
             fix="a frame with {first} and {second}",
         )
-    judge = Judge(Share.whole(model), frame=frame, train=recipe.policy.as_train(), seed=0, updates=1)
+    judge = Judge(ModelShard.whole(model), frame=frame, train=recipe.policy.as_train(), seed=0, updates=1)
     prompts = [prompt_text(columns) for columns in one.rollouts.ragged("columns").to_text()]
     places, found = judge.compared(prompts, one.texts, other.texts)
     outcomes: list[float | None] = [None] * len(prompts)

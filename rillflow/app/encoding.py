@@ -124,7 +124,10 @@ def encode_task(
         sets=sets,
         left_out={use: kept.count(None) for use, kept in rows.items()},
         problems=sieve.problems,
-        notes=[*sieve.notes, *([] if recipe.task.rendered else _spelling(task, model_input.tokenizer))],
+        notes=[
+            *sieve.notes,
+            *([] if recipe.task.chat_template_applied else _spelling(task, model_input.tokenizer)),
+        ],
     )
 
 
@@ -239,5 +242,6 @@ def _spelling(task: Task[Example], tokenizer: Tokenizer) -> list[str]:
     row, special = found[0]
     return [
         f"{len(found):,} of {len(texts):,} prompts spell a special token, the first, {row}, {special!r}: "
-        "it is read as plain text. If the chat template wrote these prompts, set task.rendered = true"
+        "it is read as plain text. If the chat template wrote these prompts, set "
+        "task.chat_template_applied = true"
     ]

@@ -206,14 +206,14 @@ def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
         (Capability.PENALTIES, rollout.is_penalised, "rollout has a penalty"),
         (Capability.BUDGET, rollout.cache_gib is not None, "rollout has a cache_gib"),
         (Capability.STOP, bool(rollout.stop), "rollout.stop names tokens"),
-        (Capability.SHARED, recipe.placement.generate_tp > 1, "placement.generate has tp above 1"),
+        (Capability.SHARED, recipe.placement.generate_tp > 1, "placement.rollout_parallel has tp above 1"),
         (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),
-        (Capability.ROWS, is_ready_first(recipe.algorithm), 'algorithm.order is "ready_first"'),
+        (Capability.ROWS, is_ready_first(recipe.algorithm), 'algorithm.async_mode is "ready_first"'),
         (Capability.ROWS, cuts_tail(recipe.algorithm), "algorithm begins more than it trains"),
         (Capability.ROWS, rollout.agent is not None, "rollout.agent writes the rows"),
-        (Capability.PARTS, rollout.parts > 1, f"rollout.parts is {rollout.parts}"),
+        (Capability.PARTS, rollout.stream_chunks > 1, f"rollout.stream_chunks is {rollout.stream_chunks}"),
         (Capability.ADAPTERS, _adapter(recipe, base) is not None, "policy.model has an adapter"),
-        (Capability.ROUTES, bool(rollout.replay_routing), "rollout.replay_routing is true"),
+        (Capability.ROUTES, rollout.replay_routing, "rollout.replay_routing is true"),
     ):
         if is_needed and capability not in can:
             raise ConfigError(

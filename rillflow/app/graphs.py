@@ -21,7 +21,7 @@ from rillflow.controller.flow import Flow
 from rillflow.graph.graph import Graph
 from rillflow.graph.trace import Signature, Symbol, Tracer, trace
 from rillflow.workers.config import SAMPLER
-from rillflow.workers.transfer import TRAIN
+from rillflow.workers.transfer import SPLIT_DP_REDUCE
 
 ENDPOINTS = Path(__file__).parent / "endpoints.json"
 """The signatures of every shipped role's endpoints, by the factory that makes the role."""
@@ -58,7 +58,7 @@ def graphs(recipe: Recipe) -> list[Graph]:
 def unpublished(graph: Graph) -> str:
     """Return a note if a step trains the policy that it samples from and does not publish it; else ""."""
     ours = [stage for stage in graph.stages if stage.role == "policy"]
-    trained = [stage for stage in ours if stage.transfer == TRAIN.name]
+    trained = [stage for stage in ours if stage.transfer == SPLIT_DP_REDUCE.name]
     published = [stage.index for stage in ours if stage.endpoint == "publish"]
     if not trained or max(published, default=-1) > trained[-1].index:
         return ""

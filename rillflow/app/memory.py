@@ -260,7 +260,7 @@ def _weights(recipe: Recipe, sizes: ModelSizes) -> int:
 
 def _optimiser(recipe: Recipe, numbers: int) -> int:
     """Return the bytes of AdamW's two moments, and of float32 master weights if weights are narrower."""
-    moment = _ITEM_BYTES[recipe.policy.moments or "float32"]
+    moment = _ITEM_BYTES[recipe.policy.optimizer_dtype or "float32"]
     master = _FLOAT32_BYTES if recipe.policy.model.dtype != "float32" else 0
     return numbers * (2 * moment + master)
 
@@ -374,7 +374,9 @@ def require_memory(recipe: Recipe, sizes: ModelSizes, longest: int, there: int, 
     raise ConfigError(
         f"a rank takes {size(found.total)}, and {what} has {size(there)}",
         why=found.text,
-        fix=f"{last}set {told}" if told else "choose a smaller model, or cut it over ranks (placement.train)",
+        fix=f"{last}set {told}"
+        if told
+        else "choose a smaller model, or cut it over ranks (placement.train_parallel)",
     )
 
 

@@ -18,8 +18,8 @@ from rillflow.workers.config import GENERATE_AXES, SAMPLER, TRAIN_AXES, MeshSize
 
 def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigError]:
     """Yield contradictions in the meshes of these roles; pools and roles are already checked."""
-    wrong = [*_wrong_axes("generate", placement.generate, GENERATE_AXES)]
-    for key, axes in placement.train.items():
+    wrong = [*_wrong_axes("generate", placement.rollout_parallel, GENERATE_AXES)]
+    for key, axes in placement.train_parallel.items():
         wrong += _wrong_key(placement, roles, key)
         wrong += _wrong_axes(f"train.{key}", axes, TRAIN_AXES)
     if placement.sequence_parallel and all(placement.mesh_of(role).tp == 1 for role in roles):
@@ -27,7 +27,7 @@ def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigE
             ConfigError(
                 "placement.sequence_parallel is true and no model is trained with tp above 1",
                 why="tokens are shared out over the ranks of tp",
-                fix="set tp in placement.train, or remove it",
+                fix="set tp in placement.train_parallel, or remove it",
             )
         )
     yield from wrong
@@ -43,7 +43,7 @@ def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigE
 def _wrong_key(placement: PlacementConfig, roles: Sequence[str], key: str) -> Iterator[ConfigError]:
     if key not in placement.pools and key not in roles:
         yield ConfigError(
-            f"placement.train names {key!r}",
+            f"placement.train_parallel names {key!r}",
             why=f"the pools are {', '.join(placement.pools)}, the models {', '.join(roles)}",
             fix=nearest(key, (*placement.pools, *roles)),
         )
@@ -68,20 +68,20 @@ def _filled(placement: PlacementConfig, role: str) -> Iterator[ConfigError]:
     size = placement.pools[placement.pool_of(role)]
     try:
         require_whole_beside_experts(
-            f"placement.train.{key} is {mesh}", ep=mesh.ep, fsdp=mesh.fsdp, pp=mesh.pp, tp=mesh.tp
+            f"placement.train_parallel.{key} is {mesh}", ep=mesh.ep, fsdp=mesh.fsdp, pp=mesh.pp, tp=mesh.tp
         )
     except PlacementError as error:
         yield ConfigError(error.what, why=error.why, fix=error.fix)
         return
     if mesh.ranks != size:
         yield ConfigError(
-            f"placement.train.{key} is {mesh} = {mesh.ranks} ranks and the pool has {size}",
+            f"placement.train_parallel.{key} is {mesh} = {mesh.ranks} ranks and the pool has {size}",
             why=f"every rank has one place in the grid; {size} / ({mesh.pp} x {mesh.tp}) is "
             f"{size / (mesh.pp * mesh.tp):g}",
             fix="change the pool's size or an axis; left out, dp is what remains",
         )
     elif placement.is_inline and not mesh.is_plain:
-        yield _in_one_process(f"placement.train.{key} is {mesh}")
+        yield _in_one_process(f"placement.train_parallel.{key} is {mesh}")
 
 
 def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
@@ -91,14 +91,14 @@ def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
     elif mesh.is_sharded and mesh.pp == mesh.tp == 1:
         if mesh.dp % tp:
             yield ConfigError(
-                f"placement.generate.tp is {tp} and the policy is trained with {mesh}",
+                f"placement.rollout_parallel.tp is {tp} and the policy is trained with {mesh}",
                 why=f"so many of its ranks share a copy while they answer; {mesh.dp} / {tp} leaves "
                 f"{mesh.dp % tp}",
                 fix=f"choose generate.tp among {', '.join(map(str, divisors(mesh.dp)))}",
             )
     elif mesh.tp % tp:
         yield ConfigError(
-            f"placement.generate.tp is {tp} and the policy is trained with tp {mesh.tp}",
+            f"placement.rollout_parallel.tp is {tp} and the policy is trained with tp {mesh.tp}",
             why="each rank's share for training has to lie inside its share for generation: the second "
             f"divides the first; {mesh.tp} / {tp} leaves {mesh.tp % tp}",
             fix=f"choose generate.tp among {', '.join(map(str, divisors(mesh.tp)))}",
@@ -134,17 +134,17 @@ def _ranks(group: Sequence[int]) -> str:
 
 
 def _apart(placement: PlacementConfig) -> Iterator[ConfigError]:
-    """Yield errors about a sampler's own pool that placement.generate.tp cannot divide."""
+    """Yield errors about a sampler's own pool that placement.rollout_parallel.tp cannot divide."""
     pool, tp = placement.pool_of(SAMPLER), placement.generate_tp
     size = placement.pools[pool]
     if size % tp:
         yield ConfigError(
-            f"placement.generate.tp is {tp} and the sampler's pool {pool} has {size} ranks",
+            f"placement.rollout_parallel.tp is {tp} and the sampler's pool {pool} has {size} ranks",
             why=f"every copy is shared by as many; {size} / {tp} leaves {size % tp}",
             fix=f"choose generate.tp among {', '.join(map(str, divisors(size)))}",
         )
     elif tp > 1 and placement.is_inline:
-        yield _in_one_process(f"placement.generate.tp is {tp}")
+        yield _in_one_process(f"placement.rollout_parallel.tp is {tp}")
 
 
 def _in_one_process(what: str) -> ConfigError:
@@ -169,7 +169,7 @@ def unfit(mesh: MeshSizes, generate_tp: int, heads: int, kv_heads: int, layers: 
             )
     if mesh.pp > layers:
         yield ConfigError(
-            f"pp is {mesh.pp} in placement.train and the model has {layers} layers",
+            f"pp is {mesh.pp} in placement.train_parallel and the model has {layers} layers",
             why="every stage has a layer at least",
             fix=f"at most {layers}",
         )

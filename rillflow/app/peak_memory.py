@@ -163,12 +163,12 @@ def require_room(peaks: list[Peak], ranks: Mapping[str, int], free: int) -> None
 
 
 _FIXES = {
-    "kept": "cut the model over more ranks (fsdp, ep, tp or pp in placement.train), choose a smaller one, "
-    "or lower rollout.max_rows where vLLM is the engine",
+    "kept": "cut the model over more ranks (fsdp, ep, tp or pp in placement.train_parallel), choose a "
+    "smaller one, or lower rollout.max_rows where vLLM is the engine",
     "trains": "lower policy.tokens_per_micro_batch, set policy.gradient_checkpointing = true, or cut the "
     "model over more ranks",
     "scores": "lower policy.tokens_per_micro_batch, or cut the model over more ranks",
-    "answers": "lower rollout.max_rows, or share the model over more ranks in placement.generate",
+    "answers": "lower rollout.max_rows, or share the model over more ranks in placement.rollout_parallel",
 }
 """Fixes, by what takes the most memory."""
 
@@ -218,7 +218,7 @@ class _Trial:
                 optimizer = Optimizer(module, train, total_steps=1, gradients=parallel.gradients)
                 masters = live.bytes - weights
                 numbers = sum(master.numel() for master in optimizer.masters.values())
-                moments = 2 * numbers * (2 if train.moments == "bfloat16" else 4)
+                moments = 2 * numbers * (2 if train.optimizer_dtype == "bfloat16" else 4)
                 kept["optimiser"] = int((masters + moments) * share)
                 before = live.begin()
                 self._train(parallel, optimizer, train, part)

@@ -71,17 +71,11 @@ class RunConfig(Section):
     keep_checkpoints: int = Field(
         2, gt=0, description="Newest checkpoints to keep; the one with the best held-out result is kept too."
     )
-    rollouts_every: int | None = Field(
-        None,
-        ge=0,
-        description="Steps between two steps whose rollouts are written; 0 writes none. Left out, every "
-        "step.",
+    rollouts_every: int = Field(
+        1, ge=0, description="Steps between two steps whose rollouts are written; 0 writes none."
     )
-    rollouts_share: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Share of the prompts whose rollouts are written in such a step; left out, all.",
+    rollouts_share: float = Field(
+        1.0, gt=0, le=1, description="Share of the prompts whose rollouts are written in such a step."
     )
 
 
@@ -108,9 +102,7 @@ class EvaluateConfig(Section):
     every: int = Field(0, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
     problems: int = Field(500, ge=0, description="Held-out prompts to evaluate at most; 0 for none.")
     temperature: Temperature = Field(0.0, description="Sampling temperature of the answers; 0 is greedy.")
-    samples: int | None = Field(
-        None, gt=0, description="Completions of each held-out prompt, for pass@k; left out, one."
-    )
+    samples: int = Field(1, gt=0, description="Completions of each held-out prompt, for pass@k.")
     sets: dict[str, str] = Field(
         {},
         description="Further evaluation sets: prompt files by name. Each has its own line in "

@@ -33,7 +33,7 @@ from rillflow.training.guards import describe_token, loss_tokens
 from rillflow.training.loss import Loss, PolicyLoss, SupervisedLoss, TokenLoss, ValueLoss, are_sampled
 from rillflow.training.pairs import PairLoss, PolicyPairLoss
 from rillflow.training.skipping import ABOUT
-from rillflow.training.trainer import Aim, Trainer
+from rillflow.training.trainer import Objective, Trainer
 from rillflow.training.unpaired import UnpairedLoss
 
 Functions = Mapping[str, Callable[..., Any]]
@@ -90,7 +90,7 @@ def _replayed(folder: Path, config: Mapping[str, Any], own: Functions) -> Replay
     rows = [bundled_rows(folder, index) for index in range(len(about["aims"]))]
     first = _odd_weight(folder / folder.name)
     if first is None:
-        trainer, module = _trainer(folder, about["aims"][0]["says"], config)
+        trainer, module = _trainer(folder, about["aims"][0]["model_outputs"], config)
         saved = zip(rows, about["aims"], strict=True)
         aims = [_aim(trainer, batch, each, config, own) for batch, each in saved]
         try:
@@ -105,13 +105,15 @@ def bundled_rows(folder: Path, aim: int) -> Batch:
     return concatenate([load_batch(file) for file in sorted(folder.glob(f"rows-{aim}-*.safetensors"))])
 
 
-def _trainer(folder: Path, says: Sequence[str], config: Mapping[str, Any]) -> tuple[Trainer, nn.Module]:
+def _trainer(
+    folder: Path, model_outputs: Sequence[str], config: Mapping[str, Any]
+) -> tuple[Trainer, nn.Module]:
     """Return a trainer of the role's weights; its learning rate is 0, so a finite update changes nothing."""
     given = {name: config["policy"][name] for name in TrainConfig.model_fields}
     train = TrainConfig.model_validate(given).model_copy(update={"lr": 0.0})
     path, dtype = str((folder / folder.name).absolute()), config["policy"]["model"]["dtype"]
     model, where = ModelConfig(path=path, dtype=dtype), {"device": torch.device("cpu"), "base": Path()}
-    if {"values", "chosen"} & {*says}:
+    if {"values", "chosen"} & {*model_outputs}:
         scalar = load_scalar_model(model, seed=0, section="bundle", **where)  # type: ignore[arg-type]
         return Trainer(scalar.module, train, total_steps=1), scalar.module
     language = load_model(model, seed=0, **where)  # type: ignore[arg-type]
@@ -120,7 +122,7 @@ def _trainer(folder: Path, says: Sequence[str], config: Mapping[str, Any]) -> tu
 
 def _aim(
     trainer: Trainer, rows: Batch, about: Mapping[str, Any], config: Mapping[str, Any], own: Functions
-) -> Aim:
+) -> Objective:
     """Rebuild an aim with the loss from the run's settings, or from the file that defines it."""
     algorithm: Mapping[str, Any] = {"loss": {}, "value_loss": {}, **config["algorithm"]}
     where, function = about["function"], own.get(about["function"])
@@ -131,11 +133,13 @@ def _aim(
             why="only the file that has it knows it, and nothing from a bundle is executed",
             fix="let that file replay it: python FILE.py replay BUNDLE",
         )
-    if function is not None and about["says"] == [*PairLoss.says]:
+    if function is not None and about["model_outputs"] == [*PairLoss.model_outputs]:
         loss = PairLoss(function, about["options"])
     elif function is not None:
-        loss = TokenLoss(function, says=about["says"], name=about["loss"], options=about["options"])
-    elif about["says"] == ["values"]:
+        loss = TokenLoss(
+            function, model_outputs=about["model_outputs"], name=about["loss"], options=about["options"]
+        )
+    elif about["model_outputs"] == ["values"]:
         loss = ValueLoss(ValueLossConfig.model_validate(algorithm["value_loss"]))
     elif where.endswith(":policy_loss"):
         settings = PolicyLossConfig.model_validate(algorithm["loss"])
@@ -145,7 +149,7 @@ def _aim(
     elif where.endswith(":pair_loss"):
         loss = PolicyPairLoss(PairLossConfig.model_validate(algorithm["loss"]))
     else:
-        loss = PairLoss() if about["says"] == [*PairLoss.says] else SupervisedLoss()
+        loss = PairLoss() if about["model_outputs"] == [*PairLoss.model_outputs] else SupervisedLoss()
     sampled = not loss.is_scalar and are_sampled(rows)
     return trainer.aim(
         rows, loss, config["rollout"]["temperature"] if sampled else 1.0, weight=about["weight"]
@@ -162,7 +166,7 @@ def _odd_weight(folder: Path) -> str | None:
     return None
 
 
-def _first(trainer: Trainer, module: nn.Module, aims: list[Aim]) -> str | None:
+def _first(trainer: Trainer, module: nn.Module, aims: list[Objective]) -> str | None:
     """Return the first non-finite tensor, with each row, or pair, run alone."""
     for look in (_forward, _backward):
         for aim in aims:
@@ -180,7 +184,7 @@ def _first(trainer: Trainer, module: nn.Module, aims: list[Aim]) -> str | None:
     return None
 
 
-def _forward(trainer: Trainer, module: nn.Module, aim: Aim, rows: Batch) -> str | None:
+def _forward(trainer: Trainer, module: nn.Module, aim: Objective, rows: Batch) -> str | None:
     """Return the first non-finite value up to the terms of the loss; None if all are finite."""
     part = aim.loss.prepare(rows)
     tokens, seen = loss_tokens(part), list[str]()
@@ -195,8 +199,8 @@ def _forward(trainer: Trainer, module: nn.Module, aim: Aim, rows: Batch) -> str 
     return f"the loss at {describe_token(tokens, index)}: {aim.reader.describe(read, index)}"
 
 
-def _backward(trainer: Trainer, _: nn.Module, aim: Aim, rows: Batch) -> None:
-    trainer.step(Aim(rows=rows, loss=aim.loss, reader=aim.reader, weight=aim.weight))
+def _backward(trainer: Trainer, _: nn.Module, aim: Objective, rows: Batch) -> None:
+    trainer.step(Objective(rows=rows, loss=aim.loss, reader=aim.reader, weight=aim.weight))
 
 
 def _look(name: str, rows: Batch, seen: list[str]) -> Callable[[nn.Module, Any, Any], None]:

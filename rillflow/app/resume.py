@@ -30,7 +30,7 @@ from rillflow.tasks.task import Task
 
 _LOSS = ("kl", "kl_bound", "entropy", "clip_low", "clip_high", "dual_clip", "correction", "correction_bounds")
 _TRAIN = ("lr", "schedule", "final_lr", "warmup_steps", "max_grad_norm", "weight_decay", "balance")
-_MEMORY = ("tokens_per_micro_batch", "gradient_checkpointing", "moments", "offload")
+_MEMORY = ("tokens_per_micro_batch", "gradient_checkpointing", "optimizer_dtype", "offload")
 _RUN = (
     *("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "rollouts_every", "rollouts_share"),
     *("max_skipped", "dir", "device", "threads"),

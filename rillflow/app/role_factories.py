@@ -39,7 +39,7 @@ from rillflow.rewards.judge_prompt import FrameConfig, kept_frame
 from rillflow.rewards.weighted import WeightedWorkers
 from rillflow.roles.combined_scores import Panel
 from rillflow.roles.judge import Judge
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.policy import EarlierAdapter, Policy, Reference
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights, SentWeights, lay_out
 from rillflow.roles.reward import Cost, Reward
@@ -138,10 +138,10 @@ class RoleSetting:
         path = None if self.model is None else self.model.path
         return None if path is None else Path(path).with_name(f"{self.role}_{name}")
 
-    def share(self, model: Model) -> Share[Model]:
+    def share(self, model: Model) -> ModelShard[Model]:
         """Load the rank's share of the model; two adapters of one base share the policy's base weights."""
         trained = self.site.objects.get("policy")
-        return Share.of(model, self.sizes, self.site.ranks, beside=trained and trained.share)
+        return ModelShard.of(model, self.sizes, self.site.ranks, beside=trained and trained.share)
 
 
 def made(factory: str | type, setting: Callable[..., RoleSetting], site: Site) -> Any:
@@ -220,7 +220,7 @@ def reference(setting: RoleSetting) -> Reference:
     trained: Policy | None = setting.site.objects.get("policy")
     how |= {"policy": trained, "version": setting.version, "name": setting.role}
     if trained is None or not trained.share.has_base_of(loaded, setting.sizes):
-        return Reference(Share.of(loaded, setting.sizes, setting.site.ranks), **how)
+        return Reference(ModelShard.of(loaded, setting.sizes, setting.site.ranks), **how)
     earlier = EarlierAdapter(trained, trained.share.read_trained(loaded))
     return Reference(trained.share, within=earlier, **how)
 

@@ -25,7 +25,7 @@ from rillflow.app.sources import JUDGE, scorer_sources
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.chunked import PartedExecutor
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.weight_sync import Delivery
+from rillflow.controller.weight_sync import WeightSync
 from rillflow.models.config import ModelConfig
 from rillflow.placement.mesh import Mesh
 from rillflow.rewards.function import FunctionPath
@@ -57,8 +57,8 @@ class RoleGroups:
         self._kinds = roles_of(recipe)
         self._groups: dict[str, Group] = {}
         self.executor = executor_of(recipe, self._groups, backend)
-        self.delivery: Delivery | None = None
-        """Delivery of versions to a sampler on ranks of its own; None if it shares the policy's ranks."""
+        self.delivery: WeightSync | None = None
+        """WeightSync of versions to a sampler on ranks of its own; None if it shares the policy's ranks."""
         role, model, done = recipe.trained_role, recipe.policy.model, 0
         if checkpoint is not None:
             model = self._directory(checkpoint.model(role))
@@ -182,7 +182,7 @@ class RoleGroups:
         first = placement.mesh_of("policy").ranks
         counted = Mesh(axes=mesh.axes, ranks=tuple(first + rank for rank in mesh.ranks))
         self._start(SAMPLER, mesh, of="policy", model=model, generate=counted)
-        self.delivery = Delivery(self.executor, placement.deadline_s)
+        self.delivery = WeightSync(self.executor, placement.deadline_s)
 
     def _generate_mesh(self) -> Mesh:
         """Return the grid of the ranks that generate."""
@@ -241,8 +241,8 @@ def pools_of(recipe: Recipe) -> list[Pool]:
 
 def executor_of(recipe: Recipe, groups: Mapping[str, Group], backend: Backend) -> GroupExecutor:
     """Return the executor of a step's stages, which runs them whole or part by part."""
-    config, parts = recipe.algorithm, recipe.rollout.parts
-    publishes = is_ready_first(config) and isinstance(config, SampledConfig) and config.publishes > 1
+    config, parts = recipe.algorithm, recipe.rollout.stream_chunks
+    publishes = is_ready_first(config) and isinstance(config, SampledConfig) and config.syncs_per_step > 1
     if parts == 1 and not publishes:
         return GroupExecutor(groups, backend)
     return PartedExecutor(groups, backend, parts=parts, publishes=publishes)

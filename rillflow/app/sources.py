@@ -171,7 +171,7 @@ def reward_functions(recipe: Recipe, base: Path, task: Task[Example] | None) -> 
         RewardError: there is no such function.
         ConfigError: neither the recipe nor the task names one.
     """
-    files = parse_files(recipe.reward.files or (), base, "reward.files")
+    files = parse_files(recipe.reward.files, base, "reward.files")
     if recipe.reward.function is not None:
         return (replace(parse_function(recipe.reward.function, base), files=files),)
     is_model = recipe.reward.model is not None or recipe.reward.judge is not None
@@ -200,7 +200,7 @@ def cost_functions(recipe: Recipe, base: Path) -> tuple[FunctionPath, ...]:
         )
     if text is None or recipe.cost.model is not None:
         return ()
-    files = parse_files(recipe.reward.files or (), base, "reward.files")
+    files = parse_files(recipe.reward.files, base, "reward.files")
     return (replace(parse_function(text, base), files=files),)
 
 
@@ -220,7 +220,7 @@ def agent_function(recipe: Recipe, base: Path) -> FunctionPath | None:
             why="an agent asks the policy over HTTP",
             fix="pip install 'rillflow[service]'",
         )
-    files = parse_files(agent.files or (), base, "rollout.agent.files")
+    files = parse_files(agent.files, base, "rollout.agent.files")
     return replace(parse_function(agent.function, base, "agent"), files=files)
 
 

@@ -119,6 +119,10 @@ def _unknown(place: SettingPlace, value: object, schema: type[Section]) -> Confi
     inside = f"[{parent}]" if parent else "a recipe"
     known = place.section.model_fields
     what = f"{place.dotted} = {shown(value)}: {inside} has no {kind} {name!r}"
+    if name in place.section.renamed:
+        new = place.section.renamed[name]
+        fix = f"write {f'{parent}.{new}' if parent else new}"
+        return ConfigError(what, why=f"{name!r} was renamed to {new!r}", fix=fix)
     why = f"it has {', '.join(known)}"
     return ConfigError(what, why=why, fix=_meant(name, known, schema))
 

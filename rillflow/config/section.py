@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -16,6 +17,8 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """New names of settings by their old names; an error about an old name gives the new one."""
 
     @model_validator(mode="before")
     @classmethod

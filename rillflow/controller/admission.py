@@ -13,7 +13,7 @@ complete groups ─ the earliest due first ─> batch b, trained by version b //
 A group is all rows of a prompt. Its version is the version of its oldest token. Weights are published after
 every c batches. The age of the group in batch b is b // c - v.
 
-``HardBound`` begins no group that could become too old. Let u(d) be the number of groups that have begun, are
+``StalenessBound`` begins no group that could become too old. Let u(d) be the number of groups that are begun,
 not trained and are due at d or earlier. Let b be the next batch and P the groups per batch. The invariant is
 
     u(d) <= (d + 1 - b) P      for every d >= b - 1
@@ -29,7 +29,7 @@ not trained and are due at d or earlier. Let b be the next batch and P the group
 - It never stalls: if no group may begin under the newest weights, u(d) >= (d + 1 - b) P >= P for some d >= b,
   so P groups are in flight. Once all are complete, the earliest due leave u(d) - P <= (d - b) P behind.
 
-``MeanBound`` limits only the mean, like AReaL's capacity. It begins groups while fewer than (k + v + 1) c P
+``CapacityBound`` limits the mean, like AReaL's capacity. It begins groups while fewer than (k + v + 1) c P
 are begun and not dropped, takes them as they complete, and drops those that became too old.
 """
 
@@ -52,7 +52,7 @@ class Versioned(Protocol):
 GroupT = TypeVar("GroupT", bound=Versioned)
 
 
-class HardBound(Generic[GroupT]):
+class StalenessBound(Generic[GroupT]):
     """Admission rule that begins no group that could become too old.
 
     Args:
@@ -139,7 +139,7 @@ class HardBound(Generic[GroupT]):
         return int((group.version + self._freshness + 1) * self._published) - 1
 
 
-class MeanBound(HardBound[GroupT]):
+class CapacityBound(StalenessBound[GroupT]):
     """Admission rule that limits the number of begun groups and drops groups that become too old."""
 
     def __init__(self, *, freshness: int, prompts: int, published: int | Fraction = 1) -> None:

@@ -26,10 +26,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rillflow.controller.admission import HardBound
-from rillflow.controller.chunked import Parted
+from rillflow.controller.admission import StalenessBound
+from rillflow.controller.chunked import ChunkedResult
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.weight_sync import Delivery, Parcel
+from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Sum
@@ -93,7 +93,7 @@ class GroupInFlight:
     """Number of the replica's call that begins the group; earlier calls report on rows that were given up."""
 
 
-class ReadyFirst:
+class AsyncRollout:
     """The sampler's rows in flight during one phase.
 
     Args:
@@ -115,10 +115,10 @@ class ReadyFirst:
     def __init__(
         self,
         executor: GroupExecutor,
-        delivery: Delivery,
+        delivery: WeightSync,
         take: Callable[[int], Batch],
         *,
-        rule: HardBound[GroupInFlight],
+        rule: StalenessBound[GroupInFlight],
         groups: int,
         step_groups: int,
         parts: int,
@@ -136,7 +136,7 @@ class ReadyFirst:
         self._prompts = deque(one_by_one(again) if again is not None else ())
         self._deadline_s = deadline_s
         self._newest, self._waited_s = 0, 0.0
-        self._parcel: Parcel | None = None
+        self._parcel: PackedWeights | None = None
         self._running: dict[GroupId, GroupInFlight] = {}
         self._complete: dict[GroupId, GroupInFlight] = {}
         self._taken: list[GroupInFlight] = []
@@ -168,7 +168,7 @@ class ReadyFirst:
             "flight/lag/max": Max(value=self._newest - min(each.version for each in self._replicas)),
         }
 
-    def deliver(self, parcel: Parcel) -> None:
+    def deliver(self, parcel: PackedWeights) -> None:
         """Install a version on the replicas, one after the other."""
         self._newest, self._parcel = self._newest + 1, parcel
 
@@ -231,7 +231,7 @@ class ReadyFirst:
         rows = joined("policy.generate", [rows for _, rows in data], worked=worked)
         for replica in self._replicas:
             replica.worked = []
-        self._executor.ready = prompts, rows if len(data) == 1 else Parted.of(rows)
+        self._executor.ready = prompts, rows if len(data) == 1 else ChunkedResult.of(rows)
         return prompts
 
     def _collected(self, groups: Sequence[GroupInFlight]) -> tuple[list[Batch], Pending]:

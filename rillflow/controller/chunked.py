@@ -1,4 +1,4 @@
-"""Parted: run stages in chunks, so that rows of one chunk move on while later chunks are generated.
+"""ChunkedResult: run stages in chunks, so that rows of one chunk move on while later chunks are generated.
 
     stage      part 1   part 2   part 3        submitted column by column: the second stage of part 1
     generate     1        4        7           does not queue behind the first stage of part 3
@@ -28,7 +28,7 @@ from rillflow.workers.transfer import ROWS
 from rillflow.workers.values import shares
 
 
-class Parted(Pending):
+class ChunkedResult(Pending):
     """One stage's result in chunks, concatenated when it is used as a whole.
 
     Args:
@@ -45,7 +45,7 @@ class Parted(Pending):
         self._submit, self._are_shares = submit, is_partial
 
     @classmethod
-    def of(cls, whole: Pending) -> Parted:
+    def of(cls, whole: Pending) -> ChunkedResult:
         """Wrap a joined result so that its parts can be read one by one."""
         made = cls(whole.stage, len(whole.parts), lambda: None, is_partial=False)
         made.__dict__ |= whole.__dict__
@@ -79,14 +79,14 @@ class PartedExecutor(GroupExecutor):
     ) -> None:
         super().__init__(groups, backend)
         self._parts, self._publishes = parts, publishes
-        self._chain: list[tuple[Parted, Callable[[int], Pending]]] = []
+        self._chain: list[tuple[ChunkedResult, Callable[[int], Pending]]] = []
         self._chain_parts = 0
 
     def compute(
         self, formula: Formula, batches: Sequence[Any], into: str | None, options: Options
     ) -> Pending:
         """See Executor."""
-        is_whole = into is None or any(isinstance(each, Parted) for each in options.values())
+        is_whole = into is None or any(isinstance(each, ChunkedResult) for each in options.values())
         parts = 0 if is_whole or granularity(formula) == "batch" else _parts(batches)
         one = super().compute
         if not parts:
@@ -106,7 +106,7 @@ class PartedExecutor(GroupExecutor):
         )
 
     def _asked(self, group: Group, endpoint: str, args: Sequence[Any], options: Options) -> Pending:
-        if any(isinstance(each, Parted) for each in options.values()):
+        if any(isinstance(each, ChunkedResult) for each in options.values()):
             self._submit()  # all parts share the option
         if (
             group.role == SAMPLER
@@ -149,7 +149,7 @@ class PartedExecutor(GroupExecutor):
         """Return a stage that is submitted part by part, after the earlier stages of each part."""
         if self._chain and self._chain_parts != parts:
             self._submit()
-        made = Parted(stage, parts, self._submit, is_partial=is_partial)
+        made = ChunkedResult(stage, parts, self._submit, is_partial=is_partial)
         self._chain_parts = parts
         self._chain.append((made, make))
         return made
@@ -175,7 +175,7 @@ class PartedExecutor(GroupExecutor):
 
 def _parts(values: Sequence[Any]) -> int:
     """Return the number of parts of some results; 0 if they differ in it."""
-    counts = {each.count if isinstance(each, Parted) else 0 for each in values}
+    counts = {each.count if isinstance(each, ChunkedResult) else 0 for each in values}
     return counts.pop() if len(counts) == 1 else 0
 
 

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rillflow.controller.async_rollout import ReadyFirst
+from rillflow.controller.async_rollout import AsyncRollout
 from rillflow.controller.checkpoint import updates_of
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow, Journal, Supply
-from rillflow.controller.tail_batching import TailCut
+from rillflow.controller.tail_batching import TailBatching
 from rillflow.controller.telemetry import asked
-from rillflow.controller.weight_sync import Delivery, Parcel
+from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import reports_of
 from rillflow.records.batch import Batch
@@ -76,11 +76,11 @@ class Phase:
     """Whether the trained model is evaluated before, during and after this phase."""
     freshness: int = 0
     """k: a step samples with the version published k steps before the version that it trains."""
-    delivery: Delivery | None = None
+    delivery: WeightSync | None = None
     """Transfer of versions to a sampler on its own ranks."""
-    ready: ReadyFirst | None = None
+    ready: AsyncRollout | None = None
     """Sampler of steps formed from ready groups; None if steps take prompts in order."""
-    cut: TailCut | None = None
+    cut: TailBatching | None = None
     """Sampler of steps that put the longest rows aside; None if each step trains all rows that it begins."""
     moving: tuple[str, ...] = ()
     """Untrained roles whose weights still change."""
@@ -185,7 +185,7 @@ class OpenStep:
         self._telemetry = asked(executor, self.journal.stages, run.path.absolute(), number, share)
         self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.trained}
         self._left_out = {role: executor.on_all_ranks(role, taken_skips) for role in phase.trained}
-        self.parcels = deque[Parcel](phase.delivery.take() if phase.delivery is not None else ())
+        self.parcels = deque[PackedWeights](phase.delivery.take() if phase.delivery is not None else ())
         """Published versions that no sampler has received yet."""
         self._state = {"phase": index, "done": done, **phase.place}
         self._rows = dict(flow.rows)

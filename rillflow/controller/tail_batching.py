@@ -38,7 +38,7 @@ PASSES = 32
 """Tokens that each row advances before the controller counts complete groups."""
 
 
-class TailCut:
+class TailBatching:
     """The sampling rounds of one phase whose steps put the longest rows aside.
 
     Args:

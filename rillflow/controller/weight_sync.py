@@ -1,11 +1,11 @@
-"""Delivery: transfer a publish to samplers on their own ranks, bucket by bucket, as references.
+"""WeightSync: transfer a publish to samplers on their own ranks, bucket by bucket, as references.
 
     policy.publish ─> digests ─────────────────────────────────────────────────────────────────┐
     bucket: SentWeights.send ─> a packed tensor per receiver ─> ReceivedWeights.receive ─> serve ─> version
 
 In lockstep mode, a bucket is received as soon as it is sent, and few buckets are in flight at once. In ahead
 mode, the sampler first has earlier steps to sample. All buckets of a version are then packed into copies
-while training continues, and wait as a ``Parcel`` until the step that samples with them begins.
+while training continues, and wait as a ``PackedWeights`` until the step that samples with them begins.
 
 consumes      the result of ``policy.publish``
 waits for     in lockstep, the receivers of a bucket once BUCKETS are in flight; ahead, nothing
@@ -33,7 +33,7 @@ BUCKETS = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Parcel:
+class PackedWeights:
     """A version that is packed and not received yet."""
 
     digests: Pending
@@ -48,7 +48,7 @@ class Parcel:
         return [each for each in (self.digests, *packed) if not each.is_ready]
 
 
-class Delivery:
+class WeightSync:
     """Transfer of one policy's weights to one sampler.
 
     Args:
@@ -66,7 +66,7 @@ class Delivery:
         self._links: Links = made[0].read(deadline_s)
         self._first = len(executor.groups["policy"].places)
         self._is_ahead = False
-        self._parcels: list[Parcel] = []
+        self._parcels: list[PackedWeights] = []
 
     def begin(self, *, is_ahead: bool) -> None:
         """Publish the policy's current weights and version; later publishes are in lockstep or ahead."""
@@ -85,7 +85,7 @@ class Delivery:
         digests = executor.on_first_rank("policy", weights_of, SentWeights.what_was_published)
         if self._is_ahead:
             buckets = [self._sent(bucket) for bucket in range(len(self._links))]
-            self._parcels.append(Parcel(digests=digests, buckets=buckets))
+            self._parcels.append(PackedWeights(digests=digests, buckets=buckets))
             return published
         try:
             for bucket in range(len(self._links)):
@@ -103,12 +103,12 @@ class Delivery:
         executor.moved["policy.digest"] = [*published.facts(self._deadline_s), *published.beside]
         return executor.on_all_ranks("sampler", serve, digests)
 
-    def take(self) -> list[Parcel]:
+    def take(self) -> list[PackedWeights]:
         """Return the parcels published ahead that were not taken yet."""
         parcels, self._parcels = self._parcels, []
         return parcels
 
-    def install(self, parcel: Parcel, ranks: Sequence[int] | None = None) -> list[Pending]:
+    def install(self, parcel: PackedWeights, ranks: Sequence[int] | None = None) -> list[Pending]:
         """Have the sampler, or one of its replicas, receive a parcel after its earlier calls.
 
         Returns:

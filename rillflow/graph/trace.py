@@ -38,7 +38,7 @@ class Signature:
     """Fields of the result; empty if the result is not a batch."""
     transfer: str
     """Name of the transfer of arguments and results."""
-    says: tuple[str, ...] = ()
+    model_outputs: tuple[str, ...] = ()
     """Outputs of the model that a loss among the options can read in addition to fields."""
 
 
@@ -68,7 +68,10 @@ class Tracer:
         signature = self.endpoints[role][endpoint]
         before = [stage.index for stage in self.stages if stage.role == role]
         asked = [name for term in loss_terms(options, len(args)) for name in term.reads]
-        reads = (*signature.reads, *(name for name in dict.fromkeys(asked) if name not in signature.says))
+        reads = (
+            *signature.reads,
+            *(name for name in dict.fromkeys(asked) if name not in signature.model_outputs),
+        )
         index = self._stage(role, endpoint, reads, signature.writes, signature.transfer)
         self._connect(index, reads, [*args, *options.values()])
         if before and not any(edge.destination == index for edge in self.edges):

@@ -1,12 +1,12 @@
-"""Unread: a model's weights that are read or drawn only when a slice is requested.
+"""LazyWeights: a model's weights that are read or drawn only when a slice is requested.
 
-    files ─ headers ─> {name: Unread} ─ transformers: names, casts, stacks ─> module on the meta device
+    files ─ headers ─> {name: LazyWeights} ─ transformers: names, casts, stacks ─> module on the meta device
     config ─ init under ``Drawing``: every draw made, none kept ─────────────────^     │ taken_out
                                                                                        v
     rank ─ the slices it needs ─ fill ───────────────────────────────────────────> Source
                                  ^── a slice of a file, or a repeated draw ───────────┘
 
-An ``Unread`` tensor is on the meta device and records the operations applied to it. Elementwise operations
+A ``LazyWeights`` tensor is on the meta device and records the operations on it. Elementwise operations
 are applied to the requested slice only; any other operation is applied to whole tensors, one weight at a
 time.
 """
@@ -46,7 +46,7 @@ _ELEMENTWISE = (Tensor.to, Tensor.detach)
 """Elementwise operations, for which a slice can be read alone."""
 
 
-class Unread(Tensor):
+class LazyWeights(Tensor):
     """A meta tensor that can be read; operations on it return another one."""
 
     read: Read
@@ -65,23 +65,25 @@ class Unread(Tensor):
             named.pop("device", None)
         found = super().__torch_function__(function, types, args, named)  # type: ignore[no-untyped-call]
         for place, one in enumerate(found if isinstance(found, tuple) else (found,)):
-            if isinstance(one, Unread) and "read" not in vars(one):
+            if isinstance(one, LazyWeights) and "read" not in vars(one):
                 one.read = _reader(function, args, named, place if isinstance(found, tuple) else None)
         return found
 
 
-def unread_weights(source: str) -> dict[str, Unread]:
+def unread_weights(source: str) -> dict[str, LazyWeights]:
     """Return the weights of a directory or hub name by their names in files; only headers are read.
 
     Raises:
         ModelError: a file is missing or incomplete.
     """
-    found: dict[str, Unread] = {}
+    found: dict[str, LazyWeights] = {}
     for path in _files(source):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118
-                    found[name] = file.get_tensor(name).to("meta").as_subclass(Unread)  # mapped, not read
+                    found[name] = (
+                        file.get_tensor(name).to("meta").as_subclass(LazyWeights)
+                    )  # mapped, not read
                     found[name].read = partial(read_slice, path, name)
         except (OSError, SafetensorError) as error:
             raise unusable(source, f"file {Path(path).name}", error) from error
@@ -101,7 +103,7 @@ def taken_out(
     make = whole or _whole
 
     def reader(weight: Tensor) -> Read:
-        return weight.read if isinstance(weight, Unread) else lambda index: make(weight)[index]
+        return weight.read if isinstance(weight, LazyWeights) else lambda index: make(weight)[index]
 
     readers = {name: reader(parameter.detach()) for name, parameter in module.named_parameters()}
     for name, buffer in list(module.named_buffers()):
@@ -229,7 +231,7 @@ def _reader(function: Any, args: tuple[Any, ...], named: dict[str, Any], place: 
 
 def _whole(value: Any) -> Any:
     """Return the value with all unread tensors in it read."""
-    if isinstance(value, Unread):
+    if isinstance(value, LazyWeights):
         return value.read(())
     return type(value)(map(_whole, value)) if isinstance(value, list | tuple) else value
 

@@ -454,7 +454,7 @@ def _rewritten(before: str, whole: str) -> ModelError:
     return ModelError(
         f"the chat template renders a prompt differently before an answer: {was!r} became {became!r}",
         why="a training answer must follow the same prompt text as a sampled one",
-        fix="try task.template_arguments, or render the rows yourself: task.rendered = true",
+        fix="try task.template_arguments, or render the rows yourself: task.chat_template_applied = true",
     )
 
 

@@ -135,8 +135,8 @@ class Plan:
         return {
             "pools": {names[pool.name]: pool.devices for pool in self.pools},
             "roles": {name: names[unit.pool] for name, unit in self.units.items()},
-            "train": train,
-            "generate": {"tp": max([1, *(unit.generate_tp for unit in self.units.values())])},
+            "train_parallel": train,
+            "rollout_parallel": {"tp": max([1, *(unit.generate_tp for unit in self.units.values())])},
         }
 
     def pool(self, name: str) -> PlannedPool:

@@ -74,8 +74,8 @@ class RewardConfig(Section):
         "variables, no files but its own and Python's. auto: if its source runs text or "
         "starts processes.",
     )
-    files: tuple[str, ...] | None = Field(
-        None,
+    files: tuple[str, ...] = Field(
+        (),
         description="Further files and folders that the sandbox shows, read-only, relative to the recipe.",
     )
     max_failures: float = Field(

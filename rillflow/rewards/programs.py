@@ -3,7 +3,7 @@
     run_python(code) ──> a fresh process: no network, no user files, its own /tmp, processes and user
                   <── FinishedProgram: exit code, stdout, stderr
 
-Inside a sandboxed reward or agent, the sandbox's runner runs the code in a few milliseconds. Elsewhere each
+Inside a sandboxed reward or agent, the sandbox's runner runs the code in a few milliseconds. RemoteStore each
 call starts its own sandbox. Standard library only, so that a reward function starts quickly.
 """
 

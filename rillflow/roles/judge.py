@@ -29,7 +29,7 @@ from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.judge_prompt import KEPT, FrameConfig
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.roles.comparisons import Question, Questioner, Standings, prompt_text
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.reward import SCORE_FIELDS, reward_metrics, scored_rows
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.training.config import PassesConfig, TrainConfig
@@ -37,13 +37,13 @@ from rillflow.training.loss import TokenLoss, loss_of
 from rillflow.training.minibatches import gathered, prompt_units
 from rillflow.training.scorer import Scorer
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import GROUPS, TRAIN_PAIRS
+from rillflow.workers.transfer import GROUPS, SPLIT_PAIRS_REDUCE
 
 JUDGED = ("contradicted", "bias", "ties")
 """Fields in addition to a score: the share of a row's comparisons that contradict themselves, the mean bias
 towards the answer that is shown first, and the share of ties; NaN if there was no comparison.
 """
-SAYS = ("logprobs", "likeliest")
+MODEL_OUTPUTS = ("logprobs", "likeliest")
 """Inputs of a label loss."""
 
 
@@ -77,7 +77,7 @@ class Judge(TrainedRole[LanguageModel]):
 
     def __init__(
         self,
-        share: Share[LanguageModel],
+        share: ModelShard[LanguageModel],
         *,
         frame: FrameConfig,
         train: TrainConfig,
@@ -94,7 +94,7 @@ class Judge(TrainedRole[LanguageModel]):
         self._questioner = Questioner(share.model.tokenizer, frame, share.model.context)
         setattr(share.model.module.config, KEPT, frame.model_dump(mode="json"))
 
-    @endpoint(TRAIN_PAIRS, reads=("tokens", "loss_mask", "columns"), says=SAYS)
+    @endpoint(SPLIT_PAIRS_REDUCE, reads=("tokens", "loss_mask", "columns"), model_outputs=MODEL_OUTPUTS)
     def update(
         self, /, pairs: Batch, loss: Any, passes: PassesConfig, orders: str = "both", **options: Any
     ) -> dict[str, Metric]:
@@ -113,7 +113,7 @@ class Judge(TrainedRole[LanguageModel]):
         """
         rows, left = self._lessons(pairs, orders)
         term = only_term("judge.update", loss, options)
-        made = loss_of(term, SAYS, "judge")
+        made = loss_of(term, MODEL_OUTPUTS, "judge")
         assert isinstance(made, TokenLoss), "a loss of labels is one of tokens"
         cut = self._minibatches(rows, passes, (0, 1))
         metrics = merge_metrics([self.trainer.update(minibatch, made) for minibatch in cut])

@@ -1,4 +1,4 @@
-"""Share: one rank's part of its role's model, and the ranks that have the rest.
+"""ModelShard: one rank's part of its role's model, and the ranks that have the rest.
 
     a mesh of dp alone      the whole model; the other ranks hold other rows
     pp, tp, ep or fsdp      this rank's shard of it (parallel.module), placed by ``layout``
@@ -33,11 +33,11 @@ from rillflow.workers.config import MeshSizes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Share(Generic[Model]):
+class ModelShard(Generic[Model]):
     """One rank's share of a model.
 
     Example:
-        Share.of(outline(...), MeshSizes(dp=2, tp=2), site.ranks)
+        ModelShard.of(outline(...), MeshSizes(dp=2, tp=2), site.ranks)
     """
 
     model: Model
@@ -50,13 +50,15 @@ class Share(Generic[Model]):
     """Placement of each tensor."""
 
     @staticmethod
-    def whole(model: Model, ranks: Ranks | None = None) -> Share[Model]:
+    def whole(model: Model, ranks: Ranks | None = None) -> ModelShard[Model]:
         """Return the share of a rank that holds a whole model; ``ranks`` hold other rows."""
         ranks = ranks or SingleRank()
-        return Share.of(model, MeshSizes(dp=ranks.size), ranks)
+        return ModelShard.of(model, MeshSizes(dp=ranks.size), ranks)
 
     @staticmethod
-    def of(model: Model, sizes: MeshSizes, ranks: Ranks, beside: Share[Any] | None = None) -> Share[Model]:
+    def of(
+        model: Model, sizes: MeshSizes, ranks: Ranks, beside: ModelShard[Any] | None = None
+    ) -> ModelShard[Model]:
         """Shard a model's module in place, read this rank's part, and return its share.
 
         Args:
@@ -77,7 +79,7 @@ class Share(Generic[Model]):
         parallel = Parallel(model.module, groups, sequence=sizes.sequence, device=model.device)
         cut: dict[str, Any] = {"fsdp": sizes.fsdp, "ep": sizes.ep, "experts": parallel.experts}
         layout = training_layout(weights, parallel.parts, parallel.stages, sizes.mesh, **cut)
-        share = Share(model=model, parallel=parallel, weights=weights, layout=layout)
+        share = ModelShard(model=model, parallel=parallel, weights=weights, layout=layout)
         if is_unread:
             share._read(share._together(beside))
         return share
@@ -99,7 +101,7 @@ class Share(Generic[Model]):
         """Bytes of the weights that are written for the whole model."""
         return sum(weight.num_bytes for weight in self.written.values())
 
-    def _together(self, beside: Share[Any] | None) -> set[str]:
+    def _together(self, beside: ModelShard[Any] | None) -> set[str]:
         """Use another share's frozen weights if both hold the whole of one base; return their names."""
         own, other = self.model.adapter, None if beside is None else beside.model.adapter
         if beside is None or own is None or other is None or own.base != other.base:

@@ -27,10 +27,10 @@ from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Max, Metric, Metrics, histogram_of, mean_of, merge_metrics
 from rillflow.roles.answer_totals import KeptTotals, totals_of
 from rillflow.roles.logprob_check import canary_rows
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.publishing import SharedWeights, TrainedWeights
 from rillflow.roles.saving import Saving
-from rillflow.roles.trained_role import KeptRole, TrainedRole
+from rillflow.roles.trained_role import StatefulRole, TrainedRole
 from rillflow.rollout.config import NATIVE, RolloutConfig
 from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
 from rillflow.training.guards import ROUTES, check_freshness
@@ -40,12 +40,12 @@ from rillflow.training.offload import OnHost
 from rillflow.training.pairs import PolicyPairLoss
 from rillflow.training.scorer import Scorer
 from rillflow.training.terms import SAMPLED
-from rillflow.training.trainer import Aim
+from rillflow.training.trainer import Objective
 from rillflow.training.unpaired import UnpairedLoss
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import THREE_D, TOGETHER, TRAIN
+from rillflow.workers.transfer import BROADCAST, SPLIT_DP, SPLIT_DP_REDUCE
 
-SAYS = ("logprobs", "entropy", "likeliest", "old_logprobs", "row_lengths")
+MODEL_OUTPUTS = ("logprobs", "entropy", "likeliest", "old_logprobs", "row_lengths")
 """Inputs of a loss besides fields."""
 KNOWN = ("versions", SAMPLED, "old_logprobs", "preferred", *ROUTES)
 """Fields that an update reads from sampled rows, or from pairs of them."""
@@ -70,7 +70,7 @@ class Policy(TrainedRole[LanguageModel]):
 
     def __init__(
         self,
-        share: Share[LanguageModel],
+        share: ModelShard[LanguageModel],
         *,
         train: TrainConfig,
         rollout: RolloutConfig,
@@ -81,7 +81,7 @@ class Policy(TrainedRole[LanguageModel]):
         has_canary: bool = False,
     ) -> None:
         super().__init__(share, train=train, seed=seed, updates=updates, version=version, name="policy")
-        if train.balance is not None:
+        if train.balance > 0:
             share.parallel.routers.require(f"policy.balance is {train.balance:g}")
         if rollout.replay_routing:
             share.parallel.routers.require("rollout.replay_routing is true")
@@ -91,21 +91,32 @@ class Policy(TrainedRole[LanguageModel]):
     def _be_training(self) -> None:
         self.weights.turn_to_training()
 
-    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("old_logprobs",), also=(*ROUTES,))
+    @endpoint(SPLIT_DP, reads=("tokens", "loss_mask"), writes=("old_logprobs",), optional_fields=(*ROUTES,))
     def logprobs(self, rollouts: Batch) -> Batch:
         """Return the field ``old_logprobs``: log probabilities of sampled tokens by the present weights."""
         self.weights.turn_to_training()
         found = self.trainer.scorer.logprobs(rollouts, temperature=self._rollout.temperature)
         return Batch(ids=rollouts.ids, fields={"old_logprobs": found})
 
-    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("policy_totals",), also=("versions", *ROUTES))
+    @endpoint(
+        SPLIT_DP,
+        reads=("tokens", "loss_mask"),
+        writes=("policy_totals",),
+        optional_fields=("versions", *ROUTES),
+    )
     def totals(self, rows: Batch) -> Batch:
         """Return the field ``policy_totals`` [B]: the rows' log probabilities by the present weights."""
         self.weights.turn_to_training()
         found = totals_of(self.trainer.scorer, rows, self._rollout.temperature)
         return Batch(ids=rows.ids, fields={"policy_totals": found})
 
-    @endpoint(TRAIN, reads=("tokens", "loss_mask"), also=KNOWN, says=SAYS, by_parts=True)
+    @endpoint(
+        SPLIT_DP_REDUCE,
+        reads=("tokens", "loss_mask"),
+        optional_fields=KNOWN,
+        model_outputs=MODEL_OUTPUTS,
+        by_parts=True,
+    )
     def update(
         self,
         /,
@@ -158,11 +169,11 @@ class Policy(TrainedRole[LanguageModel]):
             )
         return _with(ages, [self.trainer.step(*aims) for aims in zip(*whole, strict=True)])
 
-    @endpoint(TOGETHER)
+    @endpoint(BROADCAST)
     def publish(self) -> int:
         """Publish the trained weights to the sampler and return their version."""
         self.version += 1
-        self.announce(self.version % self._rollout.verify_every == 0)
+        self.announce(self.version % self._rollout.weight_check_interval == 0)
         return self.version
 
     def announce(self, compared: bool = True) -> None:
@@ -178,9 +189,9 @@ class Policy(TrainedRole[LanguageModel]):
 
     def _aims(
         self, rows: Batch, term: LossTerm, passes: PassesConfig, part: tuple[int, int]
-    ) -> Iterator[Aim]:
+    ) -> Iterator[Objective]:
         """Yield one loss's aim for each optimiser step; the first part's first step must be on-policy."""
-        objective = loss_of(term, SAYS[:3], "policy", self._rollout.max_tokens)
+        objective = loss_of(term, MODEL_OUTPUTS[:3], "policy", self._rollout.max_tokens)
         sampled, ratio, gap = are_sampled(rows), None, None
         temperature = self._rollout.temperature if sampled else 1.0
         if sampled and isinstance(passes, UpdateConfig):
@@ -238,7 +249,7 @@ class EarlierAdapter(AbstractContextManager[None]):
             self._other[name], weight.data = weight.data, kept
 
 
-class Reference(KeptRole):
+class Reference(StatefulRole):
     """A language model that only scores.
 
     Args:
@@ -254,7 +265,7 @@ class Reference(KeptRole):
 
     def __init__(
         self,
-        share: Share[LanguageModel],
+        share: ModelShard[LanguageModel],
         *,
         train: TrainConfig,
         temperature: float,
@@ -275,7 +286,7 @@ class Reference(KeptRole):
             if train.offload in ("reference", "all"):
                 self._there = OnHost(share.model.module.parameters())
 
-    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("reference_logprobs",))
+    @endpoint(SPLIT_DP, reads=("tokens", "loss_mask"), writes=("reference_logprobs",))
     def logprobs(self, rollouts: Batch) -> Batch:
         """Return the field ``reference_logprobs``: log probabilities of sampled tokens by the reference."""
         with self._there:
@@ -283,7 +294,10 @@ class Reference(KeptRole):
         return Batch(ids=rollouts.ids, fields={"reference_logprobs": found})
 
     @endpoint(
-        THREE_D, reads=("tokens", "loss_mask"), writes=("reference_totals",), also=("versions", *ROUTES)
+        SPLIT_DP,
+        reads=("tokens", "loss_mask"),
+        writes=("reference_totals",),
+        optional_fields=("versions", *ROUTES),
     )
     def totals(self, rows: Batch) -> Batch:
         """Return the field ``reference_totals`` [B]: each row's summed log probability by the reference.
@@ -298,7 +312,7 @@ class Reference(KeptRole):
 
         return Batch(ids=rows.ids, fields={"reference_totals": self._kept.of(rows, compute)})
 
-    @endpoint(TOGETHER)
+    @endpoint(BROADCAST)
     def follow(self, rate: float, every: int) -> int:
         """Move towards the policy in every ``every``-th call: ref <- (1 - rate) ref + rate policy.
 

@@ -25,7 +25,7 @@ from rillflow.models.language_model import LanguageModel
 from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
-from rillflow.roles.model_shard import Share, read_slices
+from rillflow.roles.model_shard import ModelShard, read_slices
 from rillflow.sharding.digest import Digests, digests, verify
 from rillflow.sharding.layout import Layout, generation_layout, local_shape, logical_weights
 from rillflow.sharding.reshard_plan import ReshardPlan, reshard_plan
@@ -124,7 +124,7 @@ class ReshardedWeights:
     def __init__(
         self,
         module: nn.Module,
-        share: Share[LanguageModel],
+        share: ModelShard[LanguageModel],
         switch: WeightSwitch,
         tp: Ranks,
         members: Sequence[int],
@@ -181,7 +181,7 @@ class SentWeights(_End):
         share: the rank's shard in training.
     """
 
-    def __init__(self, share: Share[LanguageModel]) -> None:
+    def __init__(self, share: ModelShard[LanguageModel]) -> None:
         self._share, self._announced = share, Digests(version=-1, of={})
 
     def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
@@ -297,7 +297,7 @@ def links_of(plan: ReshardPlan) -> Links:
 
 def lay_out(
     model: LanguageModel, *, sizes: MeshSizes, generate: Mesh, ranks: Ranks, version: int = 0
-) -> tuple[Share[LanguageModel], SharedWeights | ReshardedWeights]:
+) -> tuple[ModelShard[LanguageModel], SharedWeights | ReshardedWeights]:
     """Return a policy's share of its model, and the weights of a sampler on the same ranks.
 
     Args:
@@ -308,12 +308,12 @@ def lay_out(
         version: publishes so far.
     """
     if sizes.is_plain:
-        return Share.whole(model, ranks), SharedWeights(model.module, version)
+        return ModelShard.whole(model, ranks), SharedWeights(model.module, version)
     tp = ranks.part(generate.groups("tp"))
     plan = tensor_plan(model.module) if max(tp.size, sizes.tp) > 1 else {}
     parts = weight_parts(plan, model.module)
     module = sampling_module(model.module, plan, tp)
-    share = Share.of(model, sizes, ranks)
+    share = ModelShard.of(model, sizes, ranks)
     wanted = generation_layout(share.weights, parts, generate)
     switch = WeightSwitch(reshard_plan(share.weights, share.layout, wanted), ranks, share.parallel.parameters)
     assign(module, switch.generation)
@@ -321,7 +321,7 @@ def lay_out(
     return share, ReshardedWeights(module, share, switch, tp, members, version)
 
 
-def _announced(share: Share[LanguageModel], version: int, compared: bool) -> Digests:
+def _announced(share: ModelShard[LanguageModel], version: int, compared: bool) -> Digests:
     """Return the digests of the trainer's weights, if ``compared``; every rank of the trainer calls it."""
     held, everyone = share.parallel.parameters, share.groups.everyone
     found = digests(share.written, share.layout, held, everyone) if compared else {}

@@ -26,7 +26,7 @@ from rillflow.rollout.native.engine import NativeEngine
 from rillflow.rollout.stops import Stops
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import ALL_MICRO_DP
+from rillflow.workers.transfer import SPLIT_ALL
 
 ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish", "columns", "limits")
 """Fields that ``records.rollout.rollout_batch`` makes, and the most tokens that a row could have sampled."""
@@ -118,7 +118,7 @@ class Sampler:
         self._later: Iterator[Batch] = iter(())
         self._running: dict[GroupId, _Running] = {}
 
-    @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS, measures=rollout_metrics)
+    @endpoint(SPLIT_ALL, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS, measures=rollout_metrics)
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Return rollouts of ``samples`` answers to every prompt, ordered by prompt and sample.
 
@@ -135,7 +135,7 @@ class Sampler:
             self.engine.add(rollout, how)
         return rollouts
 
-    @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
+    @endpoint(SPLIT_ALL, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
     def greedy(self, prompts: Batch) -> Batch:
         """Return rollouts of the greedy answer to every prompt, in the prompts' order; see GREEDY_SAMPLE."""
         sampling = SamplingConfig(temperature=0, max_tokens=self._rollout.max_tokens, stop=self._rollout.stop)
@@ -144,7 +144,7 @@ class Sampler:
         ids[:, 2] = GREEDY_SAMPLE
         return Batch(ids=ids, fields=rollouts.fields)
 
-    @endpoint(ALL_MICRO_DP, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
+    @endpoint(SPLIT_ALL, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
     def first_part(self, *parts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:
         """Start ``samples`` answers to every prompt of several parts, and return the first part's rows."""
         self._turn()
@@ -152,7 +152,7 @@ class Sampler:
         self._later = (self._limited(rollouts, sampling) for rollouts in made)
         return next(self._later)
 
-    @endpoint(ALL_MICRO_DP, writes=ROLLOUT_FIELDS)
+    @endpoint(SPLIT_ALL, writes=ROLLOUT_FIELDS)
     def next_part(self) -> Batch:
         """Return the rows of the next part."""
         for rollouts in self._later:

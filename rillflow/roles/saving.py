@@ -30,7 +30,7 @@ from rillflow.errors import RunDirectoryError
 from rillflow.models.language_model import save_settings
 from rillflow.models.model_files import METADATA, shards, write_index
 from rillflow.models.tensor_file import Digest, on_host, write_tensors
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.runs.durable import write_error
 from rillflow.sharding.resharding import gathered
 from rillflow.sharding.sharded_file import WRITE, own_slices, together, write_list
@@ -53,7 +53,7 @@ class Saving:
     """
 
     def __init__(
-        self, share: Share[Any], model: Path, state: Path | None = None, tensors: _Tensors | None = None
+        self, share: ModelShard[Any], model: Path, state: Path | None = None, tensors: _Tensors | None = None
     ) -> None:
         self._share, self._model, self._state = share, model, state
         self._everyone = share.groups.everyone

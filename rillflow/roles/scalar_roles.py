@@ -25,7 +25,7 @@ from rillflow.records.batch import Batch, joined
 from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.retokenize import Reread
 from rillflow.roles.reward import COST_FIELDS, SCORE_FIELDS, cost_metrics, reward_metrics, scored_rows
 from rillflow.roles.trained_role import TrainedRole
@@ -35,7 +35,7 @@ from rillflow.training.minibatches import prompt_units
 from rillflow.training.pairs import PairLoss
 from rillflow.training.scorer import Scorer
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import THREE_D, TRAIN, TRAIN_PAIRS
+from rillflow.workers.transfer import SPLIT_DP, SPLIT_DP_REDUCE, SPLIT_PAIRS_REDUCE
 
 
 class ScalarRole(TrainedRole[ScalarModel]):
@@ -60,7 +60,7 @@ class ScalarRole(TrainedRole[ScalarModel]):
 
     def __init__(
         self,
-        share: Share[ScalarModel],
+        share: ModelShard[ScalarModel],
         *,
         tokenizer: Tokenizer,
         train: TrainConfig,
@@ -97,20 +97,20 @@ class Critic(ScalarRole):
 
     called = "critic"
 
-    @endpoint(THREE_D, reads=("tokens", "loss_mask"), writes=("values",))
+    @endpoint(SPLIT_DP, reads=("tokens", "loss_mask"), writes=("values",))
     def values(self, rollouts: Batch) -> Batch:
         """Return the field ``values``: the value of the state before each sampled token, 0 elsewhere."""
         return Batch(ids=rollouts.ids, fields={"values": self._scorer.values(rollouts)})
 
-    @endpoint(THREE_D, reads=("tokens",), writes=("final_values",))
+    @endpoint(SPLIT_DP, reads=("tokens",), writes=("final_values",))
     def final_values(self, rollouts: Batch) -> Batch:
         """Return the field ``final_values`` [B]: the value of the state after each row's last token."""
         return Batch(ids=rollouts.ids, fields={"final_values": self._scorer.scores(rollouts)})
 
     @endpoint(
-        TRAIN,
+        SPLIT_DP_REDUCE,
         reads=("tokens", "loss_mask", "values"),
-        says=("values", "old_values", "row_lengths"),
+        model_outputs=("values", "old_values", "row_lengths"),
         by_parts=True,
     )
     def update(
@@ -151,9 +151,9 @@ class RewardModel(ScalarRole):
     """Name of the scores' field."""
 
     @endpoint(
-        THREE_D,
+        SPLIT_DP,
         reads=("tokens", "loss_mask"),
-        also=("columns",),
+        optional_fields=("columns",),
         writes=SCORE_FIELDS,
         measures=reward_metrics,
     )
@@ -190,7 +190,12 @@ class RewardModel(ScalarRole):
         ]
         return scored_rows(rollouts, texts, scores, self.field)
 
-    @endpoint(TRAIN_PAIRS, reads=("tokens",), also=("loss_mask",), says=("chosen", "rejected"))
+    @endpoint(
+        SPLIT_PAIRS_REDUCE,
+        reads=("tokens",),
+        optional_fields=("loss_mask",),
+        model_outputs=("chosen", "rejected"),
+    )
     def update(self, /, pairs: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
         """Make optimiser steps over pairs of answers, of which one is better.
 
@@ -205,7 +210,9 @@ class RewardModel(ScalarRole):
             TrainingError: a row has no partner, or a number is not finite.
         """
         term = only_term(f"{self._name}.update", loss, options)
-        return self._trained(pairs, loss_of(term, PairLoss.says, self._name), passes, prompt_units(pairs))
+        return self._trained(
+            pairs, loss_of(term, PairLoss.model_outputs, self._name), passes, prompt_units(pairs)
+        )
 
 
 class SafetyCostModel(RewardModel):
@@ -215,7 +222,11 @@ class SafetyCostModel(RewardModel):
     field = "costs"
 
     @endpoint(
-        THREE_D, reads=("tokens", "loss_mask"), also=("columns",), writes=COST_FIELDS, measures=cost_metrics
+        SPLIT_DP,
+        reads=("tokens", "loss_mask"),
+        optional_fields=("columns",),
+        writes=COST_FIELDS,
+        measures=cost_metrics,
     )
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout like ``RewardModel.score``; the scores are called ``costs``."""

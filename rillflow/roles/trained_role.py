@@ -17,7 +17,7 @@ from rillflow.errors import RunDirectoryError
 from rillflow.models.language_model import Model
 from rillflow.models.tensor_file import Digest
 from rillflow.records.batch import Batch
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.saving import Saving
 from rillflow.runs.durable import flush, publish_folder
 from rillflow.sharding.sharded_file import WRITE, together
@@ -25,10 +25,10 @@ from rillflow.training.config import PassesConfig, TrainConfig
 from rillflow.training.minibatches import minibatches
 from rillflow.training.trainer import Trainer
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import TOGETHER
+from rillflow.workers.transfer import BROADCAST
 
 
-class KeptRole:
+class StatefulRole:
     """A role whose weights change, so that checkpoints hold it."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class KeptRole:
         return self._saves[folder].written(wait=wait)
 
 
-class TrainedRole(KeptRole, Generic[Model]):
+class TrainedRole(StatefulRole, Generic[Model]):
     """A model that is trained in phases.
 
     Args:
@@ -66,7 +66,14 @@ class TrainedRole(KeptRole, Generic[Model]):
     """
 
     def __init__(
-        self, share: Share[Model], *, train: TrainConfig, seed: int, updates: int, version: int, name: str
+        self,
+        share: ModelShard[Model],
+        *,
+        train: TrainConfig,
+        seed: int,
+        updates: int,
+        version: int,
+        name: str,
     ) -> None:
         super().__init__()
         self.model = share.model
@@ -87,7 +94,7 @@ class TrainedRole(KeptRole, Generic[Model]):
             )
         return self._trainer
 
-    @endpoint(TOGETHER)
+    @endpoint(BROADCAST)
     def begin(self, train: TrainConfig, updates: int, resume: Path | None = None) -> None:
         """Start a phase with an optimiser of its own.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -50,23 +50,23 @@ class SamplingConfig(Section):
     top_p: float = Field(
         1.0, gt=0, le=1, description="Sample from the smallest set of tokens whose probabilities sum to this."
     )
-    min_p: float | None = Field(
-        None,
-        gt=0,
+    min_p: float = Field(
+        0.0,
+        ge=0,
         le=1,
         description="Drop tokens whose probability is below this share of the most likely one, before "
-        "top_k and top_p.",
+        "top_k and top_p; 0 drops none.",
     )
-    repetition_penalty: Factor | None = Field(
-        None,
+    repetition_penalty: Factor = Field(
+        1.0,
         description="Penalty on tokens already in the row, prompt included: divides their positive logits "
-        "and multiplies negative ones.",
+        "and multiplies negative ones; 1 for none.",
     )
-    presence_penalty: Penalty | None = Field(
-        None, description="Subtracted from the logits of tokens that the row has already sampled."
+    presence_penalty: Penalty = Field(
+        0.0, description="Subtracted from the logits of tokens that the row has already sampled."
     )
-    frequency_penalty: Penalty | None = Field(
-        None, description="Subtracted from a token's logit once for each time that the row has sampled it."
+    frequency_penalty: Penalty = Field(
+        0.0, description="Subtracted from a token's logit once for each time that the row has sampled it."
     )
     max_tokens: int = Field(256, gt=0, description="Longest completion, in tokens.")
     stop: tuple[StopText, ...] = Field(
@@ -76,12 +76,12 @@ class SamplingConfig(Section):
     @property
     def is_cut(self) -> bool:
         """Whether top-k, top-p or min-p leaves out unlikely tokens."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p is not None
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def is_penalised(self) -> bool:
         """Whether a penalty changes logits by the tokens that the row already has."""
-        return any((self.repetition_penalty, self.presence_penalty, self.frequency_penalty))
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 def answering(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,13 +114,15 @@ class AgentConfig(Section):
         "auto",
         description="Run the agent in a sandbox that can reach only the policy; values as in reward.sandbox.",
     )
-    files: tuple[str, ...] | None = Field(
-        None, description="Further files and folders that the sandbox shows; see reward.files."
+    files: tuple[str, ...] = Field(
+        (), description="Further files and folders that the sandbox shows; see reward.files."
     )
 
 
 class RolloutConfig(SamplingConfig):
     """Settings of sampling and of the rollout engine."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"parts": "stream_chunks", "verify_every": "weight_check_interval"}
 
     engine: str = Field(
         NATIVE, description="Rollout engine: native, vllm, or package.module:Class for your own."
@@ -141,7 +143,7 @@ class RolloutConfig(SamplingConfig):
         description="Largest KV cache per rank in GiB; rows without room wait. Left out, as much as the "
         "rows need.",
     )
-    parts: int = Field(
+    stream_chunks: int = Field(
         1,
         gt=0,
         description="Chunks of a step's prompts; the rows of a chunk go on to the next stage when all of "
@@ -152,15 +154,15 @@ class RolloutConfig(SamplingConfig):
         description="Keep the KV cache when a row continues with new weights: faster but inexact. "
         "Otherwise the row is prefilled again.",
     )
-    verify_every: int = Field(
+    weight_check_interval: int = Field(
         1,
         gt=0,
         description="Check weight digests on the first publish and on every Nth after it.",
     )
-    replay_routing: bool | None = Field(
-        None,
+    replay_routing: bool = Field(
+        False,
         description="Record the experts that each token is routed to while sampling, and train with the "
-        "same routing; left out, off.",
+        "same routing.",
     )
     deterministic: bool = Field(
         False, description="Compute with fixed shapes, so that a row has the same bits in any batch. Slower."

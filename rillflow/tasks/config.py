@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -26,6 +27,8 @@ _TAKEN = {
 class TaskConfig(Section):
     """Prompts for training and held-out prompts for evaluation."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"rendered": "chat_template_applied"}
+
     source: str = Field(
         "arithmetic",
         description="arithmetic, reasoning-gym:NAME, or a .jsonl or .parquet file relative to the recipe.",
@@ -43,7 +46,7 @@ class TaskConfig(Section):
         "beginning of their prompts. Rows that cannot be cut are dropped. Dropped rows are "
         "counted.",
     )
-    rendered: bool = Field(
+    chat_template_applied: bool = Field(
         False,
         description="Whether text prompts already have the chat template applied, so that special tokens "
         "in them are read as such.",

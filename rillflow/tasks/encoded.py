@@ -99,7 +99,7 @@ class Encoder:
     @staticmethod
     def of(tokenizer: Tokenizer, task: TaskConfig, context: int | None = None) -> Encoder:
         """Return an encoder with the settings of a task."""
-        known, more = task.rendered, task.template_arguments
+        known, more = task.chat_template_applied, task.template_arguments
         return Encoder(tokenizer=tokenizer, is_rendered=known, template_arguments=more, context=context)
 
     def rows(self, examples: Sequence[Example], answers: Answers = Answers.NONE) -> list[Encoded]:

@@ -40,7 +40,7 @@ class AdamW:
     ) -> None:
         self._masters, self._config = masters, config
         self._far = config.offload in ("optimizer", "all")
-        self._dtype = torch.bfloat16 if config.moments == "bfloat16" else None
+        self._dtype = torch.bfloat16 if config.optimizer_dtype == "bfloat16" else None
         self.hosts: dict[str, OnHost] = {
             name: OnHost([masters[name]], changes=True) for name in apart if self._far
         }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -20,6 +21,8 @@ class RateConfig(Section):
 class OptimizerConfig(RateConfig):
     """AdamW, its schedule and its clipping."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"moments": "optimizer_dtype"}
+
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Learning rate schedule after the warm-up."
     )
@@ -29,7 +32,7 @@ class OptimizerConfig(RateConfig):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay, applied to matrices only.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this global norm.")
-    moments: Literal["float32", "bfloat16"] | None = Field(
+    optimizer_dtype: Literal["float32", "bfloat16"] | None = Field(
         None, description="Data type of AdamW's moments; left out, float32, or that of the master weights."
     )
     offload: Literal["optimizer", "reference", "all"] | None = Field(
@@ -48,10 +51,8 @@ class TrainConfig(OptimizerConfig):
     gradient_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
-    balance: float | None = Field(
-        None,
-        gt=0,
-        description="Coefficient of the load-balancing loss of a mixture of experts; left out, none.",
+    balance: float = Field(
+        0.0, ge=0, description="Coefficient of the load-balancing loss of a mixture of experts; 0 for none."
     )
 
     def as_train(self) -> TrainConfig:
@@ -86,6 +87,12 @@ class PassesConfig(Section):
 class UpdateConfig(PassesConfig):
     """Use of sampled rows: the old policy of the ratio, and limits of staleness and mismatch."""
 
+    renamed: ClassVar[Mapping[str, str]] = {
+        "order": "async_mode",
+        "late": "on_stale",
+        "publishes": "syncs_per_step",
+    }
+
     old_logprobs: Literal["trainer", "sampler"] = Field(
         "trainer",
         description="Source of the old log probabilities in the ratio of off-policy rows: trainer or "
@@ -97,30 +104,30 @@ class UpdateConfig(PassesConfig):
         description="Largest staleness of a trained token, in policy versions; above 0, a sampler on its "
         "own ranks runs ahead.",
     )
-    order: Literal["in_order", "ready_first"] = Field(
+    async_mode: Literal["in_order", "ready_first"] = Field(
         "in_order",
         description="Asynchronous training takes prompts in the data's order, or the sample groups that "
         "are ready first.",
     )
-    late: Literal["wait", "drop"] = Field(
+    on_stale: Literal["wait", "drop"] = Field(
         "wait",
         description="With ready_first, rows about to become too stale: wait for them, or drop and sample "
         "them again.",
     )
-    publishes: int = Field(
+    syncs_per_step: int = Field(
         1,
         gt=0,
         description="With ready_first, weight publishes per step, evenly spread over its minibatches.",
     )
-    oversample_prompts: float | None = Field(
-        None,
+    oversample_prompts: float = Field(
+        1.0,
         ge=1,
         le=100,
         description="Prompts started for each prompt trained; the ones with the longest rows are left for "
         "a later step.",
     )
-    oversample_samples: float | None = Field(
-        None,
+    oversample_samples: float = Field(
+        1.0,
         ge=1,
         le=100,
         description="Rows started for each row trained of a prompt; the rows that end first are trained.",

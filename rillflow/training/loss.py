@@ -42,16 +42,16 @@ class TokenLoss:
 
     Args:
         function: returns the losses [N] of tokens, or ``TokenLosses``.
-        says: the model's outputs that the function may read.
+        model_outputs: the model's outputs that the function may read.
         name: the area of its metrics.
         options: arguments that are not fields.
-        also: fields for parameters that have a default.
+        optional_fields: fields for parameters that have a default.
         aggregation: how token losses are combined to one loss.
         constant: divisor of a row, for the constant aggregation.
         resting: a field; rows in which it is 0 everywhere have no gradient. Empty if every row may have one.
 
     Example:
-        TokenLoss(cross_entropy, says=("logprobs", "likeliest"), name="supervised")
+        TokenLoss(cross_entropy, model_outputs=("logprobs", "likeliest"), name="supervised")
     """
 
     back = 1
@@ -63,19 +63,19 @@ class TokenLoss:
         self,
         function: Callable[..., Tensor | TokenLosses],
         *,
-        says: Collection[str],
+        model_outputs: Collection[str],
         name: str,
         options: Mapping[str, Any] | None = None,
-        also: tuple[str, ...] = (),
+        optional_fields: tuple[str, ...] = (),
         aggregation: Aggregation = "token_mean",
         constant: int = 0,
         resting: str = "",
     ) -> None:
         self.name, self.function = name, function
         self.options = dict(options or {})
-        self.reads = (*field_parameters(function, self.options), *also)
+        self.reads = (*field_parameters(function, self.options), *optional_fields)
         """Names of fields and of the model's outputs that the function reads."""
-        self.says, self.is_scalar, self._resting = says, "values" in says, resting
+        self.model_outputs, self.is_scalar, self._resting = model_outputs, "values" in model_outputs, resting
         self._aggregation, self._constant = aggregation, constant
 
     def prepare(self, minibatch: Batch) -> Batch:
@@ -89,10 +89,10 @@ class TokenLoss:
             TrainingError: the rows lack a field that the function reads, or there is no loss token.
         """
         there = minibatch.fields
-        old = {f"old_{name}" for name in self.says} - there.keys()
-        names = [each for each in self.reads if each not in {*self.says, *old, LENGTHS}]
+        old = {f"old_{name}" for name in self.model_outputs} - there.keys()
+        names = [each for each in self.reads if each not in {*self.model_outputs, *old, LENGTHS}]
         names += [each for each in (SAMPLED, BEHIND) if each in there and each not in names]
-        require_fields(self.function, names, there, [*self.says, LENGTHS])
+        require_fields(self.function, names, there, [*self.model_outputs, LENGTHS])
         routed = () if self.is_scalar else ROUTES & there.keys()
         rows = minibatch.only("tokens", "loss_mask", *names, *routed)
         check_finite(loss_tokens(rows), *names)
@@ -108,14 +108,16 @@ class TokenLoss:
 
     def __call__(self, read: TokenLogprobs | Tensor, part: Batch, /) -> LossPart:
         """Return the terms of one part: ``read`` has the outputs at N tokens, ``part`` their fields."""
-        says = vars(read) if isinstance(read, TokenLogprobs) else {"values": read}
+        model_outputs = vars(read) if isinstance(read, TokenLogprobs) else {"values": read}
         weights = part.ragged("loss_weights")
-        dtype = says[next(iter(says))].dtype
-        known: dict[str, Tensor] = {**says, LENGTHS: weights.lengths}
+        dtype = model_outputs[next(iter(model_outputs))].dtype
+        known: dict[str, Tensor] = {**model_outputs, LENGTHS: weights.lengths}
         for name in self.reads:
             if name not in known:
                 field = part.fields.get(name)
-                known[name] = says[name[4:]].detach() if field is None else _of_tokens(field, weights, dtype)
+                known[name] = (
+                    model_outputs[name[4:]].detach() if field is None else _of_tokens(field, weights, dtype)
+                )
         given = {name: known[name] for name in self.reads}
         given |= {name: part.ragged(name).values for name in self.where_there if name in part.fields}
         found = checked_losses(self.function(**given, **self.options), self.function, len(weights.values))
@@ -130,7 +132,7 @@ class SupervisedLoss(TokenLoss):
     name = "supervised"
 
     def __init__(self) -> None:
-        super().__init__(cross_entropy, says=("logprobs", "likeliest"), name=self.name)
+        super().__init__(cross_entropy, model_outputs=("logprobs", "likeliest"), name=self.name)
 
 
 class PolicyLoss(TokenLoss):
@@ -149,10 +151,10 @@ class PolicyLoss(TokenLoss):
         near = config.kl_paid == "loss"
         super().__init__(
             policy_loss,
-            says=("logprobs", "entropy"),
+            model_outputs=("logprobs", "entropy"),
             name=self.name,
             options={"config": config},
-            also=("reference_logprobs",) if near else (),
+            optional_fields=("reference_logprobs",) if near else (),
             aggregation=config.aggregation,
             constant=config.constant or max_tokens,
             resting="" if near or config.entropy else "advantages",
@@ -171,7 +173,11 @@ class ValueLoss(TokenLoss):
     def __init__(self, config: ValueLossConfig) -> None:
         also = ("old_values",) if config.clip else ()
         super().__init__(
-            value_loss, says=("values",), name=self.name, options={"clip": config.clip}, also=also
+            value_loss,
+            model_outputs=("values",),
+            name=self.name,
+            options={"clip": config.clip},
+            optional_fields=also,
         )
 
 
@@ -179,12 +185,12 @@ Loss = TokenLoss | PairLoss | PolicyPairLoss | UnpairedLoss
 """A loss that a trainer minimises."""
 
 
-def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 0) -> Loss:
+def loss_of(term: LossTerm, model_outputs: Collection[str], name: str, max_tokens: int = 0) -> Loss:
     """Return the loss for a step's term: a recipe's section, or a function.
 
     Args:
         term: the requested loss.
-        says: the model's outputs.
+        model_outputs: the model's outputs.
         name: the area of a function's metrics, if it has none.
         max_tokens: longest answer.
 
@@ -192,21 +198,22 @@ def loss_of(term: LossTerm, says: Collection[str], name: str, max_tokens: int = 
         TrainingError: the section is for another kind of model.
     """
     match term.loss:
-        case PolicyLossConfig() if "logprobs" in says:
+        case PolicyLossConfig() if "logprobs" in model_outputs:
             return PolicyLoss(term.loss, max_tokens)
-        case PairLossConfig() if "logprobs" in says:
+        case PairLossConfig() if "logprobs" in model_outputs:
             return PolicyPairLoss(term.loss)
-        case UnpairedLossConfig() if "logprobs" in says:
+        case UnpairedLossConfig() if "logprobs" in model_outputs:
             return UnpairedLoss(term.loss)
-        case ValueLossConfig() if "values" in says:
+        case ValueLossConfig() if "values" in model_outputs:
             return ValueLoss(term.loss)
         case LossSection():
             raise TrainingError(
-                f"{name} cannot use the loss {term.loss!r:.60}", why=f"its model outputs {', '.join(says)}"
+                f"{name} cannot use the loss {term.loss!r:.60}",
+                why=f"its model outputs {', '.join(model_outputs)}",
             )
-    if says == PairLoss.says:
+    if model_outputs == PairLoss.model_outputs:
         return PairLoss(term.loss, term.options)
-    return TokenLoss(term.loss, says=says, name=term.name or name, options=term.options)
+    return TokenLoss(term.loss, model_outputs=model_outputs, name=term.name or name, options=term.options)
 
 
 def settled(loss: Loss, rows: Batch | None, ranks: Ranks) -> Batch | None:
@@ -243,7 +250,7 @@ def about(loss: Loss) -> dict[str, Any]:
     """Return the facts about a loss that a replay needs, as JSON."""
     plain = {name: value for name, value in loss.options.items() if isinstance(value, int | float | str)}
     where = f"{loss.function.__module__}:{loss.function.__qualname__}"
-    return {"loss": loss.name, "says": [*loss.says], "function": where, "options": plain}
+    return {"loss": loss.name, "model_outputs": [*loss.model_outputs], "function": where, "options": plain}
 
 
 def _not_zero(rows: Batch, name: str) -> Tensor:

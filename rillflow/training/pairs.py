@@ -41,7 +41,7 @@ class PairLoss:
     """
 
     name = "preference"
-    says = ("chosen", "rejected")
+    model_outputs = ("chosen", "rejected")
     back = 0
     is_scalar = True
 
@@ -51,7 +51,9 @@ class PairLoss:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.function, self.options = function, dict(options or {})
-        self._fields = [name for name in field_parameters(function, self.options) if name not in self.says]
+        self._fields = [
+            name for name in field_parameters(function, self.options) if name not in self.model_outputs
+        ]
 
     def prepare(self, minibatch: Batch) -> Batch:
         """Prepare as ``TokenLoss.prepare``; add ``loss_units`` [B] int64, whose equal rows stay in one part.
@@ -91,7 +93,7 @@ class PolicyPairLoss:
     """
 
     name = "pairs"
-    says = ("logprobs", "entropy", "likeliest")
+    model_outputs = ("logprobs", "entropy", "likeliest")
     back = 1
     is_scalar = False
 

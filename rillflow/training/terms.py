@@ -46,16 +46,19 @@ def prepared(rows: Batch, weights: Ragged, denominator: float, active: Tensor | 
 
 
 def require_fields(
-    function: Callable[..., Any], names: Collection[str], there: Collection[str], says: Collection[str] = ()
+    function: Callable[..., Any],
+    names: Collection[str],
+    there: Collection[str],
+    model_outputs: Collection[str] = (),
 ) -> None:
     """Refuse rows that lack a field which the loss reads."""
     missing = [each for each in names if each not in there]
     if missing:
-        known = f"; the model outputs {', '.join(says)}" if says else ""
+        known = f"; the model outputs {', '.join(model_outputs)}" if model_outputs else ""
         raise TrainingError(
             f"the loss {function.__name__} reads the field {missing[0]!r}, which no row has",
             why=f"rows have {', '.join(there)}{known}",
-            fix=nearest(missing[0], {*there, *says}),
+            fix=nearest(missing[0], {*there, *model_outputs}),
         )
 
 

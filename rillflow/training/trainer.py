@@ -4,7 +4,7 @@
                                                      └ guards: finite?       weight │ sum / denominator
                       weights <─ Optimizer.step <─ accumulated gradients <── backward ┘
 
-A step may minimise several losses, each over rows of its own: an ``Aim`` each, with its own denominator.
+A step may minimise several losses, each over its own rows and with its own denominator: its ``Objective``.
 Their gradients are accumulated before one clipping and one step.
 
 Reader and loss use the same type of output: log probabilities, or numbers of a scalar head. Rows whose terms
@@ -47,7 +47,7 @@ _ELSEWHERE = "a number is not finite on another rank"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Aim:
+class Objective:
     """One loss over some rows, and its weight in the step's sum; made by ``Trainer.aim``."""
 
     rows: Batch
@@ -118,7 +118,7 @@ class Trainer:
         ratio_tolerance: float | None = None,
         gap_tolerance: float | None = None,
         weight: float = 1.0,
-    ) -> Aim:
+    ) -> Objective:
         """Return a loss over the model's outputs, for ``step``.
 
         Args:
@@ -136,9 +136,9 @@ class Trainer:
         if loss.is_scalar:
             self._parallel.require_head()
             reader = ScalarReader(back=loss.back)
-        return Aim(rows=minibatch, loss=loss, reader=reader, weight=weight)
+        return Objective(rows=minibatch, loss=loss, reader=reader, weight=weight)
 
-    def step(self, *aims: Aim) -> dict[str, Metric]:
+    def step(self, *aims: Objective) -> dict[str, Metric]:
         """Do one optimiser step along the weighted sum of the aims' gradients.
 
         Returns:
@@ -160,7 +160,7 @@ class Trainer:
             self.optimizer.discard()
         return metrics if self._parallel.groups.speaks else {}
 
-    def _attempt(self, aims: Sequence[Aim]) -> dict[str, Metric]:
+    def _attempt(self, aims: Sequence[Objective]) -> dict[str, Metric]:
         """Do the step; if one rank met a non-finite number, raise an error on all ranks."""
         problem: NotFiniteError | None = None
         metrics: dict[str, Metric] = {}
@@ -196,7 +196,7 @@ class Trainer:
             "train/lr/mean": Mean(total=lr, count=1),
         }
 
-    def _skip(self, skipped: Skipped, aims: Sequence[Aim], error: NotFiniteError) -> dict[str, Metric]:
+    def _skip(self, skipped: Skipped, aims: Sequence[Objective], error: NotFiniteError) -> dict[str, Metric]:
         """Record the step that was left out; every rank calls it."""
         groups = self._parallel.groups
         reason = first_said(groups.everyone, "" if error.what == _ELSEWHERE else error.what)
@@ -207,7 +207,7 @@ class Trainer:
         skipped.add(Skip(reason=reason, rows=ids), [aim.rows for aim in aims], told, rank)
         return {"train/skipped/sum": Sum(value=1 / self._ranks.size)}
 
-    def _settled(self, aim: Aim, rows: Batch | None) -> Batch | None:
+    def _settled(self, aim: Objective, rows: Batch | None) -> Batch | None:
         """Add fields that depend on the whole minibatch; every rank calls it."""
         if not isinstance(aim.loss, UnpairedLoss):
             return settled(aim.loss, rows, self._ranks)
@@ -237,12 +237,12 @@ class Trainer:
     def _routing(self) -> Routing:
         return Routing(self._parallel.routers, self._parallel.device)
 
-    def _pull(self, aim: Aim, rows: Batch | None) -> Tensor | None:
+    def _pull(self, aim: Objective, rows: Batch | None) -> Tensor | None:
         """Return ``Routing.pull`` for an aim, from its rows with a gradient; every rank calls it.
 
         If the choices of experts were not recorded, a pass determines them.
         """
-        if self._balance is None or not self._parallel.routers.all:
+        if self._balance == 0 or not self._parallel.routers.all:
             return None
         seen, parts = self._routing(), [] if rows is None else list(self._parts(rows))
         learning = [part for part in parts if bool(part.dense("loss_active")[0])]
@@ -258,7 +258,7 @@ class Trainer:
         return seen.balanced(self._balance * aim.weight)
 
     def _gather(
-        self, aim: Aim, rows: Batch | None, denominator: float, routing: Routing, *, last: bool
+        self, aim: Objective, rows: Batch | None, denominator: float, routing: Routing, *, last: bool
     ) -> dict[str, Metric]:
         """Accumulate one aim's gradient and return its metrics; ``last`` marks this rank's last aim."""
         total, metrics = 0.0, list[Mapping[str, Metric]]()
@@ -293,7 +293,9 @@ def _learns(rows: Batch) -> bool:
     return bool((rows.dense("loss_active") & (rows.ragged("loss_mask").sums() > 0)).any())
 
 
-def _share(tokens: Batch, read: Any, aim: Aim, denominator: float) -> tuple[Tensor, Mapping[str, Metric]]:
+def _share(
+    tokens: Batch, read: Any, aim: Objective, denominator: float
+) -> tuple[Tensor, Mapping[str, Metric]]:
     """Return a part's share of the loss, checked to be finite, and its metrics."""
     found = aim.loss(read, tokens)
     share = found.terms.sum() / denominator

@@ -38,7 +38,7 @@ class UnpairedLoss:
     """
 
     name = "answers"
-    says = ("logprobs", "entropy", "likeliest")
+    model_outputs = ("logprobs", "entropy", "likeliest")
     back = 1
     is_scalar = False
 

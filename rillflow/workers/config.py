@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -69,6 +70,8 @@ class MeshSizes:
 class PlacementConfig(Section):
     """Pools of ranks, and the roles on them. Roles of one pool take turns; pools run in parallel."""
 
+    renamed: ClassVar[Mapping[str, str]] = {"train": "train_parallel", "generate": "rollout_parallel"}
+
     backend: Literal["auto", "inline", "ray"] = Field(
         "auto",
         description="inline: one process; ray: one process per rank; auto: ray if there are several ranks.",
@@ -86,12 +89,14 @@ class PlacementConfig(Section):
         description="Pool of each role; left out, the first pool. sampler is the pool where the policy "
         "generates.",
     )
-    train: dict[str, dict[str, int]] = Field(
+    train_parallel: dict[str, dict[str, int]] = Field(
         {},
         description="Training mesh by pool or role: sizes of dp, fsdp, ep, pp, tp; dp takes the remaining "
         "ranks.",
     )
-    generate: dict[str, int] = Field({}, description="Generation mesh of the policy: tp; 1 if left out.")
+    rollout_parallel: dict[str, int] = Field(
+        {}, description="Generation mesh of the policy: tp; 1 if left out."
+    )
     sequence_parallel: bool = Field(
         False,
         description="Sequence parallelism: tp ranks also split tokens in layers that are not sharded. "
@@ -126,12 +131,12 @@ class PlacementConfig(Section):
 
         A key that is both a role and a pool means the pool.
         """
-        return role if role in self.train and role not in self.pools else self.pool_of(role)
+        return role if role in self.train_parallel and role not in self.pools else self.pool_of(role)
 
     def mesh_of(self, role: str) -> MeshSizes:
         """Return the mesh of a role in training and scoring; it fills the pool if the recipe is valid."""
         key = self.grid_key(role)
-        axes = dict(self.train[key]) if key in self.train else {}
+        axes = dict(self.train_parallel[key]) if key in self.train_parallel else {}
         fsdp, ep, pp, tp = (axes.pop(axis, 1) for axis in TRAIN_AXES[1:])
         left = max(1, self.pools[self.pool_of(role)] // max(1, fsdp * ep * pp * tp))
         dp = axes.pop("dp", left) * fsdp * ep
@@ -140,4 +145,4 @@ class PlacementConfig(Section):
     @property
     def generate_tp(self) -> int:
         """Number of ranks that share one copy of the policy in generation."""
-        return ({"tp": 1} | self.generate)["tp"]
+        return ({"tp": 1} | self.rollout_parallel)["tp"]

@@ -40,13 +40,13 @@ class Endpoint:
     """Fields that at least one of its batches must have."""
     writes: tuple[str, ...]
     """Fields of the batch it returns; empty if it returns none."""
-    says: tuple[str, ...] = ()
+    model_outputs: tuple[str, ...] = ()
     """Model outputs that it passes to a loss among its options, in addition to fields."""
     measures: Measure | None = None
     """Function that measures its result in every step."""
     by_parts: bool = False
     """Whether it may receive rows one part after the other; see ``Policy.update``."""
-    also: tuple[str, ...] = ()
+    optional_fields: tuple[str, ...] = ()
     """Optional fields that it reads if batches have them."""
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Endpoint:
         if not self.reads:
             return None
         losses = [name for term in loss_terms(options, 0) for name in term.reads]
-        return tuple(dict.fromkeys((*self.reads, *losses, *self.also)))
+        return tuple(dict.fromkeys((*self.reads, *losses, *self.optional_fields)))
 
     def travels(self, options: Mapping[str, Any]) -> Transfer:
         """Return its transfer, with a unit that keeps the rows of its losses together."""
@@ -78,7 +78,12 @@ class Endpoint:
     @property
     def signature(self) -> Signature:
         """Signature for a traced step."""
-        return Signature(reads=self.reads, writes=self.writes, transfer=self.transfer.name, says=self.says)
+        return Signature(
+            reads=self.reads,
+            writes=self.writes,
+            transfer=self.transfer.name,
+            model_outputs=self.model_outputs,
+        )
 
 
 class Marked(Generic[_P, _T]):
@@ -97,30 +102,36 @@ def endpoint(
     *,
     reads: tuple[str, ...] = (),
     writes: tuple[str, ...] = (),
-    says: tuple[str, ...] = (),
+    model_outputs: tuple[str, ...] = (),
     measures: Measure | None = None,
     by_parts: bool = False,
-    also: tuple[str, ...] = (),
+    optional_fields: tuple[str, ...] = (),
 ) -> Callable[[Callable[Concatenate[Any, _P], _T]], Marked[_P, _T]]:
     """Mark a method as an endpoint.
 
     Args:
         transfer: how arguments and results travel.
         reads: fields that at least one of its batches must have. If there are any, only these fields,
-            ``also`` and the fields that a loss reads are sent.
+            ``optional_fields`` and the fields that a loss reads are sent.
         writes: fields of the returned batch, which has the rows of its argument unless ``tokens`` are
             included.
-        says: model outputs that it passes to a loss among its options, in addition to fields.
+        model_outputs: model outputs that it passes to a loss among its options, in addition to fields.
         measures: a module's function: the metrics of a batch that it returned for rows of the step;
             ``writes`` must name the fields of that batch.
         by_parts: whether it takes ``part`` = (index, count) and then receives one part of the rows.
-        also: optional fields that it reads if batches have them.
+        optional_fields: fields that it reads if batches have them.
 
     Raises:
         GraphError: when it marks a method with ``measures`` and without ``writes``.
     """
-    how = {"reads": reads, "writes": writes, "says": says, "measures": measures, "by_parts": by_parts}
-    said = partial(Endpoint, transfer=transfer, also=also, **how)  # type: ignore[arg-type]
+    how = {
+        "reads": reads,
+        "writes": writes,
+        "model_outputs": model_outputs,
+        "measures": measures,
+        "by_parts": by_parts,
+    }
+    said = partial(Endpoint, transfer=transfer, optional_fields=optional_fields, **how)  # type: ignore[arg-type]
     return lambda method: Marked(method, said(name=method.__name__))
 
 

@@ -46,21 +46,30 @@ class Transfer:
     """Whether parts have equal numbers of tokens, rather than of rows."""
 
 
-THREE_D = Transfer(name="3D_PROTO", send={"dp": ROWS}, receive={"dp": ROWS}, at={"pp": -1, "tp": 0})
-ALL_MICRO_DP = Transfer(
-    name="3D_ALL_MICRO_DP", send={"dp": ROWS, "micro_dp": ROWS}, receive={"dp": ROWS, "micro_dp": ROWS}
+SPLIT_DP = Transfer(name="SPLIT_DP", send={"dp": ROWS}, receive={"dp": ROWS}, at={"pp": -1, "tp": 0})
+SPLIT_ALL = Transfer(
+    name="SPLIT_ALL", send={"dp": ROWS, "micro_dp": ROWS}, receive={"dp": ROWS, "micro_dp": ROWS}
 )
 DP = Transfer(name="DP_PROTO", send={"dp": ROWS}, receive={"dp": ROWS})
 
-TRAIN = Transfer(
-    name="TRAIN", send={"dp": ROWS}, receive={"dp": Partial()}, at={"pp": -1, "tp": 0}, is_balanced=True
+SPLIT_DP_REDUCE = Transfer(
+    name="SPLIT_DP_REDUCE",
+    send={"dp": ROWS},
+    receive={"dp": Partial()},
+    at={"pp": -1, "tp": 0},
+    is_balanced=True,
 )
 """Splits rows over dp, balanced by tokens; returns partial reports."""
-TRAIN_PAIRS = Transfer(
-    name="TRAIN_PAIRS", send=TRAIN.send, receive=TRAIN.receive, at=TRAIN.at, is_balanced=True, unit=2
+SPLIT_PAIRS_REDUCE = Transfer(
+    name="SPLIT_PAIRS_REDUCE",
+    send=SPLIT_DP_REDUCE.send,
+    receive=SPLIT_DP_REDUCE.receive,
+    at=SPLIT_DP_REDUCE.at,
+    is_balanced=True,
+    unit=2,
 )
 """The same transfer for pairs: two consecutive rows stay together."""
 GROUPS = Transfer(name="GROUPS", send={}, receive={}, at={"pp": -1, "tp": 0})
 """Gives every rank all rows: rows of a prompt are judged together, and ranks divide the work."""
-TOGETHER = Transfer(name="TOGETHER", send={}, receive={})
+BROADCAST = Transfer(name="BROADCAST", send={}, receive={})
 """Every rank runs the same call and returns the same result."""

@@ -1,22 +1,15 @@
-"""Limits: lines of a file, lines of a function, settings that a recipe shows."""
+"""Limits: lines of a file and of a function; every setting has a description."""
 
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from rillflow.app.check import setting_lines
-from rillflow.app.recipe import Recipe, load_recipe
+from rillflow.app.recipe import Recipe
 from rillflow.config.schema import walk
 
 FILE_LINES = 500
 FUNCTION_LINES = 60
-SETTINGS = 90
-"""A recipe of any one algorithm shows fewer."""
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*/*.toml"))
 
 
 def over_budget(source: Any) -> list[str]:
@@ -34,11 +27,6 @@ def over_budget(source: Any) -> list[str]:
 
 def test_no_file_and_no_function_is_too_long(everything: list[Any]) -> None:
     assert [line for source in everything for line in over_budget(source)] == []
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_recipe_shows_few_settings(path: Path) -> None:
-    assert 30 < len(setting_lines(load_recipe(path))) < SETTINGS
 
 
 def test_settings_are_described() -> None:

@@ -38,7 +38,7 @@ def test_what_is_read_beside_the_code_is_installed_with_it() -> None:
     packed = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["package-data"]
     named = {file for pattern in packed["rillflow"] for file in (ROOT / "rillflow").glob(pattern)}
     beside = [file for file in (ROOT / "rillflow").rglob("*.*") if file.suffix not in (".py", ".pyc")]
-    assert len(beside) > 3 and {file for file in beside if file.is_file()} == named
+    assert len(beside) >= 2 and {file for file in beside if file.is_file()} == named
 
 
 def test_a_stale_graph_is_found(drawing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,12 @@ ADAPTERS = {
     "pyarrow": ("rillflow/tasks/",),
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
-    "starlette": ("plugins/service/rillflow_service/app.py", "rillflow/serving/openai_server.py"),
-    "uvicorn": ("plugins/service/rillflow_service/__main__.py", "rillflow/serving/server.py"),
+    "starlette": ("rillflow/serving/http_body.py", "rillflow/serving/openai_server.py"),
+    "uvicorn": ("rillflow/serving/server.py",),
     "ray": ("rillflow/workers/ray.py", "rillflow/workers/ray_start.py", "rillflow/workers/messages.py"),
     "vllm": ("rillflow/rollout/vllm/core.py",),
-    "ot": ("plugins/merging/rillflow_merging/transport.py",),
+    "ot": (),
+    **dict.fromkeys(("rillflow_planner", "rillflow_merging", "rillflow_service"), ()),
 }
 """Where a third-party name may be imported within the package."""
 HEAVY = ("torch", "transformers", "tokenizers", "rich", "pyarrow", "reasoning_gym", "safetensors", "numpy")

@@ -14,7 +14,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric
 from rillflow.workers.backend import Site
 from rillflow.workers.endpoint import endpoint
-from rillflow.workers.transfer import ALL_MICRO_DP, DP, ROWS, THREE_D, TOGETHER, TRAIN, Transfer
+from rillflow.workers.transfer import BROADCAST, DP, ROWS, SPLIT_ALL, SPLIT_DP, SPLIT_DP_REDUCE, Transfer
 
 EVERYONE = Transfer(name="EVERYONE", send={}, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
 """Everyone has all; what comes back is a list over the ranks."""
@@ -69,7 +69,7 @@ class Worker:
         fetched = torch.full((len(batch),), self.site.fetched_bytes)
         return Batch(ids=batch.ids, fields={"fetched": fetched})
 
-    @endpoint(TRAIN)
+    @endpoint(SPLIT_DP_REDUCE)
     def measure(self, batch: Batch) -> dict[str, Metric]:
         values = batch.dense("x").double()
         most = float(values.max()) if len(values) else float("-inf")
@@ -78,7 +78,7 @@ class Worker:
             "x/all/max": Max(value=most),
         }
 
-    @endpoint(TOGETHER)
+    @endpoint(BROADCAST)
     def add_up(self, *, seed: int) -> torch.Tensor:
         mine = torch.randn(1000, generator=torch.Generator().manual_seed(seed + self.ranks.rank))
         exact = mine.double()
@@ -94,11 +94,11 @@ class Worker:
     def lock(self) -> object:
         return threading.Lock()
 
-    @endpoint(THREE_D)
+    @endpoint(SPLIT_DP)
     def by_data_rank(self, batch: Batch) -> Batch:
         return Batch(ids=batch.ids, fields={"rank": self._mine(batch)})
 
-    @endpoint(ALL_MICRO_DP)
+    @endpoint(SPLIT_ALL)
     def by_replica(self, batch: Batch) -> Batch:
         return Batch(ids=batch.ids, fields={"rank": self._mine(batch)})
 

@@ -17,7 +17,7 @@ from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, outline
 from rillflow.models.tokenizer import Tokenizer
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.sharding.module import Parallel
 from rillflow.workers.collectives import Ranks
 from rillflow.workers.config import MeshSizes
@@ -47,7 +47,7 @@ def read(ranks: Ranks, cases: list[Case], folders: list[str]) -> list[list[str]]
     for case, folder in zip(cases, folders, strict=True):
         config = ModelConfig(path=folder, dtype=case.dtype) if folder else ModelConfig(new=NEW)  # type: ignore[arg-type]
         sizes = MeshSizes(dp=case.dp, fsdp=case.fsdp, pp=case.pp, tp=case.tp)
-        share = Share.of(outlined(config), sizes, ranks)
+        share = ModelShard.of(outlined(config), sizes, ranks)
         if folder:
             dtype = getattr(torch, case.dtype)
             how = {"attn_implementation": ATTENTION, "dtype": dtype}
@@ -101,7 +101,7 @@ def test_four_ranks_read_what_they_keep(tmp_path: Path) -> None:
 
 def refused(ranks: Ranks, folder: str) -> tuple[str, str]:
     try:
-        Share.of(outlined(ModelConfig(path=folder)), MeshSizes(pp=2), ranks)
+        ModelShard.of(outlined(ModelConfig(path=folder)), MeshSizes(pp=2), ranks)
     except RillflowError as error:
         return type(error).__name__, error.what
     return "", ""

@@ -118,7 +118,7 @@ def test_two_nodes_have_the_bits_of_one_by_one_changed_line(two: Cluster) -> Non
 
 
 def test_tensor_parallel_ranks_on_two_nodes_are_refused_unless_told_to(two: Cluster) -> None:
-    tp = (DP, "placement.train={ main = { tp = 2 } }")
+    tp = (DP, "placement.train_parallel={ main = { tp = 2 } }")
     said = two.refused("tp", *tp)
     assert "the tp of policy crosses nodes: ranks 0, 1 of pool 'main' are on 10.77.0.1, 10.77.0.2" in said
     two.head.run(*two.words("tp_two", *SHORT, *tp, "placement.tp_across_nodes=true"))

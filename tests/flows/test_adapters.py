@@ -114,7 +114,12 @@ def test_every_mesh_trains_what_one_rank_trains(tmp_path: Path, mesh: str, base:
     """But for rounding, which AdamW's first steps make larger."""
     how = f"policy.model.adapter.base={base}"
     ran(tmp_path / "a", how)
-    ran(tmp_path / "b", how, "placement.pools={ main = 2 }", f"placement.train={{ main = {{ {mesh} }} }}")
+    ran(
+        tmp_path / "b",
+        how,
+        "placement.pools={ main = 2 }",
+        f"placement.train_parallel={{ main = {{ {mesh} }} }}",
+    )
     one, two = (
         [step.metrics for step in read_metrics(tmp_path / f"{name}/run") if step.phase == "warm_start"]
         for name in "ab"

@@ -115,7 +115,7 @@ def small(prompts, completions, **columns):
 @pytest.mark.parametrize("parts", [1, 3])
 def test_what_takes_how_long_changes_no_bit(tmp_path: Path, parts: int) -> None:
     plain = 'algorithm.loss.correction="none"'  # an engine that is not the native one is corrected else
-    settings = (*INLINE, SCORED_THERE, f"rollout.parts={parts}", "algorithm.loss.kl=0", plain)
+    settings = (*INLINE, SCORED_THERE, f"rollout.stream_chunks={parts}", "algorithm.loss.kl=0", plain)
     prompt = ran(tmp_path / "a", 2, *settings)
     late = ran(tmp_path / "b", 2, *settings, f'rollout.engine="{__name__}:Late"', reward=LATE)
     for step in (
@@ -156,7 +156,7 @@ def test_rows_that_come_part_by_part_are_the_same_rows(tmp_path: Path, name: str
     alone = SCORED_ALONE.replace(', reference = "scores"', "")
     settings = (*INLINE, pools, alone, "algorithm.loss.kl=0", "evaluate=none")
     whole = ran(tmp_path / "a", 1, *settings, name=name, reward=COUNTED)
-    parted = ran(tmp_path / "b", 1, *settings, "rollout.parts=3", name=name, reward=COUNTED)
+    parted = ran(tmp_path / "b", 1, *settings, "rollout.stream_chunks=3", name=name, reward=COUNTED)
     assert parted == whole
     asked = [list(map(int, (tmp_path / run / "asked").read_text().split())) for run in "ab"]
     assert sum(asked[1]) == sum(asked[0]) and len(asked[1]) > len(asked[0])
@@ -169,7 +169,7 @@ def test_minibatches_are_trained_as_their_rows_come(tmp_path: Path) -> None:
     order = ("algorithm.shuffle=false", "algorithm.minibatches=5", "algorithm.old_logprobs=sampler")
     settings = (*INLINE, APART, *order, "algorithm.loss.kl=0")
     whole = ran(tmp_path / "a", 1, *settings)
-    assert ran(tmp_path / "b", 1, *settings, "rollout.parts=5") == whole
+    assert ran(tmp_path / "b", 1, *settings, "rollout.stream_chunks=5") == whole
     mixed = ran(tmp_path / "c", 1, *settings, "algorithm.shuffle=true")
     assert mixed["weights"] != whole["weights"]
 
@@ -178,7 +178,7 @@ def test_what_models_say_of_parts_is_what_they_say_of_all_but_for_rounding(tmp_p
     """PPO: reference, old policy and critic are asked part by part, and the critic learns so."""
     settings = (*INLINE, APART, "algorithm.shuffle=false", "algorithm.minibatches=5")
     whole, parted = (
-        ran(tmp_path / name, 1, *settings, f"rollout.parts={parts}", name="ppo")["metrics"]
+        ran(tmp_path / name, 1, *settings, f"rollout.stream_chunks={parts}", name="ppo")["metrics"]
         for name, parts in (("a", 1), ("b", 5))
     )
     for one, other in zip(whole, parted, strict=True):
@@ -187,7 +187,7 @@ def test_what_models_say_of_parts_is_what_they_say_of_all_but_for_rounding(tmp_p
 
 def test_parts_that_would_cut_minibatches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.parts is 2, and algorithm\.prompts_per_step is 5"):
-        ran(tmp_path, 1, *INLINE, APART, "algorithm.shuffle=false", "rollout.parts=2")
+        ran(tmp_path, 1, *INLINE, APART, "algorithm.shuffle=false", "rollout.stream_chunks=2")
 
 
 @pytest.mark.parametrize(("freshness", "cuts"), [(1, [2]), (4, [1, 4])])

@@ -53,8 +53,8 @@ def ran(
     for size in axes.values():
         ranks *= size
     settings = [f"run.dir={json.dumps(str(folder / 'run'))}", f"placement.pools.main={ranks}"]
-    settings += [f"placement.train.main.{axis}={size}" for axis, size in axes.items()]
-    loaded = load_recipe(folder / "run.toml", [*settings, f"placement.generate.tp={generate}", *more])
+    settings += [f"placement.train_parallel.main.{axis}={size}" for axis, size in axes.items()]
+    loaded = load_recipe(folder / "run.toml", [*settings, f"placement.rollout_parallel.tp={generate}", *more])
     launch(loaded.recipe, loaded.base, quiet=True)
     rollouts = [
         (row.row.prompt, row.row.sample, row.tokens)
@@ -122,7 +122,7 @@ def test_a_run_goes_on_under_another_mesh(tmp_path: Path) -> None:
 def test_models_of_one_pool_may_have_grids_of_their_own(tmp_path: Path) -> None:
     """The critic's parameters are cut over dp, the policy's over tp, on the same two ranks."""
     alone = ran(tmp_path / "alone", "ppo", {}, 1)
-    found = ran(tmp_path / "mesh", "ppo", {"tp": 2}, 2, "placement.train.critic.fsdp=2")
+    found = ran(tmp_path / "mesh", "ppo", {"tp": 2}, 2, "placement.train_parallel.critic.fsdp=2")
     assert found[0] == alone[0]
     for one, other in zip(found[1], alone[1], strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)

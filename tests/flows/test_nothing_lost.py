@@ -87,7 +87,7 @@ def test_an_outage_in_an_evaluation_loses_neither_the_step_nor_the_evaluation(ti
     assert [step for step, _ in seen[0]] == [0, 2, 4, 6]
 
 
-APART = ("reward.max_failures=0", "placement.pools={main=2}", "placement.train={main={dp=2}}")
+APART = ("reward.max_failures=0", "placement.pools={main=2}", "placement.train_parallel={main={dp=2}}")
 BOTH = (*APART, "placement.backend=inline")
 
 

@@ -61,7 +61,7 @@ def test_it_is_said_and_the_cut_into_micro_batches_changes_nothing(tmp_path: Pat
     [
         ("evaluate.problems=5", "cannot be sampled by the native engine"),
         (
-            "placement={ pools = { main = 2 }, train = { policy = { tp = 2 } } }",
+            "placement={ pools = { main = 2 }, train_parallel = { policy = { tp = 2 } } }",
             "trains with its own attention, but tp, pp, fsdp or ep is above 1",
         ),
     ],

@@ -169,7 +169,7 @@ def test_a_run_reads_margins_and_centres_scores(recipe: Path) -> None:
         "task.held_out=2",
         'task.source="pairs.jsonl"',
     )
-    run = ran(recipe, "margins", *few, "algorithm.margin=true", "algorithm.centring=0.01")
+    run = ran(recipe, "margins", *few, "algorithm.margin=true", "algorithm.center_coefficient=0.01")
     assert (
         numbers(run)[0]["preference/loss/mean"]
         != numbers(ran(recipe, "none", *few))[0]["preference/loss/mean"]

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD
 from test_ahead import APART, INLINE, RAY, STEPS, ran
 
-READY = 'algorithm.order="ready_first"'
+READY = 'algorithm.async_mode="ready_first"'
 TWO = ('placement.backend="inline"', "placement.pools={ main = 1, answers = 2 }", APART)
 LONG = ("rollout.max_tokens=12", "rollout.max_rows=24")
 
@@ -97,7 +97,7 @@ def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(tmp_path: Pa
     bound = 1 if late == "drop" else 2
     kept = ("run.checkpoint_every=1", "run.keep_checkpoints=20")
     engine = HALTING if late == "wait" else HALTING.replace("Halting", "Overtaken")
-    ran(tmp_path, bound, *TWO, READY, engine, *LONG, *kept, f'algorithm.late="{late}"')
+    ran(tmp_path, bound, *TWO, READY, engine, *LONG, *kept, f'algorithm.on_stale="{late}"')
     run, steps = tmp_path / "run", trained(tmp_path / "run")
     rows = [row for each in steps.values() for row in each]
     assert {len(each) for each in steps.values()} == {15} and set(once(run).values()) == {3}
@@ -178,7 +178,7 @@ def test_what_is_asked_beside_rows_in_flight_takes_its_turn(tmp_path: Path) -> N
 
 def test_weights_are_published_between_parts_of_a_step(tmp_path: Path) -> None:
     """Every fifth of a step's minibatches makes a version, and rows begin with those, too."""
-    fifths = ("algorithm.publishes=5", "algorithm.shuffle=false", "algorithm.minibatches=5")
+    fifths = ("algorithm.syncs_per_step=5", "algorithm.shuffle=false", "algorithm.minibatches=5")
     settings = (*TWO, READY, HALTING, *LONG, *fifths, "evaluate=none", 'algorithm.old_logprobs="sampler"')
     ran(tmp_path, 8, *settings)
     steps = trained(tmp_path / "run")
@@ -194,13 +194,13 @@ def test_weights_are_published_between_parts_of_a_step(tmp_path: Path) -> None:
 
 def test_publishes_that_an_update_has_no_room_for_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.publishes is 2") as told:
-        ran(tmp_path, 1, *INLINE, APART, READY, "algorithm.publishes=2")
+        ran(tmp_path, 1, *INLINE, APART, READY, "algorithm.syncs_per_step=2")
     assert "algorithm.shuffle = false" in str(told.value) and "not 5" in str(told.value)
 
 
 def test_parts_of_steps_that_are_made_of_what_is_ready_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'rollout\.parts is 5, and algorithm\.order is "ready_first"'):
-        ran(tmp_path, 1, *INLINE, APART, READY, "rollout.parts=5")
+        ran(tmp_path, 1, *INLINE, APART, READY, "rollout.stream_chunks=5")
 
 
 class TwiceConfig(GroupConfig):

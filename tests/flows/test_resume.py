@@ -114,7 +114,7 @@ def test_crash_equivalence_of_a_run_that_was_killed(recipe: Path, tmp_path: Path
 
 
 def test_narrow_moments_resume_bit_for_bit_and_offload_changes_no_bit(recipe: Path, tmp_path: Path) -> None:
-    given = ("policy.moments=bfloat16", "policy.model.dtype=bfloat16", "algorithm.loss.kl=0.1")
+    given = ("policy.optimizer_dtype=bfloat16", "policy.model.dtype=bfloat16", "algorithm.loss.kl=0.1")
     given += ("algorithm.minibatches=2", "evaluate.problems=1", "warm_start.steps=1")
     parts = {"whole": [(2,)], "parted": [(1, "policy.offload=all"), (2,)]}
     for name, starts in parts.items():

@@ -101,7 +101,7 @@ def test_processes_of_their_own_say_the_same(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_of_another_mesh_are_sent_what_they_lack(tmp_path: Path) -> None:
     """Parameters cut over two ranks by FSDP2; samplers that share a copy by tp, there and apart."""
-    cut = ["placement.train={ main = { fsdp = 2 } }", "placement.generate={ tp = 2 }"]
+    cut = ["placement.train_parallel={ main = { fsdp = 2 } }", "placement.rollout_parallel={ tp = 2 }"]
     together = ran(tmp_path / "a", *pools(2, 2), *cut, TOGETHER)
     apart = ran(tmp_path / "b", *pools(2, 2), *cut, APART)
     assert apart == together and together[1]
@@ -110,9 +110,12 @@ def test_processes_of_another_mesh_are_sent_what_they_lack(tmp_path: Path) -> No
 MESHES = {
     "dp 1": (pools(1, 1), ()),
     "dp 2": (pools(2, 2), ()),
-    "tp 2": (pools(2, 2), ("placement.train={ main = { tp = 2 } }", "placement.generate={ tp = 2 }")),
-    "tp 2, answers whole": (pools(2, 2), ("placement.train={ main = { tp = 2 } }",)),
-    "pp 2, answers whole": (pools(2, 2), ("placement.train={ main = { pp = 2 } }",)),
+    "tp 2": (
+        pools(2, 2),
+        ("placement.train_parallel={ main = { tp = 2 } }", "placement.rollout_parallel={ tp = 2 }"),
+    ),
+    "tp 2, answers whole": (pools(2, 2), ("placement.train_parallel={ main = { tp = 2 } }",)),
+    "pp 2, answers whole": (pools(2, 2), ("placement.train_parallel={ main = { pp = 2 } }",)),
 }
 
 
@@ -131,6 +134,6 @@ def test_every_mesh_sends_what_it_would_have_sampled_with(mesh: str, tmp_path: P
 def test_any_tp_answers_for_one_rank_that_trains(tmp_path: Path) -> None:
     """One rank trains, two share a copy: the same tokens; their log probabilities but for rounding."""
     alone = ran(tmp_path / "a", *pools(1, 1), TOGETHER)
-    apart = ran(tmp_path / "b", *pools(1, 2), "placement.generate={ tp = 2 }", APART)
+    apart = ran(tmp_path / "b", *pools(1, 2), "placement.rollout_parallel={ tp = 2 }", APART)
     tokens = [[rows["tokens"] for rows in found[0]] for found in (alone, apart)]
     assert tokens[0] == tokens[1] and all(tokens[0])

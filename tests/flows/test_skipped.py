@@ -82,7 +82,7 @@ def test_a_spent_budget_stops_with_a_checkpoint_and_a_larger_one_goes_on_to_the_
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp = 2", "fsdp = 2", "tp = 2", "pp = 2"])
 def test_ranks_leave_it_out_together(tiny: Tiny, mesh: str) -> None:
-    where = ("placement.pools={main=2}", f"placement.train={{main={{{mesh}}}}}")
+    where = ("placement.pools={main=2}", f"placement.train_parallel={{main={{{mesh}}}}}")
     assert tiny.run("run", "policy.model.new.layers=2", "policy.model.new.kv_heads=2", *where) == 0
     left_out = tiny.lines("run", "skips.jsonl")
     assert left_out and all(len(line["rows"]) == 4 for line in left_out)

@@ -32,15 +32,20 @@ def reward(prompts, completions, **_):
     return [sum(letter < "5" for letter in text) / 3 for text in completions]
 """
 CUT = ("algorithm.oversample_prompts=1.75", "rollout.max_tokens=10")
-TWO = ("placement.pools={main=2}", "placement.train={main={dp=2}}", "placement.backend=inline")
+TWO = ("placement.pools={main=2}", "placement.train_parallel={main={dp=2}}", "placement.backend=inline")
 APART = (
     "placement.pools={main=1, answers=2}",
     'placement.roles={sampler="answers"}',
     "placement.backend=inline",
 )
 
-SHARDED = (TWO[0], "placement.train={main={fsdp=2}}", "placement.backend=ray")
-SHARED = (TWO[0], "placement.train={main={tp=2}}", "placement.generate={tp=2}", "placement.backend=ray")
+SHARDED = (TWO[0], "placement.train_parallel={main={fsdp=2}}", "placement.backend=ray")
+SHARED = (
+    TWO[0],
+    "placement.train_parallel={main={tp=2}}",
+    "placement.rollout_parallel={tp=2}",
+    "placement.backend=ray",
+)
 RAY = (*APART[:2], "placement.backend=ray")
 
 
@@ -124,7 +129,7 @@ dp = 1
     ("setting", "said"),
     [
         (("algorithm.freshness=1", *APART), "algorithm.freshness is 1"),
-        (("rollout.parts=2", *APART), "rollout.parts is 2"),
+        (("rollout.stream_chunks=2", *APART), "rollout.stream_chunks is 2"),
         (("algorithm.oversample_prompts=0.5",), "oversample_prompts"),
     ],
 )

@@ -30,7 +30,7 @@ THREE = (
     "placement.pools={ main = 1, answers = 1, scores = 1 }",
     'placement.roles={ sampler = "answers", reward = "scores" }',
     "algorithm.freshness=1",
-    "rollout.parts=2",
+    "rollout.stream_chunks=2",
 )
 ANSWERED = ("policy.generate", "sampler.receive", "sampler.serve")
 """What the ranks that answer do."""
@@ -63,7 +63,7 @@ def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes train, one answers in two parts; freshness 1."""
     apart = ("placement.pools={ main = 2, answers = 1 }", 'placement.roles={ sampler = "answers" }')
-    more = ("algorithm.freshness=1", "rollout.parts=2", 'placement.backend="ray"')
+    more = ("algorithm.freshness=1", "rollout.stream_chunks=2", 'placement.backend="ray"')
     return ran(tmp_path_factory.mktemp("on ray"), *apart, *more)
 
 

@@ -109,7 +109,7 @@ def test_an_offloaded_state_is_in_host_memory_and_changes_no_bit(device: str) ->
     for offload in (None, "optimizer"):
         model = model_on(device, "bfloat16")
         rows = sampled(model).with_fields(advantages=torch.ones(24))
-        config = TrainConfig(lr=1e-3, moments="bfloat16", offload=offload)  # type: ignore[arg-type]
+        config = TrainConfig(lr=1e-3, optimizer_dtype="bfloat16", offload=offload)  # type: ignore[arg-type]
         trainer = Trainer(model.module, config, total_steps=2)
         for _ in range(2):
             trainer.update(rows, PolicyLoss(PolicyLossConfig(), max_tokens=12))

@@ -136,7 +136,7 @@ def test_a_run_whose_server_dies_says_so_and_goes_on_when_it_is_run_again(tmp_pa
 
 
 def test_ready_first_rows_run_on_through_publishes(tmp_path: Path) -> None:
-    ahead = ["algorithm.freshness=1", 'algorithm.order="ready_first"', INLINE, "algorithm.steps=3"]
+    ahead = ["algorithm.freshness=1", 'algorithm.async_mode="ready_first"', INLINE, "algorithm.steps=3"]
     assert len(ran(tmp_path / "run", *SERVED, *APART, *ahead)) == 3
 
 

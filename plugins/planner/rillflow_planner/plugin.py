@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rillflow.algorithms.algorithm import Algorithm
 from rillflow.app.plugins import SHIPPED, Command, Plugin
-from rillflow.app.recipe import LoadedRecipe
-from rillflow.placement.plan import Plan
-from rillflow.runs.report.prediction import Predict
 from rillflow_planner import commands
+
+if TYPE_CHECKING:
+    from rillflow.algorithms.algorithm import Algorithm
+    from rillflow.app.recipe import LoadedRecipe
+    from rillflow.placement.plan import Plan
+    from rillflow.runs.report.prediction import Predict
 
 HELP = SHIPPED["planner"]
 

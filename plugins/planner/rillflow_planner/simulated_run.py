@@ -88,13 +88,13 @@ def simulate_as_run(
         stages_s: seconds of its stages by name; formulas give the others.
         steps: number of steps, from the first one on.
     """
-    parts, placement, config = recipe.rollout.parts, recipe.placement, phase.config
+    parts, placement, config = recipe.rollout.stream_chunks, recipe.placement, phase.config
     is_in_order = not is_ready_first(config)
     plan = replace(
         plan_of(recipe, problem.graph, problem.hardware.fleets[0]),
         freshness=phase.freshness,
         streams=is_in_order and placement.samples_apart and parts > 1 and config.goes_by(parts),
-        late=config.late if isinstance(config, SampledConfig) else "wait",
+        late=config.on_stale if isinstance(config, SampledConfig) else "wait",
     )
     planned = problem.of_plan(plan)
     functions = {role: placement.pool_of(role) for role in problem.graph.roles if role not in problem.shapes}

@@ -48,7 +48,11 @@ def stated(folder: Path, *settings: str, cluster: str = "one.toml") -> tuple[Loa
     "settings",
     [
         (),
-        ("placement.pools.main=4", "placement.train.main={ fsdp = 2, tp = 2 }", "placement.generate.tp=2"),
+        (
+            "placement.pools.main=4",
+            "placement.train_parallel.main={ fsdp = 2, tp = 2 }",
+            "placement.rollout_parallel.tp=2",
+        ),
         (
             "placement.pools={ main = 2, side = 1, functions = 1 }",
             'placement.roles={ critic = "side", reward = "functions" }',

@@ -123,8 +123,8 @@ def test_a_placement_is_a_plan_and_back(folder: Path) -> None:
         folder,
         "placement.pools={ main = 4, side = 2 }",
         'placement.roles.critic="side"',
-        "placement.train={ main = { tp = 2 }, reference = { fsdp = 4 } }",
-        "placement.generate.tp=2",
+        "placement.train_parallel={ main = { tp = 2 }, reference = { fsdp = 4 } }",
+        "placement.rollout_parallel.tp=2",
     )
     graph = state_problem(placed, open_cluster(folder / "cluster.toml")).problem.graph
     fleet = open_cluster(folder / "cluster.toml").fleets[0]

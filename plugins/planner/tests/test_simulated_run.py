@@ -54,7 +54,7 @@ def test_whole_in_step_parts_and_ahead_take_what_they_take_by_hand(tmp_path: Pat
     holds up the next by 0.1 s: the last part is scored after 8.4 s and trained for 1 s.
     """
     assert simulated(tmp_path).step_s == pytest.approx([8 + 0.4 + 4] * 9, rel=1e-3)
-    parts = simulated(tmp_path, "rollout.parts=4")
+    parts = simulated(tmp_path, "rollout.stream_chunks=4")
     assert parts.step_s == pytest.approx([8.4 + 1] * 9, rel=1e-3)
     ahead = simulated(tmp_path, "algorithm.freshness=1")
     assert ahead.step_s[3:] == pytest.approx([8.4] * 6, rel=1e-3), (
@@ -64,6 +64,6 @@ def test_whole_in_step_parts_and_ahead_take_what_they_take_by_hand(tmp_path: Pat
 
 def test_ready_first_a_long_row_holds_up_nobody_else(tmp_path: Path) -> None:
     """28 s of rows a step, several at once: training, 4 s, is what a step comes to, and no row is too old."""
-    found = simulated(tmp_path, "algorithm.freshness=4", "algorithm.order=ready_first")
+    found = simulated(tmp_path, "algorithm.freshness=4", "algorithm.async_mode=ready_first")
     assert sum(found.step_s[4:]) / 5 < 0.6 * sum(simulated(tmp_path, "algorithm.freshness=4").step_s[4:]) / 5
     assert max(found.ages) <= 4

@@ -32,7 +32,7 @@ from rillflow.data_plane.schema import SOURCE, ColumnType, Schema
 from rillflow.data_plane.table import Table
 from rillflow.errors import RillflowError, StreamError, nearest
 from rillflow.workers.wire import Arrays, packed
-from rillflow_service.remote_store import Elsewhere
+from rillflow_service.remote_store import RemoteStore
 from rillflow_service.requests import Begin, Clear, Create, Done, Drop, Look, Reserve, Return, Take
 from rillflow_service.store import Store
 
@@ -95,7 +95,7 @@ class _Claim:
         writer: str,
         store: int,
         segment: int | None,
-        elsewhere: Mapping[int, Elsewhere],
+        elsewhere: Mapping[int, RemoteStore],
     ) -> None:
         self._cells, self._capacity = stream.cells[writer], stream.table.capacity
         self._store, self._segment, self._elsewhere = store, segment, elsewhere
@@ -130,7 +130,7 @@ class Plane:
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
         self._bells: dict[_Bell, asyncio.Future[None]] = {}
-        self._elsewhere: dict[int, Elsewhere] = {}
+        self._elsewhere: dict[int, RemoteStore] = {}
         self._numbers = count(1)
         self._homes: dict[str, _Home] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -354,7 +354,7 @@ class Plane:
         self.store.give_up(holder)
         self._ring(("", ""))
 
-    def join(self, store: Elsewhere) -> int:
+    def join(self, store: RemoteStore) -> int:
         """Add a store of another machine; return its number."""
         if store.address in [each.address for each in self._elsewhere.values()]:
             raise StreamError(f"a store at {store.address} has joined already")
@@ -450,7 +450,7 @@ class Plane:
                 self._ring(("", ""))
             self._obey(name, stream.table.cleared(part.writer, part.ids))
 
-    async def _delete_there(self, name: str, what: Delete, store: Elsewhere, segments: Ids) -> None:
+    async def _delete_there(self, name: str, what: Delete, store: RemoteStore, segments: Ids) -> None:
         with suppress(StreamError):
             await store.delete(segments, is_unread=what.is_unread)
         self._obey(name, self.table(name).cleared(what.writer, what.ids))

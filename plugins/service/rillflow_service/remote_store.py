@@ -1,4 +1,4 @@
-"""Elsewhere: the table's handle of a store on another machine, which keeps and deletes columns on request.
+"""RemoteStore: the table's handle of a store on another machine, which keeps and deletes columns on request.
 
     begin, done ─> keep: the store checks that the columns exist ─┐
     Delete ──────> delete ────────────────────────────────────────┼─> answers, in the order of requests
@@ -27,7 +27,7 @@ SEGMENTS = ".segments"
 ANSWERS_WITHIN_S = 30.0
 
 
-class Elsewhere:
+class RemoteStore:
     """A store on another machine.
 
     Args:

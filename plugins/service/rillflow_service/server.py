@@ -33,7 +33,7 @@ from typing import Any
 from rillflow.errors import RillflowError, StreamError
 from rillflow.workers.wire import HEAD_BYTES, Message, WireError, head_of, message_of, packed
 from rillflow_service.plane import Plane, sentences
-from rillflow_service.remote_store import Elsewhere
+from rillflow_service.remote_store import RemoteStore
 from rillflow_service.requests import Hello, Join, Kind
 from rillflow_service.segments import Files
 from rillflow_service.session import Session, parsed
@@ -155,7 +155,7 @@ class Server:
         """Serve the connection of a remote store, which answers requests from now on, until it ends."""
         request = parsed(message)
         assert isinstance(request, Join)
-        store = Elsewhere(request.address, connection.send, connection.close)
+        store = RemoteStore(request.address, connection.send, connection.close)
         number = self._plane.join(store)
         try:
             await connection.send(Message(kind=Kind.OK, says={}))

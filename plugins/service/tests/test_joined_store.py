@@ -12,7 +12,7 @@ from rillflow.data_plane.schema import ColumnType, StageColumns
 from rillflow.errors import RillflowError, StreamError
 from rillflow.workers.wire import Message, packed
 from rillflow_service.plane import SEGMENT, Plane
-from rillflow_service.remote_store import Elsewhere
+from rillflow_service.remote_store import RemoteStore
 from rillflow_service.requests import Begin, Create, Done, Kind, Reserve
 from rillflow_service.segments import ROWS, Memory
 from rillflow_service.session import CELLS, IDS, Session
@@ -38,7 +38,7 @@ class Joined:
         self.asked: list[Message] = []
         self.is_closed = False
         self._session = Session(self.store, "tables", is_table=True)
-        self.there = Elsewhere("b:1", self._send, self._close)
+        self.there = RemoteStore("b:1", self._send, self._close)
         self.number = self.tables.join(self.there)
         self.tables.create(STREAM)
         self.tables.settle("w#1", "b:1", "w#9")
@@ -174,7 +174,7 @@ def test_a_store_that_cannot_be_reached_is_gone_and_its_connection_closed() -> N
         async def send(_: Message) -> None:
             raise OSError("broken pipe")
 
-        there = Elsewhere("b:1", send, lambda: closed.append(True))
+        there = RemoteStore("b:1", send, lambda: closed.append(True))
         with pytest.raises(StreamError, match="store b:1 is gone"):
             await there.give_up("w#9")
         assert closed == [True]

@@ -106,7 +106,7 @@ class NativeEngine:
                 )
         room = None if config.cache_gib is None else config.cache_gib / lanes
         share = config.model_copy(update={"max_rows": -(-config.max_rows // lanes), "cache_gib": room})
-        self._module, self._records, self._routers = module, bool(config.replay_routing), Routers(module)
+        self._module, self._records, self._routers = module, config.replay_routing, Routers(module)
         self._lanes = [
             Lane(
                 module,

@@ -58,12 +58,12 @@ class DrawSettings:
         divisors = [row.temperature or 1.0 for row in rows]
         greedy = [row.temperature == 0 for row in rows]
         asking = [index for index, row in enumerate(rows) if row.temperature and (row.top_k or row.top_p < 1)]
-        least = [row.min_p or 0.0 for row in rows]
+        least = [row.min_p for row in rows]
         bent = [index for index, row in enumerate(rows) if row.is_penalised]
         penalties = [
-            [rows[index].repetition_penalty or 1.0 for index in bent],
-            [rows[index].presence_penalty or 0.0 for index in bent],
-            [rows[index].frequency_penalty or 0.0 for index in bent],
+            [rows[index].repetition_penalty for index in bent],
+            [rows[index].presence_penalty for index in bent],
+            [rows[index].frequency_penalty for index in bent],
         ]
         unlimited = any(rows[index].top_k == 0 for index in asking)
         top_k = [rows[index].top_k or torch.iinfo(torch.int64).max for index in asking]

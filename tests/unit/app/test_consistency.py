@@ -90,9 +90,13 @@ def test_the_small_recipe_is_consistent() -> None:
         (
             {
                 "rollout": AGENT,
-                "placement": {"pools": {"main": 2}, "train": {"main": {"tp": 2}}, "generate": {"tp": 2}},
+                "placement": {
+                    "pools": {"main": 2},
+                    "train_parallel": {"main": {"tp": 2}},
+                    "rollout_parallel": {"tp": 2},
+                },
             },
-            "placement.generate has tp = 2, and rollout.agent writes the rows",
+            "generation has tp = 2, and rollout.agent writes the rows",
             "an agent asks one of them",
         ),
         (

@@ -166,7 +166,7 @@ def test_prompts_that_spell_a_special_token_are_noted(folder: Path) -> None:
     (note,) = encoded(folder, alphabet).notes
     assert "1 of 7 prompts spell a special token" in note
     assert 'prompts.jsonl line 5 ("1<|end|>")' in note and "'<|end|>'" in note
-    found = encoded(folder, alphabet, "task.rendered=true")
+    found = encoded(folder, alphabet, "task.chat_template_applied=true")
     last = found.train[Data.PROMPTS][-1]
     assert found.notes == [] and last is not None and last.prompt[-1] == 0
 

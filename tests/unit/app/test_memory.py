@@ -154,7 +154,7 @@ def test_a_rank_s_optimiser_holds_masters_where_weights_are_narrow(dtype: str, n
         "policy": {"model": {"new": NEW.model_dump(), "dtype": dtype}},
         "rollout": {"max_tokens": 8},
         "algorithm": {"name": "grpo", "steps": 1},
-        "placement": {"pools": {"main": 2}, "train": {"main": {"fsdp": 2}}},
+        "placement": {"pools": {"main": 2}, "train_parallel": {"main": {"fsdp": 2}}},
     }
     line = rank_lines(validate(Recipe, data, "recipe"), sizes, 1)[0]
     assert f"optimiser {6 * 4 * numbers / 2:.1f} GiB" in line
@@ -175,7 +175,7 @@ def test_a_rank_holds_its_own_experts_of_a_mixture() -> None:
         "policy": {"model": {"new": NEW.model_dump()}},
         "rollout": {"max_tokens": 8},
         "algorithm": {"name": "grpo", "steps": 1},
-        "placement": {"pools": {"main": 4}, "train": {"main": {"ep": 4}}},
+        "placement": {"pools": {"main": 4}, "train_parallel": {"main": {"ep": 4}}},
     }
     line = rank_lines(validate(Recipe, data, "recipe"), sizes, 1)[0]
     assert "weights 6.0 GiB - 3.0 GiB of other ranks' experts / 1 = 3.0 GiB" in line

@@ -34,28 +34,30 @@ def recipe_on(device: str, **placement: Any) -> Recipe:
 
 
 def test_dp_is_what_is_left() -> None:
-    placement = recipe(pools={"main": 8}, train={"main": {"pp": 2, "tp": 2}}).placement
+    placement = recipe(pools={"main": 8}, train_parallel={"main": {"pp": 2, "tp": 2}}).placement
     assert placement.mesh_of("policy") == MeshSizes(dp=2, pp=2, tp=2)
     assert recipe(pools={"main": 8}).placement.mesh_of("critic") == MeshSizes(dp=8)
 
 
 def test_fsdp_cuts_parameters_too() -> None:
-    mesh = recipe(pools={"main": 4}, train={"main": {"fsdp": 2, "tp": 2}}).placement.mesh_of("policy")
+    mesh = recipe(pools={"main": 4}, train_parallel={"main": {"fsdp": 2, "tp": 2}}).placement.mesh_of(
+        "policy"
+    )
     assert mesh == MeshSizes(dp=2, tp=2, fsdp=2) and not mesh.is_plain
     assert str(mesh) == "fsdp 2 x pp 1 x tp 2"
 
 
 def test_fsdp_inside_dp_cuts_one_copy_over_some_ranks() -> None:
-    placement = recipe(pools={"main": 8}, train={"main": {"dp": 2, "fsdp": 2, "tp": 2}}).placement
+    placement = recipe(pools={"main": 8}, train_parallel={"main": {"dp": 2, "fsdp": 2, "tp": 2}}).placement
     mesh = placement.mesh_of("policy")
     assert mesh == MeshSizes(dp=4, fsdp=2, tp=2) and mesh.ranks == 8
     assert str(mesh) == "dp 2 x fsdp 2 x pp 1 x tp 2"
-    left_out = recipe(pools={"main": 8}, train={"main": {"fsdp": 2, "tp": 2}}).placement
+    left_out = recipe(pools={"main": 8}, train_parallel={"main": {"fsdp": 2, "tp": 2}}).placement
     assert left_out.mesh_of("policy") == mesh
 
 
 def test_ep_shares_out_experts_over_ranks_of_dp() -> None:
-    placement = recipe(pools={"main": 8}, train={"main": {"dp": 2, "ep": 4}}).placement
+    placement = recipe(pools={"main": 8}, train_parallel={"main": {"dp": 2, "ep": 4}}).placement
     mesh = placement.mesh_of("policy")
     assert mesh == MeshSizes(dp=8, ep=4) and mesh.is_sharded and not mesh.is_plain
     assert str(mesh) == "dp 2 x ep 4 x pp 1 x tp 1"
@@ -63,21 +65,23 @@ def test_ep_shares_out_experts_over_ranks_of_dp() -> None:
 
 def test_every_pool_has_a_mesh_of_its_own() -> None:
     placement = recipe(
-        pools={"main": 4, "side": 2}, roles={"critic": "side"}, train={"main": {"tp": 2}, "side": {"pp": 2}}
+        pools={"main": 4, "side": 2},
+        roles={"critic": "side"},
+        train_parallel={"main": {"tp": 2}, "side": {"pp": 2}},
     ).placement
     assert placement.mesh_of("policy") == MeshSizes(dp=2, tp=2)
     assert placement.mesh_of("critic") == MeshSizes(pp=2)
 
 
 def test_a_role_may_have_a_mesh_of_its_own_in_its_pool() -> None:
-    placement = recipe(pools={"main": 4}, train={"main": {"tp": 2}, "critic": {"fsdp": 4}}).placement
+    placement = recipe(pools={"main": 4}, train_parallel={"main": {"tp": 2}, "critic": {"fsdp": 4}}).placement
     assert placement.mesh_of("policy") == placement.mesh_of("reference") == MeshSizes(dp=2, tp=2)
     assert placement.mesh_of("critic") == MeshSizes(dp=4, fsdp=4)
 
 
 def test_a_pool_called_as_a_role_is_the_pool() -> None:
     placement = recipe(
-        pools={"critic": 4, "main": 2}, roles={"critic": "main"}, train={"critic": {"tp": 2}}
+        pools={"critic": 4, "main": 2}, roles={"critic": "main"}, train_parallel={"critic": {"tp": 2}}
     ).placement
     assert placement.mesh_of("policy") == MeshSizes(dp=2, tp=2)
     assert placement.mesh_of("critic") == MeshSizes(dp=2)
@@ -86,38 +90,54 @@ def test_a_pool_called_as_a_role_is_the_pool() -> None:
 @pytest.mark.parametrize(
     ("placement", "what", "why"),
     [
-        ({"pools": {"main": 8}, "train": {"main": {"tp": 3}}}, "dp 2 x pp 1 x tp 3 = 6 ranks", "8 / (1 x 3)"),
-        ({"pools": {"main": 4}, "train": {"main": {"dp": 3}}}, "dp 3 x pp 1 x tp 1 = 3 ranks", "4 / (1 x 1)"),
         (
-            {"pools": {"main": 4}, "train": {"critic": {"dp": 3}}},
-            "placement.train.critic is dp 3",
+            {"pools": {"main": 8}, "train_parallel": {"main": {"tp": 3}}},
+            "dp 2 x pp 1 x tp 3 = 6 ranks",
+            "8 / (1 x 3)",
+        ),
+        (
+            {"pools": {"main": 4}, "train_parallel": {"main": {"dp": 3}}},
+            "dp 3 x pp 1 x tp 1 = 3 ranks",
             "4 / (1 x 1)",
         ),
-        ({"train": {"reward": {"dp": 1}}}, "names 'reward'", "the models policy, reference, critic"),
-        ({"train": {"mian": {"tp": 1}}}, "names 'mian'", "the pools are main"),
-        ({"train": {"main": {"cp": 2}}}, "has an axis 'cp'", "dp, fsdp, ep, pp, tp"),
         (
-            {"pools": {"main": 4}, "train": {"main": {"ep": 2, "tp": 2}}},
+            {"pools": {"main": 4}, "train_parallel": {"critic": {"dp": 3}}},
+            "placement.train_parallel.critic is dp 3",
+            "4 / (1 x 1)",
+        ),
+        ({"train_parallel": {"reward": {"dp": 1}}}, "names 'reward'", "the models policy, reference, critic"),
+        ({"train_parallel": {"mian": {"tp": 1}}}, "names 'mian'", "the pools are main"),
+        ({"train_parallel": {"main": {"cp": 2}}}, "has an axis 'cp'", "dp, fsdp, ep, pp, tp"),
+        (
+            {"pools": {"main": 4}, "train_parallel": {"main": {"ep": 2, "tp": 2}}},
             "is ep 2 x pp 1 x tp 2, with both ep and tp above 1",
             "ranks that hold every other weight whole",
         ),
         ({"sequence_parallel": True}, "no model is trained with tp above 1", "over the ranks of tp"),
-        ({"generate": {"pp": 2}}, "placement.generate has an axis 'pp'", "it may have tp"),
-        ({"train": {"main": {"tp": 0}}}, "placement.train.main.tp is 0", "the least is 1"),
+        ({"rollout_parallel": {"pp": 2}}, "placement.rollout_parallel has an axis 'pp'", "it may have tp"),
+        ({"train_parallel": {"main": {"tp": 0}}}, "placement.train_parallel.main.tp is 0", "the least is 1"),
         (
-            {"pools": {"main": 2}, "train": {"main": {"dp": 2, "fsdp": 2}}},
+            {"pools": {"main": 2}, "train_parallel": {"main": {"dp": 2, "fsdp": 2}}},
             "dp 2 x fsdp 2 x pp 1 x tp 1 = 4 ranks",
             "2 / (1 x 1) is 2",
         ),
         (
-            {"pools": {"main": 4}, "train": {"main": {"tp": 4}}, "generate": {"tp": 3}},
+            {"pools": {"main": 4}, "train_parallel": {"main": {"tp": 4}}, "rollout_parallel": {"tp": 3}},
             "generate.tp is 3",
             "4 / 3 leaves 1",
         ),
-        ({"pools": {"main": 8}, "train": {"main": {"tp": 8}}}, "has 4 key/value heads", "4 / 8 leaves 4"),
-        ({"pools": {"main": 8}, "train": {"main": {"pp": 8}}}, "has 4 layers", "every stage has a layer"),
         (
-            {"pools": {"main": 2}, "train": {"main": {"tp": 2}}, "backend": "inline"},
+            {"pools": {"main": 8}, "train_parallel": {"main": {"tp": 8}}},
+            "has 4 key/value heads",
+            "4 / 8 leaves 4",
+        ),
+        (
+            {"pools": {"main": 8}, "train_parallel": {"main": {"pp": 8}}},
+            "has 4 layers",
+            "every stage has a layer",
+        ),
+        (
+            {"pools": {"main": 2}, "train_parallel": {"main": {"tp": 2}}, "backend": "inline"},
             "with everything in one process",
             "one a rank",
         ),
@@ -130,7 +150,7 @@ def test_what_cannot_be_is_refused(placement: dict[str, Any], what: str, why: st
 
 
 def test_bytes_of_a_rank_by_phase() -> None:
-    asked = recipe(pools={"main": 8}, train={"main": {"pp": 2, "tp": 2}}, generate={"tp": 2})
+    asked = recipe(pools={"main": 8}, train_parallel={"main": {"pp": 2, "tp": 2}}, rollout_parallel={"tp": 2})
     sizes = sizes_of_new(asked.policy.model.new)  # type: ignore[arg-type]
     training, generation = rank_lines(asked, sizes, longest=64)
     assert "/ 4 =" in training and "dp 2 x pp 2 x tp 2" in training

@@ -56,7 +56,7 @@ def peaks(*settings: str) -> list[Peak]:
 
 
 def test_what_is_kept_is_what_the_trainer_keeps() -> None:
-    narrow = ("policy.model.dtype=bfloat16", "policy.moments=bfloat16")
+    narrow = ("policy.model.dtype=bfloat16", "policy.optimizer_dtype=bfloat16")
     for dtype, masters, settings in (("float32", 0, ()), ("bfloat16", 4, narrow)):
         policy, reference = peaks(*settings)
         model = load_model(ModelConfig(new=NEW, dtype=dtype), seed=0, device=torch.device("cpu"), base=Path())
@@ -179,7 +179,7 @@ def test_activations_follow_the_micro_batch() -> None:
 )
 def test_a_rank_of_a_mesh_keeps_its_share(axes: str) -> None:
     alone, _ = peaks()
-    shared, _ = peaks("placement.pools.main=2", f"placement.train.main={axes}")
+    shared, _ = peaks("placement.pools.main=2", f"placement.train_parallel.main={axes}")
     for part, amount in alone.kept.items():
         assert 0.45 * amount < shared.kept[part] < 0.75 * amount
     answers, whole = shared.phases["answers"], alone.phases["answers"]

@@ -110,7 +110,7 @@ def test_pools_of_other_sizes_and_another_copy_for_generation_are_another_placem
     plan = plan_of(("main",) * 3, (Grid(dp=4),) * 3)
     assert is_placed_by(plan, PlacementConfig(pools={"a": 4, "functions": 2}))
     assert not is_placed_by(plan, PlacementConfig(pools={"a": 2}))
-    assert not is_placed_by(plan, PlacementConfig(pools={"a": 4}, generate={"tp": 2}))
+    assert not is_placed_by(plan, PlacementConfig(pools={"a": 4}, rollout_parallel={"tp": 2}))
     assert not is_placed_by(with_experts(plan), PlacementConfig(pools={"a": 4}))
 
 
@@ -135,7 +135,7 @@ def test_other_settings_stay(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["placement.pools.main=2", "placement.roles={}", "placement.train.main.tp=2"]
+    "text", ["placement.pools.main=2", "placement.roles={}", "placement.train_parallel.main.tp=2"]
 )
 def test_a_setting_that_places_is_refused_beside_a_plan(recipe: Path, text: str) -> None:
     with pytest.raises(ConfigError, match="beside --plan"):
@@ -157,7 +157,7 @@ def test_a_sampler_of_its_own_is_launched_as_it_was_planned(recipe: Path) -> Non
     placement = found.recipe.placement
     assert placement.samples_apart and placement.pool_of("sampler") == "answers"
     assert (placement.pools, placement.generate_tp) == ({"main": 4, "answers": 2}, 2)
-    assert placement.train == {"main": {"dp": 4, "pp": 1, "tp": 1}}
+    assert placement.train_parallel == {"main": {"dp": 4, "pp": 1, "tp": 1}}
     assert is_placed_by(apart, placement) and not is_placed_by(plan, placement)
     assert not is_placed_by(apart, loaded(recipe, plan).recipe.placement)
     ahead = loaded(recipe, replace(apart, freshness=2))
@@ -175,7 +175,7 @@ def test_experts_are_shared_out_over_ranks_of_dp(recipe: Path) -> None:
     plan = plan_of(("main",) * 3, (Grid(dp=4, ep=2),) * 3)
     placement = loaded(recipe, plan).recipe.placement
     require_for(plan, loaded(recipe, plan))
-    assert placement.train == {"main": {"dp": 2, "ep": 2, "pp": 1, "tp": 1}}
+    assert placement.train_parallel == {"main": {"dp": 2, "ep": 2, "pp": 1, "tp": 1}}
     assert placement.mesh_of("policy") == MeshSizes(dp=4, ep=2) and is_placed_by(plan, placement)
 
 

@@ -126,7 +126,7 @@ def no_step(flow: Any, prompts: object, config: object) -> None:
 
 
 def test_a_loss_of_ones_own_is_replayed_by_the_file_that_has_it(model: LanguageModel, tmp_path: Path) -> None:
-    loss = TokenLoss(root_of, says=("logprobs", "entropy"), name="policy", options={"shift": 0.1})
+    loss = TokenLoss(root_of, model_outputs=("logprobs", "entropy"), name="policy", options={"shift": 0.1})
     bundled(model, tmp_path, rows(), loss)
     with pytest.raises(RunDirectoryError, match=rf"(?s)loss was {__name__}\.root_of.*FILE\.py replay BUNDLE"):
         replay(tmp_path)

@@ -217,7 +217,11 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
     "seed negative": (nothing, "run.seed=-1", "at least 0"),
     "float16": (nothing, "policy.model.dtype=float16", "float32"),
     "pool of 0": (nothing, "placement.pools={main = 0}", "a rank at least"),
-    "mesh that does not fit": (nothing, "placement.train={main = {tp = 3}}", "ranks and the pool has 1"),
+    "mesh that does not fit": (
+        nothing,
+        "placement.train_parallel={main = {tp = 3}}",
+        "ranks and the pool has 1",
+    ),
     "pool unknown": (nothing, "placement.roles={reward = 'man'}", "did you mean 'main'?"),
     "role unknown": (nothing, "placement.roles={rewrad = 'main'}", "did you mean 'reward'?"),
     "role not cast": (nothing, "placement.roles={critic = 'main'}", "critic"),

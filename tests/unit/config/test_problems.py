@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import pytest
 from pydantic import Field, model_validator
 
+from rillflow.app.recipe import Recipe
 from rillflow.config.load import validate
 from rillflow.config.problems import shown
 from rillflow.config.schema import walk
@@ -172,3 +174,25 @@ def test_what_is_given_of_a_section_is_laid_over_the_default_in_its_place() -> N
     assert "fuel is diesel" in problem(vehicle={**TRUCK, "engine": {"cylinders": 2}}).what
     assert "the default, 8" in problem(vehicle={**TRUCK, "engine": {"cylinders": 0}}).fix
     assert "the default, 4" in problem(vehicle={**CAR, "engine": {"cylinders": 0}}).fix
+
+
+class Renamed(Section):
+    """A section with a setting that had another name."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"colour": "paint"}
+    paint: str = "red"
+
+
+def test_an_old_name_is_refused_with_the_new_one() -> None:
+    class Painted(Section):
+        body: Renamed = Renamed()
+
+    with pytest.raises(ConfigError, match="'colour' was renamed to 'paint'") as caught:
+        validate(Painted, {"body": {"colour": "blue"}}, "a file")
+    assert caught.value.fix == "write body.paint"
+
+
+def test_new_names_of_settings_exist() -> None:
+    sections = {key.section for key in walk(Recipe)}
+    wrong = [(one, new) for one in sections for new in one.renamed.values() if new not in one.model_fields]
+    assert wrong == [] and sum(len(one.renamed) for one in sections) >= 10

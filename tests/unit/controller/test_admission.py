@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.controller.admission import HardBound, MeanBound
+from rillflow.controller.admission import CapacityBound, StalenessBound
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def test_no_group_is_trained_beyond_the_bound_in_any_order(
     freshness: int, prompts: int, published: int, choices: list[tuple[int, int]]
 ) -> None:
     """An adversary decides which group begins under how old weights, which ends, when a batch is formed."""
-    admission = HardBound[SampleGroup](freshness=freshness, prompts=prompts, published=published)
+    admission = StalenessBound[SampleGroup](freshness=freshness, prompts=prompts, published=published)
     running: list[SampleGroup] = []
     trained, begun = 0, 0
     for action, number in choices:
@@ -63,7 +63,7 @@ def test_no_group_is_trained_beyond_the_bound_in_any_order(
 )
 def test_it_never_stalls(freshness: int, prompts: int, published: int, order: list[int]) -> None:
     """Where nothing may begin, the groups on their way make a batch once they are complete."""
-    admission = HardBound[SampleGroup](freshness=freshness, prompts=prompts, published=published)
+    admission = StalenessBound[SampleGroup](freshness=freshness, prompts=prompts, published=published)
     running: list[SampleGroup] = []
     for number in order:
         newest = admission.batch // published
@@ -77,7 +77,7 @@ def test_it_never_stalls(freshness: int, prompts: int, published: int, order: li
 
 
 def test_as_much_begins_as_k_and_one_batches_hold() -> None:
-    admission = HardBound[SampleGroup](freshness=2, prompts=3)
+    admission = StalenessBound[SampleGroup](freshness=2, prompts=3)
     for number in range(9):
         assert admission.least_version(0) <= 0
         admission.begin(group(number, 0))
@@ -86,7 +86,7 @@ def test_as_much_begins_as_k_and_one_batches_hold() -> None:
 
 
 def test_the_earliest_due_is_waited_for_and_others_overtake_until_then() -> None:
-    admission = HardBound[SampleGroup](freshness=1, prompts=1)
+    admission = StalenessBound[SampleGroup](freshness=1, prompts=1)
     slow, quick, next_one = group(0, 0), group(1, 0), group(2, 1)
     admission.begin(slow)
     admission.begin(quick)
@@ -101,7 +101,7 @@ def test_the_earliest_due_is_waited_for_and_others_overtake_until_then() -> None
 
 
 def test_more_returns_as_many_groups_as_requested_and_keeps_the_rest() -> None:
-    admission = HardBound[SampleGroup](freshness=1, prompts=3)
+    admission = StalenessBound[SampleGroup](freshness=1, prompts=3)
     groups = [group(number, 0) for number in range(3)]
     for each in groups:
         admission.begin(each)
@@ -112,7 +112,7 @@ def test_more_returns_as_many_groups_as_requested_and_keeps_the_rest() -> None:
 
 
 def test_dropping_counts_whole_groups_that_became_too_old() -> None:
-    admission = MeanBound[SampleGroup](freshness=1, prompts=1)
+    admission = CapacityBound[SampleGroup](freshness=1, prompts=1)
     slow = group(0, 0)
     admission.begin(slow)
     for number in (1, 2):
@@ -127,7 +127,7 @@ def test_dropping_counts_whole_groups_that_became_too_old() -> None:
 
 @pytest.mark.parametrize("freshness", [1, 3])
 def test_dropping_limits_what_is_begun_by_the_mean(freshness: int) -> None:
-    admission = MeanBound[SampleGroup](freshness=freshness, prompts=2)
+    admission = CapacityBound[SampleGroup](freshness=freshness, prompts=2)
     begun = 0
     while admission.least_version(0) <= 0:
         admission.begin(group(begun, 0))

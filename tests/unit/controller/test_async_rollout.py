@@ -14,11 +14,11 @@ from typing import Any, ClassVar, cast
 import pytest
 from torch import Tensor
 
-from rillflow.controller.admission import HardBound, MeanBound
-from rillflow.controller.async_rollout import GroupInFlight, ReadyFirst
 from rillflow.controller import async_rollout
+from rillflow.controller.admission import CapacityBound, StalenessBound
+from rillflow.controller.async_rollout import AsyncRollout, GroupInFlight
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.weight_sync import Delivery, Parcel
+from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import ClusterError, RolloutError
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
@@ -141,7 +141,7 @@ class Numbered:
     def __init__(self, executor: GroupExecutor) -> None:
         self._executor = executor
 
-    def install(self, parcel: Parcel, ranks: Sequence[int]) -> list[Pending]:
+    def install(self, parcel: PackedWeights, ranks: Sequence[int]) -> list[Pending]:
         return [self._executor.on_ranks("sampler", ranks, take, parcel.digests)]
 
     def arrived(self, moved: Sequence[Pending]) -> None: ...
@@ -203,10 +203,10 @@ class Scene:
         made["sampler"].start(lambda _: sampler(config))
         made["policy"].start(lambda _: Trainer())
         self.executor = GroupExecutor(made, backend)
-        rule: type[HardBound[GroupInFlight]] = MeanBound if drops else HardBound
-        self.ready = ReadyFirst(
+        rule: type[StalenessBound[GroupInFlight]] = CapacityBound if drops else StalenessBound
+        self.ready = AsyncRollout(
             self.executor,
-            cast(Delivery, Numbered(self.executor)),
+            cast(WeightSync, Numbered(self.executor)),
             self._take,
             rule=rule(freshness=k, prompts=groups, published=Fraction(1, publishes)),
             groups=steps * groups,
@@ -255,7 +255,7 @@ class Scene:
             self.trained.popleft()
             self.published += 1
             if self._publishes:
-                self.ready.deliver(Parcel(digests=cast(Pending, self.published), buckets=()))
+                self.ready.deliver(PackedWeights(digests=cast(Pending, self.published), buckets=()))
         return [self.trained[0]] if self.trained else []
 
 

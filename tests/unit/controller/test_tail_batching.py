@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.tail_batching import TailCut
+from rillflow.controller.tail_batching import TailBatching
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.row import RowId
@@ -49,7 +49,7 @@ class Steps:
         group.start(lambda _: sampler(config))
         self.executor = GroupExecutor({"sampler": group}, backend)
         self.drawn, self.groups = drawn, groups
-        self.cut = TailCut(
+        self.cut = TailBatching(
             self.executor,
             self._take,
             groups=groups * steps,

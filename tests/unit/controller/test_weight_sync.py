@@ -1,4 +1,4 @@
-"""Delivery: a publish is served once every receiver has it, and never where one does not answer."""
+"""WeightSync: a publish is served once every receiver has it, and never where one does not answer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.weight_sync import Delivery
+from rillflow.controller.weight_sync import WeightSync
 from rillflow.errors import ClusterError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.placement.mesh import Mesh
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.publishing import ReceivedWeights, SentWeights
 from rillflow.workers.backend import Pool
 from rillflow.workers.collectives import SingleRank
@@ -61,7 +61,7 @@ def executor() -> Iterator[GroupExecutor]:
     made = {
         role: Group(role, {}, mesh=Mesh.of(dp=1), pool=pool, backend=backend) for role, pool in pools.items()
     }
-    made["policy"].start(lambda _: Trained(SentWeights(Share.whole(model(1)))))
+    made["policy"].start(lambda _: Trained(SentWeights(ModelShard.whole(model(1)))))
     made["sampler"].start(lambda _: sampled())
     yield GroupExecutor(made, backend)
     backend.close()
@@ -76,12 +76,12 @@ def wait(_: Sampled, until: Event) -> None:
 
 
 def test_the_version_is_served_once_its_weights_have_arrived(executor: GroupExecutor) -> None:
-    deliver = Delivery(executor, deadline_s=30.0)
+    deliver = WeightSync(executor, deadline_s=30.0)
     assert deliver(executor.on_all_ranks("policy", announce)).read(30.0) == 4
 
 
 def test_a_receiver_that_does_not_answer_ends_the_delivery(executor: GroupExecutor) -> None:
-    deliver, answers = Delivery(executor, deadline_s=0.5), Event()
+    deliver, answers = WeightSync(executor, deadline_s=0.5), Event()
     executor.on_all_ranks("sampler", wait, answers)
     with pytest.raises(ClusterError, match="receive has not answered on rank 0 of pool 'answers'"):
         deliver(executor.on_all_ranks("policy", announce))

@@ -18,8 +18,8 @@ from rillflow.graph.trace import Signature, Symbol, Tracer, trace
 ENDPOINTS = {
     "policy": {
         "generate": Signature(reads=("tokens",), writes=("tokens", "loss_mask"), transfer="DP_PROTO"),
-        "update": Signature(reads=("tokens", "advantages"), writes=(), transfer="TRAIN"),
-        "publish": Signature(reads=(), writes=(), transfer="TOGETHER"),
+        "update": Signature(reads=("tokens", "advantages"), writes=(), transfer="SPLIT_DP_REDUCE"),
+        "publish": Signature(reads=(), writes=(), transfer="BROADCAST"),
     },
     "reward": {"score": Signature(reads=("tokens",), writes=("rewards",), transfer="DP_PROTO")},
 }
@@ -157,7 +157,7 @@ def test_drawings_name_every_stage_and_arrow() -> None:
     assert "policy.update       tokens of 0 policy.generate; advantages of 2 controller.centred" in text
     assert "s0 -->|tokens| s1" in mermaid
     assert mermaid.count("-->") == len(graph.edges) == len(data["edges"])
-    assert data["stages"][3]["transfer"] == "TRAIN"
+    assert data["stages"][3]["transfer"] == "SPLIT_DP_REDUCE"
 
 
 def test_phases_drawn_together_are_one_diagram_whose_names_differ() -> None:
@@ -177,8 +177,12 @@ def second(logprobs: Any, costs: Any) -> Any:
 
 
 def test_an_update_reads_what_the_parameters_of_its_losses_name() -> None:
-    says = ("logprobs", "old_logprobs")
-    ENDPOINTS["learner"] = {"update": Signature(reads=("tokens",), writes=(), transfer="TRAIN", says=says)}
+    model_outputs = ("logprobs", "old_logprobs")
+    ENDPOINTS["learner"] = {
+        "update": Signature(
+            reads=("tokens",), writes=(), transfer="SPLIT_DP_REDUCE", model_outputs=model_outputs
+        )
+    }
 
     def both(flow: Flow, prompts: Any, _: Any) -> Any:
         rollouts = flow.policy.generate(prompts)

@@ -106,7 +106,7 @@ def test_a_template_that_rewrites_the_past_is_named() -> None:
     ) as caught:
         tokenizer.encode_replies([CHAT], ["sat"])
     assert "assistant\\n<think>' became" in caught.value.what
-    assert "task.rendered" in caught.value.fix
+    assert "task.chat_template_applied" in caught.value.fix
 
 
 def test_a_template_gets_its_arguments_tools_names_and_calls() -> None:

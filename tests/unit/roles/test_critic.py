@@ -16,7 +16,7 @@ from rillflow.models.language_model import ScalarModel
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.scalar_roles import Critic
 from rillflow.training.config import PassesConfig, TrainConfig
 
@@ -27,7 +27,7 @@ ANSWERS = ("7", "42", "108", "3", "55")
 
 def critic_of(model: ScalarModel, lr: float = 1e-3, seed: int = 0, version: int = 0) -> Critic:
     return Critic(
-        Share.whole(model),
+        ModelShard.whole(model),
         tokenizer=model.tokenizer,
         train=TrainConfig(lr=lr),
         seed=seed,
@@ -117,13 +117,13 @@ def test_what_is_missing_or_not_finite_is_named(make_model: MakeModel, make_roll
 def test_a_critic_with_other_tokens_than_the_policy_is_refused(make_model: MakeModel) -> None:
     other = Tokenizer(character_tokenizer("=0123456789+-", 32))
     with pytest.raises(ModelError, match="the critic and the policy decode the token 1 to different text"):
-        Critic(Share.whole(make_model()), tokenizer=other, train=TrainConfig(), seed=0, updates=1)
+        Critic(ModelShard.whole(make_model()), tokenizer=other, train=TrainConfig(), seed=0, updates=1)
 
 
 def test_the_final_value_is_that_of_the_state_after_the_last_token(
     make_model: MakeModel, make_rollouts: MakeRollouts
 ) -> None:
-    """What ``values`` says before one more token is what ``final_values`` says without that token."""
+    """``values`` before one more token equals ``final_values`` without that token."""
     model = make_model()
     torch.nn.init.normal_(model.module.score.weight)
     critic = critic_of(model)

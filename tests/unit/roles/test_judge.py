@@ -23,7 +23,7 @@ from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.judge_prompt import KEPT, FrameConfig, kept_frame
 from rillflow.roles.comparisons import Question, Questioner, prompt_text
 from rillflow.roles.judge import Judge, judge_metrics
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.reward import OUTCOMES
 from rillflow.tasks.encoded import Answers, Encoder
 from rillflow.tasks.preference import arithmetic_preferences
@@ -41,7 +41,7 @@ def new_model(context: int = 24, seed: int = 0) -> LanguageModel:
 
 
 class Said(Judge):
-    """A judge that says what a table of shown answers says, and counts what it is asked."""
+    """A judge that says what a table of shown answers model_outputs, and counts what it is asked."""
 
     said: dict[tuple[str, ...], list[float]]
     asked: int = 0
@@ -54,7 +54,7 @@ class Said(Judge):
 def judge(model: LanguageModel, frame: FrameConfig = FRAME, kind: type[Judge] = Judge, **how: Any) -> Any:
     judging = JudgeConfig(model="", **how)
     train = TrainConfig(lr=3e-3)
-    return kind(Share.whole(model), frame=frame, train=train, seed=0, updates=100, judging=judging)
+    return kind(ModelShard.whole(model), frame=frame, train=train, seed=0, updates=100, judging=judging)
 
 
 def said(table: dict[tuple[str, str], float], **how: Any) -> Any:
@@ -86,7 +86,7 @@ def test_by_hand() -> None:
     assert shares[:, 0].tolist() == pytest.approx([0.5, 0.8])
     found = both_orders(torch.tensor([0.9, 0.6]), torch.tensor([0.7, 0.2]))
     assert found.likely.tolist() == pytest.approx([0.6, 0.7])
-    assert found.contradicts.tolist() == [True, False], "it says A both times, and names two answers"
+    assert found.contradicts.tolist() == [True, False], "it model_outputs A both times, and names two answers"
     assert found.bias.tolist() == pytest.approx([0.3, -0.1])
     assert float(both_orders(torch.tensor([1.0]), torch.tensor([1.0])).likely) == 0.5, (
         "A whatever it is shown"
@@ -213,7 +213,7 @@ def test_in_a_tournament_the_winner_meets_the_next() -> None:
 
 
 def test_a_judge_that_contradicts_itself_is_counted_and_near_ties_abstain() -> None:
-    """It always says A: both orders together say nothing, and nothing is no 0."""
+    """It always model_outputs A: both orders together say nothing, and nothing is no 0."""
     always = {(a, b): 0.9 for a in "123" for b in "123"}
     role = said(always, abstain=0.05)
     found = role.score(rows(role.model, ["1", "2", "3"]))

@@ -15,7 +15,7 @@ from rillflow.records.batch import Batch, concatenate, row_ids
 from rillflow.records.metrics import Histogram
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.policy import Policy
 from rillflow.roles.publishing import SharedWeights
 from rillflow.roles.sampler import Sampler
@@ -30,7 +30,7 @@ def policy_of(dtype: str, rollout: RolloutConfig, new: NewModel = NEW) -> tuple[
     torch.set_num_threads(1)
     config = ModelConfig(new=new, dtype=dtype)  # type: ignore[arg-type]
     model = load_model(config, seed=0, device=torch.device("cpu"), base=Path())
-    policy = Policy(Share.whole(model), train=TrainConfig(lr=1e-2), rollout=rollout, seed=0, updates=1)
+    policy = Policy(ModelShard.whole(model), train=TrainConfig(lr=1e-2), rollout=rollout, seed=0, updates=1)
     prompts = Batch(
         ids=row_ids([RowId(0, 0, 0)]),
         fields={

@@ -13,7 +13,7 @@ from rillflow.errors import WeightError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.placement.mesh import Mesh
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.policy import Policy
 from rillflow.roles.publishing import ReceivedWeights, SentWeights, links_of
 from rillflow.roles.sampler import Sampler
@@ -33,7 +33,7 @@ class Ends:
 
     def __init__(self, most_bytes: int) -> None:
         self.trained, other = model(1), model(2)
-        self.sent = SentWeights(Share.whole(self.trained))
+        self.sent = SentWeights(ModelShard.whole(self.trained))
         self.received = ReceivedWeights(other, mesh=Mesh.of(first=1, dp=1, tp=1), ranks=SingleRank())
         self.plan = replace(self.received.plan(self.sent.lie()), most_bytes=most_bytes)
         self.links = links_of(self.plan)
@@ -117,7 +117,7 @@ def test_a_publish_that_is_not_compared_is_served_as_it_arrives() -> None:
 
 @pytest.mark.parametrize(("every", "wanted"), [(1, [True] * 4), (2, [False, True] * 2)])
 def test_a_policy_has_one_publish_in_so_many_compared(every: int, wanted: list[bool]) -> None:
-    share, found = Share.whole(model(1)), []
+    share, found = ModelShard.whole(model(1)), []
     rollout = RolloutConfig(max_tokens=2, verify_every=every)
     policy = Policy(
         share, train=TrainConfig(), rollout=rollout, seed=0, updates=1, weights=SentWeights(share)

@@ -20,7 +20,7 @@ from rillflow.models.scalar_head import head_of
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.reward import OUTCOMES
 from rillflow.roles.scalar_roles import RewardModel, SafetyCostModel
 from rillflow.tasks.encoded import Answers, Encoder
@@ -37,7 +37,7 @@ def role(
     model: ScalarModel, lr: float = 1e-3, kind: type[RewardModel] = RewardModel, **settings: object
 ) -> RewardModel:
     given: dict = {"tokenizer": model.tokenizer, "seed": 0, "updates": 100} | settings
-    return kind(Share.whole(model), train=TrainConfig(lr=lr), **given)
+    return kind(ModelShard.whole(model), train=TrainConfig(lr=lr), **given)
 
 
 def pairs_for(model: ScalarModel, size: int = 200) -> Batch:
@@ -94,11 +94,15 @@ def test_a_saved_role_goes_on_bit_for_bit(
 ) -> None:
     model, name = make_model(), {RewardModel: "reward_model", SafetyCostModel: "cost_model"}[kind]
     given: dict = {"tokenizer": model.tokenizer, "train": TrainConfig(lr=1e-3), "seed": 0, "updates": 9}
-    first, pairs, twice = kind(Share.whole(model), **given), pairs_for(model, 20), PassesConfig(minibatches=3)
+    first, pairs, twice = (
+        kind(ModelShard.whole(model), **given),
+        pairs_for(model, 20),
+        PassesConfig(minibatches=3),
+    )
     first.update(pairs, preference_loss, twice)
     first.save(tmp_path)
     again = load_scalar_model(ModelConfig(path=name), seed=5, device=torch.device("cpu"), base=tmp_path)
-    second = kind(Share.whole(again), **given, version=first.version)
+    second = kind(ModelShard.whole(again), **given, version=first.version)
     second.begin(given["train"], 9, resume=tmp_path / f"{name}.optimizer")
     for one, other in zip(first.score(pairs).fields.items(), second.score(pairs).fields.items(), strict=True):
         assert one[0] == other[0]

@@ -21,7 +21,7 @@ from rillflow.models import model_files
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.roles import saving
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.saving import Saving
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.runs.formatting import size
@@ -60,7 +60,7 @@ def test_files_are_of_the_moment_they_were_begun_at_while_weights_change(tmp_pat
     loaded, tensors = model(), state()
     before = {name: weight.clone() for name, weight in loaded.module.state_dict().items()}
     with saving._DISK:  # no file is written until training has gone on
-        begun = Saving(Share.whole(loaded), tmp_path / "policy", tmp_path / "policy.optimizer", tensors)
+        begun = Saving(ModelShard.whole(loaded), tmp_path / "policy", tmp_path / "policy.optimizer", tensors)
         with torch.no_grad():
             for weight in loaded.module.parameters():
                 weight += 1
@@ -85,7 +85,7 @@ def test_ranks_share_the_files_of_a_large_model(
 
     def save(rank: int) -> Any:
         ranks: Ranks = ThreadRanks(group, rank)
-        begun = Saving(Share.whole(loaded[rank], ranks), tmp_path / "policy")
+        begun = Saving(ModelShard.whole(loaded[rank], ranks), tmp_path / "policy")
         return begun.written(wait=True), set(begun._files)
 
     with ThreadPoolExecutor(2) as threads:
@@ -121,7 +121,7 @@ def test_what_fails_is_told_when_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[[Path, pytest.MonkeyPatch], str]
 ) -> None:
     loaded, reason = model(), fail(tmp_path, monkeypatch)
-    begun = Saving(Share.whole(loaded, SingleRank()), tmp_path / "policy")
+    begun = Saving(ModelShard.whole(loaded, SingleRank()), tmp_path / "policy")
     with pytest.raises(RunDirectoryError, match=reason) as caught:
         begun.written(wait=True)
     if fail is no_room:
@@ -133,7 +133,7 @@ def test_what_fails_is_told_when_it_is_asked_for(
 def test_files_are_told_of_the_save_that_is_asked_for_and_not_of_the_newest(tmp_path: Path) -> None:
     loaded = model()
     given: dict[str, Any] = {"train": TrainConfig(), "seed": 0, "updates": 9, "version": 0, "name": "policy"}
-    role, folders = TrainedRole(Share.whole(loaded), **given), [tmp_path / "1", tmp_path / "2"]
+    role, folders = TrainedRole(ModelShard.whole(loaded), **given), [tmp_path / "1", tmp_path / "2"]
     for folder in folders:
         folder.mkdir()
         role.begin_saving(folder)
@@ -145,7 +145,7 @@ def test_files_are_told_of_the_save_that_is_asked_for_and_not_of_the_newest(tmp_
 
 def test_one_save_is_written_before_the_next_is_copied(tmp_path: Path) -> None:
     given: dict[str, Any] = {"train": TrainConfig(), "seed": 0, "updates": 9, "version": 0, "name": "policy"}
-    role, there = TrainedRole(Share.whole(model()), **given), tmp_path / "1/policy/model.safetensors"
+    role, there = TrainedRole(ModelShard.whole(model()), **given), tmp_path / "1/policy/model.safetensors"
     (tmp_path / "1").mkdir()
     (tmp_path / "2").mkdir()
     with ThreadPoolExecutor(1) as rank, saving._DISK:
@@ -159,5 +159,5 @@ def test_what_is_small_is_written_before_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    begun = Saving(Share.whole(model()), tmp_path / "policy")
+    begun = Saving(ModelShard.whole(model()), tmp_path / "policy")
     assert begun.written(wait=False) == digests(tmp_path)

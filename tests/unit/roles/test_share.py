@@ -11,7 +11,7 @@ import torch
 from rillflow.models.adapters import is_adapter
 from rillflow.models.config import AdapterConfig, ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, ScalarModel, load_model, outline, save_model
-from rillflow.roles.model_shard import Share
+from rillflow.roles.model_shard import ModelShard
 from rillflow.workers.collectives import SingleRank
 from rillflow.workers.config import MeshSizes
 
@@ -22,10 +22,10 @@ CPU = torch.device("cpu")
 def test_a_critic_beside_a_policy_has_its_base_and_an_adapter_and_head_of_its_own(
     tmp_path: Path, is_alike: bool, kept: Literal["full", "int8"]
 ) -> None:
-    def read(kind: type, name: str, beside: Share | None = None) -> Share:
+    def read(kind: type, name: str, beside: ModelShard | None = None) -> ModelShard:
         config = ModelConfig(path=str(tmp_path / name), adapter=AdapterConfig(rank=2, base=kept))
         model = outline(kind, config, seed=1, device=CPU, base=Path(), section="x")
-        return Share.of(model, MeshSizes(), SingleRank(), beside=beside)
+        return ModelShard.of(model, MeshSizes(), SingleRank(), beside=beside)
 
     for seed, name in enumerate(("base", "other")):
         made = load_model(ModelConfig(new=NewModel(hidden=32, layers=2)), seed=seed, device=CPU, base=Path())
@@ -49,13 +49,13 @@ def test_a_reference_is_the_policys_module_where_both_bases_are_kept_alike(
     made = load_model(ModelConfig(new=NewModel(hidden=32, layers=2)), seed=0, device=CPU, base=Path())
     save_model(made, tmp_path / "base")
     how: dict[str, Any] = {"seed": 1, "device": CPU, "base": Path()}
-    trained: Share[LanguageModel] | None = None
+    trained: ModelShard[LanguageModel] | None = None
     for name, base in (("policy", "int8"), ("before", kept)):
         config = ModelConfig.model_validate(
             {"path": str(tmp_path / "base"), "adapter": {"rank": 2, "base": base}}
         )
         model = load_model(config, **how)
         save_model(model, tmp_path / name)
-        trained = trained or Share.whole(model)
+        trained = trained or ModelShard.whole(model)
     before = outline(LanguageModel, ModelConfig(path=str(tmp_path / "before")), section="x", **how)
     assert trained is not None and trained.has_base_of(before, MeshSizes()) is is_shared

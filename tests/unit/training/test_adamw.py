@@ -104,7 +104,7 @@ def test_moments_of_another_type_are_taken_over(make_module: MakeModule) -> None
     module = make_module()
     wide = made(module)
     stepped(wide, module, 1)
-    narrow = made(module, moments="bfloat16")
+    narrow = made(module, optimizer_dtype="bfloat16")
     narrow.load_state(copied(wide.state()))
     for name, tensor in wide.state().items():
         torch.testing.assert_close(narrow.state()[name].to(tensor.dtype), tensor, rtol=2**-8, atol=0)

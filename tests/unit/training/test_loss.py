@@ -113,7 +113,7 @@ def unclipped(logprobs: Tensor, advantages: Tensor, *, scale: float) -> Tensor:
     return -scale * logprobs * advantages
 
 
-OWN = {"says": ("logprobs", "entropy"), "name": "policy"}
+OWN = {"model_outputs": ("logprobs", "entropy"), "name": "policy"}
 
 
 def test_a_loss_of_ones_own_is_a_function(module: PreTrainedModel, make_rows: MakeRows) -> None:

@@ -41,7 +41,7 @@ def module() -> PreTrainedModel:
 
 
 def pairs(lengths: list[tuple[int, int]], seed: int = 0, prompt: int = 6) -> Batch:
-    """Pairs with a prompt of their own each; the reference says random numbers of them."""
+    """Pairs with a prompt of their own each; the reference model_outputs random numbers of them."""
     numbers = torch.Generator().manual_seed(seed)
     rows, masks, ids = [], [], []
     for index, both in enumerate(lengths):

@@ -207,7 +207,7 @@ def test_no_cut_parts_a_pair_and_metrics_add_up(
 
 
 @pytest.mark.parametrize(
-    ("ids", "says", "why"),
+    ("ids", "model_outputs", "why"),
     [
         ([(0, 0, 0), (0, 0, 1), (0, 4, 0)], "prompt 4 sample 0", "1 chosen and 0 rejected"),
         ([(0, 4, 1)], "prompt 4 sample 1", "0 chosen and 1 rejected"),
@@ -216,10 +216,12 @@ def test_no_cut_parts_a_pair_and_metrics_add_up(
         ([(0, 0, 0), (0, 0, 1), (0, 0, 2)], "prompt 0 sample 2", "sample 0 is the chosen"),
     ],
 )
-def test_rows_that_are_no_pairs_are_named(ids: list[tuple[int, int, int]], says: str, why: str) -> None:
+def test_rows_that_are_no_pairs_are_named(
+    ids: list[tuple[int, int, int]], model_outputs: str, why: str
+) -> None:
     with pytest.raises(TrainingError) as caught:
         PairLoss().prepare(pair_rows(*ids))
-    assert says in caught.value.what and why in caught.value.why
+    assert model_outputs in caught.value.what and why in caught.value.why
 
 
 def test_an_empty_row_and_no_row_are_refused() -> None:

@@ -27,11 +27,11 @@ def test_one_rank_joins_a_cluster_that_is_named() -> None:
 
 
 def test_dp_is_what_pp_and_tp_leave_of_a_pool() -> None:
-    placement = PlacementConfig(pools={"main": 12}, train={"main": {"pp": 2, "tp": 3}})
+    placement = PlacementConfig(pools={"main": 12}, train_parallel={"main": {"pp": 2, "tp": 3}})
     assert placement.mesh_of("policy") == MeshSizes(dp=2, pp=2, tp=3)
     assert PlacementConfig(pools={"main": 12}).mesh_of("policy") == MeshSizes(dp=12)
 
 
 def test_every_rank_generates_with_a_whole_policy_unless_tp_is_said() -> None:
     assert PlacementConfig().generate_tp == 1
-    assert PlacementConfig(generate={"tp": 4}).generate_tp == 4
+    assert PlacementConfig(rollout_parallel={"tp": 4}).generate_tp == 4

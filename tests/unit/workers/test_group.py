@@ -14,7 +14,7 @@ from rillflow.workers.backend import Pool, Site
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.inline import InlineBackend
-from rillflow.workers.transfer import DP, TRAIN, TRAIN_PAIRS
+from rillflow.workers.transfer import DP, SPLIT_DP_REDUCE, SPLIT_PAIRS_REDUCE
 
 
 class Trainer:
@@ -27,11 +27,11 @@ class Trainer:
     def same(self, batch: Batch) -> Batch:
         return batch
 
-    @endpoint(TRAIN)
+    @endpoint(SPLIT_DP_REDUCE)
     def update(self, batch: Batch) -> dict[str, Metric]:
         return {"tokens/rank/max": Max(value=float(batch.ragged("tokens").lengths.sum()))}
 
-    @endpoint(TRAIN_PAIRS)
+    @endpoint(SPLIT_PAIRS_REDUCE)
     def update_on_pairs(self, batch: Batch) -> dict[str, Metric]:
         return self.update(batch)
 

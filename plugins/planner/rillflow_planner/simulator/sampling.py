@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from rillflow.controller.admission import HardBound
+from rillflow.controller.admission import StalenessBound
 from rillflow_planner.simulator.draws import Row
 from rillflow_planner.simulator.layout import Layout
 from rillflow_planner.simulator.replica import Replica
@@ -149,7 +149,7 @@ class Stream:
     """
 
     def __init__(
-        self, layout: Layout, admission: HardBound[SampleGroup], book: Book, *, load_s: float
+        self, layout: Layout, admission: StalenessBound[SampleGroup], book: Book, *, load_s: float
     ) -> None:
         stage = next(iter(layout.generating))
         self.lanes = [_Lane(replica=replica) for replica in layout.replicas(stage)]

@@ -29,7 +29,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from rillflow.controller.admission import HardBound, MeanBound
+from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.errors import PlanError
 from rillflow.placement.plan import Plan
 from rillflow_planner.cost_model.costs import CostModel
@@ -251,7 +251,7 @@ class _Flowing(_Run):
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
         plan, crossing = layout.plan, layout.evaluation.crossing_s
-        rule: type[HardBound[SampleGroup]] = MeanBound if plan.late == "drop" else HardBound
+        rule: type[StalenessBound[SampleGroup]] = CapacityBound if plan.late == "drop" else StalenessBound
         self._admission = rule(
             freshness=plan.freshness,
             prompts=self.workload.prompts // layout.batches,
