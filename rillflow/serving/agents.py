@@ -264,6 +264,7 @@ class AgentEngine(RowByRow):
         """Stop writing a row and release its child's state."""
         agent = self._running.pop(child)
         del self._keys[agent.key]
+        agent.conversation.leave()
         self._queue.put(agent.start.row)
         if not is_over:
             child.stop()

@@ -47,7 +47,7 @@ class Conversation:
         self._said: list[dict[str, Any]] | str | None = None
         self._known: list[dict[str, Any]] | tuple[str, ...] = ()
         self._begin, self._has_own_limit = 0, False
-        self._lock = Lock()
+        self._lock, self._is_left = Lock(), False
 
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
         """See Visitor; any thread may call it."""
@@ -80,6 +80,14 @@ class Conversation:
                 self._known = (self._said + self._encoder.tokenizer.decode(own), self._said + text)
             self.row = replace(row, finish=Finish.STOP) if self._has_own_limit else row
             self.is_begun, self.since = True, time.monotonic()
+
+    def leave(self) -> None:
+        """Give up the row: a request of its agent that is still on the way samples nothing."""
+        self._is_left = True
+
+    def is_left(self) -> bool:
+        """See Visitor."""
+        return self._is_left
 
     def _of_chat(self, asked: ChatRequest) -> list[int]:
         """Return the new tokens of messages."""

@@ -66,6 +66,16 @@ class Wanted:
     """Receives the row, and whether it has ended; called in the engine's thread."""
     name: str = "the request"
     """Name in errors."""
+    is_left: Callable[[], bool] = lambda: False
+    """Whether the engine's thread has taken the row from its client; called in that thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop:
+    """The end of a client's interest in one of its rows."""
+
+    wanted: Wanted
+    """The row as the client put it. Another client may have begun a row with the same id meanwhile."""
 
 
 class EngineQueue:
@@ -81,7 +91,7 @@ class EngineQueue:
         self.engine = engine
         self._tokenizer, self._can_look = tokenizer, Capability.LOOK in engine.can
         self._max_rows, self._passes = max_rows, 0
-        self._lock, self._inbox = Lock(), list[list[Wanted | RowId]]()
+        self._lock, self._inbox = Lock(), list[list[Wanted | RowId | Drop]]()
         self._failure: RillflowError | None = None
         self._requests, self._suspects = deque[deque[Wanted]](), deque[Wanted]()
         self._rows: dict[RowId, Wanted] = {}
@@ -92,8 +102,8 @@ class EngineQueue:
         for descriptor in (self.woken, self._wake):
             os.set_blocking(descriptor, False)
 
-    def put(self, *things: Wanted | RowId) -> None:
-        """Begin the rows of one request, or drop rows by their ids; from any thread."""
+    def put(self, *things: Wanted | RowId | Drop) -> None:
+        """Begin the rows of one request, or drop rows, also every row of an id; from any thread."""
         with self._lock:
             failure = self._failure
             if failure is None:
@@ -146,21 +156,24 @@ class EngineQueue:
         os.close(self.woken)
         os.close(self._wake)
 
-    def _sort(self, things: list[Wanted | RowId]) -> None:
+    def _sort(self, things: list[Wanted | RowId | Drop]) -> None:
         """Queue the rows of one request; remove rows that no client wants any more."""
-        dropped = {thing for thing in things if isinstance(thing, RowId)}
-        if dropped:
+        rows = {thing for thing in things if isinstance(thing, RowId)}
+        dropped = {id(thing.wanted) for thing in things if isinstance(thing, Drop)}
+        if rows or dropped:
             for waiting in (*self._requests, self._suspects):
-                left = [wanted for wanted in waiting if wanted.begin.row not in dropped]
+                left = [each for each in waiting if each.begin.row not in rows and id(each) not in dropped]
                 waiting.clear()
                 waiting.extend(left)
             self._requests = deque(filter(None, self._requests))
-        for row in dropped:
+        for row in rows:
             self._kept.pop(row, None)
-            if row in self._rows:
+        for row, wanted in [*self._rows.items()]:
+            if row in rows or id(wanted) in dropped:
                 self._forget(row)
                 self.engine.abort(row)
-        if begun := deque(thing for thing in things if isinstance(thing, Wanted)):
+        begun = deque(thing for thing in things if isinstance(thing, Wanted) and not thing.is_left())
+        if begun:
             self._requests.append(begun)
 
     def _admit(self) -> None:

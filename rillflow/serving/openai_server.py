@@ -31,7 +31,7 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.serving.engine_queue import EngineQueue, Told, Wanted
+from rillflow.serving.engine_queue import Drop, EngineQueue, Told, Wanted
 from rillflow.serving.http_body import Declined, body_of, json_object
 from rillflow.serving.openai_protocol import (
     ChatRequest,
@@ -65,6 +65,10 @@ class Visitor(Protocol):
 
     def over(self, asked: SamplingRequest, rollouts: list[Rollout]) -> None:
         """Finish a request whose rows have all ended; without rows, the request was given up."""
+
+    def is_left(self) -> bool:
+        """Return whether the engine's thread has given up this owner's rows."""
+        ...
 
 
 class NewRows:
@@ -100,6 +104,10 @@ class NewRows:
 
     def over(self, asked: SamplingRequest, rollouts: list[Rollout]) -> None:
         """See Visitor; keeps nothing."""
+
+    def is_left(self) -> bool:
+        """See Visitor."""
+        return False
 
     def _require_few(self, prompts: int, samples: int) -> None:
         """Raise DataError for too many rows before their prompts cost time and memory."""
@@ -260,6 +268,7 @@ class _Answer:
         """Ended rows, by number."""
         self._queue, self._visitor = queue, visitor
         self._events = asyncio.Queue[tuple[int, Told, bool]]()
+        self._wanted = list[Wanted]()
 
     @property
     def is_over(self) -> bool:
@@ -281,15 +290,16 @@ class _Answer:
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, what, is_over))
 
         how: dict[str, Any] = {"sampling": sampling, "stops": asked.stops, "is_streamed": asked.stream}
-        self._queue.put(
-            *(
-                Wanted(begin=each, tell=partial(tell, index), name=self._name(index), **how)
-                for index, each in enumerate(self.begun)
-            )
-        )
+        how["is_left"] = self._visitor.is_left
+        self._wanted = [
+            Wanted(begin=each, tell=partial(tell, index), name=self._name(index), **how)
+            for index, each in enumerate(self.begun)
+        ]
+        self._queue.put(*self._wanted)
 
     async def __aexit__(self, *_: object) -> None:
-        self._queue.put(*(each.row for index, each in enumerate(self.begun) if index not in self.rows))
+        left = [wanted for index, wanted in enumerate(self._wanted) if index not in self.rows]
+        self._queue.put(*(Drop(wanted=wanted) for wanted in left))
         self._visitor.over(self.asked, [self.rows[index] for index in sorted(self.rows)] * self.is_over)
 
     def _name(self, index: int) -> str:

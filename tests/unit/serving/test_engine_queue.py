@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.serving.engine_queue import EngineQueue, Told, Wanted
+from rillflow.serving.engine_queue import Drop, EngineQueue, Told, Wanted
 from rillflow.serving.http_body import Declined
 
 ROWS = 8
@@ -244,3 +245,37 @@ def test_an_engine_s_lack_is_told_in_the_request_s_words(queue: EngineQueue) -> 
     queue.put(row)
     assert drained(queue) == []
     assert isinstance(told[0], StreamError) and told[0].what == "prompt 2 of the request has 64 tokens"
+
+
+def test_a_late_drop_of_one_client_leaves_the_row_that_another_began_with_its_id(queue: EngineQueue) -> None:
+    """A tail-batched run aborts an agent's row and begins it again; the old client's end is seen later."""
+    told: dict[int, Told] = {}
+    old, new = wanted({}, 1), wanted(told, 1)
+    queue.put(old)
+    assert queue.turn(), "the old row runs"
+    queue.put(old.begin.row)
+    queue.put(new)
+    queue.put(Drop(wanted=old))
+    drained(queue)
+    assert isinstance(told[1], Rollout)
+
+
+def test_a_request_of_a_client_whose_row_was_given_up_samples_nothing(
+    queue: EngineQueue, engine: Faulty
+) -> None:
+    told: dict[int, Told] = {}
+    queue.put(replace(wanted(told, 1), is_left=lambda: True))
+    drained(queue)
+    assert told == {} and engine.order == []
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_drop_ends_its_own_row(queue: EngineQueue, engine: Faulty, passes: int) -> None:
+    told: dict[int, Told] = {}
+    mine, other = wanted(told, 1), wanted(told, 2)
+    queue.put(mine, other)
+    for _ in range(passes):
+        queue.turn()
+    queue.put(Drop(wanted=mine))
+    drained(queue)
+    assert [*told] == [2] and len(engine.order) == 1 + passes
