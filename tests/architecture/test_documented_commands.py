@@ -24,6 +24,8 @@ from rillflow.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240
+NEEDS_RIGHT_ANSWERS = ("online_dpo",)
+"""Algorithms that stop with an error if no sampled answer is right: they keep their rows and warm start."""
 _MARK = re.compile(r"<!-- not run: \S.* -->")
 _LEFT_OUT = shutil.ignore_patterns(
     ".*", "__pycache__", "*.egg-info", "runs", "build", "dist", "model", "tests"
@@ -83,8 +85,10 @@ def _small_settings(arguments: list[str], folder: Path) -> list[str]:
     """Settings that make a run one step of a few rows, laid over the shown ones."""
     given = [value for flag, value in itertools.pairwise(arguments) if flag == "--set"]
     recipe = load_recipe(folder / arguments[0], given).recipe
-    small = ["algorithm.steps=1", "algorithm.prompts_per_step=4", "algorithm.minibatches=1"]
-    small += ["policy.warmup_steps=0", "evaluate.problems=8", "rollout.max_rows=8"]
+    small = ["algorithm.steps=1", "policy.warmup_steps=0", "evaluate.problems=8"]
+    if recipe.algorithm.name in NEEDS_RIGHT_ANSWERS:
+        return [word for setting in small for word in ("--set", setting)]
+    small += ["algorithm.prompts_per_step=4", "algorithm.minibatches=1", "rollout.max_rows=8"]
     if isinstance(recipe.algorithm, SampledConfig):
         small.append("algorithm.samples_per_prompt=2")
     if recipe.warm_start is not None:
