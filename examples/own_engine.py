@@ -107,7 +107,7 @@ class PlainEngine(RowByRow):
 
 if __name__ == "__main__":
     small = {"algorithm.steps": 3, "algorithm.prompts_per_step": 8, "evaluate.problems": 20}
-    small["policy.warmup_steps"] = 0
+    small |= {"warm_start.steps": 10, "warm_start.warmup_steps": 2, "policy.warmup_steps": 0}
     rillflow.train(
         RECIPE, settings={**small, "rollout.engine": "own_engine:PlainEngine"}, dir="runs/own_engine"
     )
