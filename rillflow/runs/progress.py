@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
-from rillflow.runs.uniform_rewards import IN_A_ROW, streaks
-from rillflow.runs.time_left import Estimate, TimeLeft
-from rillflow.runs.formatting import duration, number, visible
 from rillflow.records.metrics import Metrics
+from rillflow.runs.formatting import duration, number, visible
+from rillflow.runs.time_left import Estimate, TimeLeft
+from rillflow.runs.uniform_rewards import IN_A_ROW, streaks
 
 HEADLINE = {
     "reward/score/mean": "reward",

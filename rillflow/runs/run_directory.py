@@ -16,18 +16,24 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rillflow.errors import RunDirectoryError
+from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Metrics, Min, Sum, Variance
 from rillflow.runs import durable, layout
 from rillflow.runs.changes import Change, allowed_changes
 from rillflow.runs.evidence import RECOVERABLE, Evidence, damage, entries, newest_checkpoint, recover
-from rillflow.runs.fields import Fields
-from rillflow.runs.json_lines import JSON, encode, read_json, read_lines
+from rillflow.runs.json_lines import JSON, decode, encode, read_json, read_lines
 from rillflow.runs.lock import Lock
 from rillflow.runs.reader import Evaluation, RankSpan, SpanRecord, read_metrics, read_spans, read_starts
-from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Metrics, Min, Sum, Variance
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """Step of a line."""
+
+    step: int
 
 
 class RunDirectory(ExitStack):
@@ -193,7 +199,7 @@ class RunDirectory(ExitStack):
         for name in layout.LINE_FILES:
             file = self.path / name
             lines = read_lines(file).lines
-            kept = [line.text for line in lines if Fields(file, line).integer("step") <= step]
+            kept = [line.text for line in lines if decode(_Step, line).step <= step]
             if len(kept) < len(lines):
                 durable.replace(file, kept)
         for written, files in layout.written_rollouts(self.path).items():

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rillflow.runs.reader import EvaluationRecord
-from rillflow.runs.formatting import number
 from rillflow.records.metrics import Metric
+from rillflow.runs.formatting import number
+from rillflow.runs.reader import EvaluationRecord
 from rillflow.runs.report.chart import Chart, Point, Series, draw
 from rillflow.runs.report.histograms import CAPTIONS
 from rillflow.runs.report.html import Html, el

@@ -15,9 +15,9 @@ from typing import Any
 from rillflow.errors import RunDirectoryError
 from rillflow.runs.formatting import duration
 from rillflow.runs.report.columns import columns, seconds
-from rillflow.runs.run_data import RunData
 from rillflow.runs.report.timeline import MOST_LANES, Bar
 from rillflow.runs.report.waits import RankName, RankWork, Wait, rank_times, ranks_of, waits_of, works_of
+from rillflow.runs.run_data import RunData
 
 LONGEST = 8
 """Number of waits in the text, longest first."""

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from rillflow.runs import layout
 from rillflow.placement.plan import Predicted, open_plan
 from rillflow.records.metrics import Mean
+from rillflow.runs import layout
 from rillflow.runs.report.columns import columns, seconds
 from rillflow.runs.report.html import Html, el, table
-from rillflow.runs.run_data import RunData
 from rillflow.runs.report.stages import stage_times
+from rillflow.runs.run_data import RunData
 
 STEP = "step"
 """Name of the row of the whole step."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rillflow.runs.layout import rollout_files
 from rillflow.runs.reader import read_rollouts
-from rillflow.runs.rollouts import RolloutRecord
 from rillflow.runs.report.html import Html, cut, el
+from rillflow.runs.rollouts import RolloutRecord
 
 MAX_FILES = 8
 NUM_SHOWN = 5

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from rillflow.runs.reader import SpanRecord
 from rillflow.runs.formatting import duration, number
+from rillflow.runs.reader import SpanRecord
 from rillflow.runs.report.html import Html, el, table
-from rillflow.runs.run_data import PhaseSpan, RunData
 from rillflow.runs.report.style import COLOURS
+from rillflow.runs.run_data import PhaseSpan, RunData
 
 REST = "evaluation, checkpoints and the rest"
 

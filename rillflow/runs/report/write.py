@@ -16,22 +16,22 @@ import shlex
 from pathlib import Path
 
 from rillflow.runs import durable, layout
+from rillflow.runs.formatting import duration
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.reader import EvaluationRecord
-from rillflow.runs.formatting import duration
 from rillflow.runs.report import curves
-from rillflow.runs.report.prediction import Predict, bars_with
 from rillflow.runs.report.histograms import histogram_cards
 from rillflow.runs.report.html import Html, cut, el, table
 from rillflow.runs.report.measured import last_steps, measured_bars, rank_rows
 from rillflow.runs.report.outcomes import draw_outcomes
 from rillflow.runs.report.page import page, section
 from rillflow.runs.report.predicted import draw_comparison_card
-from rillflow.runs.run_data import RunData, load
+from rillflow.runs.report.prediction import Predict, bars_with
 from rillflow.runs.report.samples import draw_comparison, draw_groups, draw_pairs, read_samples, shade_key
 from rillflow.runs.report.stages import draw_stages
-from rillflow.runs.summary import Summary, summary_of, verdict
 from rillflow.runs.report.timeline import SHOWN_STEPS, draw_timeline
+from rillflow.runs.run_data import RunData, load
+from rillflow.runs.summary import Summary, summary_of, verdict
 
 
 def write_report(run: Path, predict: Predict | None = None) -> Path:

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import RunDirectoryError
+from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Min, Sum, Variance
+from rillflow.records.row import RowId
 from rillflow.runs.json_lines import encode, read_lines
 from rillflow.runs.layout import rollout_files
 from rillflow.runs.reader import (
@@ -29,8 +31,6 @@ from rillflow.runs.reader import (
     rollout_columns,
 )
 from rillflow.runs.run_directory import RunDirectory
-from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Min, Sum, Variance
-from rillflow.records.row import RowId
 from tests.unit.written_rollouts import write_rollouts
 
 ROW = {

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RunDirectoryError
-from rillflow.runs.reader import Evaluation, SpanRecord
-from rillflow.runs.run_directory import RunDirectory
 from rillflow.records.metrics import Max, Mean
+from rillflow.runs.reader import Evaluation, SpanRecord
 from rillflow.runs.report.chart import MAX_POINTS
-from rillflow.runs.report.write import write_report
 from rillflow.runs.report.style import STYLE
+from rillflow.runs.report.write import write_report
+from rillflow.runs.run_directory import RunDirectory
 from tests.unit.written_rollouts import write_rollouts
 
 MakeRun = Callable[..., Path]

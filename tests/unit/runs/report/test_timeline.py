@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from rillflow.runs.report.html import markup
 from rillflow.runs.report.measured import last_steps, measured_bars
-from rillflow.runs.report.write import write_report
-from rillflow.runs.run_data import load
 from rillflow.runs.report.style import COLOURS, STYLE
 from rillflow.runs.report.timeline import (
     LEFT,
@@ -26,6 +24,8 @@ from rillflow.runs.report.timeline import (
     draw_timeline,
     merged,
 )
+from rillflow.runs.report.write import write_report
+from rillflow.runs.run_data import load
 
 MakeRun = Callable[..., Path]
 BAR = Bar(pool="main", lane="policy", stage="policy.update", start_s=10.0, end_s=12.0, step=1)
