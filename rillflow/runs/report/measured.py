@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rillflow.errors import RunDirectoryError
-from rillflow.runs.formatting import duration
-from rillflow.runs.report.columns import columns, seconds
+from rillflow.runs.formatting import columns, duration, seconds
 from rillflow.runs.report.timeline import MOST_LANES, Bar
 from rillflow.runs.report.waits import RankName, RankWork, Wait, rank_times, ranks_of, waits_of, works_of
 from rillflow.runs.run_data import RunData

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rillflow.runs.layout import rollout_files
 from rillflow.runs.reader import read_rollouts
-from rillflow.runs.report.html import Html, cut, el
+from rillflow.runs.report.html import Html, card, cut, el, table
 from rillflow.runs.rollouts import RolloutRecord
 
 MAX_FILES = 8
@@ -117,15 +117,13 @@ def draw_pairs(read: Sequence[Sequence[Sample]]) -> list[Html]:
     told = [pair for pair in pairs if _reward(pair[0]) > _reward(pair[1])]
     told.sort(key=lambda pair: _reward(pair[1]) - _reward(pair[0]))
     rows = [
-        el(
-            "tr",
-            el("td", _brief(high.rollout.prompt)),
-            *(el("td", _badges(one.rollout)[:1], " ", _told(one.rollout)) for one in (high, low)),
+        (
+            _brief(high.rollout.prompt),
+            *((_badges(one.rollout)[:1], " ", _told(one.rollout)) for one in (high, low)),
         )
         for high, low in told[:NUM_COMPARED]
     ]
-    head = el("tr", *(el("th", name) for name in ("Prompt", "Best answer", "Worst answer")))
-    return [el("section", el("table", head, rows, class_="brief"), class_="card")] if rows else []
+    return [card("", table(rows, ("Prompt", "Best answer", "Worst answer"), kind="brief"))] if rows else []
 
 
 def draw_sample(sample: Sample) -> Html:
@@ -162,28 +160,16 @@ def shade_key() -> Html:
 
 
 def _group(title: str, hint: str, samples: Sequence[Sample]) -> Html:
-    return el(
-        "section",
-        el("h3", title),
-        el("p", hint, class_="hint"),
-        map(draw_sample, samples),
-        class_="card samples",
-    )
+    return card(title, map(draw_sample, samples), hint=hint, kind="card samples")
 
 
 def _column(samples: Sequence[Sample]) -> Html:
     stride = max(1, len(samples) // NUM_COMPARED)
     rows = [
-        el(
-            "tr",
-            el("td", _badges(one.rollout)[:1]),
-            el("td", _brief(one.rollout.prompt), " ", _told(one.rollout)),
-        )
+        (_badges(one.rollout)[:1], (_brief(one.rollout.prompt), " ", _told(one.rollout)))
         for one in samples[::stride][:NUM_COMPARED]
     ]
-    return el(
-        "section", el("h3", f"Step {samples[0].step}"), el("table", rows, class_="brief"), class_="card"
-    )
+    return card(f"Step {samples[0].step}", table(rows, kind="brief"))
 
 
 def _told(row: RolloutRecord) -> list[Html | str]:
