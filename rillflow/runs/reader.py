@@ -37,8 +37,20 @@ class MetricsRecord:
     """Metrics by name, with their reductions."""
 
 
+class _Timed:
+    """Start and duration."""
+
+    start_s: float
+    duration_s: float
+
+    @property
+    def end_s(self) -> float:
+        """End, in seconds of the run."""
+        return self.start_s + self.duration_s
+
+
 @dataclass(frozen=True, kw_only=True)
-class RankSpan:
+class RankSpan(_Timed):
     """Work of one rank on a stage, or on one part of it for rows that arrive in parts."""
 
     rank: int
@@ -54,7 +66,7 @@ class RankSpan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpanRecord:
+class SpanRecord(_Timed):
     """One stage of one step."""
 
     step: int
@@ -92,7 +104,7 @@ class SpanRecord:
             step=step,
             stage=stage,
             start_s=start_s,
-            duration_s=max(each.start_s + each.duration_s for each in ranks) - start_s,
+            duration_s=max(each.end_s for each in ranks) - start_s,
             rows=sum(each.rows for each in ranks[:taken]),
             tokens=sum(each.tokens for each in ranks[:taken]),
             pool=pool,

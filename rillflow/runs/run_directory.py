@@ -230,7 +230,7 @@ class RunDirectory(ExitStack):
     def _set_clock(self) -> None:
         # A resumed run continues from its last recorded time, so that times in a file never decrease.
         ends = [record.time_s for record in read_metrics(self.path)]
-        ends += [span.start_s + span.duration_s for span in read_spans(self.path)]
+        ends += [span.end_s for span in read_spans(self.path)]
         self._before_s = max(ends, default=0.0)
         self._opened_s = self._clock()
 

@@ -16,6 +16,7 @@ from rillflow.records.metrics import Mean
 from rillflow.runs.formatting import duration, number
 from rillflow.runs.reader import SpanRecord
 from rillflow.runs.report.html import COLOURS, Html, card, el, share_bar, table
+from rillflow.runs.report.measured import covered
 from rillflow.runs.run_data import PhaseSpan, RunData
 
 REST = "evaluation, checkpoints and the rest"
@@ -60,16 +61,6 @@ def stage_times(data: RunData, first: int, last: int) -> list[StageTime]:
         one = StageTime(stage=stage, seconds=sum(times), median_s=median(times), rows=rows, tokens=tokens)
         found.append(one)
     return found
-
-
-def covered(spans: Sequence[SpanRecord], start_s: float, end_s: float) -> float:
-    """Return the seconds between two times during which at least one span ran."""
-    total, reached = 0.0, start_s
-    for span in sorted(spans, key=lambda one: one.start_s):
-        stop = min(span.start_s + span.duration_s, end_s)
-        total += max(0.0, stop - max(span.start_s, reached))
-        reached = max(reached, stop)
-    return total
 
 
 def draw_stages(data: RunData) -> list[Html]:

@@ -22,9 +22,8 @@ from rillflow.runs.reader import EvaluationRecord
 from rillflow.runs.report import curves
 from rillflow.runs.report.chart import ChartAxis, line, svg, text
 from rillflow.runs.report.html import Html, card, cut, el, page, section, table
-from rillflow.runs.report.measured import last_steps, measured_bars, rank_rows
+from rillflow.runs.report.measured import Predict, bars_with, last_steps, measured_bars, rank_rows
 from rillflow.runs.report.predicted import draw_comparison_card
-from rillflow.runs.report.prediction import Predict, bars_with
 from rillflow.runs.report.samples import draw_comparison, draw_groups, draw_pairs, read_samples, shade_key
 from rillflow.runs.report.shares import draw_outcomes, draw_stages
 from rillflow.runs.report.timeline import SHOWN_STEPS, draw_timeline

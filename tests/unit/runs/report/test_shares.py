@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.runs.reader import SpanRecord
-from rillflow.runs.report.shares import REST, covered, draw_stages, outcome_counts, stage_times
+from rillflow.runs.report.measured import covered
+from rillflow.runs.report.shares import REST, draw_stages, outcome_counts, stage_times
 from rillflow.runs.run_data import load
 
 MakeRun = Callable[..., Path]
