@@ -9,7 +9,7 @@ A darker token had a lower probability when it was sampled, so a reader sees whi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -66,14 +66,12 @@ def best(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
 
     Ties go to the rows of which the policy was least sure, which teach most.
     """
-    above = _unequal(_scored(samples), min)
-    return _distinct(sorted(above, key=lambda one: (-_reward(one), one.confidence)), count)
+    return _extreme(samples, -1, count)
 
 
 def worst(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
     """Return the lowest rewards; ties go to the rows of which the policy was surest."""
-    below = _unequal(_scored(samples), max)
-    return _distinct(sorted(below, key=lambda one: (_reward(one), -one.confidence)), count)
+    return _extreme(samples, 1, count)
 
 
 def longest(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
@@ -261,15 +259,15 @@ def _badges(row: RolloutRecord) -> list[Html]:
 
 
 def _scored(samples: Iterable[Sample]) -> list[Sample]:
-    return [one for one in samples if one.rollout.reward is not None and math.isfinite(_reward(one))]
+    return [one for one in samples if math.isfinite(_reward(one))]
 
 
-def _unequal(samples: Sequence[Sample], end: Callable[[Iterable[float]], float]) -> list[Sample]:
-    """Drop the samples at one end of the rewards, so that the best rows are not also the worst."""
-    if not samples:
-        return []
-    extreme = end(_reward(one) for one in samples)
-    return [one for one in samples if _reward(one) != extreme]
+def _extreme(samples: Iterable[Sample], sign: int, count: int) -> list[Sample]:
+    """Return the lowest rewards for sign 1, the highest for -1, without the rewards at the other end."""
+    scored = _scored(samples)
+    other_end = max((sign * _reward(one) for one in scored), default=0.0)
+    found = [one for one in scored if sign * _reward(one) != other_end]
+    return _distinct(sorted(found, key=lambda one: (sign * _reward(one), -sign * one.confidence)), count)
 
 
 def _reward(sample: Sample) -> float:
