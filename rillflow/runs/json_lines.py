@@ -9,6 +9,7 @@ values; ``read_lines`` restores them.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -80,23 +81,20 @@ def read_lines(path: Path) -> Lines:
         return Lines(lines=(), torn_at=None)
     except OSError as error:
         raise RunDirectoryError(f"cannot read {path}", why=str(error)) from error
-    lines: list[Line] = []
-    start = 0
-    while start < len(content):
-        end = content.find(b"\n", start) + 1
-        text = content[start : end or len(content)]
-        data = _record(text) if end else None
-        if data is None:
-            if end and end < len(content):
-                shown = text[:60].decode("utf-8", "replace").rstrip("\n")
-                raise RunDirectoryError(
-                    f"{path} line {len(lines) + 1} is not a JSON object: {shown!r}",
-                    why="a crash can only cut off the last line; another program changed this one",
-                    fix=_FIX,
-                )
+    lines, start = list[Line](), 0
+    for number, text in enumerate(io.BytesIO(content), 1):
+        data = _record(text) if text.endswith(b"\n") else None
+        if data is None and start + len(text) == len(content):
             return Lines(lines=tuple(lines), torn_at=start)
-        lines.append(Line(file=path, number=len(lines) + 1, data=_restored(data), text=text))
-        start = end
+        if data is None:
+            shown = text[:60].decode("utf-8", "replace").rstrip("\n")
+            raise RunDirectoryError(
+                f"{path} line {number} is not a JSON object: {shown!r}",
+                why="a crash can only cut off the last line; another program changed this one",
+                fix=_FIX,
+            )
+        lines.append(Line(file=path, number=number, data=_restored(data), text=text))
+        start += len(text)
     return Lines(lines=tuple(lines), torn_at=None)
 
 

@@ -14,7 +14,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rillflow.records.metrics import Histogram, merge_metrics
 from rillflow.runs.formatting import number
@@ -29,18 +28,6 @@ RECENT = 20
 COLUMNS = 60
 """Largest number of columns in the picture of a histogram."""
 _GAP, _KL = "mismatch/logprob_gap/max", "policy/kl/mean"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Limit on a curve's last values, with a sentence for each outcome."""
-
-    limit: float
-    """Largest acceptable value."""
-    kept: str
-    """Sentence when the largest of the last values is at most the limit."""
-    broken: str
-    """Sentence when it is above the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +52,16 @@ class Curve:
     """Whether to omit the curve when no step compared trainer and sampler, so that every gap is exactly 0."""
     is_histogram: bool = False
     """Whether the metric is a distribution over tokens, drawn step by step."""
-    verdict: Verdict | None = None
-    """Limit for the last values; None without one."""
-
-
-def _curve(verdict: Mapping[str, Any] | None = None, **fields: Any) -> Curve:
-    """Return a curve from its table in curves.toml."""
-    return Curve(verdict=None if verdict is None else Verdict(**verdict), **fields)
+    limit: float | None = None
+    """Largest acceptable value among the last ones; None without a limit."""
+    kept: str = ""
+    """Sentence when the largest of the last values is at most the limit."""
+    broken: str = ""
+    """Sentence when it is above the limit."""
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("curves.toml").read_text("utf-8"))["curve"]
-CURVES = tuple(_curve(**table) for table in _TABLES)
+CURVES = tuple(Curve(**table) for table in _TABLES)
 
 
 def cards(data: RunData) -> list[Html]:
@@ -204,8 +190,12 @@ def _card(curve: Curve, series: Sequence[Series], phases: Sequence[PhaseSpan]) -
         notes.append(
             el("p", f"{len(bad)} values are not finite, the first at step {bad[0]:,.0f}.", class_="bad")
         )
-    if curve.verdict is not None:
-        notes.append(_verdict(curve.verdict, values[-RECENT:]))
+    if curve.limit is not None:
+        # A non-finite value is above every limit.
+        worst = max((value if math.isfinite(value) else math.inf for value in values[-RECENT:]), default=0.0)
+        is_kept = worst <= curve.limit
+        words = f"{curve.kept if is_kept else curve.broken} Largest recent value: {number(worst)}."
+        notes.append(el("p", words, class_="good" if is_kept else "bad"))
     return card(title, draw(chart), notes, hint=curve.hint, last=number(values[-1]))
 
 
@@ -216,14 +206,6 @@ def _histogram(data: RunData, curve: Curve) -> Html:
     merged = [merge_metrics(one for _, one in part)[name] for part in parts_of(steps, COLUMNS)]
     columns = [column for column in merged if isinstance(column, Histogram)]
     return card(curve.title, heat_map(columns, steps[0][0], steps[-1][0]), hint=curve.hint)
-
-
-def _verdict(verdict: Verdict, recent: Sequence[float]) -> Html:
-    # A non-finite value is above every limit.
-    worst = max((value if math.isfinite(value) else math.inf for value in recent), default=0.0)
-    is_kept = worst <= verdict.limit
-    text = f"{verdict.kept if is_kept else verdict.broken} Largest recent value: {number(worst)}."
-    return el("p", text, class_="good" if is_kept else "bad")
 
 
 def _legend(series: Sequence[Series]) -> Html:

@@ -131,6 +131,11 @@ class Measured:
     """Whether the run recorded the inputs of its stages."""
 
     @property
+    def activities(self) -> list[RankWork | Wait]:
+        """Works, and the waits with a cause."""
+        return [*self.works, *(wait for wait in self.waits if wait.cause is not None)]
+
+    @property
     def steps(self) -> str:
         """Steps of the window in words. Example: ``steps 5 to 8``."""
         if self.first == self.last:
@@ -317,17 +322,25 @@ def rank_rows(found: Measured) -> Rows:
 
 def measured_bars(found: Measured) -> list[Bar]:
     """Return bars for every shown rank, including a bar for each wait that names its cause."""
-    works = [work for work in found.works if work.on.rank < MOST_LANES]
-    waits = [wait for wait in found.waits if wait.cause is not None and wait.on.rank < MOST_LANES]
-    worked = [_bar(found, work, work.stage, step=work.step) for work in works]
-    waited = [_bar(found, wait, f"waits for {wait.whom}", is_idle=True) for wait in waits]
-    return sorted((*worked, *waited), key=lambda bar: (bar.pool, bar.lane, bar.start_s))
+    bars = [
+        Bar(
+            pool=one.on.pool,
+            lane=f"rank {one.on.rank:>2}",
+            stage=_name(one),
+            start_s=max(one.start_s, found.start_s),
+            end_s=min(one.end_s, found.end_s),
+            step=one.step if isinstance(one, RankWork) else 0,
+            is_idle=isinstance(one, Wait),
+        )
+        for one in found.activities
+        if one.on.rank < MOST_LANES
+    ]
+    return sorted(bars, key=lambda bar: (bar.pool, bar.lane, bar.start_s))
 
 
 def trace_of(found: Measured) -> dict[str, Any]:
     """Return trace events: a pool is a process, a rank a thread; times are microseconds of the run."""
-    waits = [wait for wait in found.waits if wait.cause is not None]
-    ranks = ranks_of(found.works, waits)
+    ranks = sorted({one.on for one in found.activities})
     pools = sorted({on.pool for on in ranks})
     ids = {on: {"pid": pools.index(on.pool) + 1, "tid": place} for place, on in enumerate(ranks, 1)}
     names = [
@@ -335,37 +348,23 @@ def trace_of(found: Measured) -> dict[str, Any]:
         for on in ranks
         for kind, name in (("process", on.pool), ("thread", f"rank {on.rank}"))
     ]
-    works = [
-        _event(
-            one, ids, "stage", one.stage, step=one.step, rows=one.rows, tokens=one.tokens, after=[*one.after]
-        )
-        for one in found.works
-    ]
-    idle = [
-        _event(wait, ids, "wait", f"waits for {wait.whom}", step=wait.step, before=wait.before)
-        for wait in waits
-    ]
-    return {"displayTimeUnit": "ms", "traceEvents": [*names, *works, *idle]}
+    events = [_event(one, ids) for one in found.activities]
+    return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
 
 
-def _event(
-    one: RankWork | Wait, ids: Mapping[RankName, Mapping[str, int]], kind: str, name: str, **args: object
-) -> dict[str, Any]:
+def _event(one: RankWork | Wait, ids: Mapping[RankName, Mapping[str, int]]) -> dict[str, Any]:
     start, end = round(1e6 * one.start_s), round(1e6 * one.end_s)
-    where = {"ph": "X", "name": name, "cat": kind, **ids[one.on]}
-    return {**where, "ts": start, "dur": end - start, "args": args}
+    kind, args = "wait", dict[str, Any](step=one.step)
+    if isinstance(one, RankWork):
+        kind, args = "stage", {**args, "rows": one.rows, "tokens": one.tokens, "after": [*one.after]}
+    else:
+        args["before"] = one.before
+    head = {"ph": "X", "name": _name(one), "cat": kind, **ids[one.on]}
+    return {**head, "ts": start, "dur": end - start, "args": args}
 
 
-def _bar(found: Measured, one: RankWork | Wait, stage: str, *, step: int = 0, is_idle: bool = False) -> Bar:
-    return Bar(
-        pool=one.on.pool,
-        lane=f"rank {one.on.rank:>2}",
-        stage=stage,
-        start_s=max(one.start_s, found.start_s),
-        end_s=min(one.end_s, found.end_s),
-        step=step,
-        is_idle=is_idle,
-    )
+def _name(one: RankWork | Wait) -> str:
+    return one.stage if isinstance(one, RankWork) else f"waits for {one.whom}"
 
 
 def _longest_rows(found: Measured) -> Rows:
