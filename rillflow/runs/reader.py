@@ -260,7 +260,7 @@ def rollout_columns(run: Path, step: int) -> dict[str, list[Any]]:
     files = _rollout_files(run, step)
     if files[0].suffix != ".jsonl":
         return read_columns(files)
-    lines = [line.data for line in read_lines(files[0]).lines]
+    lines = [_known(line) for line in read_lines(files[0]).lines]
     names = dict.fromkeys(name for line in lines for name in line if name != "token_texts")
     return {name: [line.get(name) for line in lines] for name in names}
 
@@ -313,7 +313,8 @@ def _metrics_record(line: Line) -> MetricsRecord:
 
 
 def _metric(line: Line, name: str, parts: JSON) -> Metric:
-    match parts:
+    numbers = parts.items() if isinstance(parts, dict) else ()
+    match {key: math.nan if number is None else number for key, number in numbers}:
         case {"mean": int() | float() as value, "count": int() | float() as count}:
             return Mean(total=value * count if count else 0.0, count=count)
         case {
@@ -360,10 +361,15 @@ class _Row:
     sample: int
 
 
+def _known(line: Line) -> Mapping[str, JSON]:
+    """Return the fields of a row; a NaN, such as a missing reward, is None."""
+    return {name: None if value != value else value for name, value in line.data.items()}
+
+
 def _rollout_record(line: Line) -> RolloutRecord:
-    found = decode(_Row, line)
-    row = RowId(found.epoch, found.prompt_id, found.sample)
-    record = decode(RolloutRecord, line, row=row, prompt=prompt_text(line.data.get("prompt")))
+    data, ids = _known(line), decode(_Row, line)
+    row = RowId(ids.epoch, ids.prompt_id, ids.sample)
+    record = decode(RolloutRecord, line, data, row=row, prompt=prompt_text(data.get("prompt")))
     for name, values in (("logprobs", record.logprobs), ("versions", record.versions)):
         if len(values) != len(record.tokens):
             raise line.refusal(f"{len(values)} {name} for {len(record.tokens)} tokens", "every token has one")

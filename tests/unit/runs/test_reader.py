@@ -174,6 +174,16 @@ def test_an_older_run_s_rollouts_are_lines_of_json(tmp_path: Path) -> None:
     assert rollout_columns(run.path, 1)["prompt"] == rollout_columns(run.path, 2)["prompt"] == ["17+25="]
 
 
+def test_an_older_run_s_row_whose_reward_is_no_number_has_no_reward(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        (run.path / "rollouts").mkdir()
+        row = {**ROW, "reward": math.nan, "logprobs": [0.0, -math.inf, -0.25, -0.125]}
+        (run.path / "rollouts" / "step-000001.jsonl").write_bytes(encode(row))
+        (record,) = read_rollouts(run.path, 1)
+        assert record.reward is None and record.logprobs[1] == -math.inf
+        assert rollout_columns(run.path, 1)["reward"] == [None]
+
+
 def test_a_step_of_which_a_file_is_missing_is_as_if_it_had_none(tmp_path: Path) -> None:
     """A run that was killed while ranks wrote; what is there goes when the run is taken up again."""
     with RunDirectory.open(tmp_path / "run", {}) as run:
