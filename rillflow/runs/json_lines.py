@@ -75,12 +75,7 @@ def read_lines(path: Path) -> Lines:
     Raises:
         RunDirectoryError: the file cannot be read, or a line before the last is not a record.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return Lines(lines=(), torn_at=None)
-    except OSError as error:
-        raise RunDirectoryError(f"cannot read {path}", why=str(error)) from error
+    content = _content(path, may_be_missing=True)
     lines, start = list[Line](), 0
     for number, text in enumerate(io.BytesIO(content), 1):
         data = _record(text) if text.endswith(b"\n") else None
@@ -169,10 +164,7 @@ def read_json(path: Path) -> Mapping[str, JSON]:
     Raises:
         RunDirectoryError: the file is missing or is not a JSON object.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise RunDirectoryError(f"cannot read {path}", why=str(error)) from error
+    content = _content(path)
     data = _record(content)
     if data is None:
         raise RunDirectoryError(
@@ -181,6 +173,15 @@ def read_json(path: Path) -> Mapping[str, JSON]:
             fix="restore it from a copy; rillflow verify lists all damaged files of a run",
         )
     return data
+
+
+def _content(path: Path, *, may_be_missing: bool = False) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        if may_be_missing and isinstance(error, FileNotFoundError):
+            return b""
+        raise RunDirectoryError(f"cannot read {path}", why=str(error)) from error
 
 
 def _record(text: bytes) -> Mapping[str, JSON] | None:

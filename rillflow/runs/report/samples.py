@@ -94,7 +94,11 @@ def draw_groups(read: Sequence[Sequence[Sample]]) -> list[Html]:
         (f"Worst{step}", "Lowest reward; ties go to the answers with the highest confidence.", worst(last)),
         ("Longest", "Most sampled tokens, from all steps read; one row per prompt first.", longest(every)),
     )
-    return [_group(title, hint, chosen) for title, hint, chosen in groups if chosen]
+    return [
+        card(title, map(draw_sample, chosen), hint=hint, kind="card samples")
+        for title, hint, chosen in groups
+        if chosen
+    ]
 
 
 def draw_comparison(read: Sequence[Sequence[Sample]]) -> list[Html]:
@@ -134,14 +138,12 @@ def draw_sample(sample: Sample) -> Html:
         *([el("span", "cut off at the limit", class_="warn")] if row.finish == "length" else []),
         el("span", str(row.row)),
     ]
-    message = [el("p", cut(row.message, 300), class_="bad")] if row.message else []
-    answer = el("div", _answer(sample), class_="answer")
     return el(
         "article",
         el("p", facts, class_="facts"),
         el("div", cut(row.prompt, MAX_CHARACTERS), class_="prompt"),
-        answer,
-        message,
+        el("div", _answer(sample), class_="answer"),
+        [el("p", cut(row.message, 300), class_="bad")] if row.message else [],
     )
 
 
@@ -149,16 +151,8 @@ def shade_key() -> Html:
     """Draw the legend of the shades."""
     words = ["over 90%", *(f"under {probability:.0%}" for probability in SHADES)]
     keys = (el("i", f" {word} ", class_=f"s{level}") for level, word in enumerate(words))
-    return el(
-        "p",
-        "Probability of each token when it was sampled: ",
-        el("span", keys, class_="tokens"),
-        class_="legend",
-    )
-
-
-def _group(title: str, hint: str, samples: Sequence[Sample]) -> Html:
-    return card(title, map(draw_sample, samples), hint=hint, kind="card samples")
+    told = "Probability of each token when it was sampled: "
+    return el("p", told, el("span", keys, class_="tokens"), class_="legend")
 
 
 def _column(samples: Sequence[Sample]) -> Html:
@@ -201,12 +195,13 @@ def _brief(text: str) -> str:
 
 def _answer(sample: Sample) -> Html | list[Html]:
     texts, logprobs = _token_texts(sample.rollout), sample.logprobs
-    if not texts:
-        return [el("div", cut(sample.rollout.completion, MAX_CHARACTERS)), _heat(logprobs)]
+    if not texts:  # draw only the shades
+        heat = el("div", map(_shaded, logprobs[:MAX_TOKENS]), class_="heat")
+        return [el("div", cut(sample.rollout.completion, MAX_CHARACTERS)), heat]
     row, shown = sample.rollout, []
     has_texts = len(row.token_texts) == len(row.tokens)
     for number, (text, logprob) in enumerate(zip(texts[:MAX_TOKENS], logprobs[:MAX_TOKENS], strict=True)):
-        shown.append(el("i", _token(text), class_=_shade(logprob), title=_chance(logprob)))
+        shown.append(_shaded(logprob, text.replace("\n", "↵\n").replace("\t", "⇥\t") or "·"))
         end = row.sampled[number + 1] if number + 1 < len(row.sampled) else len(row.tokens)
         inserted = "".join(row.token_texts[row.sampled[number] + 1 : end]) if has_texts else ""
         if inserted:
@@ -229,23 +224,13 @@ def _token_texts(row: RolloutRecord) -> Sequence[str]:
     return characters if len(characters) == count else ()
 
 
-def _heat(logprobs: Sequence[float]) -> Html:
-    """Draw only the shades, when the tokens' texts are unknown."""
-    cells = (el("i", class_=_shade(value), title=_chance(value)) for value in logprobs[:MAX_TOKENS])
-    return el("div", cells, class_="heat")
-
-
-def _token(text: str) -> str:
-    return text.replace("\n", "↵\n").replace("\t", "⇥\t") or "·"
-
-
-def _shade(logprob: float) -> str:
-    probability = math.exp(min(0.0, logprob)) if math.isfinite(logprob) else 0.0
-    return f"s{sum(probability < limit for limit in SHADES)}"
-
-
-def _chance(logprob: float) -> str:
-    return f"{math.exp(min(0.0, logprob)):.0%} ({logprob:.2f})" if math.isfinite(logprob) else "not finite"
+def _shaded(logprob: float, text: str = "") -> Html:
+    """Draw a token, the darker the lower its probability was."""
+    if not math.isfinite(logprob):
+        return el("i", text, class_=f"s{len(SHADES)}", title="not finite")
+    probability = math.exp(min(0.0, logprob))
+    shade = sum(probability < limit for limit in SHADES)
+    return el("i", text, class_=f"s{shade}", title=f"{probability:.0%} ({logprob:.2f})")
 
 
 def _badges(row: RolloutRecord) -> list[Html]:
