@@ -48,9 +48,8 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs.reader import SpanRecord, read_evaluations, read_metrics, read_spans
-from rillflow.runs.report.html import el
+from rillflow.runs.report.html import el, style
 from rillflow.runs.report.measured import measured, measured_bars
-from rillflow.runs.report.style import STYLE
 from rillflow.runs.report.timeline import colours_of, draw_timeline
 from rillflow.runs.run_data import load
 from rillflow_planner.recipe_problem import state_problem
@@ -469,7 +468,7 @@ def pictures(arguments: argparse.Namespace) -> list[str]:
             ]
             svg = svg.replace(f"0 0 {width} {height}", f"0 0 {width} {height + 24}")
             drawn = svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-            drawn = drawn.replace(">", f"><style>{STYLE}</style>", 1)
+            drawn = drawn.replace(">", f"><style>{style()}</style>", 1)
             file = target / f"{name.replace(', ', '-').replace(' ', '-')}.svg"
             file.write_text(drawn.removesuffix("</svg>") + "".join(keys) + "</svg>\n")
             lines.append(f"{file}: {name}, steps {first} to {last}")
