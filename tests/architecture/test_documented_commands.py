@@ -94,7 +94,7 @@ def _small_settings(arguments: list[str], folder: Path) -> list[str]:
 
 def pages() -> list[Path]:
     """Every page of the repository."""
-    folders = [ROOT / name for name in ("docs", "recipes", "examples", "benchmarks")]
+    folders = [ROOT / name for name in ("docs", "plugins", "recipes", "examples", "benchmarks")]
     return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))])
 
 
@@ -108,10 +108,11 @@ LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "docs/cli.md",
     "docs/cluster.md",
     "docs/design/controller.md",
-    "docs/design/merging.md",
     "docs/design/models.md",
     "docs/design/parallel.md",
     "docs/design/streaming.md",
+    "plugins/merging/docs/merging.md",
+    "plugins/planner/docs/commands.md",
 ]
 """Pages whose commands are run with the slow tests: each command of the command line's once more, and those
 of ranks and meshes, which start many processes."""
