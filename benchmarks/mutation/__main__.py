@@ -1,4 +1,4 @@
-"""Do the tests notice small faults? Random mutants of the package and its plugins, each against the tests of its line.
+"""Do the tests notice small faults? Random mutants of package and plugins, each against its line's tests.
 
     python benchmarks/mutation --mutants 300 --seed 20261124
 
