@@ -8,9 +8,9 @@
 #   make lint         ruff and mypy                  make benchmark   the smallest round of every benchmark
 #   make oracles      gradients against plain loops, PEFT, TRL and verl: before training or sampling changes
 #   make mutation     random small faults of the package: does a test notice each? (hours)
-#   make packages     the wheel in empty environments, with oldest and newest dependencies (minutes)
-#   make docs         draws the graphs of docs/algorithms and the table of sizes anew
-#   make size         files and lines of code of every package
+#   make packages     the wheels in empty environments, with oldest and newest dependencies (minutes)
+#   make docs         draws the graphs of docs/algorithms and the tables of sizes anew
+#   make size         files and lines of code of every package and plugin
 #   make clean        removes .venv and caches; runs/ stays
 
 # The first Python of 3.11 or newer; choose another with: make test PYTHON=/path/to/python
