@@ -109,7 +109,7 @@ $(LEAN): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e .
 	@touch $@
 
-$(FULL): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing into $(VENV) with the tests' tools: once, a few minutes"
+$(FULL): pyproject.toml $(wildcard plugins/*/pyproject.toml) constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV) with the plugins and the tests' tools: once, a few minutes"
 	$(PIP) -e '.[dev,parquet,gym,ray,service]' $(addprefix -e plugins/,planner merging service)
 	@touch $@ $(LEAN)
