@@ -8,9 +8,7 @@
     pictures    the timelines of three of its rungs, as the report draws them
     learning    the quickstart's task at several bounds: accuracy on held-out sums
 
-    python benchmarks/ahead.py ladder
     python benchmarks/ahead.py ladder --shape balanced --rungs "in sequence" "4 ahead, by parts"
-    python benchmarks/ahead.py parts --rounds 3
     python benchmarks/ahead.py pools --rounds 3
     python benchmarks/ahead.py learning --seeds 0 1 2 --write results.md
 
@@ -58,6 +56,7 @@ from rillflow_planner.workload import Lengths
 
 SMALLEST = ["ladder --shape tiny --rungs 'in sequence'"]
 SLOW = ["pools --rounds 1"]  # starts Ray
+NEEDS = ["rillflow_planner"]
 
 SHAPES = {"verl": (357.0, 108.0, 270.0), "balanced": (245.0, 245.0, 245.0)}
 SHAPES |= {"tiny": (8.0, 8.0, 8.0), "none": (0.0, 0.0, 0.0)}

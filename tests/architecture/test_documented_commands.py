@@ -27,12 +27,7 @@ LIMIT_S = 240
 NEEDS_RIGHT_ANSWERS = ("online_dpo",)
 """Algorithms that stop with an error if no sampled answer is right: they keep their rows and warm start."""
 _MARK = re.compile(r"<!-- not run: \S.* -->")
-_ANYWHERE = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "model", "tests")
-
-
-def _left_out(folder: str, names: list[str]) -> set[str]:
-    """Return the files and folders of a folder that a copy of the repository does without."""
-    return {*_ANYWHERE(folder, names), *({"runs"} if Path(folder) == ROOT else ())}
+_GENERATED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "model", "tests")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +94,15 @@ def _small_settings(arguments: list[str], folder: Path) -> list[str]:
     return [word for setting in small for word in ("--set", setting)]
 
 
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """Return what a copy goes without; ``runs`` in the root holds runs, ``rillflow/runs`` is code."""
+    runs = {"runs"} if Path(folder) == ROOT else set()
+    return _GENERATED(folder, names) | runs
+
+
 def pages() -> list[Path]:
     """Every page of the repository."""
-    folders = [ROOT / name for name in ("docs", "recipes", "examples", "benchmarks")]
+    folders = [ROOT / name for name in ("docs", "plugins", "recipes", "examples", "benchmarks")]
     return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))])
 
 
@@ -115,10 +116,11 @@ LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "docs/cli.md",
     "docs/cluster.md",
     "docs/design/controller.md",
-    "docs/design/merging.md",
     "docs/design/models.md",
     "docs/design/parallel.md",
     "docs/design/streaming.md",
+    "plugins/merging/docs/merging.md",
+    "plugins/planner/docs/commands.md",
 ]
 """Pages whose commands are run with the slow tests: each command of the command line's once more, and those
 of ranks and meshes, which start many processes."""

@@ -212,7 +212,10 @@ def plan_page(title: str, found: Simulation, lines: Sequence[str], sizes: Sequen
         *section("In numbers", [el("pre", "\n".join(lines))]),
         *section("Timeline", [el("section", timeline, class_="card wide")] if timeline else []),
         *section("Throughput", [card] if sizes else []),
-        el("footer", "Made by Rillflow; docs/design/planner.md explains how each number is predicted."),
+        el(
+            "footer",
+            "Made by Rillflow; plugins/planner/docs/planner.md explains how each number is predicted.",
+        ),
     ]
     return page(title, body)
 
