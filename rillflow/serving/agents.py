@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import math
 import secrets
-import select
 import socket
 import time
 from collections import deque
@@ -31,12 +30,11 @@ from torch import Tensor, nn
 
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
-from rillflow.rewards.child import START_LIMIT_S, Answer, Child, Failure, State
-from rillflow.rewards.columns import choose
-from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.outcome import FAILED, RETURNED, Outcome
-from rillflow.rewards.supervised import Containment
-from rillflow.rewards.text_execution import is_shut_in, visible_to
+from rillflow.rewards.child import START_LIMIT_S, Answer, Child, State, next_answers
+from rillflow.rewards.function import FunctionPath, choose
+from rillflow.rewards.outcome import FAILED, RETURNED, Outcome, Score
+from rillflow.rewards.sandbox import Level
+from rillflow.rewards.text_execution import is_shut_in
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability, Engine, RowByRow
 from rillflow.serving.conversation import Conversation
@@ -47,6 +45,7 @@ from rillflow.tasks.encoded import Encoder
 
 POLICY = "policy"
 """Model name at an agent's door."""
+_LONGEST_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -187,18 +186,12 @@ class AgentEngine(RowByRow):
         if not self._is_shut_in:
             if not self._shared_url:
                 self._shared_url = self._serve(door, bound(0))
-            child = Child(self._function, memory_bytes=room, containment=Containment.NAMESPACE)
+            child = Child(self._function, memory_bytes=room, level=Level.NONE)
             self._urls[child] = self._shared_url
             return child
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            child = Child(
-                self._function,
-                memory_bytes=room,
-                containment=Containment.SANDBOX,
-                visible=visible_to(self._function),
-                door=theirs.fileno(),
-            )
+            child = Child(self._function, memory_bytes=room, level=Level.FULL, door=theirs.fileno())
             self._children.append(child)  # ended with the others if the door fails
             theirs.close()
             ours.settimeout(START_LIMIT_S)
@@ -224,41 +217,31 @@ class AgentEngine(RowByRow):
             name: [value] for name, value in {**known, "base_url": self._urls[child], "api_key": key}.items()
         }
         chosen = choose(columns, child.parameters, self._function)
-        call = {"type": "run", "columns": {name: value[0] for name, value in chosen.items()}}
+        call = {"type": "run", "rows": 1, "columns": {name: value[0] for name, value in chosen.items()}}
         self._keys[key], self._running[child] = agent.conversation, agent
-        child.send(call, num_rows=1, limit_s=self._agent.timeout_s)
+        child.send(call, limit_s=self._agent.timeout_s)
 
     def _ended(self, *, waits: bool) -> list[tuple[Child, Answer]]:
         """Return the calls that have ended; with ``waits``, wait for an event first."""
         for child, agent in self._running.items():
             talk = agent.conversation
             child.deadline = math.inf if talk.is_asking else talk.since + self._agent.timeout_s
-        poller, owners = select.poll(), dict[int, Child]()
-        poller.register(self._queue.woken, select.POLLIN)
-        for child in self._children:
-            for descriptor, mask in child.events().items():
-                poller.register(descriptor, mask)
-                owners[descriptor] = child
-        until = min((child.deadline for child in self._children), default=0.0) if waits else 0.0
-        wait_ms = min(1000.0, max(0.0, 1000 * (until - time.monotonic())))
-        found = poller.poll(math.ceil(wait_ms))
-        moved = {owners[descriptor] for descriptor, _ in found if descriptor in owners}
-        ended = [(child, answer) for child in moved if (answer := child.advance()) is not None]
-        late = [child for child in self._children if child.deadline <= time.monotonic()]
-        ended += [(child, child.expire()) for child in late if child.state is not State.IDLE]
+        until = time.monotonic() + (_LONGEST_WAIT_S if waits and self._children else 0.0)
+        ended = next_answers(self._children, until, self._queue.woken)
         return [(child, answer) for child, answer in ended if child in self._running]
 
     def _row(self, child: Child, answer: Answer) -> Rollout:
         """Return the row of an agent that has ended."""
         agent = self._leave(child, is_over=True)
-        row, failed = agent.conversation.row, None
-        if isinstance(answer, Failure):
-            failed = (answer.outcome, f"the agent {answer.message}")
+        row, columns = agent.conversation.row, {**json.loads(agent.start.columns), RETURNED: None}
+        if isinstance(answer, Score):
+            columns[FAILED] = (answer.outcome, f"the agent {answer.message}")
         elif not agent.conversation.is_begun:
-            failed = (Outcome.ERROR, "the agent returned without a request to the policy")
-        told = {RETURNED: None, FAILED: failed} if failed else {RETURNED: json.loads(_only(answer))}
-        columns = json.dumps({**json.loads(agent.start.columns), **told})
-        return replace(row, columns=columns, finish=Finish.LENGTH if failed else row.finish)
+            columns[FAILED] = (Outcome.ERROR, "the agent returned without a request to the policy")
+        else:
+            columns[RETURNED] = json.loads(answer[0].message)
+        finish = Finish.LENGTH if FAILED in columns else row.finish
+        return replace(row, columns=json.dumps(columns), finish=finish)
 
     def _leave(self, child: Child, *, is_over: bool = False) -> _Agent:
         """Stop writing a row and release its child's state."""
@@ -269,9 +252,3 @@ class AgentEngine(RowByRow):
         if not is_over:
             child.stop()
         return agent
-
-
-def _only(answer: Answer) -> str:
-    """Return an agent's return value as JSON."""
-    assert not isinstance(answer, Failure)
-    return answer[0].message
