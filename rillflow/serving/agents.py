@@ -248,7 +248,7 @@ class AgentEngine(RowByRow):
         agent = self._running.pop(child)
         del self._keys[agent.key]
         agent.conversation.leave()
-        self._queue.put(agent.start.row)
+        self._queue.wake()
         if not is_over:
             child.stop()
         return agent

@@ -31,7 +31,7 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.serving.engine_queue import Drop, EngineQueue, Told, Wanted
+from rillflow.serving.engine_queue import EngineQueue, Told, Wanted
 from rillflow.serving.http_body import Declined, body_of, json_object
 from rillflow.serving.openai_protocol import (
     ChatRequest,
@@ -67,7 +67,7 @@ class Visitor(Protocol):
         """Finish a request whose rows have all ended; without rows, the request was given up."""
 
     def is_left(self) -> bool:
-        """Return whether the engine's thread has given up this owner's rows."""
+        """Return whether the owner's rows were given up."""
         ...
 
 
@@ -266,7 +266,7 @@ class _Answer:
         self.choices = [Choice(asked, index, begin, tokenizer) for index, begin in enumerate(self.begun)]
         self.rows: dict[int, Rollout] = {}
         """Ended rows, by number."""
-        self._queue, self._visitor = queue, visitor
+        self._queue, self._visitor, self._is_left = queue, visitor, False
         self._events = asyncio.Queue[tuple[int, Told, bool]]()
         self._wanted = list[Wanted]()
 
@@ -290,16 +290,17 @@ class _Answer:
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, what, is_over))
 
         how: dict[str, Any] = {"sampling": sampling, "stops": asked.stops, "is_streamed": asked.stream}
-        how["is_left"] = self._visitor.is_left
-        self._wanted = [
-            Wanted(begin=each, tell=partial(tell, index), name=self._name(index), **how)
-            for index, each in enumerate(self.begun)
-        ]
-        self._queue.put(*self._wanted)
+        how["is_left"] = lambda: self._is_left or self._visitor.is_left()
+        self._queue.put(
+            *(
+                Wanted(begin=each, tell=partial(tell, index), name=self._name(index), **how)
+                for index, each in enumerate(self.begun)
+            )
+        )
 
     async def __aexit__(self, *_: object) -> None:
-        left = [wanted for index, wanted in enumerate(self._wanted) if index not in self.rows]
-        self._queue.put(*(Drop(wanted=wanted) for wanted in left))
+        self._is_left = True
+        self._queue.wake()
         self._visitor.over(self.asked, [self.rows[index] for index in sorted(self.rows)] * self.is_over)
 
     def _name(self, index: int) -> str:
