@@ -127,7 +127,6 @@ def serve(
     served, visitor = _opened(source, max_rows)
     door = Door(
         served.queue,
-        tokenizer=served.model.tokenizer,
         model=source.absolute().name,
         version=lambda: served.version,
         visitor=lambda key: visitor if secrets.compare_digest(key.encode(), token.encode()) else None,

@@ -173,18 +173,13 @@ class RewardWorkers(ExitStack):
             )
 
         short_s = min(timeout_s, max(_LEAST_LIMIT_S, RETRIES * timeout_s / 2 / len(rows)))
-        scores = self._alone(rows, columns, limit_s=short_s, until=until)
-        if short_s < timeout_s:
-            silent = [row for row, score in scores.items() if score.outcome is Outcome.TIMEOUT]
-            scores.update(self._alone(silent, columns, limit_s=timeout_s, until=until))
-        return scores
-
-    def _alone(
-        self, rows: Sequence[int], columns: Columns, *, limit_s: float, until: Callable[[], float]
-    ) -> dict[int, Score]:
         scores: dict[int, Score] = {}
-        for call, answer in self._run([_Call(rows=(row,), limit_s=limit_s) for row in rows], columns, until):
-            scores.update(_by_row(call, answer))
+        silent = rows
+        for limit_s in dict.fromkeys((short_s, timeout_s)):
+            calls = [_Call(rows=(row,), limit_s=limit_s) for row in silent]
+            for call, answer in self._run(calls, columns, until):
+                scores.update(_by_row(call, answer))
+            silent = [row for row in silent if scores[row].outcome is Outcome.TIMEOUT]
         return scores
 
     def _run(

@@ -80,8 +80,8 @@ class EngineQueue:
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, *, max_rows: int) -> None:
-        self.engine = engine
-        self._tokenizer, self._can_look = tokenizer, Capability.LOOK in engine.can
+        self.engine, self.tokenizer = engine, tokenizer
+        self._can_look = Capability.LOOK in engine.can
         self._max_rows, self._passes = max_rows, 0
         self._lock, self._inbox = Lock(), list[deque[Wanted]]()
         self._failure: RillflowError | None = None
@@ -258,7 +258,7 @@ class EngineQueue:
         own = rollout.tokens[begin:]
 
         def has(count: int) -> bool:
-            text = self._tokenizer.decode(own[:count])
+            text = self.tokenizer.decode(own[:count])
             return any(stop in text for stop in wanted.stops)
 
         if not wanted.stops or not has(len(own)):

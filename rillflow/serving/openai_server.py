@@ -27,7 +27,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rillflow.errors import DataError, RillflowError, StreamError
-from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
@@ -149,7 +148,6 @@ class Door:
 
     Args:
         queue: queue of the engine that samples.
-        tokenizer: tokeniser of the model.
         model: model name that requests may give.
         version: returns the version of the newest weights.
         visitor: returns the owner of a key; None for an unknown key.
@@ -159,12 +157,11 @@ class Door:
         self,
         queue: EngineQueue,
         *,
-        tokenizer: Tokenizer,
         model: str,
         version: Callable[[], int],
         visitor: Callable[[str], Visitor | None],
     ) -> None:
-        self._queue, self._tokenizer, self._model = queue, tokenizer, model
+        self._queue, self._model = queue, model
         self._version, self._visitor = version, visitor
 
     def app(self) -> Starlette:
@@ -198,7 +195,7 @@ class Door:
             what = f"there is no model {asked.model[:80]!r}"
             raise Declined(404, what, why="only one model is served", fix=f"use {self._model!r}, or omit it")
         begun = await to_thread(visitor.begin, asked)
-        answer = _Answer(self._queue, asked, begun, visitor, self._tokenizer)
+        answer = _Answer(self._queue, asked, begun, visitor)
         around = partial(envelope, asked, f"{kind.kind}-{secrets.token_hex(8)}", self._model)
         if asked.stream:
             return StreamingResponse(self._events(answer, around), media_type="text/event-stream")
@@ -255,15 +252,10 @@ class _Answer:
     """The rows of one request, which run while the context is entered."""
 
     def __init__(
-        self,
-        queue: EngineQueue,
-        asked: SamplingRequest,
-        begun: list[Rollout],
-        visitor: Visitor,
-        tokenizer: Tokenizer,
+        self, queue: EngineQueue, asked: SamplingRequest, begun: list[Rollout], visitor: Visitor
     ) -> None:
         self.asked, self.begun = asked, begun
-        self.choices = [Choice(asked, index, begin, tokenizer) for index, begin in enumerate(self.begun)]
+        self.choices = [Choice(asked, index, begin, queue.tokenizer) for index, begin in enumerate(begun)]
         self.rows: dict[int, Rollout] = {}
         """Ended rows, by number."""
         self._queue, self._visitor, self._is_left = queue, visitor, False

@@ -87,7 +87,6 @@ def door(model: LanguageModel) -> Iterator[tuple[str, Passes]]:
     visitor = NewRows(Encoder(tokenizer=model.tokenizer, context=model.context), usual)
     app = Door(
         queue,
-        tokenizer=model.tokenizer,
         model="tiny",
         version=lambda: 7,
         visitor=lambda key: visitor if key == KEY else None,
