@@ -14,6 +14,7 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rillflow.errors import RewardError, nearest
 from rillflow.rewards.frames import Frame
@@ -23,6 +24,8 @@ Text = str | Sequence[Mapping[str, object]]
 
 Columns = Mapping[str, Sequence[object]]
 """JSON values by column name, each column [B]."""
+
+V = TypeVar("V")
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -120,8 +123,8 @@ class Parameters:
     """Whether the function has ``**columns``."""
 
 
-def choose(columns: Columns, parameters: Parameters, function: object) -> Columns:
-    """Return the columns that the function takes.
+def choose(columns: Mapping[str, V], parameters: Parameters, function: object) -> Mapping[str, V]:
+    """Return the columns that the function takes, whether they hold a batch or one row.
 
     Raises:
         RewardError: a required column is missing.

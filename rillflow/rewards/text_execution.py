@@ -71,7 +71,7 @@ def text_uses(function: FunctionPath) -> list[TextUse]:
 
 
 def visible_to(function: FunctionPath) -> Visible:
-    """Return the user's files that a function's sandbox shows: its own, imported modules next to it, others."""
+    """Return the user's files that a sandbox shows: the function's, modules next to it, listed files."""
     return Visible(
         folder="" if function.text else str(function.file.parent),
         copies=[str(file) for file, _ in _sources(function) if file.is_file()],

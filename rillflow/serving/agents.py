@@ -79,8 +79,7 @@ class AgentEngine(RowByRow):
         self._children: dict[Child, str] = {}  # with the URL of its door
         self._keys: dict[str, Conversation] = {}
         self._is_shut_in = is_shut_in(function, self._agent.sandbox)
-        self._version = 0
-        self._door: Door | None = None
+        self._door = Door(self._queue, model=POLICY, visitor=self._keys.get)
         self._shared_url = ""
         stack.callback(self.close)
 
@@ -96,8 +95,7 @@ class AgentEngine(RowByRow):
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See Engine."""
-        self._version = version
-        self._inner.load(version, weights)
+        self._queue.load(version, weights)
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See Engine."""
@@ -146,28 +144,21 @@ class AgentEngine(RowByRow):
             child.stop()
 
     def _begin(self) -> None:
-        """Give waiting rows to idle children; create the door first if there is none."""
-        if self._door is None:
-            self._door = Door(
-                self._queue,
-                model=POLICY,
-                version=lambda: self._version,
-                visitor=self._keys.get,
-            )
+        """Give waiting rows to idle children."""
         alive = [child for child in self._children if child.state is not State.ENDED]
         self._children = {child: self._children[child] for child in alive}
         wanted = min(self._agent.workers, len(self._waiting) + len(self._running))
         while len(self._children) < wanted:
-            self._start(self._door)
+            self._start()
         for child in self._children:
             if self._waiting and child.state is State.IDLE:
                 self._call(child, *self._waiting.popleft())
 
-    def _start(self, door: Door) -> None:
+    def _start(self) -> None:
         """Start a child that reaches the door over its sandbox's network, or over this machine's."""
         room = self._agent.memory_bytes
         if not self._is_shut_in:
-            self._shared_url = self._shared_url or self._serve(door, bound(0))
+            self._shared_url = self._shared_url or self._serve(bound(0))
             self._children[Child(self._function, memory_bytes=room, level=Level.NONE)] = self._shared_url
             return
         ours, theirs = socket.socketpair()
@@ -178,19 +169,18 @@ class AgentEngine(RowByRow):
             ours.settimeout(START_LIMIT_S)
             descriptors = socket.recv_fds(ours, 16, 1)[1]
         if descriptors:
-            self._children[child] = self._serve(door, socket.socket(fileno=descriptors[0]))
+            self._children[child] = self._serve(socket.socket(fileno=descriptors[0]))
 
-    def _serve(self, door: Door, listening: socket.socket) -> str:
-        return self._stack.enter_context(LoopbackServer(door.app(), listening)).url
+    def _serve(self, listening: socket.socket) -> str:
+        return self._stack.enter_context(LoopbackServer(self._door.app(), listening)).url
 
     def _call(self, child: Child, start: Rollout, sampling: SamplingConfig) -> None:
         assert child.parameters is not None, "an idle child has reported its parameters"
         talk = Conversation(start, sampling, self._encoder)
         given = {**json.loads(start.columns), "base_url": self._children[child], "api_key": talk.key}
-        chosen = choose({name: [value] for name, value in given.items()}, child.parameters, self._function)
-        call = {"type": "run", "rows": 1, "columns": {name: value[0] for name, value in chosen.items()}}
+        chosen = choose(given, child.parameters, self._function)
         self._keys[talk.key], self._running[child] = talk, talk
-        child.send(call, limit_s=self._agent.timeout_s)
+        child.send({"type": "run", "rows": 1, "columns": chosen}, limit_s=self._agent.timeout_s)
 
     def _ended(self, *, waits: bool) -> list[tuple[Child, Answer]]:
         """Return the calls that have ended; with ``waits``, wait for an event first."""
@@ -217,7 +207,7 @@ class AgentEngine(RowByRow):
         """Stop writing a row and release its child's state."""
         talk = self._running.pop(child)
         del self._keys[talk.key]
-        talk.leave()
+        talk.is_left = True
         self._queue.wake()
         if not is_over:
             child.stop()

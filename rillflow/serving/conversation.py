@@ -42,6 +42,8 @@ class Conversation:
         """The row as it was added; the row up to the last answer."""
         self.key = secrets.token_urlsafe(24)
         """Key of the agent at the door."""
+        self.is_left = False
+        """See Visitor; a request of the agent that is still on the way then samples nothing."""
         self.is_begun = self.is_asking = False
         """Whether any token was sampled; whether an answer is in progress."""
         self.since = time.monotonic()
@@ -50,7 +52,7 @@ class Conversation:
         self._said: list[dict[str, Any]] | str | None = None
         self._known: list[dict[str, Any]] | tuple[str, ...] = ()
         self._begin, self._has_own_limit = 0, False
-        self._lock, self._is_left = Lock(), False
+        self._lock = Lock()
 
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
         """See Visitor; any thread may call it."""
@@ -83,14 +85,6 @@ class Conversation:
                 self._known = (self._said + self._encoder.tokenizer.decode(own), self._said + text)
             self.row = replace(row, finish=Finish.STOP) if self._has_own_limit else row
             self.is_begun, self.since = True, time.monotonic()
-
-    def leave(self) -> None:
-        """Give up the row: a request of its agent that is still on the way samples nothing."""
-        self._is_left = True
-
-    def is_left(self) -> bool:
-        """See Visitor."""
-        return self._is_left
 
     def _of_chat(self, asked: ChatRequest) -> list[int]:
         """Return the new tokens of messages."""

@@ -29,11 +29,13 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import TypeAlias
+
+from torch import Tensor
 
 from rillflow.errors import RillflowError, RowError, StreamError
 from rillflow.models.tokenizer import Tokenizer
@@ -74,13 +76,15 @@ class EngineQueue:
     """The rows that clients want, and the engine that samples them.
 
     Args:
-        engine: has ``Capability.ROWS``; only the thread that calls ``turn`` calls its methods.
+        engine: has ``Capability.ROWS``; only the thread that calls ``turn`` and ``load`` calls its methods.
         tokenizer: tokeniser of the model.
         max_rows: largest number of rows in the engine.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, *, max_rows: int) -> None:
         self.engine, self.tokenizer = engine, tokenizer
+        self.version = 0
+        """Version of the newest weights."""
         self._can_look = Capability.LOOK in engine.can
         self._max_rows, self._passes = max_rows, 0
         self._lock, self._inbox = Lock(), list[deque[Wanted]]()
@@ -93,6 +97,11 @@ class EngineQueue:
         """File descriptor to poll for new entries."""
         for descriptor in (self.woken, self._wake):
             os.set_blocking(descriptor, False)
+
+    def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Sample with these weights from now on; see Engine."""
+        self.version = version
+        self.engine.load(version, weights)
 
     def put(self, *request: Wanted) -> None:
         """Begin the rows of one request; from any thread."""

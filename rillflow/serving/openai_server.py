@@ -56,6 +56,9 @@ _KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error"}
 class Visitor(Protocol):
     """The owner of a key."""
 
+    is_left: bool
+    """Whether the owner's rows were given up."""
+
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
         """Return the rows that a request continues."""
 
@@ -65,10 +68,6 @@ class Visitor(Protocol):
     def over(self, asked: SamplingRequest, rollouts: list[Rollout]) -> None:
         """Finish a request whose rows have all ended; without rows, the request was given up."""
 
-    def is_left(self) -> bool:
-        """Return whether the owner's rows were given up."""
-        ...
-
 
 class NewRows:
     """A visitor whose every request begins new rows.
@@ -77,6 +76,8 @@ class NewRows:
         encoder: encodes prompts.
         usual: sampling settings, unless a request overrides them.
     """
+
+    is_left = False
 
     def __init__(self, encoder: Encoder, usual: SamplingConfig) -> None:
         self._encoder, self._usual, self._numbers = encoder, usual, count()
@@ -103,10 +104,6 @@ class NewRows:
 
     def over(self, asked: SamplingRequest, rollouts: list[Rollout]) -> None:
         """See Visitor; keeps nothing."""
-
-    def is_left(self) -> bool:
-        """See Visitor."""
-        return False
 
     def _require_few(self, prompts: int, samples: int) -> None:
         """Raise DataError for too many rows before their prompts cost time and memory."""
@@ -149,7 +146,6 @@ class Door:
     Args:
         queue: queue of the engine that samples.
         model: model name that requests may give.
-        version: returns the version of the newest weights.
         visitor: returns the owner of a key; None for an unknown key.
     """
 
@@ -158,11 +154,10 @@ class Door:
         queue: EngineQueue,
         *,
         model: str,
-        version: Callable[[], int],
         visitor: Callable[[str], Visitor | None],
     ) -> None:
         self._queue, self._model = queue, model
-        self._version, self._visitor = version, visitor
+        self._visitor = visitor
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
@@ -204,7 +199,7 @@ class Door:
                 if await answer.wait(_GONE_S) is None and await request.is_disconnected():
                     return Response(status_code=499)
         told = [each.next(answer.rows[index], is_over=True) for index, each in enumerate(answer.choices)]
-        return JSONResponse(around(self._version(), choices=told, usage=answer.usage))
+        return JSONResponse(around(self._queue.version, choices=told, usage=answer.usage))
 
     async def _events(self, answer: _Answer, around: Callable[..., Any]) -> AsyncIterator[str]:
         try:
@@ -213,16 +208,16 @@ class Door:
                     index, rollout = await answer.wait() or (0, None)
                     assert rollout is not None, "without a time limit there is always a rollout"
                     choice = answer.choices[index].next(rollout, is_over=index in answer.rows)
-                    yield _event(around(self._version(), choices=[choice]))
+                    yield _event(around(self._queue.version, choices=[choice]))
             if answer.asked.stream_options.get("include_usage"):
-                yield _event(around(self._version(), choices=[], usage=answer.usage))
+                yield _event(around(self._queue.version, choices=[], usage=answer.usage))
         except RillflowError as error:
             yield _event(_told(error, "server_error"))
         yield "data: [DONE]\n\n"
 
     async def _models(self, request: Request, visitor: Visitor) -> Response:
         del request, visitor
-        about = {"object": "model", "owned_by": "rillflow", "version": self._version()}
+        about = {"object": "model", "owned_by": "rillflow", "version": self._queue.version}
         return JSONResponse({"object": "list", "data": [{"id": self._model, **about}]})
 
     async def _refuse(self, request: Request, visitor: Visitor) -> Response:
@@ -282,7 +277,7 @@ class _Answer:
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, what, is_over))
 
         how: dict[str, Any] = {"sampling": sampling, "stops": asked.stops, "is_streamed": asked.stream}
-        how["is_left"] = lambda: self._is_left or self._visitor.is_left()
+        how["is_left"] = lambda: self._is_left or self._visitor.is_left
         self._queue.put(
             *(
                 Wanted(begin=each, tell=partial(tell, index), name=self._name(index), **how)
