@@ -1,4 +1,4 @@
-"""RewardWorkers: score rows in children, whatever errors or hangs the function has.
+"""RewardWorkers: score rows in children, whatever errors or hangs the function has; sum several functions.
 
     rows ── split over workers ──> one call each ──┬── scores ───────────────────────────> done
                                                    └── raised, died, silent ──> its rows separately:
@@ -15,6 +15,7 @@
     shuts down    ``close``; the driver's death ends every child, kill -9 included
 
 A function that must see the whole batch needs a single worker; see docs/design/rewards.md.
+``WeightedWorkers`` runs several functions, each in children of its own, and sums their scores row by row.
 """
 
 from __future__ import annotations
@@ -233,7 +234,10 @@ class RewardWorkers(ExitStack):
 
 
 class WeightedWorkers(ExitStack):
-    """Children of several functions; a context manager, used from one thread.
+    """Children of several functions, whose scores are summed; a context manager, used from one thread.
+
+    A function that abstains is left out of a row's sum; if all abstain, the row has no score. A timeout or an
+    error of one function is the row's outcome: a sum without it would be another reward.
 
     Args:
         functions: reward functions with their weights.
@@ -267,7 +271,9 @@ def _by_row(call: _Call, answer: Answer) -> dict[int, Score]:
 
 
 def summed(said: Mapping[str, tuple[float, Score]]) -> Score:
-    """Return the weighted sum of several scorers for a row, given weight and score by name."""
+    """Return the weighted sum of several scorers for a row, given weight and score by name; see
+    ``WeightedWorkers``.
+    """
     for name, (_, score) in said.items():
         if score.outcome in FAILURES:
             return Score(outcome=score.outcome, message=f"{name}: {score.message}")

@@ -85,7 +85,7 @@ class SamplingRequest(BaseModel):
 
     def sampling(self, usual: SamplingConfig) -> SamplingConfig:
         """Return the sampling settings of the request, with ``usual`` for missing parameters."""
-        asked = {name: getattr(self, name) for name in DRAWING} | {"max_tokens": self.limit}
+        asked = self.model_dump(include={*DRAWING}) | {"max_tokens": self.limit}
         return usual.model_copy(update={name: value for name, value in asked.items() if value is not None})
 
 
