@@ -36,7 +36,7 @@ from rillflow.placement.mesh import Mesh
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.rewards.judge_prompt import FrameConfig, kept_frame
-from rillflow.rewards.weighted import WeightedWorkers
+from rillflow.rewards.workers import WeightedWorkers
 from rillflow.roles.combined_scores import Panel
 from rillflow.roles.judge import Judge
 from rillflow.roles.model_shard import ModelShard

@@ -9,6 +9,7 @@ its new part is encoded.
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import replace
 from threading import Lock
@@ -31,14 +32,18 @@ class Conversation:
     """A visitor whose requests form one row.
 
     Args:
-        start: the row with its prompt of the data.
+        start: the row as it was added, with its prompt of the data.
         usual: sampling settings.
         encoder: encodes messages and texts.
     """
 
     def __init__(self, start: Rollout, usual: SamplingConfig, encoder: Encoder) -> None:
-        self.row = start
-        """The row up to the last answer."""
+        self.start = self.row = start
+        """The row as it was added; the row up to the last answer."""
+        self.key = secrets.token_urlsafe(24)
+        """Key of the agent at the door."""
+        self.is_left = False
+        """See Visitor; a request of the agent that is still on the way then samples nothing."""
         self.is_begun = self.is_asking = False
         """Whether any token was sampled; whether an answer is in progress."""
         self.since = time.monotonic()
@@ -47,7 +52,7 @@ class Conversation:
         self._said: list[dict[str, Any]] | str | None = None
         self._known: list[dict[str, Any]] | tuple[str, ...] = ()
         self._begin, self._has_own_limit = 0, False
-        self._lock, self._is_left = Lock(), False
+        self._lock = Lock()
 
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
         """See Visitor; any thread may call it."""
@@ -80,14 +85,6 @@ class Conversation:
                 self._known = (self._said + self._encoder.tokenizer.decode(own), self._said + text)
             self.row = replace(row, finish=Finish.STOP) if self._has_own_limit else row
             self.is_begun, self.since = True, time.monotonic()
-
-    def leave(self) -> None:
-        """Give up the row: a request of its agent that is still on the way samples nothing."""
-        self._is_left = True
-
-    def is_left(self) -> bool:
-        """See Visitor."""
-        return self._is_left
 
     def _of_chat(self, asked: ChatRequest) -> list[int]:
         """Return the new tokens of messages."""
