@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.app.launch import launch
 from rillflow.app.phases import phase_plans
@@ -53,6 +53,7 @@ from rillflow.runs.report.measured import measured, measured_bars
 from rillflow.runs.report.style import STYLE
 from rillflow.runs.report.timeline import colours_of, draw_timeline
 from rillflow.runs.run_data import load
+from rillflow.tasks import kinds
 from rillflow_planner.recipe_problem import state_problem
 from rillflow_planner.simulated_run import endless, simulate_as_run
 from rillflow_planner.workload import Lengths
@@ -255,7 +256,7 @@ def step(flow: Flow, prompts: Batch, config: SleepingConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=SleepingConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=SleepingConfig, step=step, data=kinds.PROMPTS)
 
 
 def run_of(recipe: Path, folder: Path, *settings: str) -> Path:

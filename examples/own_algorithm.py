@@ -17,13 +17,14 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.cli.main import main
 from rillflow.controller.flow import Flow
 from rillflow.formulas import cross_entropy, group_advantages
 from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
+from rillflow.tasks.kinds import PROMPTS
 
 
 class AboveMeanConfig(AlgorithmConfig):
@@ -55,7 +56,7 @@ def step(flow: Flow, prompts: Batch, config: AboveMeanConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=AboveMeanConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=AboveMeanConfig, step=step, data=PROMPTS)
 
 if __name__ == "__main__":
     words = sys.argv[1:] or ["run", str(Path(__file__).with_suffix(".toml"))]

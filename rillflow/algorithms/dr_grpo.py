@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GroupScaleConfig, ScaleSetting, step
 from rillflow.formulas.config import PolicyLossConfig
+from rillflow.tasks.kinds import PROMPTS
 
 
 class DrGRPOConfig(GroupScaleConfig):
@@ -21,4 +22,4 @@ class DrGRPOConfig(GroupScaleConfig):
     loss: PolicyLossConfig = PolicyLossConfig(aggregation="constant")
 
 
-ALGORITHM = Algorithm(config=DrGRPOConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=DrGRPOConfig, step=step, data=PROMPTS)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GroupScaleConfig, step
 from rillflow.formulas.config import PolicyLossConfig
+from rillflow.tasks.kinds import PROMPTS
 
 
 class GSPOConfig(GroupScaleConfig):
@@ -22,4 +23,4 @@ class GSPOConfig(GroupScaleConfig):
     )
 
 
-ALGORITHM = Algorithm(config=GSPOConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=GSPOConfig, step=step, data=PROMPTS)

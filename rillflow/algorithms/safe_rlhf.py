@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.ppo import CriticTrainedConfig, beside, kl_weight, update_with_pretraining
 from rillflow.algorithms.steps import (
     bootstrapped,
@@ -27,6 +27,7 @@ from rillflow.algorithms.steps import (
     trained_rows,
     with_logprobs,
 )
+from rillflow.tasks.kinds import PROMPTS
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -98,4 +99,4 @@ def step(
     return critic, cost_critic, policy
 
 
-ALGORITHM = Algorithm(config=SafeRLHFConfig, step=step, data=Data.PROMPTS, beside=beside)
+ALGORITHM = Algorithm(config=SafeRLHFConfig, step=step, data=PROMPTS, beside=beside)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import update_and_publish
 from rillflow.app.role_factories import RoleSetting
@@ -18,6 +18,7 @@ from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, mean_of
 from rillflow.records.rollout import completions
+from rillflow.tasks.kinds import PROMPTS
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP
 
@@ -59,7 +60,7 @@ def step(flow: Flow, prompts: Batch, config: Any) -> Handle:
     return update_and_publish(flow, [rollouts, advantages], config)
 
 
-ALGORITHM = Algorithm(config=VerifiedConfig, step=step, data=Data.PROMPTS, brings={"verifier": Verifier})
+ALGORITHM = Algorithm(config=VerifiedConfig, step=step, data=PROMPTS, brings={"verifier": Verifier})
 
 if __name__ == "__main__":
     raise SystemExit(main(algorithms=[ALGORITHM]))

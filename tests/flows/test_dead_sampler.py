@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GRPOConfig
 from rillflow.algorithms.steps import group_relative_advantages, publish, with_logprobs
 from rillflow.cli.main import main
 from rillflow.controller.flow import Flow
 from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
+from rillflow.tasks.kinds import PROMPTS
 from tests.flows.conftest import SAMPLER_ON_RAY, SUMS, Tiny
 
 if find_spec("ray") is None:
@@ -55,7 +56,7 @@ def step(flow: Flow, prompts: Batch, config: GRPOConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=GRPOConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=GRPOConfig, step=step, data=PROMPTS)
 
 
 def command(tiny: Tiny, name: str, *settings: str) -> list[str]:

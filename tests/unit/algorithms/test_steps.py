@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.controller.flow import Flow
@@ -18,6 +18,9 @@ from rillflow.roles.policy import Policy, Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.sampler import Sampler
 from rillflow.roles.scalar_roles import Critic, RewardModel, SafetyCostModel
+from rillflow.tasks.kinds import DEMONSTRATIONS, PROMPTS
+from rillflow.tasks.labelled import LABELLED
+from rillflow.tasks.preference import PREFERENCES
 from rillflow.workers.endpoint import endpoints_of
 
 
@@ -37,10 +40,10 @@ FUNCTIONS: Mapping[str, type] = {
 }
 MODELS: Mapping[str, type] = {**FUNCTIONS, "reward": RewardModel, "cost": SafetyCostModel}
 DATA = {
-    Data.PROMPTS: ("tokens", "columns"),
-    Data.DEMONSTRATIONS: ("tokens", "loss_mask"),
-    Data.PREFERENCES: ("tokens", "loss_mask", "columns"),
-    Data.LABELLED: ("tokens", "loss_mask", "label"),
+    PROMPTS: ("tokens", "columns"),
+    DEMONSTRATIONS: ("tokens", "loss_mask"),
+    PREFERENCES: ("tokens", "loss_mask", "columns"),
+    LABELLED: ("tokens", "loss_mask", "label"),
 }
 STEP_LINES = 40
 CRITICS = ("ppo", "safe_rlhf")
