@@ -53,7 +53,6 @@ from rillflow.runs.report.measured import measured, measured_bars
 from rillflow.runs.report.style import STYLE
 from rillflow.runs.report.timeline import colours_of, draw_timeline
 from rillflow.runs.run_data import load
-from rillflow.tasks import kinds
 from rillflow_planner.recipe_problem import state_problem
 from rillflow_planner.simulated_run import endless, simulate_as_run
 from rillflow_planner.workload import Lengths
@@ -256,7 +255,7 @@ def step(flow: Flow, prompts: Batch, config: SleepingConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=SleepingConfig, step=step, data=kinds.PROMPTS)
+ALGORITHM = Algorithm(config=SleepingConfig, step=step)
 
 
 def run_of(recipe: Path, folder: Path, *settings: str) -> Path:

@@ -24,7 +24,6 @@ from rillflow.controller.flow import Flow
 from rillflow.formulas import cross_entropy, group_advantages
 from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
-from rillflow.tasks.kinds import PROMPTS
 
 
 class AboveMeanConfig(AlgorithmConfig):
@@ -56,7 +55,7 @@ def step(flow: Flow, prompts: Batch, config: AboveMeanConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=AboveMeanConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=AboveMeanConfig, step=step)
 
 if __name__ == "__main__":
     words = sys.argv[1:] or ["run", str(Path(__file__).with_suffix(".toml"))]

@@ -25,7 +25,6 @@ from rillflow.controller.flow import Flow
 from rillflow.formulas import TokenLosses
 from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
-from rillflow.tasks.kinds import PROMPTS
 
 
 class RankedConfig(GroupConfig):
@@ -78,7 +77,7 @@ def step(flow: Flow, prompts: Batch, config: RankedConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=RankedConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=RankedConfig, step=step)
 
 if __name__ == "__main__":
     raise SystemExit(main(algorithms=[ALGORITHM]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rillflow.graph.handle import Handle
 from rillflow.rollout.config import answering
-from rillflow.tasks.kinds import DataKind
+from rillflow.tasks.kinds import PROMPTS, DataKind
 
 if TYPE_CHECKING:
     from rillflow.algorithms.config import AlgorithmConfig
@@ -20,7 +20,7 @@ class Algorithm:
     """An algorithm as the rest of the system sees it.
 
     Example:
-        Algorithm(config=GRPOConfig, step=step, data=PROMPTS)
+        Algorithm(config=GRPOConfig, step=step)
     """
 
     config: type[AlgorithmConfig]
@@ -30,7 +30,7 @@ class Algorithm:
 
     A second batch, if there is one, is the fourth argument.
     """
-    data: DataKind
+    data: DataKind = PROMPTS
     """Kind of data of an iteration."""
     beside: Callable[[Any], DataKind | None] = lambda _: None
     """Kind of data of the second batch, from the settings: as many rows, in an order of their own."""

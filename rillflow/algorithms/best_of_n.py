@@ -14,7 +14,6 @@ from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import SampledConfig
 from rillflow.algorithms.steps import missing_end_penalised, trained_rows
-from rillflow.tasks.kinds import PROMPTS
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -65,4 +64,4 @@ def step(flow: Flow, prompts: Batch, config: BestOfNConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=BestOfNConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=BestOfNConfig, step=step)

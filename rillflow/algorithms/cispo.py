@@ -11,7 +11,6 @@ from typing import Literal
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GroupScaleConfig, step
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.tasks.kinds import PROMPTS
 
 
 class CISPOConfig(GroupScaleConfig):
@@ -21,4 +20,4 @@ class CISPOConfig(GroupScaleConfig):
     loss: PolicyLossConfig = PolicyLossConfig(surrogate="weight", clip_low=1.0, clip_high=4.0)
 
 
-ALGORITHM = Algorithm(config=CISPOConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=CISPOConfig, step=step)

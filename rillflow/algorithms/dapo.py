@@ -16,7 +16,6 @@ from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GroupScaleConfig
 from rillflow.algorithms.steps import group_relative_advantages, update_and_publish, with_logprobs
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.tasks.kinds import PROMPTS
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -71,4 +70,4 @@ def step(flow: Flow, prompts: Batch, config: DAPOConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=DAPOConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=DAPOConfig, step=step)

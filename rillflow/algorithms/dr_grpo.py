@@ -11,7 +11,6 @@ from typing import Literal
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GroupScaleConfig, ScaleSetting, step
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.tasks.kinds import PROMPTS
 
 
 class DrGRPOConfig(GroupScaleConfig):
@@ -22,4 +21,4 @@ class DrGRPOConfig(GroupScaleConfig):
     loss: PolicyLossConfig = PolicyLossConfig(aggregation="constant")
 
 
-ALGORITHM = Algorithm(config=DrGRPOConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=DrGRPOConfig, step=step)

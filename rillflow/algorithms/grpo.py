@@ -13,7 +13,6 @@ from pydantic import Field
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import group_relative_advantages, update_and_publish, with_logprobs
-from rillflow.tasks.kinds import PROMPTS
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -48,4 +47,4 @@ def step(flow: Flow, prompts: Batch, config: GroupScaleConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=GRPOConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=GRPOConfig, step=step)

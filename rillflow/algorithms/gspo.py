@@ -11,7 +11,6 @@ from typing import Literal
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GroupScaleConfig, step
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.tasks.kinds import PROMPTS
 
 
 class GSPOConfig(GroupScaleConfig):
@@ -23,4 +22,4 @@ class GSPOConfig(GroupScaleConfig):
     )
 
 
-ALGORITHM = Algorithm(config=GSPOConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=GSPOConfig, step=step)

@@ -17,7 +17,6 @@ from rillflow.algorithms.config import AnchoredConfig
 from rillflow.algorithms.steps import missing_end_penalised, publish
 from rillflow.formulas.config import Selector
 from rillflow.formulas.preferences import PairLossConfig
-from rillflow.tasks.kinds import PROMPTS
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -97,4 +96,4 @@ def with_totals(flow: Flow, pairs: Handle, config: OnlineDPOConfig) -> Handle:
     return flow.compute(formulas.kept_totals, pairs, totals, into="reference_totals")
 
 
-ALGORITHM = Algorithm(config=OnlineDPOConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=OnlineDPOConfig, step=step)

@@ -28,7 +28,7 @@ from rillflow.algorithms.steps import (
 )
 from rillflow.formulas.config import ValueLossConfig
 from rillflow.graph.loss import over
-from rillflow.tasks.kinds import DEMONSTRATIONS, PROMPTS, DataKind
+from rillflow.tasks.kinds import DEMONSTRATIONS, DataKind
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -136,4 +136,4 @@ def beside(config: CriticTrainedConfig) -> DataKind | None:
     return DEMONSTRATIONS if config.pretrain_weight else None
 
 
-ALGORITHM = Algorithm(config=PPOConfig, step=step, data=PROMPTS, beside=beside)
+ALGORITHM = Algorithm(config=PPOConfig, step=step, beside=beside)

@@ -12,7 +12,6 @@ from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import TokenConfig
 from rillflow.algorithms.steps import token_level_rewards, update_and_publish, with_logprobs
-from rillflow.tasks.kinds import PROMPTS
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -38,4 +37,4 @@ def step(flow: Flow, prompts: Batch, config: ReinforcePPConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=ReinforcePPConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=ReinforcePPConfig, step=step)

@@ -20,7 +20,6 @@ from rillflow.algorithms.steps import (
     update_and_publish,
     with_logprobs,
 )
-from rillflow.tasks.kinds import PROMPTS
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -55,4 +54,4 @@ def step(flow: Flow, prompts: Batch, config: ReMaxConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=ReMaxConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=ReMaxConfig, step=step)

@@ -14,7 +14,6 @@ from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import kl_penalised_rewards, update_and_publish, with_logprobs
-from rillflow.tasks.kinds import PROMPTS
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -38,4 +37,4 @@ def step(flow: Flow, prompts: Batch, config: RLOOConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=RLOOConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=RLOOConfig, step=step)

@@ -27,7 +27,6 @@ from rillflow.algorithms.steps import (
     trained_rows,
     with_logprobs,
 )
-from rillflow.tasks.kinds import PROMPTS
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -99,4 +98,4 @@ def step(
     return critic, cost_critic, policy
 
 
-ALGORITHM = Algorithm(config=SafeRLHFConfig, step=step, data=PROMPTS, beside=beside)
+ALGORITHM = Algorithm(config=SafeRLHFConfig, step=step, beside=beside)

@@ -289,9 +289,8 @@ class Build:
     def _evaluate_ranking(self, plan: PhasePlan, executor: GroupExecutor, rows: Batch) -> Evaluation:
         """Evaluate an algorithm's own scores of held-out rows, as their kind of data says."""
         assert plan.algorithm.score is not None
-        scores, kind = plan.algorithm.score(Flow(executor), rows, plan.config), plan.algorithm.data
-        known = rows.only(*kind.judged_by)
-        found = executor.apply(kind.evaluated, scores, known, place=scores.places[0])
+        scores = plan.algorithm.score(Flow(executor), rows, plan.config)
+        found = executor.apply(plan.algorithm.data.evaluated, scores, rows, place=scores.places[0])
         evaluation: Evaluation = found.read(self._recipe.placement.deadline_s)
         return evaluation
 

@@ -22,7 +22,6 @@ from rillflow.rewards.judge_prompt import KEPT
 from rillflow.runs import layout
 from rillflow.tasks.example import Example, shown
 from rillflow.tasks.files import Rows
-from rillflow.tasks.kinds import DataKind
 from rillflow.tasks.task import Task, open_task, read_sets
 
 
@@ -49,7 +48,7 @@ def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given
     Raises:
         DataError: the source is unknown or its data cannot be used.
     """
-    kind: DataKind = recipe.chosen.data
+    kind = recipe.chosen.data
     task = open_task(recipe.task, kind, base=base, seed=recipe.run.seed, drawn=drawn, rows=given.rows)
     task = replace(task, sets=read_sets(recipe.evaluate.sets, base, kind))
     _require_numbers(task, recipe.algorithm.columns)

@@ -9,7 +9,7 @@ An algorithm names its kind. A kind of your own is a subclass that the algorithm
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from rillflow.errors import DataError
 from rillflow.formulas.interval import wilson
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rillflow.runs.reader import Evaluation
     from rillflow.tasks.encoded import Encoded
 
+Epochs: TypeAlias = int | Sequence[int]
+"""Epoch of all rows, or of each."""
 ARITHMETIC, GYM = "arithmetic", "reasoning-gym:"
 """Built-in sources, whose problems have one right answer each."""
 
@@ -52,10 +54,6 @@ class DataKind:
     """Word for one row of the data."""
     sources: ClassVar[tuple[str, ...]] = ()
     """Built-in sources that can make such rows."""
-    has_reward: ClassVar[bool] = False
-    """Whether the built-in source's own reward scores answers."""
-    judged_by: ClassVar[tuple[str, ...]] = ()
-    """Fields of a held-out batch that an evaluation compares the scores with."""
 
     def __str__(self) -> str:
         return self.name
@@ -66,11 +64,12 @@ class DataKind:
         Raises:
             DataError: the record is no such row. The message does not say where the record is.
         """
-        raise NotImplementedError
+        return example_of(row, index, place)
 
     def made(self, problems: Sequence[Example], seed: int) -> Sequence[Example]:
-        """Return rows made of problems with one right answer each, if the kind has ``sources``."""
-        raise NotImplementedError
+        """Return rows made of the problems of a built-in source; the problems themselves if they are rows."""
+        del seed
+        return problems
 
     def require_source(self, source: str) -> None:
         """Raise DataError for a built-in source that cannot make such rows."""
@@ -93,9 +92,7 @@ class DataKind:
         del context
         return rows
 
-    def batch(
-        self, rows: Sequence[Encoded], epoch: int | Sequence[int], columns: Sequence[str] = ()
-    ) -> Batch:
+    def batch(self, rows: Sequence[Encoded], epoch: Epochs, columns: Sequence[str] = ()) -> Batch:
         """Return rows as a batch: prompts, or all answers; see ``prompts.answered_batch``."""
         from rillflow.tasks.prompts import answered_batch, prompt_batch
 
@@ -108,7 +105,7 @@ class DataKind:
 
         Args:
             scores: the field ``rewards`` [B] of all answers, those of one row neighbours.
-            rows: the fields ``judged_by``.
+            rows: the held-out rows.
         """
         raise NotImplementedError
 
@@ -117,16 +114,7 @@ class Prompts(DataKind):
     """Prompts to sample answers for."""
 
     name, fields = "prompts", ("tokens", "columns")
-    sources, has_reward = (ARITHMETIC, GYM), True
-
-    def read(self, row: dict[str, Any], index: int, place: str) -> Example:
-        """See DataKind."""
-        return example_of(row, index, place)
-
-    def made(self, problems: Sequence[Example], seed: int) -> Sequence[Example]:
-        """See DataKind."""
-        del seed
-        return problems
+    sources = (ARITHMETIC, GYM)
 
 
 class Demonstrations(Prompts):

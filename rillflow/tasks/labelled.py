@@ -28,7 +28,7 @@ class Labelled(DataKind):
 
     name, fields = "labelled answers", ("tokens", "loss_mask", "label")
     columns, answers = ("prompt", "completion", "label"), ("completion",)
-    sources, judged_by = (ARITHMETIC,), ("label",)
+    sources = (ARITHMETIC,)
 
     def read(self, row: dict[str, Any], index: int, place: str) -> Example:
         """Return a record with ``prompt``, ``completion`` and ``label``; its dict becomes the columns.

@@ -19,6 +19,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish
 from rillflow.records.row import RowId
 from rillflow.tasks.encoded import Encoded
+from rillflow.tasks.kinds import Epochs
 
 Row = TypeVar("Row")
 
@@ -103,7 +104,7 @@ class PromptStream(Generic[Row]):
         return order
 
 
-def prompt_batch(rows: Sequence[Encoded], *, epoch: int | Sequence[int]) -> Batch:
+def prompt_batch(rows: Sequence[Encoded], *, epoch: Epochs) -> Batch:
     """Return prompts to sample answers for: ``tokens`` and ``columns``, ids (epoch, index, 0).
 
     Args:
@@ -120,9 +121,7 @@ def prompt_batch(rows: Sequence[Encoded], *, epoch: int | Sequence[int]) -> Batc
     )
 
 
-def answered_batch(
-    rows: Sequence[Encoded], *, epoch: int | Sequence[int], columns: Sequence[str] = ()
-) -> Batch:
+def answered_batch(rows: Sequence[Encoded], *, epoch: Epochs, columns: Sequence[str] = ()) -> Batch:
     """Return answers to learn from: the fields of ``rollout_batch``, with a loss mask on answer and end.
 
     Every answer becomes a row of its own, its place the sample: of a pair, sample 0 is chosen, sample 1

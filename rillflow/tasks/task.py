@@ -80,28 +80,7 @@ def open_task(
         DataError: the source is unknown, its data is invalid, or it has no rows of this kind; no row is left
             to train on.
     """
-    made = (given_rows(rows, kind.read), None) if rows is not None else _rows(config, kind, base, seed)
-    return _split(config, made[0], base, seed, drawn, kind, made[1])
-
-
-def read_sets(sets: Mapping[str, str], base: Path, kind: DataKind) -> dict[str, tuple[Example, ...]]:
-    """Return the rows of evaluation files by name.
-
-    Raises:
-        DataError: a file is invalid.
-    """
-    return {name: tuple(read_rows(base / Path(file).expanduser(), kind.read)) for name, file in sets.items()}
-
-
-def _split(
-    config: TaskConfig,
-    examples: Sequence[Example],
-    base: Path,
-    seed: int,
-    drawn: int | None,
-    kind: DataKind,
-    reward: FunctionPath | None,
-) -> Task:
+    examples, reward = _rows(config, kind, base, seed, rows)
     if config.held_out_source is not None:
         held_out = tuple(read_rows(_file("held_out_source", config.held_out_source, base), kind.read))
     else:
@@ -131,11 +110,22 @@ def _split(
     )
 
 
+def read_sets(sets: Mapping[str, str], base: Path, kind: DataKind) -> dict[str, tuple[Example, ...]]:
+    """Return the rows of evaluation files by name.
+
+    Raises:
+        DataError: a file is invalid.
+    """
+    return {name: tuple(read_rows(base / Path(file).expanduser(), kind.read)) for name, file in sets.items()}
+
+
 def _rows(
-    config: TaskConfig, kind: DataKind, base: Path, seed: int
+    config: TaskConfig, kind: DataKind, base: Path, seed: int, given: Rows | None
 ) -> tuple[Sequence[Example], FunctionPath | None]:
     """Return the source's rows, and its own reward function."""
     source = config.source
+    if given is not None:
+        return given_rows(given, kind.read), None
     kind.require_source(source)
     if source == ARITHMETIC:
         numbers, reward = {"size": config.size, "digits": config.digits}, arithmetic.REWARD
@@ -144,7 +134,8 @@ def _rows(
         problems, reward = gym.gym_examples(source, size=config.size, seed=seed), gym.REWARD
     else:
         return read_rows(_file("source", source, base), kind.read), None
-    return kind.made(problems, seed), reward if kind.has_reward else None
+    rows = kind.made(problems, seed)
+    return rows, reward if rows is problems else None
 
 
 def _file(setting: str, source: str, base: Path) -> Path:

@@ -24,7 +24,6 @@ from rillflow.formulas.losses import TokenLosses, preference_loss
 from rillflow.formulas.preferences import AnswerLossConfig, AnswerTotals
 from rillflow.graph.loss import field_parameters
 from rillflow.records.batch import Batch
-from rillflow.records.ragged import Ragged
 from rillflow.sharding.packed_rows import last_tokens
 from rillflow.training.guards import BEHIND, ROUTES, check_finite, loss_tokens
 from rillflow.training.minibatches import prompt_units
@@ -32,6 +31,7 @@ from rillflow.training.terms import (
     SAMPLED,
     Loss,
     LossPart,
+    Score,
     checked_losses,
     measured,
     prepared,
@@ -66,12 +66,12 @@ class AnswerLoss(Loss):
         """
         there, unit = minibatch.fields, self._config.unit
         require_fields(self._config, self.reads, there)
-        guarded = [name for name in (SAMPLED, BEHIND, *ROUTES) if name in there]
+        guarded = [name for name in (SAMPLED, BEHIND, "preferred", *ROUTES) if name in there]
         rows = minibatch.only("tokens", "loss_mask", *self.reads, *guarded)
         check_finite(loss_tokens(rows), *self.reads)
         if self._config.has_divergence:
             rows = rows.select((rows.ids[:, 2] < unit).nonzero().squeeze(1))
-        units = _units(rows, unit, there.get("preferred")) if unit > 1 else {}
+        units = _units(rows, unit) if unit > 1 else {}
         mask = rows.ragged("loss_mask")
         lengths = mask.sums()
         silent = (lengths == 0).nonzero()
@@ -85,9 +85,7 @@ class AnswerLoss(Loss):
         weights = mask.with_values(mask.values.double() / (unit * mask.expand(lengths)))
         return prepared(rows, weights, len(rows) / unit).with_fields(**units)
 
-    def settled(
-        self, rows: Batch | None, minibatch: Batch, score: Callable[[Batch], Ragged], ranks: Ranks
-    ) -> Batch | None:
+    def settled(self, rows: Batch | None, minibatch: Batch, score: Score, ranks: Ranks) -> Batch | None:
         """Add ``divergence`` [B], if the section has one; see ``AnswerLossConfig`` and Loss."""
         if not self._config.has_divergence:
             return rows
@@ -151,7 +149,7 @@ class PairLoss(Loss):
         Raises:
             TrainingError: a row has no partner, or is neither sample 0 nor 1; a row is empty.
         """
-        pairs = _units(minibatch, 2, minibatch.fields.get("preferred"))
+        pairs = _units(minibatch, 2)
         rows = last_tokens(minibatch)
         halves = rows.ragged("loss_mask").with_values(rows.ragged("loss_mask").values.double() / 2)
         rows = rows.with_fields(**{name: minibatch.dense(name) for name in self._fields})
@@ -179,9 +177,9 @@ def _spread(losses: Tensor, order: Tensor | None, unit: int) -> Tensor:
     return losses if order is None else losses.repeat_interleave(unit)[torch.argsort(order)]
 
 
-def _units(rows: Batch, unit: int, preferred: Tensor | Ragged | None) -> dict[str, Tensor]:
+def _units(rows: Batch, unit: int) -> dict[str, Tensor]:
     """Return ``loss_units`` and ``answer_place``, both [B] int64, for rows that form units."""
-    units = prompt_units(rows)
+    units, preferred = prompt_units(rows), rows.fields.get("preferred")
     if isinstance(preferred, Tensor) and unit == 2:
         places = (~preferred.bool()).long()
         _check_units(rows, units, places, unit, "the preferred answer is chosen, the other one rejected")

@@ -33,6 +33,7 @@ from rillflow.training.terms import (
     SAMPLED,
     Loss,
     LossPart,
+    Score,
     checked_losses,
     measured,
     prepared,
@@ -158,9 +159,7 @@ class PolicyLoss(TokenLoss):
         )
         self.source = config
 
-    def settled(
-        self, rows: Batch | None, minibatch: Batch, score: Callable[[Batch], Ragged], ranks: Ranks
-    ) -> Batch | None:
+    def settled(self, rows: Batch | None, minibatch: Batch, score: Score, ranks: Ranks) -> Batch | None:
         """Add ``is_kept``, m2po's selection of tokens over the whole minibatch; see Loss.
 
         Without ``old_logprobs``, the old policy is the present one, and every token is kept.

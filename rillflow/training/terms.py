@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from rillflow.records.ragged import Ragged
 from rillflow.training.minibatches import prompt_units
 from rillflow.workers.collectives import Ranks
 
+Score: TypeAlias = Callable[[Batch], Ragged]
+"""Function that returns the present log probabilities of rows' loss tokens."""
 SAMPLED = "sampler_logprobs"
 """Field of rows that a policy sampled; the guards need it and ``BEHIND`` besides the loss's own fields."""
 _PLAIN = (int, float, str)
@@ -88,15 +90,13 @@ class Loss(ABC):
     def __call__(self, read: Any, part: Batch, /) -> LossPart:
         """Return the terms of one part: ``read`` has the outputs at N tokens, ``part`` their fields."""
 
-    def settled(
-        self, rows: Batch | None, minibatch: Batch, score: Callable[[Batch], Ragged], ranks: Ranks
-    ) -> Batch | None:
+    def settled(self, rows: Batch | None, minibatch: Batch, score: Score, ranks: Ranks) -> Batch | None:
         """Return the rows with fields that depend on the whole minibatch; every rank calls it.
 
         Args:
             rows: this rank's prepared part of the minibatch; None if it has none.
             minibatch: the same part before ``prepare``.
-            score: returns the present log probabilities of the loss tokens.
+            score: scores rows by the present weights.
             ranks: the ranks with the other parts.
         """
         del minibatch, score, ranks

@@ -19,7 +19,7 @@ ranks, they run all passes and the step together, each on its part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from rillflow.errors import NotFiniteError
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
-from rillflow.records.ragged import Ragged
 from rillflow.sharding.module import Output, Parallel, first_said
 from rillflow.sharding.packed_rows import routes_of
 from rillflow.sharding.routing import Routing
@@ -41,7 +40,7 @@ from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
 from rillflow.training.scorer import LogprobReader, OutputReader, ScalarReader, Scorer, micro_batches
 from rillflow.training.skipping import Skip, Skipped
-from rillflow.training.terms import Loss
+from rillflow.training.terms import Loss, Score
 
 _ELSEWHERE = "a number is not finite on another rank"
 
@@ -56,8 +55,8 @@ class Objective:
     """The loss to minimise."""
     reader: OutputReader
     """Reader of the module's outputs for the loss."""
-    score: Callable[[Batch], Ragged]
-    """Returns the present log probabilities of rows, at the reader's temperature."""
+    score: Score
+    """Scorer of rows by the present weights, at the reader's temperature."""
     weight: float = 1.0
     """Factor on its gradient; metrics are of the unweighted loss."""
 

@@ -18,7 +18,6 @@ from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, mean_of
 from rillflow.records.rollout import completions
-from rillflow.tasks.kinds import PROMPTS
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP
 
@@ -60,7 +59,7 @@ def step(flow: Flow, prompts: Batch, config: Any) -> Handle:
     return update_and_publish(flow, [rollouts, advantages], config)
 
 
-ALGORITHM = Algorithm(config=VerifiedConfig, step=step, data=PROMPTS, brings={"verifier": Verifier})
+ALGORITHM = Algorithm(config=VerifiedConfig, step=step, brings={"verifier": Verifier})
 
 if __name__ == "__main__":
     raise SystemExit(main(algorithms=[ALGORITHM]))

@@ -19,7 +19,6 @@ from rillflow.cli.main import main
 from rillflow.controller.flow import Flow
 from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
-from rillflow.tasks.kinds import PROMPTS
 from tests.flows.conftest import SAMPLER_ON_RAY, SUMS, Tiny
 
 if find_spec("ray") is None:
@@ -56,7 +55,7 @@ def step(flow: Flow, prompts: Batch, config: GRPOConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=GRPOConfig, step=step, data=PROMPTS)
+ALGORITHM = Algorithm(config=GRPOConfig, step=step)
 
 
 def command(tiny: Tiny, name: str, *settings: str) -> list[str]:

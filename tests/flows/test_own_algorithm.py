@@ -29,7 +29,6 @@ from rillflow.controller.flow import Flow
 from rillflow.controller.loop import Loop, Phase
 from rillflow.errors import ConfigError
 from rillflow.records.batch import Batch
-from rillflow.tasks.kinds import PROMPTS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPE = EXAMPLES / "own_algorithm.toml"
@@ -194,7 +193,7 @@ class OwnConfig(GroupConfig):
 
 def command(word: str, step: Callable[..., Any], *settings: str) -> int:
     """A command with an algorithm of this step."""
-    own = Algorithm(config=OwnConfig, step=step, data=PROMPTS)
+    own = Algorithm(config=OwnConfig, step=step)
     small = ["algorithm.name=own", "warm_start=none", "algorithm.steps=1", "algorithm.prompts_per_step=2"]
     words = [word for setting in (*small, *settings) for word in ("--set", setting)]
     return main([word, str(RECIPE), *words], algorithms=[own])

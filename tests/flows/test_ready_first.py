@@ -27,7 +27,6 @@ from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs import layout
 from rillflow.runs.reader import read_metrics, read_rollouts, read_spans
 from rillflow.runs.rollouts import RolloutRecord
-from rillflow.tasks.kinds import PROMPTS
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_recipe import RECIPE, REWARD
@@ -222,7 +221,7 @@ def test_an_algorithm_that_samples_more_than_its_prompts_once_is_refused(tmp_pat
     (tmp_path / "run.toml").write_text(RECIPE.replace("NAME", "twice"))
     (tmp_path / "reward.py").write_text(REWARD)
     ahead = ("algorithm.freshness=1", READY, *INLINE, APART)
-    own = Algorithm(config=TwiceConfig, step=twice, data=PROMPTS)
+    own = Algorithm(config=TwiceConfig, step=twice)
     with pytest.raises(ConfigError, match="twice does not sample its step's prompts once"):
         load_recipe(tmp_path / "run.toml", ahead, [own])
 

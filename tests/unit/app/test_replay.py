@@ -20,7 +20,6 @@ from rillflow.models.language_model import LanguageModel, load_model, load_scala
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.tasks.kinds import PROMPTS
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, TokenLoss, ValueLoss
 from rillflow.training.skipping import Skipped
@@ -131,7 +130,7 @@ def test_a_loss_of_ones_own_is_replayed_by_the_file_that_has_it(model: LanguageM
     bundled(model, tmp_path, rows(), loss)
     with pytest.raises(RunDirectoryError, match=rf"(?s)loss was {__name__}\.root_of.*FILE\.py replay BUNDLE"):
         replay(tmp_path)
-    own = Algorithm(config=AlgorithmConfig, step=no_step, data=PROMPTS)
+    own = Algorithm(config=AlgorithmConfig, step=no_step)
     (found,) = replay(tmp_path, [own])
     assert found.first is not None and "the loss at token 2 (id 5) of row (epoch 0 prompt 0" in found.first
 
