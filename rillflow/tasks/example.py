@@ -115,12 +115,7 @@ def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
         DataError: the prompt is missing, null, empty, or neither text nor messages; it is messages, and
             ``tools`` is not a list of objects.
     """
-    if "prompt" not in row:
-        raise DataError(
-            "there is no column 'prompt'",
-            why=f"the columns are {', '.join(map(repr, row)) or 'none'}",
-            fix=nearest("prompt", row),
-        )
+    require_column(row, "prompt")
     prompt = _prompt(row.pop("prompt"))
     tools = row.get("tools")
     if not isinstance(prompt, str) and tools is not None and not _are_objects(tools):
@@ -128,6 +123,16 @@ def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
             f"the column 'tools' has {shown(tools)}", why="with messages it must be a list of objects"
         )
     return prompt
+
+
+def require_column(row: Mapping[str, Any], name: str, fix: str = "") -> None:
+    """Raise DataError for a row without a column; the fix, if there is none, is the nearest name."""
+    if name not in row:
+        raise DataError(
+            f"there is no column {name!r}",
+            why=f"the columns are {', '.join(map(repr, row)) or 'none'}",
+            fix=fix or nearest(name, row),
+        )
 
 
 def check_names(names: Iterable[str]) -> None:

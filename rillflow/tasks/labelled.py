@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rillflow.errors import DataError, nearest
-from rillflow.tasks.example import Example, answer_of, prompt_of, shown
+from rillflow.errors import DataError
+from rillflow.tasks.example import Example, answer_of, prompt_of, require_column, shown
 from rillflow.tasks.kinds import ARITHMETIC, DataKind, accuracy
 from rillflow.tasks.preference import PREFERENCES
 
@@ -38,16 +38,9 @@ class Labelled(DataKind):
                 nor one assistant message; the label is not true or false. The message does not say where the
                 row is.
         """
+        other = "choose an algorithm that learns from pairs, which these rows are"
         for name in ("completion", "label"):
-            if name not in row:
-                is_pair = {"chosen", "rejected"} <= row.keys()
-                raise DataError(
-                    f"there is no column {name!r}",
-                    why=f"the columns are {', '.join(map(repr, row)) or 'none'}",
-                    fix="choose an algorithm that learns from pairs, which these rows are"
-                    if is_pair
-                    else nearest(name, row),
-                )
+            require_column(row, name, other * ({"chosen", "rejected"} <= row.keys()))
         prompt, completion = prompt_of(row), answer_of(row.pop("completion"), "completion")
         label = row["label"]
         if not isinstance(label, bool):

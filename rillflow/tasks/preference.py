@@ -14,9 +14,9 @@ from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from rillflow.errors import DataError, nearest
+from rillflow.errors import DataError
 from rillflow.formulas.interval import calibration_error
-from rillflow.tasks.example import Example, Message, answer_of, prompt_of, shown
+from rillflow.tasks.example import Example, Message, answer_of, prompt_of, require_column, shown
 from rillflow.tasks.kinds import ARITHMETIC, DataKind, accuracy
 
 if TYPE_CHECKING:
@@ -118,12 +118,6 @@ def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
 
 def _answer(row: dict[str, Any], name: str) -> str:
     """Remove an answer from a row and return it."""
-    if name not in row:
-        raise DataError(
-            f"there is no column {name!r}",
-            why=f"the other columns are {', '.join(map(repr, row)) or 'none'}",
-            fix="choose an algorithm that learns from labelled answers, which these rows are"
-            if {"completion", "label"} <= row.keys()
-            else nearest(name, row),
-        )
+    other = "choose an algorithm that learns from labelled answers, which these rows are"
+    require_column(row, name, other * ({"completion", "label"} <= row.keys()))
     return answer_of(row.pop(name), f"answer {name!r}")

@@ -18,9 +18,6 @@ from rillflow.roles.policy import Policy, Reference
 from rillflow.roles.reward import Cost, Reward
 from rillflow.roles.sampler import Sampler
 from rillflow.roles.scalar_roles import Critic, RewardModel, SafetyCostModel
-from rillflow.tasks.kinds import DEMONSTRATIONS, PROMPTS
-from rillflow.tasks.labelled import LABELLED
-from rillflow.tasks.preference import PREFERENCES
 from rillflow.workers.endpoint import endpoints_of
 
 
@@ -39,12 +36,6 @@ FUNCTIONS: Mapping[str, type] = {
     "judge": Judge,
 }
 MODELS: Mapping[str, type] = {**FUNCTIONS, "reward": RewardModel, "cost": SafetyCostModel}
-DATA = {
-    PROMPTS: ("tokens", "columns"),
-    DEMONSTRATIONS: ("tokens", "loss_mask"),
-    PREFERENCES: ("tokens", "loss_mask", "columns"),
-    LABELLED: ("tokens", "loss_mask", "label"),
-}
 STEP_LINES = 40
 CRITICS = ("ppo", "safe_rlhf")
 SETTINGS = [
@@ -96,7 +87,7 @@ def traced(algorithm: Algorithm, config: AlgorithmConfig, kinds: Mapping[str, ty
     def run(tracer: Tracer, data: object) -> object:
         return algorithm.step(Flow(tracer), data, config)
 
-    return trace(config.name, run, Tracer(roles), (*DATA[algorithm.data], *config.columns))
+    return trace(config.name, run, Tracer(roles), (*algorithm.data.fields, *config.columns))
 
 
 @pytest.mark.parametrize(

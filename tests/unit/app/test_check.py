@@ -284,7 +284,7 @@ def test_a_run_looks_at_the_same_before_it_leaves_anything(folder: Path) -> None
         require_sound(loaded(folder, "task.source=prompt.jsonl").recipe, folder, said.append)
     assert not (folder / "runs").exists()
     sound = require_sound(loaded(folder).recipe, folder, said.append)
-    assert sound.encoded is not None and len(sound.encoded.train["prompts"]) == 8
+    assert sound.encoded is not None and len(sound.encoded.train[PROMPTS]) == 8
     assert any("only 2 are held out" in note for note in sound.notes)
     assert said == [], "so few rows are encoded at once"
 
