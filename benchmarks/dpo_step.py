@@ -256,8 +256,6 @@ def gradients(folder: Path, arguments: argparse.Namespace) -> list[str]:
 
 def our_gradient(folder: Path, name: str) -> dict[str, Any]:
     """By weight, of the first step's loss, in micro-batches."""
-    from functools import partial
-
     from rillflow.formulas.preferences import PairLossConfig
     from rillflow.formulas.unpaired import UnpairedLossConfig
     from rillflow.roles.answer_totals import totals_of
@@ -271,13 +269,10 @@ def our_gradient(folder: Path, name: str) -> dict[str, Any]:
     scorer, rows = Scorer(module, TrainConfig()), batch_of(0, SMALL, single=single)
     known = totals_of(Scorer(load(folder, "reference", "float64"), TrainConfig()), rows, 1.0)
     rows = rows.with_fields(reference_totals=known)
-    loss: Any
-    if single:
-        loss = AnswerLoss(UnpairedLossConfig(beta=BETA))
-        prepared = loss.settled(loss.prepare(rows), rows, partial(scorer.logprobs), SingleRank())
-    else:
-        loss = AnswerLoss(PairLossConfig(**{"beta": 2.0 if name == "simpo" else BETA, **settings}))
-        prepared = loss.prepare(rows)
+    paired = {"beta": 2.0 if name == "simpo" else BETA, **settings}
+    loss = AnswerLoss(UnpairedLossConfig(beta=BETA) if single else PairLossConfig(**paired))
+    prepared = loss.settled(loss.prepare(rows), rows, scorer.logprobs, SingleRank())
+    assert prepared is not None, "there are rows"
     for index in micro_batches(prepared, 100, prepared.fields.get("loss_units")):
         part = prepared.select(index)
         terms = loss(scorer.forward(part, LogprobReader()), loss_tokens(part)).terms

@@ -27,7 +27,7 @@ _NEAR = 9
 """Largest difference between a wrong answer and the right one, so that the two are similar."""
 
 
-class Preferences(DataKind):
+class Pairs(DataKind):
     """Pairs of answers to one prompt, the better one first."""
 
     name, fields, unit = "preferences", ("tokens", "loss_mask", "columns"), "pair"
@@ -86,7 +86,7 @@ class Preferences(DataKind):
         return accuracy(chosen > rejected, {"margin_mean": margin, "calibration_error": error, **more})
 
 
-PREFERENCES = Preferences()
+PREFERENCES = Pairs()
 
 
 def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
