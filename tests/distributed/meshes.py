@@ -46,7 +46,7 @@ class Case:
     """How many of dp share one copy of the parameters."""
     ep: int = 1
     """How many of dp share one copy of the experts; of a mixture."""
-    balance: float | None = None
+    balance: float = 0.0
     tied: bool = True
     scalar: bool = False
     dtype: str = "float64"
