@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 if TYPE_CHECKING:
     from rillflow.formulas.advantages import *
     from rillflow.formulas.aggregation import *
+    from rillflow.formulas.config import *
     from rillflow.formulas.controllers import *
     from rillflow.formulas.interval import *
     from rillflow.formulas.logprobs import *
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rillflow.formulas.selection import *
     from rillflow.formulas.shaping import *
     from rillflow.formulas.token_advantages import *
+    from rillflow.formulas.unpaired import *
 
 Formula = TypeVar("Formula", bound=Callable[..., Any])
 _NAMES = {
@@ -36,6 +38,7 @@ _NAMES = {
         "varied_groups"
     ),
     "aggregation": "loss_weights",
+    "config": "PolicyLossConfig ValueLossConfig",
     "controllers": "multiplier next_kl_weight next_log_multiplier",
     "interval": "wilson",
     "logprobs": "token_logprobs",
@@ -48,7 +51,7 @@ _NAMES = {
         "penalised_rewards penalised_token_costs penalised_token_rewards previous_logprobs "
         "previous_totals token_costs token_rewards"
     ),
-    "preferences": "implicit_rewards logprob_rewards pair_loss unpaired_loss",
+    "preferences": "implicit_rewards logprob_rewards pair_loss PairLossConfig",
     "ratios": "m2po_limit sequence_log_ratio",
     "selection": (
         "best_of_n_bound best_of_n_divergence best_rows is_paired is_preferred iterations_without_pairs "
@@ -61,6 +64,7 @@ _NAMES = {
     "token_advantages": (
         "bootstrapped_rewards gae lambda_returns returns_to_go value_targets whitened whitened_returns"
     ),
+    "unpaired": "unpaired_loss UnpairedLossConfig",
 }
 """The public names of each module."""
 Granularity = Literal["row", "group", "batch"]
@@ -82,6 +86,12 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return vars(import_module(f"{__name__}.{_HOMES[name]}"))[name]
+
+
+def named(place: str) -> Any:
+    """Return the public formula or settings of a loss at ``module:name``; None if there is none."""
+    module, _, name = place.partition(":")
+    return __getattr__(name) if module == f"{__name__}.{_HOMES.get(name)}" else None
 
 
 def granularity(formula: Callable[..., Any]) -> Granularity:

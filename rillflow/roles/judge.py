@@ -33,7 +33,7 @@ from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.reward import SCORE_FIELDS, reward_metrics, scored_rows
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.training.config import PassesConfig, TrainConfig
-from rillflow.training.loss import TokenLoss, loss_of
+from rillflow.training.loss import loss_of
 from rillflow.training.minibatches import gathered, prompt_units
 from rillflow.training.scorer import Scorer
 from rillflow.workers.endpoint import endpoint
@@ -114,7 +114,6 @@ class Judge(TrainedRole[LanguageModel]):
         rows, left = self._lessons(pairs, orders)
         term = only_term("judge.update", loss, options)
         made = loss_of(term, MODEL_OUTPUTS, "judge")
-        assert isinstance(made, TokenLoss), "a loss of labels is one of tokens"
         cut = self._minibatches(rows, passes, (0, 1))
         metrics = merge_metrics([self.trainer.update(minibatch, made) for minibatch in cut])
         self.version += 1

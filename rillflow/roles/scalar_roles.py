@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from rillflow.errors import RewardError
 from rillflow.graph.loss import only_term
@@ -30,10 +29,9 @@ from rillflow.roles.retokenize import Reread
 from rillflow.roles.reward import COST_FIELDS, SCORE_FIELDS, cost_metrics, reward_metrics, scored_rows
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.training.config import PassesConfig, TrainConfig
-from rillflow.training.loss import Loss, loss_of
-from rillflow.training.minibatches import prompt_units
-from rillflow.training.pairs import PairLoss
+from rillflow.training.loss import loss_of
 from rillflow.training.scorer import Scorer
+from rillflow.training.terms import Loss
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import SPLIT_DP, SPLIT_DP_REDUCE, SPLIT_PAIRS_REDUCE
 
@@ -82,11 +80,10 @@ class ScalarRole(TrainedRole[ScalarModel]):
         rows: Batch,
         loss: Loss,
         passes: PassesConfig,
-        units: Tensor | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> dict[str, Metric]:
         """Make optimiser steps over rows, those of one unit together; see ``Policy.update`` for ``part``."""
-        cut = self._minibatches(rows, passes, part, units)
+        cut = self._minibatches(rows, passes, part, loss.units(rows))
         metrics = merge_metrics([self.trainer.update(minibatch, loss) for minibatch in cut])
         self.version += part[0] + 1 == part[1]
         return metrics
@@ -210,9 +207,7 @@ class RewardModel(ScalarRole):
             TrainingError: a row has no partner, or a number is not finite.
         """
         term = only_term(f"{self._name}.update", loss, options)
-        return self._trained(
-            pairs, loss_of(term, PairLoss.model_outputs, self._name), passes, prompt_units(pairs)
-        )
+        return self._trained(pairs, loss_of(term, ("chosen", "rejected"), self._name), passes)
 
 
 class SafetyCostModel(RewardModel):

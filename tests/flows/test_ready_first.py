@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.app.recipe import load_recipe
 from rillflow.controller.flow import Flow
@@ -221,7 +221,7 @@ def test_an_algorithm_that_samples_more_than_its_prompts_once_is_refused(tmp_pat
     (tmp_path / "run.toml").write_text(RECIPE.replace("NAME", "twice"))
     (tmp_path / "reward.py").write_text(REWARD)
     ahead = ("algorithm.freshness=1", READY, *INLINE, APART)
-    own = Algorithm(config=TwiceConfig, step=twice, data=Data.PROMPTS)
+    own = Algorithm(config=TwiceConfig, step=twice)
     with pytest.raises(ConfigError, match="twice does not sample its step's prompts once"):
         load_recipe(tmp_path / "run.toml", ahead, [own])
 

@@ -23,8 +23,9 @@ from rillflow.records.ragged import Ragged
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.reward import OUTCOMES
 from rillflow.roles.scalar_roles import RewardModel, SafetyCostModel
-from rillflow.tasks.encoded import Answers, Encoder
-from rillflow.tasks.preference import arithmetic_preferences
+from rillflow.tasks.arithmetic import arithmetic_examples
+from rillflow.tasks.encoded import Encoder
+from rillflow.tasks.preference import PREFERENCES
 from rillflow.tasks.prompts import answered_batch
 from rillflow.training.config import PassesConfig, TrainConfig
 from rillflow.workers.endpoint import endpoints_of
@@ -41,8 +42,8 @@ def role(
 
 
 def pairs_for(model: ScalarModel, size: int = 200) -> Batch:
-    examples = arithmetic_preferences(size=size, digits=1, operators="+-", seed=0)
-    return answered_batch(Encoder(tokenizer=model.tokenizer).rows(examples, Answers.PAIR), epoch=0)
+    examples = PREFERENCES.made(arithmetic_examples(size=size, digits=1, operators="+-", seed=0), 0)
+    return answered_batch(Encoder(tokenizer=model.tokenizer).rows(examples, PREFERENCES), epoch=0)
 
 
 def accuracy(reward: RewardModel, pairs: Batch) -> float:
