@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rillflow.errors import ModelError
-from rillflow.models.weight_files import unusable
+from rillflow.models.directory_checks import unusable
 
 ALONE = threading.RLock()
 """Lock of building or drawing a model: random generator and library settings are global."""

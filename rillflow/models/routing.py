@@ -76,7 +76,7 @@ class Routers:
                 experts = next(each.shape[0] for each in part.parameters() if each.dim() == 2)
                 self.all.append(Router(name=name, layer=layer[0], experts=experts))
         self._module, self._known = module, set[int]()
-        self._current = threading.local()  # each lane of a process runs its own pass through the one module
+        self._current = threading.local()  # each worker of a process runs its own pass through the one module
 
     @property
     def experts(self) -> int:

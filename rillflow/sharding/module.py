@@ -41,7 +41,6 @@ from rillflow.sharding.mesh import RankGroups, require_processes
 from rillflow.sharding.packed_rows import Reading, empty_reading, lay_out
 from rillflow.sharding.pipeline import run_pipeline
 from rillflow.sharding.routing import Routing
-from rillflow.sharding.sequence import share_tokens
 from rillflow.sharding.stages import (
     anatomy,
     check_cut,
@@ -50,7 +49,7 @@ from rillflow.sharding.stages import (
     require_same,
     weight_stages,
 )
-from rillflow.sharding.tensor import cut_tensors, own
+from rillflow.sharding.tensor import cut_tensors, own, share_tokens
 from rillflow.workers.collectives import Ranks, SingleRank
 
 Output = Tensor | HeadLogits
