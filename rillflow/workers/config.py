@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 from rillflow.placement.mesh import Mesh
 
 TRAIN_AXES = ("dp", "fsdp", "ep", "pp", "tp")

@@ -12,10 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rillflow.errors import NotFiniteError, TrainingError
-from rillflow.formulas.aggregation import Aggregation
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
-from rillflow.formulas.losses import TokenLosses
+from rillflow.formulas.losses import Aggregation, TokenLosses
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import Histogram
 from rillflow.records.ragged import Ragged
