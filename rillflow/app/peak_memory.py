@@ -50,7 +50,7 @@ from rillflow.rollout.config import VLLM
 from rillflow.runs.formatting import size
 from rillflow.sharding.experts import expert_weights
 from rillflow.sharding.module import Output, Parallel
-from rillflow.sharding.stages import layers_of
+from rillflow.sharding.pipeline import layers_of
 from rillflow.training.config import TrainConfig
 from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute

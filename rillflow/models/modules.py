@@ -28,7 +28,14 @@ from transformers import (
 )
 
 from rillflow.errors import ModelError, nearest
-from rillflow.models.architecture import built_with, causal_class, scalar_class
+from rillflow.models.architecture import (
+    built_with,
+    causal_class,
+    head_weights,
+    require_one_number,
+    scalar_class,
+    start_head,
+)
 from rillflow.models.config import NewModel, misfits
 from rillflow.models.directory_checks import (
     LIBRARY_ERRORS,
@@ -41,7 +48,6 @@ from rillflow.models.directory_checks import (
     unusable,
 )
 from rillflow.models.lazy_weights import Drawing, Source, taken_out, unread_weights
-from rillflow.models.scalar_head import head_weights, require_one_number, start_head
 
 _FEED_FORWARD = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
 """Names of the feed-forward size in configs; the first that a type has is used."""

@@ -37,10 +37,9 @@ from torch.nn.functional import pad
 
 from rillflow.errors import TrainingError
 from rillflow.models.attention import Scores, causal
-from rillflow.models.routing import PLAN
+from rillflow.models.routing import PLAN, Routing
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
-from rillflow.sharding.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -40,7 +40,7 @@ from torch.nn.functional import pad
 from rillflow.errors import ModelError
 from rillflow.models.architecture import trial
 from rillflow.models.attention import AttentionPlan, Scores, causal
-from rillflow.models.routing import PLAN, Routers
+from rillflow.models.routing import PLAN, RoutePlan, Routers
 from rillflow.rollout.native.cache import Layer, LayerShape
 from rillflow.rollout.native.scheduler import Prefill
 
@@ -377,29 +377,6 @@ ROUTES = -1
 """Index of the cache layer that stores routes."""
 _EXACT = 257
 """Number of integers from 0 on that bfloat16 represents exactly."""
-
-
-class RoutePlan:
-    """A routing plan that lets routers choose, and records their choices."""
-
-    def __init__(self) -> None:
-        self._chosen: list[Tensor] = []
-
-    @property
-    def routes(self) -> Tensor:
-        """[T, R, k] chosen experts."""
-        return torch.stack(self._chosen, 1)
-
-    def choices(self, router: int) -> Tensor | None:
-        """See RoutingPlan."""
-        del router  # every router chooses itself
-        return None
-
-    def routed(self, router: int, logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """See RoutingPlan."""
-        del router, logits
-        self._chosen.append(chosen)
-        return weights
 
 
 def route_shape(module: nn.Module, routers: Routers, dtype: torch.dtype) -> LayerShape:
