@@ -5,7 +5,7 @@
     freshness above 0, or an engine that is not the native one ─> tis
     anything else ───────────────────────────────────────────> none: the sampler is the trainer
 
-``benchmarks/results/stale.md`` compares the corrections on stale rows. The formulas: ``formulas.ratios``.
+``benchmarks/results/stale.md`` compares the corrections on stale rows. The formulas: ``formulas.losses``.
 """
 
 from __future__ import annotations
