@@ -38,10 +38,9 @@ from rillflow.controller.loop import Cadence, Loop
 from rillflow.controller.open_step import DataStream, Phase
 from rillflow.controller.tail_batching import TailBatching
 from rillflow.models.language_model import choose_device
-from rillflow.records.batch import Batch
+from rillflow.records.batch import Batch, load_batch
 from rillflow.records.metrics import Mean
 from rillflow.records.row import HELD_OUT_EPOCH
-from rillflow.records.stored import load_batch
 from rillflow.rollout.config import SamplingConfig
 from rillflow.runs import layout
 from rillflow.runs.progress import Progress

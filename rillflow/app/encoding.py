@@ -19,7 +19,7 @@ from rillflow.app.recipe import Recipe
 from rillflow.app.sources import model_source
 from rillflow.errors import DataError
 from rillflow.models.bare import character_tokenizer
-from rillflow.models.end_tokens import end_tokens
+from rillflow.models.directory_checks import end_tokens
 from rillflow.models.tokenizer import Tokenizer, load_tokenizer
 from rillflow.tasks.encoded import Encoded, Encoder
 from rillflow.tasks.example import Example

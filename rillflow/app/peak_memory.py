@@ -37,7 +37,7 @@ from rillflow.formulas.logprobs import token_logprobs
 from rillflow.models.architecture import has_plain_head, short_copy
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import LanguageModel, ScalarModel, outline
-from rillflow.models.lazy_weights import replace
+from rillflow.models.lazy_weights import replace_parameters
 from rillflow.models.sampling_shard import sampling_module
 from rillflow.models.tensor_plan import tensor_plan
 from rillflow.records.batch import Batch, row_ids
@@ -49,7 +49,7 @@ from rillflow.rollout.config import VLLM
 from rillflow.runs.formatting import size
 from rillflow.sharding.experts import expert_weights
 from rillflow.sharding.module import Output, Parallel
-from rillflow.sharding.stages import layers_of
+from rillflow.sharding.pipeline import layers_of
 from rillflow.training.config import TrainConfig
 from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
@@ -402,7 +402,7 @@ def _cut(module: Any, tp: int, live: _Live) -> nn.Module:
     learns = {name for name, weight in module.named_parameters() if weight.requires_grad}
     local: nn.Module = sampling_module(module, tensor_plan(module), _Others(tp)) if tp > 1 else module
     with live.fake:
-        replace(local, lambda weight: torch.empty(weight.shape, dtype=weight.dtype))
+        replace_parameters(local, lambda weight: torch.empty(weight.shape, dtype=weight.dtype))
     for name, weight in local.named_parameters():
         weight.requires_grad_(name in learns)
     return local

@@ -47,10 +47,10 @@ from rillflow.app.sources import (
 )
 from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, RewardError, RillflowError, nearest
-from rillflow.models.end_tokens import require_ends
+from rillflow.models.directory_checks import require_ends
 from rillflow.models.locate import base_of
+from rillflow.models.probes import probe_tokenizer
 from rillflow.models.tokenizer import require_rows
-from rillflow.models.tokenizer_probe import probe_tokenizer
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, Text, place_of
 from rillflow.rewards.outcome import RETURNED, Outcome, Score

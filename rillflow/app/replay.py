@@ -27,8 +27,7 @@ from rillflow.errors import NotFiniteError, RunDirectoryError, TrainingError
 from rillflow.graph.loss import LossSection, LossTerm
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import load_model, load_scalar_model
-from rillflow.records.batch import Batch, concatenate
-from rillflow.records.stored import load_batch
+from rillflow.records.batch import Batch, concatenate, load_batch
 from rillflow.runs import layout
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import describe_token, loss_tokens

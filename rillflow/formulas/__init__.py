@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from rillflow.formulas.advantages import *
-    from rillflow.formulas.aggregation import *
     from rillflow.formulas.config import *
     from rillflow.formulas.controllers import *
     from rillflow.formulas.interval import *
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from rillflow.formulas.losses import *
     from rillflow.formulas.penalty import *
     from rillflow.formulas.preferences import *
-    from rillflow.formulas.ratios import *
     from rillflow.formulas.selection import *
     from rillflow.formulas.shaping import *
     from rillflow.formulas.token_advantages import *
@@ -37,14 +35,13 @@ _NAMES = {
         "group_advantages lagrangian_advantages leave_one_out over_greedy penalised_group_advantages "
         "varied_groups"
     ),
-    "aggregation": "loss_weights",
     "config": "PolicyLossConfig ValueLossConfig",
     "controllers": "multiplier next_kl_weight next_log_multiplier",
     "interval": "wilson",
     "logprobs": "token_logprobs",
     "losses": (
-        "clipped_policy_loss cross_entropy divergence label_loss margin_preference_loss policy_loss "
-        "preference_loss TokenLosses value_loss"
+        "clipped_policy_loss cross_entropy divergence label_loss loss_weights m2po_limit "
+        "margin_preference_loss policy_loss preference_loss sequence_log_ratio TokenLosses value_loss"
     ),
     "penalty": (
         "ended kept_totals mean_cost mean_divergence missing_end_rewards overlong_rewards "
@@ -52,7 +49,6 @@ _NAMES = {
         "previous_totals token_costs token_rewards"
     ),
     "preferences": "implicit_rewards logprob_rewards pair_loss PairLossConfig",
-    "ratios": "m2po_limit sequence_log_ratio",
     "selection": (
         "best_of_n_bound best_of_n_divergence best_rows is_paired is_preferred iterations_without_pairs "
         "pair_places paired_groups whole_scores"

@@ -19,7 +19,7 @@ Selector = Literal["max_min", "max_random", "max_max", "random"]
 MOST_LOGITS = 1 << 26
 """Logits of one pass that are kept whole: 256 MiB in float32, and as much for their gradient."""
 _BOUNDS = {"tis": (0, 2), "sequence_tis": (0, 5), "icepop": (0.5, 5), "m2po": (0, 0.04), "topr": (0, 1)}
-"""Default bounds of each correction; ``formulas.ratios`` describes what they bound."""
+"""Default bounds of each correction; ``formulas.losses`` describes what they bound."""
 
 
 class PolicyLossConfig(LossSection):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, ClassVar
 
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 from rillflow.errors import GraphError
 
 

@@ -21,9 +21,8 @@ from rillflow.records.row import RowId
 from rillflow.roles.logprob_check import canary_texts, check_canary
 from rillflow.roles.publishing import SampledWeights
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Engine
+from rillflow.rollout.engine import Engine, Stops
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.stops import Stops
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import SPLIT_ALL

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rillflow.errors import RunDirectoryError
 from rillflow.models.language_model import Model
-from rillflow.models.tensor_file import Digest
+from rillflow.models.model_files import Digest
 from rillflow.records.batch import Batch
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.saving import Saving

@@ -19,11 +19,17 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import TrainingError
-from rillflow.formulas.aggregation import Aggregation, loss_weights
 from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
-from rillflow.formulas.losses import TokenLosses, cross_entropy, policy_loss, value_loss
-from rillflow.formulas.ratios import m2po_limit
+from rillflow.formulas.losses import (
+    Aggregation,
+    TokenLosses,
+    cross_entropy,
+    loss_weights,
+    m2po_limit,
+    policy_loss,
+    value_loss,
+)
 from rillflow.graph.loss import LossSection, LossTerm, field_parameters
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged

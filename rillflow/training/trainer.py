@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.errors import NotFiniteError
+from rillflow.models.routing import Routing
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
 from rillflow.sharding.module import Output, Parallel, first_said
 from rillflow.sharding.packed_rows import routes_of
-from rillflow.sharding.routing import Routing
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import describe_token, loss_tokens
 from rillflow.training.optimizer import Optimizer

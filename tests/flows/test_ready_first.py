@@ -56,17 +56,17 @@ class Halting(NativeEngine):
     def step(self) -> list[Rollout]:
         time.sleep(0.002)  # a pass that takes no time would end all rows before the first update
         for row, (rollout, version, since) in list(self._stand.items()):
-            if self._lanes[0].version >= version + self.publishes or time.monotonic() > since + 1:
+            if self._workers[0].version >= version + self.publishes or time.monotonic() > since + 1:
                 del self._stand[row]
                 self.add(rollout)
         ended = super().step()
-        for lane in self._lanes:
+        for worker in self._workers:
             for row in [
-                each.rollout.row for each in lane._scheduler.running if each.rollout.row.prompt % 5 == 0
+                each.rollout.row for each in worker._scheduler.running if each.rollout.row.prompt % 5 == 0
             ]:
                 kept = super().abort(row)
                 if sum(kept.loss_mask) == 1:
-                    self._stand[row] = kept, self._lanes[0].version, time.monotonic()
+                    self._stand[row] = kept, self._workers[0].version, time.monotonic()
                 else:
                     self.add(kept)
         return ended

@@ -13,10 +13,10 @@ from torch import Tensor
 from rillflow.app.second_tokenizer import OtherTokens
 from rillflow.errors import ModelError, RecordError, RewardError, TrainingError
 from rillflow.formulas.losses import margin_preference_loss, preference_loss
+from rillflow.models.architecture import head_of
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import ScalarModel, load_scalar_model
-from rillflow.models.scalar_head import head_of
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged

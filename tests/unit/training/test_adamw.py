@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rillflow.errors import TrainingError
-from rillflow.sharding.gradients import Gradients
-from rillflow.sharding.mesh import RankGroups
+from rillflow.sharding.mesh import Gradients, RankGroups
 from rillflow.training.adamw import rounded
 from rillflow.training.config import OptimizerConfig
 from rillflow.training.offload import OnHost

@@ -12,10 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rillflow.errors import NotFiniteError, TrainingError
-from rillflow.formulas.aggregation import Aggregation
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
-from rillflow.formulas.losses import TokenLosses, cross_entropy
+from rillflow.formulas.losses import Aggregation, TokenLosses, cross_entropy
 from rillflow.formulas.preferences import PairLossConfig
 from rillflow.formulas.unpaired import UnpairedLossConfig
 from rillflow.graph.loss import LossSection, LossTerm
