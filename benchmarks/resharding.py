@@ -39,13 +39,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
-from rillflow.placement.slices import Slice, slices
+from rillflow.placement.slices import Slice
 from rillflow.sharding.digest import slice_digest
 from rillflow.sharding.layout import (
     Layout,
     Weight,
     generation_layout,
     generation_mesh,
+    local_shape,
     training_layout,
 )
 from rillflow.sharding.reshard_plan import reshard_plan
@@ -126,7 +127,7 @@ class Rank:
     def empty(self, layout: Layout) -> dict[str, Tensor]:
         """This rank's tensors of a layout."""
         return {
-            name: torch.empty(slices(layout[name], weight.shape)[self.ranks.rank].shape, dtype=DTYPE)
+            name: torch.empty(local_shape(layout[name], weight.shape, self.ranks.rank), dtype=DTYPE)
             for name, weight in self.weights.items()
             if self.ranks.rank in layout[name].mesh.ranks
         }
@@ -187,7 +188,7 @@ class Rank:
     def shard_size(self, name: str) -> int:
         weight = self.weights[name]
         rank = self.train.groups("pp")[0][self.stages[name][0]]
-        return slices(self.source[name], weight.shape)[rank].size
+        return torch.Size(local_shape(self.source[name], weight.shape, rank)).numel()
 
     def joined(self, name: str, shards: Tensor) -> Tensor:
         """A whole weight from the shards of all tp ranks, one a row."""

@@ -84,13 +84,13 @@ def local_bounds(
     parts = weight_parts(dict(plan), module)
     for name, parameter in module.named_parameters():
         held = slices(Placement(mesh, {"tp": parts[name]}), parameter.shape)
-        if any(box.is_empty for box in held.values()):
+        if not all(held.values()):
             raise ModelError(
                 f"tp is {size} and {name} has the shape {list(parameter.shape)}",
                 why=f"torch.chunk splits it by the plan, and leaves nothing for rank {size - 1}",
                 fix="choose a smaller tp",
             )
-        found[name] = held[rank].bounds
+        found[name] = held[rank][0].bounds
     return found
 
 

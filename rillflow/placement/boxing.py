@@ -1,12 +1,23 @@
 """Boxing: the moves that turn one placement into another, with the fewest bytes received.
 
     source       {"tp": Split(0)}       0 0 0 1 1 1          each cell, with its holders
-    destination  {"tp": Split(1)}  x    0 0 1 1 2 2   ──>    before and afterwards, is      ──> kept, moves
+    destination  {"tp": Split(1)}  x    0 0 1 1 2 2   ──>    before and afterwards, is
                                                              solved on its own
 
+    cell ─> holders before and after ─┬─ one contribution ──> copies                       stage 1
+                                      └─ several ─ owners ──> contributions, summed        stage 1
+                                                     └──────> copies of the result         stage 2
+
 A cell is a box of the value that no cut of either placement crosses: every rank holds all of it or nothing.
-Data that a destination rank already holds stays there. Every other destination rank receives one copy, and
-the holders share the load of sending evenly.
+Its holders are grouped by contribution: the ranks of one contribution hold copies of the same numbers, and
+the value is the sum of all contributions.
+
+- Data that a destination rank already holds stays there; other copies share the load of sending evenly.
+- Contributions are summed once, at an owner that must hold the result: a rank with a contribution of its own,
+  if there is one. All such ranks divide a cell among them, so that Partial to Broadcast is a reduce-scatter
+  and an all-gather.
+- A partial destination receives every contribution at one coordinate, where it costs least; the others
+  hold zeros.
 """
 
 from __future__ import annotations
@@ -14,13 +25,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
+from itertools import chain, product
 
 from rillflow.placement.sbp import Placement
 from rillflow.placement.slices import Coordinates, Cuts, Interval, Slice, cuts, keys
 
-Holders = tuple[int, ...]
-"""Ranks that hold a cell."""
+Copies = tuple[int, ...]
+"""Ranks that hold the same contribution."""
+Holders = tuple[Copies, ...]
+"""Holders of every contribution; a single one if nothing is partial."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,16 +68,57 @@ class Move:
     """The receiving rank; the sender itself for a kept slice."""
     slice: Slice
     """The slice, in coordinates of the whole value."""
+    adds: bool = False
+    """Whether it is added to other moves with this destination and slice; otherwise it is the value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """A slice of zeros on a destination rank, because another coordinate holds the value."""
+
+    rank: int
+    """The rank that holds it."""
+    slice: Slice
+    """The slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boxing:
-    """The moves from one placement to another; they cover every element of a destination rank once."""
+    """The moves from one placement to another.
 
-    moves: tuple[Move, ...]
-    """Moves between ranks."""
+    Every slice on a destination rank is covered once: by a kept, moved or filled slice without adding, or by
+    one set of contributions of the first stage with the same destination and slice.
+    """
+
+    stages: tuple[tuple[Move, ...], ...]
+    """Moves between ranks: the first stage sends slices of the source, the second one their sums.
+
+    Contributions are added in their order here, after the kept one.
+    """
     kept: tuple[Move, ...]
-    """Slices that a destination rank already holds."""
+    """Slices that a destination rank already holds, possibly a contribution of its own."""
+    fills: tuple[Fill, ...]
+    """Zeros of a partial destination where another coordinate holds the value."""
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """Moves between ranks, of all stages."""
+        return tuple(chain.from_iterable(self.stages))
+
+    def bytes(self, itemsize: int) -> int:
+        """Return the bytes received by all ranks together, for elements of ``itemsize`` bytes."""
+        return itemsize * sum(self._received.values())
+
+    def received(self, rank: int, itemsize: int) -> int:
+        """Return the bytes that a rank receives, for elements of ``itemsize`` bytes."""
+        return itemsize * self._received.get(rank, 0)
+
+    @cached_property
+    def _received(self) -> dict[int, int]:
+        found: dict[int, int] = defaultdict(int)
+        for move in self.moves:
+            found[move.destination] += move.slice.size
+        return dict(found)
 
 
 def boxing(source: Placement, destination: Placement, shape: Sequence[int]) -> Boxing:
@@ -72,33 +127,108 @@ def boxing(source: Placement, destination: Placement, shape: Sequence[int]) -> B
     Raises:
         PlacementError: a placement does not fit the shape.
     """
-    moves, kept = list[Move](), list[Move]()
-    sent: dict[int, int] = defaultdict(int)
+    moves = _Moves()
     for cell in cells(source, destination, shape):
-        away = [rank for rank in cell.destination if rank not in cell.source]
-        for rank, sender in zip(away, _senders(cell.source, len(away), sent), strict=True):
-            moves.append(Move(source=sender, destination=rank, slice=cell.slice))
-            sent[sender] += cell.slice.size
-        if len(away) < len(cell.destination):
-            kept += [
-                Move(source=rank, destination=rank, slice=cell.slice)
-                for rank in cell.destination
-                if rank in cell.source
+        if destination.partial:
+            _bring_partial(moves, cell)
+        else:
+            moves.bring(cell.slice, cell.source, cell.destination[0])
+    return moves.boxing()
+
+
+def _bring_partial(moves: _Moves, cell: Cell) -> None:
+    """Assign each contribution to the coordinate where it adds the least cost."""
+    items: list[Holders] = [(copies,) for copies in cell.source]
+    items.sort(key=lambda item: min(_cost(item, ranks) for ranks in cell.destination))
+    taken: list[Holders] = [() for _ in cell.destination]
+    costs = [0 for _ in cell.destination]
+    for item in items:
+        found = [_cost(held + item, ranks) for held, ranks in zip(taken, cell.destination, strict=True)]
+        best = min(
+            range(len(taken)),
+            key=lambda place: (
+                found[place] - costs[place],
+                len(taken[place]),
+                moves.received[cell.destination[place][0]],
+            ),
+        )
+        taken[best] += item
+        costs[best] = found[best]
+    for held, ranks in zip(taken, cell.destination, strict=True):
+        if held:
+            moves.bring(cell.slice, held, ranks)
+        else:
+            moves.fills += [Fill(rank=rank, slice=cell.slice) for rank in ranks]
+
+
+def _cost(source: Holders, ranks: Copies) -> int:
+    """Return the copies of a cell received until all of ``ranks`` hold the sum of the contributions."""
+    if len(source) == 1:
+        return len(set(ranks).difference(source[0]))
+    owned = not set(ranks).isdisjoint(chain.from_iterable(source))
+    return len(source) - owned + len(ranks) - 1
+
+
+class _Moves:
+    """The moves found so far, and the load of the ranks."""
+
+    def __init__(self) -> None:
+        self.first: list[Move] = []
+        self.second: list[Move] = []
+        self.kept: list[Move] = []
+        self.fills: list[Fill] = []
+        self.sent: dict[int, int] = defaultdict(int)
+        self.received: dict[int, int] = defaultdict(int)
+
+    def boxing(self) -> Boxing:
+        stages = (self.first, self.second)
+        return Boxing(
+            stages=tuple(tuple(stage) for stage in stages if stage),
+            kept=tuple(self.kept),
+            fills=tuple(self.fills),
+        )
+
+    def bring(self, piece: Slice, source: Holders, ranks: Copies) -> None:
+        """Give all of ``ranks`` the sum of these contributions."""
+        if len(source) == 1:
+            self._keep_or_send(source[0], dict.fromkeys(ranks, piece))
+            return
+        holding = set(chain.from_iterable(source))
+        owners = [rank for rank in ranks if rank in holding] or ranks
+        owned = dict(zip(owners, piece.pieces(len(owners)), strict=False))
+        for copies in source:
+            self._keep_or_send(copies, owned, adds=True)
+        for owner, part in owned.items():
+            self.second += [self._move(owner, rank, part) for rank in ranks if rank != owner]
+
+    def _keep_or_send(self, copies: Copies, wanted: dict[int, Slice], *, adds: bool = False) -> None:
+        """Give every rank its slice of a contribution."""
+        away = [rank for rank in wanted if rank not in copies]
+        for rank, sender in zip(away, self._senders(copies, len(away)), strict=True):
+            self.first.append(self._move(sender, rank, wanted[rank], adds))
+        if len(away) < len(wanted):
+            self.kept += [
+                Move(source=rank, destination=rank, slice=wanted[rank], adds=adds)
+                for rank in wanted
+                if rank in copies
             ]
-    return Boxing(moves=tuple(moves), kept=tuple(kept))
 
+    def _senders(self, copies: Copies, count: int) -> Sequence[int]:
+        """Return ``count`` senders among the copies, each equally often, equal ones adjacent.
 
-def _senders(holders: Holders, count: int, sent: dict[int, int]) -> Sequence[int]:
-    """Return ``count`` senders among the holders, each equally often, equal ones adjacent.
+        Copies that have sent least get the remainder. As ranks are in the order of their mesh, most receive
+        from a copy in their own replica.
+        """
+        if len(copies) == 1:
+            return copies * count
+        each, left = divmod(count, len(copies))
+        once_more = sorted(copies, key=self.sent.__getitem__)[:left]
+        return [rank for rank in copies for _ in range(each + (rank in once_more))]
 
-    Holders that have ``sent`` least get the remainder. As ranks are in the order of their mesh, most receive
-    from a holder in their own replica.
-    """
-    if len(holders) == 1:
-        return holders * count
-    each, left = divmod(count, len(holders))
-    once_more = sorted(holders, key=sent.__getitem__)[:left]
-    return [rank for rank in holders for _ in range(each + (rank in once_more))]
+    def _move(self, source: int, destination: int, piece: Slice, adds: bool = False) -> Move:
+        self.sent[source] += piece.size
+        self.received[destination] += piece.size
+        return Move(source=source, destination=destination, slice=piece, adds=adds)
 
 
 def cells(source: Placement, destination: Placement, shape: Sequence[int]) -> Iterator[Cell]:
@@ -120,10 +250,12 @@ def cells(source: Placement, destination: Placement, shape: Sequence[int]) -> It
 
 def _holders(placement: Placement, dims: int) -> dict[tuple[Coordinates, ...], Holders]:
     """Return the holders of each box, by its coordinates along the splitting axes, dim by dim."""
-    found: dict[tuple[Coordinates, ...], list[int]] = defaultdict(list)
+    found: dict[tuple[Coordinates, ...], dict[Coordinates, list[int]]] = {}
     for rank in placement.mesh.ranks:
-        found[keys(placement, rank, dims)].append(rank)
-    return {key: tuple(ranks) for key, ranks in found.items()}
+        at = placement.mesh.coordinates(rank)
+        contribution = tuple(at[name] for name in placement.partial)
+        found.setdefault(keys(placement, rank, dims), {}).setdefault(contribution, []).append(rank)
+    return {key: tuple(map(tuple, copies.values())) for key, copies in found.items()}
 
 
 def _segments(source: Cuts, destination: Cuts) -> list[_Segment]:
@@ -138,4 +270,4 @@ def _segments(source: Cuts, destination: Cuts) -> list[_Segment]:
 
 
 def _ascending(cut: Cuts) -> list[tuple[Interval, Coordinates]]:
-    return sorted((interval, at) for at, interval in cut.items() if interval[0] < interval[1])
+    return sorted((interval, at) for at, intervals in cut.items() for interval in intervals)

@@ -1,7 +1,7 @@
-"""Placement: the distribution of a value over a mesh: Split or Broadcast for every axis.
+"""Placement: the distribution of a value over a mesh: Split, Broadcast or Partial for every axis.
 
     mesh dp 2, tp 2, ranks 0 1    {"tp": Split(0)}         the upper half on 0 and 2, the lower on 1 and 3
-                           2 3
+                           2 3    {"dp": Partial()}       the value is rank 0's plus rank 2's
 
 Several axes may split one dim: the first of ``Placement.order`` splits the dim, the next one splits every
 piece of it. The default is the order of the mesh, as in DTensor. FSDP2 over tensor parallelism splits
@@ -9,8 +9,7 @@ with ``tp`` first, so its ``(_StridedShard(0, split_factor=tp), Shard(0))`` on a
 
     Placement(mesh, {"dp": Split(0), "tp": Split(0)}, order=("tp", "dp"))
 
-So every rank holds one slice. ``Partial`` describes the results of a call (``workers.transfer``), which are
-merged and never placed.
+Any other ``_StridedShard(dim, split_factor=n)`` is ``Split(dim, runs=n)``: a rank then holds several slices.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Split:
     """The axis splits a dim: every coordinate holds its piece.
 
     Raises:
-        PlacementError: the dim or a size is negative.
+        PlacementError: the dim, a size or the number of runs is invalid.
     """
 
     dim: int
@@ -38,14 +37,24 @@ class Split:
 
     Those have ceil(length / coordinates) elements, the last ones fewer or none.
     """
+    runs: int = 1
+    """Number of runs to cut the dim into first; every coordinate gets its piece of each (a fused weight)."""
 
     def __post_init__(self) -> None:
         if self.dim < 0:
             raise PlacementError(
                 f"the split has dim {self.dim}", why="dims are counted from 0, from the front"
             )
+        if self.runs < 1:
+            raise PlacementError(f"the split has {self.runs} runs", why="the minimum is 1")
         if self.sizes is not None and min(self.sizes, default=0) < 0:
             raise PlacementError(f"the split has a piece of length {min(self.sizes)}", why="the minimum is 0")
+        if self.sizes is not None and self.runs > 1:
+            raise PlacementError(
+                f"the split has both sizes {self.sizes} and {self.runs} runs",
+                why="it is not clear which run the sizes belong to",
+                fix="make each run a value of its own",
+            )
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Partial:
     """Every coordinate of the axis holds a contribution; the value is their sum."""
 
 
-Part = Split | Broadcast
+Part = Split | Broadcast | Partial
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ class Placement:
     mesh: Mesh
     """The mesh of ranks."""
     parts: Mapping[str, Part] = field(default_factory=dict)
-    """Split or Broadcast by axis; complete and in mesh order after construction."""
+    """Split, Broadcast or Partial by axis; complete and in mesh order after construction."""
     _: KW_ONLY
     order: tuple[str, ...] = ()
     """The splitting axes, the first to cut in front; omitted ones follow in mesh order."""
@@ -89,8 +98,7 @@ class Placement:
                     f"axis {name!r} has {len(part.sizes)} sizes {part.sizes} and {size} coordinates",
                     why="every coordinate holds one piece, so it needs one size",
                 )
-        parts: dict[str, Part] = {name: Broadcast() for name in self.mesh.names}
-        parts |= self.parts
+        parts: dict[str, Part] = {name: Broadcast() for name in self.mesh.names} | dict(self.parts)
         splitting = [name for name, part in parts.items() if isinstance(part, Split)]
         for place, name in enumerate(self.order):
             self.mesh.axis(name)
@@ -103,6 +111,14 @@ class Placement:
 
     def __hash__(self) -> int:
         return hash((self.mesh, tuple(self.parts.items()), self.order))
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """Axes whose coordinates hold contributions, in mesh order, without axes of size 1."""
+        parts = self.parts.items()
+        return tuple(
+            name for name, part in parts if isinstance(part, Partial) and self.mesh.axis(name).size > 1
+        )
 
     def splits(self, dim: int) -> dict[str, Split]:
         """Return the axes that split a dim, in the order of their cuts."""

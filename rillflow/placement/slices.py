@@ -5,15 +5,16 @@
         dp 0 [0:5]           dp 1 [5:10]             every axis splits the pieces of the one before it
         tp 0 [0:3]  [3:5]    [5:8]  [8:10]
 
-Dims are split independently, so a rank holds one box: the product of its intervals of every dim.
+Dims are split independently, so a rank holds the product of its intervals of every dim. Its own tensor is
+the concatenation of these intervals, dim by dim, in ascending order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import chain, product
 from math import prod
 
 from rillflow.errors import PlacementError
@@ -22,8 +23,8 @@ from rillflow.placement.sbp import Placement, Split
 Interval = tuple[int, int]
 """Start, and stop (excluded)."""
 Coordinates = tuple[int, ...]
-Cuts = dict[Coordinates, Interval]
-"""Interval of one dim by coordinates of the axes that split it; empty where start equals stop."""
+Cuts = dict[Coordinates, list[Interval]]
+"""Intervals of one dim by coordinates of the axes that split it; ascending, without empty ones."""
 
 
 @dataclass(frozen=True)
@@ -79,37 +80,26 @@ class Slice:
         first, last = (start + length * edge // count for edge in (place, place + 1))
         return Slice((*self.bounds[:dim], (first, last), *self.bounds[dim + 1 :]))
 
-    def within(self, held: Slice) -> tuple[slice, ...]:
-        """Return the index of this box in a tensor that holds another box.
-
-        Raises:
-            PlacementError: the other box does not contain this one.
-        """
-        if self.intersection(held) != self:
-            raise PlacementError(f"a rank does not hold {self}", why=f"it holds {held}")
-        pairs = zip(self.bounds, held.bounds, strict=True)
-        return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
+    def pieces(self, count: int) -> list[Slice]:
+        """Return at most ``count`` boxes that divide this one, none empty; see ``piece``."""
+        boxes = [self.piece(place, count) for place in range(count)] if self.bounds else [self]
+        return [box for box in boxes if not box.is_empty]
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{start}:{stop}' for start, stop in self.bounds)}]"
 
 
-def slices(placement: Placement, shape: Sequence[int]) -> Mapping[int, Slice]:
-    """Return every rank's slice of a value; some may be empty.
+def slices(placement: Placement, shape: Sequence[int]) -> dict[int, tuple[Slice, ...]]:
+    """Return every rank's non-empty slices of a value; a rank has several only if runs are split.
 
     Raises:
         PlacementError: see ``cuts``.
     """
-    return _slices(placement, tuple(shape))
-
-
-@lru_cache(maxsize=1024)
-def _slices(placement: Placement, shape: tuple[int, ...]) -> dict[int, Slice]:
     by_dim = cuts(placement, shape)
     found = {}
     for rank in placement.mesh.ranks:
         at = keys(placement, rank, len(shape))
-        found[rank] = Slice(tuple(cut[key] for cut, key in zip(by_dim, at, strict=True)))
+        found[rank] = tuple(map(Slice, product(*(cut[key] for cut, key in zip(by_dim, at, strict=True)))))
     return found
 
 
@@ -139,26 +129,63 @@ def cuts(placement: Placement, shape: Sequence[int]) -> list[Cuts]:
 
 
 def _cut(placement: Placement, dim: int, length: int) -> Cuts:
-    held: Cuts = {(): (0, length)}
+    held: Cuts = {(): [(0, length)] if length else []}
     for name, split in placement.splits(dim).items():
         count = placement.mesh.axis(name).size
         held = {
             (*at, coordinate): piece
-            for at, interval in held.items()
-            for coordinate, piece in enumerate(_dealt(interval, split, count, name))
+            for at, intervals in held.items()
+            for coordinate, piece in enumerate(_dealt(intervals, split, count, name))
         }
     return held
 
 
-def _dealt(interval: Interval, split: Split, count: int, name: str) -> list[Interval]:
-    """Return the interval of every coordinate of an axis, as torch.chunk cuts it or by the given sizes."""
-    start, stop = interval
-    sizes, size = split.sizes, -(-(stop - start) // count)
-    if sizes is None:
-        return list(pairwise(min(start + size * place, stop) for place in range(count + 1)))
-    if sum(sizes) != stop - start:
-        raise PlacementError(
-            f"the sizes {sizes} of axis {name!r} add up to {sum(sizes)}",
-            why=f"dim {split.dim} has length {stop - start}",
-        )
-    return list(pairwise(accumulate(sizes, initial=start)))
+def _dealt(intervals: list[Interval], split: Split, count: int, name: str) -> list[list[Interval]]:
+    """Return the intervals of every coordinate of an axis."""
+    length = _length(intervals)
+    if split.sizes is not None:
+        if sum(split.sizes) != length:
+            raise PlacementError(
+                f"the sizes {split.sizes} of axis {name!r} add up to {sum(split.sizes)}",
+                why=f"dim {split.dim} has length {length}",
+            )
+        return _parted(intervals, split.sizes)
+    runs = _parted(intervals, _chunks(length, split.runs))
+    pieces = [_parted(run, _chunks(_length(run), count)) for run in runs]
+    return [_merged(chain.from_iterable(run[place] for run in pieces)) for place in range(count)]
+
+
+def _length(intervals: Iterable[Interval]) -> int:
+    return sum(stop - start for start, stop in intervals)
+
+
+def _chunks(length: int, count: int) -> list[int]:
+    """Return the lengths of torch.chunk's pieces, with 0 for omitted ones."""
+    size = -(-length // count)
+    return [min(size, max(0, length - place * size)) for place in range(count)]
+
+
+def _parted(intervals: Sequence[Interval], lengths: Sequence[int]) -> list[list[Interval]]:
+    """Return the concatenated intervals, cut into pieces of these lengths."""
+    rest = list(reversed(intervals))
+    parts: list[list[Interval]] = []
+    for wanted in lengths:
+        parts.append([])
+        while wanted:
+            start, stop = rest.pop()
+            taken = min(wanted, stop - start)
+            parts[-1].append((start, start + taken))
+            wanted -= taken
+            if start + taken < stop:
+                rest.append((start + taken, stop))
+    return parts
+
+
+def _merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the intervals with adjacent ones merged."""
+    found: list[Interval] = []
+    for start, stop in intervals:
+        if found and found[-1][1] == start:
+            start, _ = found.pop()
+        found.append((start, stop))
+    return found

@@ -21,12 +21,11 @@ from rillflow.models.language_model import LoadedModel, Model
 from rillflow.models.lazy_weights import Index, Source, fill
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
-from rillflow.placement.slices import slices
-from rillflow.sharding.layout import Layout, Weight, logical_weights, training_layout
+from rillflow.sharding.layout import Layout, Weight, local_shape, logical_weights, training_layout
 from rillflow.sharding.mesh import RankGroups, rank_groups
 from rillflow.sharding.module import Parallel
+from rillflow.sharding.resharding import pieces
 from rillflow.sharding.sharded_file import listed_weights, load_sharded
-from rillflow.sharding.tensor import own
 from rillflow.training.optimizer import COUNTER
 from rillflow.training.trainer import Trainer
 from rillflow.workers.collectives import Ranks, SingleRank
@@ -156,7 +155,7 @@ class ModelShard(Generic[Model]):
         listed = listed_weights(folder)
         layout, everyone = self.laid(listed), self.groups.everyone
         tensors = {
-            name: torch.empty(slices(layout[name], weight.shape)[everyone.rank].shape, dtype=weight.dtype)
+            name: torch.empty(local_shape(layout[name], weight.shape, everyone.rank), dtype=weight.dtype)
             for name, weight in listed.items()
             if everyone.rank in layout[name].mesh.ranks
         }
@@ -206,8 +205,8 @@ def read_slices(
     """
 
     def wanted(name: str) -> Iterator[tuple[Tensor, Index]]:
-        box = slices(layout[name], weights[name].shape).get(rank) if name in held else None
-        if box is not None and not box.is_empty:
-            yield own(held[name]), tuple(slice(*bounds) for bounds in box.bounds)
+        if name in held:
+            for part, box in pieces(held[name], layout[name], weights[name].shape, rank):
+                yield part, tuple(slice(*bounds) for bounds in box.bounds)
 
     fill(source, wanted)

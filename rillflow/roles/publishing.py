@@ -25,10 +25,9 @@ from rillflow.models.language_model import LanguageModel
 from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
-from rillflow.placement.slices import slices
 from rillflow.roles.model_shard import ModelShard, read_slices
 from rillflow.sharding.digest import Digests, digests, verify
-from rillflow.sharding.layout import Layout, generation_layout, logical_weights
+from rillflow.sharding.layout import Layout, generation_layout, local_shape, logical_weights
 from rillflow.sharding.reshard_plan import ReshardPlan, reshard_plan
 from rillflow.sharding.resharding import pack, unpack
 from rillflow.sharding.switch import WeightSwitch
@@ -229,7 +228,7 @@ class ReceivedWeights(_End):
         self.module = sampling_module(model.module, plan, self.tp)
         self._held = {
             name: torch.empty(
-                slices(layout[name], weight.shape)[self._rank].shape, dtype=weight.dtype, device=model.device
+                local_shape(layout[name], weight.shape, self._rank), dtype=weight.dtype, device=model.device
             )
             for name, weight in weights.items()
         }

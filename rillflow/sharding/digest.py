@@ -25,8 +25,8 @@ from torch import Tensor
 
 from rillflow.errors import WeightError
 from rillflow.placement.sbp import Placement
-from rillflow.placement.slices import Slice, slices
-from rillflow.sharding.layout import Layout, Weights
+from rillflow.placement.slices import Slice, keys, slices
+from rillflow.sharding.layout import Layout, Weights, intervals, local_index
 from rillflow.sharding.tensor import device_of, own
 from rillflow.workers.collectives import Ranks
 
@@ -81,9 +81,10 @@ def digests(
     rank = among[ranks.rank]
     total = torch.zeros(len(weights), dtype=torch.int64, device=device_of(tensors))
     for place, (name, weight) in enumerate(weights.items()):
-        box = owned(layout[name], weight.shape, among).get(rank)
-        if box is not None:
-            total[place] += slice_digest(own(tensors[name]), box, weight.dtype)
+        boxes = owned(layout[name], weight.shape, among).get(rank, ())
+        held = intervals(layout[name], weight.shape, rank) if boxes else ()
+        for box in boxes:
+            total[place] += slice_digest(own(tensors[name])[local_index(held, box)], box, weight.dtype)
     ranks.sum_([total])
     return {name: each % 2**64 for name, each in zip(weights, total.tolist(), strict=True)}
 
@@ -145,7 +146,7 @@ def slice_digest(values: Tensor, box: Slice, dtype: torch.dtype) -> Tensor:
 @lru_cache(maxsize=4096)
 def owned(
     placement: Placement, shape: tuple[int, ...], among: tuple[int, ...], turn: int = 0
-) -> dict[int, Slice]:
+) -> dict[int, tuple[Slice, ...]]:
     """Return slices by rank such that exactly one rank of ``among`` has each element of a weight.
 
     Args:
@@ -157,13 +158,13 @@ def owned(
     Raises:
         WeightError: a part of the weight is on none of these ranks.
     """
-    holders: dict[Slice, list[int]] = {}
-    for rank, box in slices(placement, shape).items():
-        if rank in among and not box.is_empty:
-            holders.setdefault(box, []).append(rank)
-    chosen = {ranks[turn % len(ranks)]: box for box, ranks in holders.items()}
-    found = dict(sorted(chosen.items()))
-    count = sum(box.size for box in found.values())
+    holders: dict[object, list[int]] = {}
+    for rank in (rank for rank in placement.mesh.ranks if rank in set(among)):
+        holders.setdefault(keys(placement, rank, len(shape)), []).append(rank)
+    chosen = {ranks[turn % len(ranks)] for ranks in holders.values()}
+    held = slices(placement, shape)
+    found = {rank: held[rank] for rank in sorted(chosen) if held[rank]}
+    count = sum(box.size for boxes in found.values() for box in boxes)
     if count != prod(shape):
         raise WeightError(
             f"ranks {list(among)} hold {count:,} of {prod(shape):,} elements of a weight of {list(shape)}",

@@ -11,7 +11,10 @@ generation shard, and nothing is held twice (HybridFlow, arXiv 2409.19256, secti
 pipelines: consecutive stages are combined on a rank.
 
 A weight is a parameter of the whole model, by its name there; tied ones count once. A rank's own tensor is
-its slice of the weight (see placement.slices).
+its intervals of every dim, concatenated in ascending order (see placement.slices):
+
+    a dim of 10, this rank has [0:3] and [5:8]       its own tensor   0 1 2 | 5 6 7
+                                                     box [6:8]    ->  4:6
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ from torch import nn
 from rillflow.errors import PlacementError, nearest
 from rillflow.placement.mesh import Mesh, divisors
 from rillflow.placement.sbp import Part, Placement, Split
+from rillflow.placement.slices import Interval, Slice, cuts, keys
 
+Box = tuple[slice, ...]
+"""Index of a tensor, one slice per dim."""
 Layout = Mapping[str, Placement]
 """Placement of every weight, by name; a weight of some pipeline stages is placed on their ranks only."""
 
@@ -149,6 +155,42 @@ def generation_layout(weights: Weights, parts: Mapping[str, Part], mesh: Mesh) -
         mesh: see ``generation_mesh``; any mesh with an axis tp works.
     """
     return {name: Placement(mesh, {"tp": parts[name]}) for name in weights}
+
+
+@lru_cache(maxsize=4096)
+def intervals(placement: Placement, shape: tuple[int, ...], rank: int) -> tuple[tuple[Interval, ...], ...]:
+    """Return a rank's intervals, dim by dim."""
+    at = keys(placement, rank, len(shape))
+    return tuple(tuple(cut[key]) for cut, key in zip(_cuts(placement, shape), at, strict=True))
+
+
+def local_shape(placement: Placement, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Return the shape of a rank's own tensor."""
+    return tuple(sum(stop - start for start, stop in held) for held in intervals(placement, shape, rank))
+
+
+def local_index(held: Sequence[Sequence[Interval]], box: Slice) -> Box:
+    """Return the index of a box in the tensor of a rank that holds these intervals.
+
+    Raises:
+        PlacementError: the box is not within one interval of every dim.
+    """
+    return tuple(_place(found, bounds) for found, bounds in zip(held, box.bounds, strict=True))
+
+
+def _place(held: Sequence[Interval], bounds: Interval) -> slice:
+    before = 0
+    for start, stop in held:
+        if start <= bounds[0] and bounds[1] <= stop:
+            first = before + bounds[0] - start
+            return slice(first, first + bounds[1] - bounds[0])
+        before += stop - start
+    raise PlacementError(
+        f"a rank does not hold {bounds[0]}:{bounds[1]}", why=f"it holds {list(held) or 'nothing'}"
+    )
+
+
+_cuts = lru_cache(maxsize=1024)(cuts)
 
 
 def _stage_mesh(name: str, mesh: Mesh, stages: Sequence[int]) -> Mesh:

@@ -83,10 +83,10 @@ class WeightMoves:
 
     boxing: Boxing
     """The moves."""
-    held: Mapping[int, Slice]
-    """Slice that each rank has before."""
-    wanted: Mapping[int, Slice]
-    """Slice that each rank has afterwards."""
+    held: Mapping[int, int]
+    """Elements that each rank has before."""
+    wanted: Mapping[int, int]
+    """Elements that each rank has afterwards."""
 
     @cached_property
     def of_rank(self) -> dict[tuple[int, Way | Literal["kept"]], list[Move]]:
@@ -161,11 +161,11 @@ class ReshardPlan:
 
     def held(self, rank: int) -> int:
         """Return the bytes of the source on a rank."""
-        return self._bytes(lambda moves: _size(moves.held, rank))
+        return self._bytes(lambda moves: moves.held.get(rank, 0))
 
     def wanted(self, rank: int) -> int:
         """Return the bytes of the destination on a rank."""
-        return self._bytes(lambda moves: _size(moves.wanted, rank))
+        return self._bytes(lambda moves: moves.wanted.get(rank, 0))
 
     def redundant(self, rank: int) -> int:
         """Return the bytes of the source outside the rank's destination: extra memory if they stay."""
@@ -178,12 +178,12 @@ class ReshardPlan:
     def is_within(self, name: str, rank: int) -> bool:
         """Return whether a rank's source slices of a weight are all within its destination slices."""
         moves = self.by_weight[name]
-        return _size(moves.held, rank) == moves.loads.get((rank, "kept"), 0)
+        return moves.held.get(rank, 0) == moves.loads.get((rank, "kept"), 0)
 
     def is_same(self, name: str, rank: int) -> bool:
         """Return whether a rank's source and destination slices of a weight are equal."""
         moves = self.by_weight[name]
-        return self.is_within(name, rank) and _size(moves.wanted, rank) == _size(moves.held, rank)
+        return self.is_within(name, rank) and moves.wanted.get(rank, 0) == moves.held.get(rank, 0)
 
     def crossing(self, way: Way, parts: Iterable[Portion], rank: int) -> Iterator[Crossed]:
         """Yield the boxes that a rank sends, or receives, for some portions."""
@@ -252,7 +252,7 @@ def reshard_plan(weights: Weights, source: Layout, destination: Layout) -> Resha
         destination: placement of each afterwards, on the same ranks or on others.
 
     Raises:
-        PlacementError: a layout lacks a weight or does not fit its shape.
+        PlacementError: a layout lacks a weight or does not fit its shape, or a weight is Partial.
     """
     made: dict[tuple[tuple[int, ...], Placement, Placement], WeightMoves] = {}
     by_weight = {}
@@ -262,8 +262,8 @@ def reshard_plan(weights: Weights, source: Layout, destination: Layout) -> Resha
         if key not in made:
             made[key] = WeightMoves(
                 boxing=boxing(before, after, weight.shape),
-                held=slices(before, weight.shape),
-                wanted=slices(after, weight.shape),
+                held=_sizes(before, weight.shape),
+                wanted=_sizes(after, weight.shape),
             )
         by_weight[name] = made[key]
     return ReshardPlan(weights=weights, source=source, destination=destination, by_weight=by_weight)
@@ -276,8 +276,12 @@ def _of(layout: Layout, name: str, side: str) -> Placement:
             why="every weight must be transferred",
             fix=nearest(name, layout),
         )
+    if layout[name].partial:
+        raise PlacementError(
+            f"{name} is Partial in the {side} layout", why="a weight is replicated or split, never a sum"
+        )
     return layout[name]
 
 
-def _size(boxes: Mapping[int, Slice], rank: int) -> int:
-    return boxes[rank].size if rank in boxes else 0
+def _sizes(placement: Placement, shape: tuple[int, ...]) -> dict[int, int]:
+    return {rank: sum(box.size for box in held) for rank, held in slices(placement, shape).items()}

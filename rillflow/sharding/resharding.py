@@ -26,14 +26,24 @@ from torch import Tensor
 from rillflow.errors import ClusterError, PlacementError, WeightError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
-from rillflow.placement.slices import slices
-from rillflow.sharding.layout import Layout, Weights
+from rillflow.placement.slices import Slice, slices
+from rillflow.sharding.layout import Box, Layout, Weights, intervals, local_index, local_shape
 from rillflow.sharding.reshard_plan import MOST_BYTES, Portion, ReshardPlan, Way, reshard_plan
 from rillflow.sharding.tensor import device_of, own
 from rillflow.workers.collectives import ProcessRanks, Ranks
 
 DEADLINE_S = 600.0
 """Seconds that a rank waits for the others in one bucket."""
+
+
+def pieces(
+    tensor: Tensor, placement: Placement, shape: tuple[int, ...], rank: int
+) -> Iterator[tuple[Tensor, Slice]]:
+    """Yield the parts of a rank's own tensor of a weight, each with its box in the whole weight."""
+    if rank in placement.mesh.ranks:
+        held, mine = intervals(placement, shape, rank), own(tensor)
+        for box in slices(placement, shape)[rank]:
+            yield mine[local_index(held, box)], box
 
 
 class Resharding:
@@ -246,9 +256,9 @@ def keep(
     if before.data_ptr() == after.data_ptr():
         return
     shape = plan.weights[name].shape
-    held, wanted = (slices(layout[name], shape)[rank] for layout in (plan.source, plan.destination))
+    held, wanted = (intervals(layout[name], shape, rank) for layout in (plan.source, plan.destination))
     for move in moves:
-        here, there = before[move.slice.within(held)], after[move.slice.within(wanted)]
+        here, there = before[local_index(held, move.slice)], after[local_index(wanted, move.slice)]
         (here if back else there).copy_(there if back else here)
 
 
@@ -261,7 +271,7 @@ def require_shapes(tensors: Mapping[str, Tensor], plan: ReshardPlan, layout: Lay
     for name, weight in plan.weights.items():
         if rank not in layout[name].mesh.ranks:
             continue
-        wanted = slices(layout[name], weight.shape)[rank].shape
+        wanted = local_shape(layout[name], weight.shape, rank)
         if name not in tensors and 0 not in wanted:
             raise WeightError(
                 f"rank {rank} has no {name}", why=f"its layout gives it {list(wanted)} of the weight"
@@ -278,7 +288,7 @@ class _Box:
     """A box of the own tensor, and its place in a buffer."""
 
     name: str
-    index: tuple[slice, ...]
+    index: Box
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
@@ -307,7 +317,7 @@ class _Packed:
             boxes.append(
                 _Box(
                     name=item.name,
-                    index=item.slice.within(slices(layout[item.name], weight.shape)[rank]),
+                    index=local_index(intervals(layout[item.name], weight.shape, rank), item.slice),
                     shape=item.slice.shape,
                     dtype=weight.dtype,
                     start=start,

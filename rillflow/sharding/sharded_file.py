@@ -34,7 +34,7 @@ from rillflow.models.model_files import KINDS, Digest, on_host
 from rillflow.placement.slices import Slice, slices
 from rillflow.runs.durable import digest_of, replace, write_error
 from rillflow.sharding.digest import owned
-from rillflow.sharding.layout import Layout, Weight, Weights
+from rillflow.sharding.layout import Layout, Weight, Weights, intervals, local_index
 from rillflow.sharding.tensor import device_of, own
 from rillflow.workers.collectives import Ranks
 
@@ -89,11 +89,12 @@ def load_sharded(
             placement = layout[name]
             if ranks.rank not in placement.mesh.ranks:
                 continue
-            held, target = slices(placement, weight.shape)[ranks.rank], own(tensors[name])
-            for saved in found[name]:
-                box = held.intersection(saved.slice)
-                if not box.is_empty:
-                    target[box.within(held)].copy_(_read(files[saved.file], saved, box))
+            held, target = intervals(placement, weight.shape, ranks.rank), own(tensors[name])
+            for wanted in slices(placement, weight.shape)[ranks.rank]:
+                for saved in found[name]:
+                    box = wanted.intersection(saved.slice)
+                    if not box.is_empty:
+                        target[local_index(held, box)].copy_(_read(files[saved.file], saved, box))
 
 
 def listed_weights(folder: Path) -> dict[str, Weight]:
@@ -122,14 +123,15 @@ def own_slices(
         RunDirectoryError: a tensor has another dtype than the weight.
     """
     found = {}
-    for key, (name, _) in _shares(weights, layout, ranks.size).get(ranks.rank, {}).items():
+    for key, (name, box) in _shares(weights, layout, ranks.size).get(ranks.rank, {}).items():
         tensor = own(tensors[name])
         if tensor.dtype != weights[name].dtype:
             raise RunDirectoryError(
                 f"{name} is {tensor.dtype} here and {weights[name].dtype} in the list",
                 why="a checkpoint keeps dtypes",
             )
-        found[key] = on_host(tensor)
+        held = intervals(layout[name], weights[name].shape, ranks.rank)
+        found[key] = on_host(tensor[local_index(held, box)])
     return {_file_of(ranks.rank): found} if found else {}
 
 
@@ -137,8 +139,9 @@ def _shares(weights: Weights, layout: Layout, size: int) -> dict[int, dict[str, 
     """Return the slices that every rank writes, by key; ranks with the same slice take turns over weights."""
     found: dict[int, dict[str, tuple[str, Slice]]] = {}
     for turn, (name, weight) in enumerate(weights.items()):
-        for rank, box in owned(layout[name], weight.shape, tuple(range(size)), turn % size).items():
-            found.setdefault(rank, {})[f"{name}:0"] = (name, box)
+        for rank, boxes in owned(layout[name], weight.shape, tuple(range(size)), turn % size).items():
+            for place, box in enumerate(boxes):
+                found.setdefault(rank, {})[f"{name}:{place}"] = (name, box)
     return found
 
 
@@ -241,7 +244,12 @@ def _check_file(
 def _read(file: Any, saved: _Saved, box: Slice) -> Tensor:
     """Return a box of a saved slice, reading only the box."""
     found: Tensor
-    found = file.get_slice(saved.key)[box.within(saved.slice)] if box.bounds else file.get_tensor(saved.key)
+    if not box.bounds:
+        found = file.get_tensor(saved.key)
+        return found
+    pairs = zip(box.bounds, saved.slice.bounds, strict=True)
+    index = tuple(slice(start - first, stop - first) for (start, stop), (first, _) in pairs)
+    found = file.get_slice(saved.key)[index]
     return found
 
 

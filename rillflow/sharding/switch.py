@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import WeightError
-from rillflow.placement.slices import slices
+from rillflow.sharding.layout import local_shape
 from rillflow.sharding.reshard_plan import ReshardPlan
 from rillflow.sharding.resharding import Resharding, keep, require_shapes
 from rillflow.sharding.tensor import own
@@ -69,7 +69,7 @@ class WeightSwitch:
             if name in self._shared:
                 self.generation[name] = own(self._training[name])
             elif self.rank in placement.mesh.ranks:
-                shape = slices(placement, weight.shape)[self.rank].shape
+                shape = local_shape(placement, weight.shape, self.rank)
                 made = torch.empty(shape, dtype=weight.dtype, device=self._device(name))
                 made.untyped_storage().resize_(0)
                 self.generation[name] = made

@@ -36,7 +36,7 @@ class Transfer:
     """Name in a graph."""
     send: Mapping[str, Part]
     """Placement of every batch among the arguments, by axis."""
-    receive: Mapping[str, Part | Partial]
+    receive: Mapping[str, Part]
     """Placement of the result, by axis."""
     at: Mapping[str, int] = field(default_factory=dict)
     """Coordinates, by axis, of the ranks whose results are taken; -1 is the last. Empty: all ranks."""

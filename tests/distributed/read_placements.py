@@ -48,6 +48,8 @@ def read_placement(tensor: Tensor, mesh: Mesh) -> Placement:
             case _StridedShard() if later and given.split_factor == prod(later.values()):
                 parts[name] = Split(given.dim)
                 order += [other for other in later if other not in order]
+            case _StridedShard() if not later:
+                parts[name] = Split(given.dim, runs=int(given.split_factor))
             case Shard():
                 parts[name] = Split(given.dim)
             case _:

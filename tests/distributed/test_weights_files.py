@@ -12,7 +12,7 @@ from rillflow.errors import RunDirectoryError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.placement.slices import slices
-from rillflow.sharding.layout import Layout, Weight, training_layout
+from rillflow.sharding.layout import Layout, Weight, intervals, local_index, local_shape, training_layout
 from rillflow.sharding.resharding import gathered
 from rillflow.sharding.sharded_file import load_sharded
 from rillflow.workers.collectives import Ranks
@@ -24,7 +24,7 @@ from sharded import save_sharded
 PARTS: dict[str, Part] = {
     "embed": Split(0),
     "up": Split(0),
-    "fused": Split(0),
+    "fused": Split(0, runs=2),
     "down": Split(1),
     "norm": Broadcast(),
 }
@@ -53,9 +53,11 @@ def held(layout: Layout, rank: int, *, filled: bool) -> dict[str, Tensor]:
     for name, placement in layout.items():
         if rank in placement.mesh.ranks:
             shape = SHAPES[name]
-            box = slices(placement, shape)[rank]
-            there = tuple(slice(start, stop) for start, stop in box.bounds)
-            found[name] = whole(name)[there].clone() if filled else torch.zeros(box.shape)
+            found[name] = torch.zeros(local_shape(placement, shape, rank))
+            for box in slices(placement, shape)[rank] if filled else ():
+                there = tuple(slice(start, stop) for start, stop in box.bounds)
+                index = local_index(intervals(placement, shape, rank), box)
+                found[name][index] = whole(name)[there]
     return found
 
 

@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Broadcast, Part, Split
 from rillflow.placement.slices import slices
-from rillflow.sharding.layout import logical_weights, training_layout
+from rillflow.sharding.layout import intervals, local_index, local_shape, logical_weights, training_layout
 from rillflow.workers.collectives import Ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -65,8 +66,11 @@ def compared(ranks: Ranks, dp: int, tp: int, shard: bool, width: int) -> list[st
         shape, read = weights[name].shape, read_placement(tensor, mesh)
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         for placement in (layout[name], read):
-            box = slices(placement, shape)[ranks.rank]
-            made = whole[name][tuple(slice(start, stop) for start, stop in box.bounds)]
+            held = intervals(placement, shape, ranks.rank)
+            made = torch.full(local_shape(placement, shape, ranks.rank), -1.0)
+            for box in slices(placement, shape)[ranks.rank]:
+                there = tuple(slice(start, stop) for start, stop in box.bounds)
+                made[local_index(held, box)] = whole[name][there]
             if not torch.equal(made, own.detach()):
                 wrong.append(f"{name} {placement} {own}")
         if slices(read, shape) != slices(layout[name], shape):
@@ -88,11 +92,24 @@ def test_the_layout_is_what_torch_holds() -> None:
     assert together(4, everything_compared) == [[], [], [], []]
 
 
-def read_another_mesh(ranks: Ranks) -> list[str]:
-    """A weight that torch cuts is read on its own mesh, and refused on others."""
-    device_mesh, mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), Mesh.of(tp=2)
+def read_runs(ranks: Ranks) -> list[str]:
+    """A fused weight of two runs, as torch cuts it and as it is read."""
+    device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    whole = torch.arange(8 * 3, dtype=torch.float32).view(8, 3)
     wrong = []
-    plain = distribute_tensor(torch.zeros(8, 3), device_mesh, [Shard(1)])
+    tensor = DTensor.from_local(
+        torch.cat([whole[:4].chunk(2)[ranks.rank], whole[4:].chunk(2)[ranks.rank]]),
+        device_mesh,
+        [_StridedShard(0, split_factor=2)],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    mesh = Mesh.of(tp=2)
+    read = read_placement(tensor, mesh)
+    if read.parts["tp"] != Split(0, runs=2) or not torch.equal(tensor.full_tensor(), whole):
+        wrong.append(f"{read}")
+    plain = distribute_tensor(whole, device_mesh, [Shard(1)])
     if read_placement(plain, mesh).parts["tp"] != Split(1):
         wrong.append("Shard(1)")
     for other in (Mesh.of(tp=4), Mesh.of(dp=2)):
@@ -104,5 +121,5 @@ def read_another_mesh(ranks: Ranks) -> list[str]:
     return wrong
 
 
-def test_a_placement_is_read_on_its_own_mesh() -> None:
-    assert together(2, read_another_mesh) == [[], []]
+def test_a_fused_weight_is_read_as_runs() -> None:
+    assert together(2, read_runs) == [[], []]

@@ -25,6 +25,9 @@ from rillflow.sharding.layout import (
     Weights,
     generation_layout,
     generation_mesh,
+    intervals,
+    local_index,
+    local_shape,
     training_layout,
 )
 from rillflow.sharding.reshard_plan import ReshardPlan, reshard_plan
@@ -42,7 +45,7 @@ for layer in range(LAYERS):
     for name, shape, part in (
         ("up", (24, 12), Split(0)),
         ("down", (12, 24), Split(1)),
-        ("fused", (32, 12), Split(0)),
+        ("fused", (32, 12), Split(0, runs=2)),
         ("norm", (12,), Broadcast()),
         ("bias", (24,), Split(0)),
     ):
@@ -72,10 +75,11 @@ def slices_of(weights: Weights, layout: Layout, rank: int, *, filled: bool = Tru
         placement = layout[name]
         if rank not in placement.mesh.ranks:
             continue
-        box = slices(placement, weight.shape)[rank]
-        found[name] = torch.full(box.shape, float("nan"), dtype=weight.dtype)
-        if filled:
-            found[name].copy_(whole(weight)[tuple(slice(start, stop) for start, stop in box.bounds)])
+        held = intervals(placement, weight.shape, rank)
+        found[name] = torch.full(local_shape(placement, weight.shape, rank), float("nan"), dtype=weight.dtype)
+        for box in slices(placement, weight.shape)[rank] if filled else ():
+            there = tuple(slice(start, stop) for start, stop in box.bounds)
+            found[name][local_index(held, box)] = whole(weight)[there]
     return found
 
 

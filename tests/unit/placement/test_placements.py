@@ -8,7 +8,7 @@ import pytest
 
 from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh
-from rillflow.placement.sbp import Broadcast, Placement, Split
+from rillflow.placement.sbp import Broadcast, Partial, Placement, Split
 
 MESH = Mesh.of(dp=2, tp=2, pp=1)
 
@@ -20,8 +20,8 @@ def test_axes_that_are_not_named_are_broadcast() -> None:
 
 
 def test_placements_are_values() -> None:
-    one = Placement(MESH, {"tp": Split(0), "dp": Split(1)})
-    two = Placement(MESH, {"dp": Split(1), "tp": Split(0), "pp": Broadcast()}, order=("dp", "tp"))
+    one = Placement(MESH, {"tp": Split(0), "dp": Partial()})
+    two = Placement(MESH, {"dp": Partial(), "tp": Split(0), "pp": Broadcast()}, order=("tp",))
     assert one == two
     assert hash(one) == hash(copy.deepcopy(two))
     assert one != Placement(MESH, {"tp": Split(0)})
@@ -35,11 +35,18 @@ def test_the_mesh_orders_the_cuts_unless_told() -> None:
     assert Placement(MESH, parts, order=("tp",)) != Placement(MESH, parts)
 
 
+def test_an_axis_of_one_makes_nothing_partial() -> None:
+    assert Placement(MESH, {"pp": Partial(), "dp": Partial()}).partial == ("dp",)
+    assert Placement(MESH, {"pp": Partial()}).partial == ()
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [
         (lambda: Split(-1), "the split has dim -1"),
+        (lambda: Split(0, runs=0), "the split has 0 runs"),
         (lambda: Split(0, sizes=(3, -1)), "the split has a piece of length -1"),
+        (lambda: Split(0, sizes=(3, 1), runs=2), "the split has both sizes (3, 1) and 2 runs"),
         (lambda: Placement(MESH, {"dq": Split(0)}), "the mesh has no axis 'dq'"),
         (
             lambda: Placement(MESH, {"dp": Split(0, sizes=(1, 2, 3))}),

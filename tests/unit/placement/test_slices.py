@@ -1,8 +1,6 @@
-"""What each rank holds: torch.chunk's cuts, given sizes, several axes in one dim."""
+"""What each rank holds: torch.chunk's cuts, given sizes, several axes in one dim, runs."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 import torch
@@ -11,14 +9,14 @@ from hypothesis import strategies as st
 
 from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh
-from rillflow.placement.sbp import Placement, Split
+from rillflow.placement.sbp import Partial, Placement, Split
 from rillflow.placement.slices import Slice, slices
 
 
 def rows(placement: Placement, length: int) -> dict[int, list[int]]:
     """The numbers of range(length) that each rank holds, in its own order."""
     held = slices(placement, [length])
-    return {rank: list(range(*held[rank].bounds[0])) for rank in held}
+    return {rank: [row for piece in held[rank] for row in range(*piece.bounds[0])] for rank in held}
 
 
 @settings(max_examples=80, deadline=None)
@@ -32,7 +30,7 @@ def test_the_default_cut_is_torch_chunk(length: int, parts: int) -> None:
 def test_short_and_empty_pieces() -> None:
     placement = Placement(Mesh.of(dp=4), {"dp": Split(0)})
     assert rows(placement, 9) == {0: [0, 1, 2], 1: [3, 4, 5], 2: [6, 7, 8], 3: []}
-    assert slices(placement, [9])[3].is_empty
+    assert slices(placement, [9])[3] == ()
 
 
 def test_given_sizes() -> None:
@@ -40,14 +38,14 @@ def test_given_sizes() -> None:
     assert rows(placement, 5) == {0: [0], 1: [], 2: [1, 2, 3, 4]}
 
 
-def test_broadcast_holds_everything() -> None:
-    held = slices(Placement(Mesh.of(dp=2, tp=2)), [3, 4])
-    assert set(held.values()) == {Slice(((0, 3), (0, 4)))}
+def test_broadcast_and_partial_hold_everything() -> None:
+    held = slices(Placement(Mesh.of(dp=2, tp=2), {"tp": Partial()}), [3, 4])
+    assert set(held.values()) == {(Slice(((0, 3), (0, 4))),)}
 
 
 def test_two_dims_are_cut_apart() -> None:
     held = slices(Placement(Mesh.of(dp=2, tp=2), {"dp": Split(1), "tp": Split(0)}), [4, 5])
-    assert [str(piece) for piece in held.values()] == [
+    assert [str(piece) for (piece,) in held.values()] == [
         "[0:2, 0:3]",
         "[2:4, 0:3]",
         "[0:2, 3:5]",
@@ -62,9 +60,11 @@ def test_the_outer_axis_cuts_first() -> None:
 
 
 def test_fully_sharded_over_tensor_parallel() -> None:
-    """DTensor's (_StridedShard(0, split_factor=2), Shard(0)): its own example."""
-    placement = Placement(Mesh.of(dp=2, tp=2), {"dp": Split(0), "tp": Split(0)}, order=("tp", "dp"))
-    assert rows(placement, 8) == {0: [0, 1], 1: [4, 5], 2: [2, 3], 3: [6, 7]}
+    """DTensor's (_StridedShard(0, split_factor=2), Shard(0)): its own example, by order and by runs."""
+    mesh, wanted = Mesh.of(dp=2, tp=2), {0: [0, 1], 1: [4, 5], 2: [2, 3], 3: [6, 7]}
+    by_order = Placement(mesh, {"dp": Split(0), "tp": Split(0)}, order=("tp", "dp"))
+    by_runs = Placement(mesh, {"dp": Split(0, runs=2), "tp": Split(0)})
+    assert rows(by_order, 8) == rows(by_runs, 8) == wanted
 
 
 def test_fully_sharded_cuts_the_tensor_parallel_piece_as_chunk_does() -> None:
@@ -73,25 +73,47 @@ def test_fully_sharded_cuts_the_tensor_parallel_piece_as_chunk_does() -> None:
     assert rows(placement, 10) == {dp * 2 + tp: pieces[tp][dp].tolist() for dp in range(3) for tp in range(2)}
 
 
+def test_runs_are_a_strided_shard() -> None:
+    """_StridedShard(0, split_factor=2) of nine rows over four, as its documentation has it."""
+    placement = Placement(Mesh.of(dp=4), {"dp": Split(0, runs=2)})
+    assert rows(placement, 9) == {0: [0, 1, 5], 1: [2, 3, 6], 2: [4, 7], 3: [8]}
+    assert slices(placement, [9])[0] == (Slice(((0, 2),)), Slice(((5, 6),)))
+
+
+def test_a_fused_weight_is_cut_half_by_half_and_then_sharded() -> None:
+    placement = Placement(Mesh.of(dp=2, tp=2), {"tp": Split(0, runs=2), "dp": Split(0)}, order=("tp", "dp"))
+    assert rows(placement, 8) == {0: [0, 1], 1: [2, 3], 2: [4, 5], 3: [6, 7]}
+    assert rows(placement, 12) == {0: [0, 1, 2], 1: [3, 4, 5], 2: [6, 7, 8], 3: [9, 10, 11]}
+    assert rows(Placement(Mesh.of(tp=2), {"tp": Split(0, runs=2)}), 8) == {0: [0, 1, 4, 5], 1: [2, 3, 6, 7]}
+
+
+def test_neighbouring_runs_are_one_slice() -> None:
+    held = slices(Placement(Mesh.of(dp=1), {"dp": Split(0, runs=3)}), [7])
+    assert held == {0: (Slice(((0, 7),)),)}
+
+
 def test_a_number_and_a_value_without_elements() -> None:
-    assert slices(Placement(Mesh.of(dp=2)), []) == {0: Slice(()), 1: Slice(())}
-    held = slices(Placement(Mesh.of(dp=2), {"dp": Split(0)}), [4, 0])
-    assert all(piece.is_empty for piece in held.values())
+    assert slices(Placement(Mesh.of(dp=2)), []) == {0: (Slice(()),), 1: (Slice(()),)}
+    assert slices(Placement(Mesh.of(dp=2), {"dp": Split(0)}), [4, 0]) == {0: (), 1: ()}
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     length=st.integers(0, 30),
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    runs=st.lists(st.integers(1, 4), min_size=3, max_size=3),
     data=st.data(),
 )
-def test_every_element_is_held_once(length: int, sizes: list[int], data: st.DataObject) -> None:
+def test_every_element_is_held_once(
+    length: int, sizes: list[int], runs: list[int], data: st.DataObject
+) -> None:
     names = "abc"[: len(sizes)]
     mesh = Mesh.of(**dict(zip(names, sizes, strict=True)))
-    parts = dict.fromkeys(names, Split(0))
+    parts = {name: Split(0, runs=count) for name, count in zip(names, runs, strict=False)}
     order = tuple(data.draw(st.permutations(names)))
     held = rows(Placement(mesh, parts, order=order), length)
     assert sorted(row for own in held.values() for row in own) == list(range(length))
+    assert all(own == sorted(own) for own in held.values())
 
 
 def test_a_slice_knows_its_size_and_meets_others() -> None:
@@ -106,35 +128,16 @@ def test_a_slice_knows_its_size_and_meets_others() -> None:
 
 
 def test_a_slice_is_cut_into_even_pieces() -> None:
-    def pieces(box: Slice, count: int) -> list[str]:
-        return [str(box.piece(place, count)) for place in range(count)]
-
-    assert pieces(Slice(((1, 11),)), 3) == ["[1:4]", "[4:7]", "[7:11]"]
-    assert pieces(Slice(((0, 2), (0, 4))), 4) == ["[0:2, 0:1]", "[0:2, 1:2]", "[0:2, 2:3]", "[0:2, 3:4]"]
-    few = [Slice(((0, 2), (0, 3))).piece(place, 8) for place in range(8)]
-    assert sum(not piece.is_empty for piece in few) == 3
-    assert Slice(((0, 0),)).piece(1, 2).is_empty
-
-
-@settings(max_examples=60, deadline=None)
-@given(length=st.integers(1, 24), tp=st.integers(1, 4), dp=st.integers(1, 3), wide=st.integers(1, 4))
-def test_a_box_is_found_in_the_own_tensor(length: int, tp: int, dp: int, wide: int) -> None:
-    placement = Placement(Mesh.of(dp=dp, tp=tp), {"tp": Split(0), "dp": Split(1)})
-    value, whole = torch.arange(length * wide).view(length, wide), Slice(((0, length), (0, wide)))
-    for held in slices(placement, (length, wide)).values():
-        own = value[held.within(whole)]
-        assert own.shape == held.shape
-        for place in range(3):
-            piece = held.piece(place, 3)
-            assert torch.equal(own[piece.within(held)], value[piece.within(whole)])
-
-
-def test_a_slice_is_found_in_the_tensor_of_another() -> None:
-    held = Slice(((5, 8), (0, 4)))
-    assert Slice(((6, 8), (1, 2))).within(held) == (slice(1, 3), slice(1, 2))
-    assert Slice(()).within(Slice(())) == ()
-    with pytest.raises(PlacementError, match=re.escape("a rank does not hold [4:6, 0:4]")):
-        Slice(((4, 6), (0, 4))).within(held)
+    assert [str(piece) for piece in Slice(((1, 11),)).pieces(3)] == ["[1:4]", "[4:7]", "[7:11]"]
+    assert [str(piece) for piece in Slice(((0, 2), (0, 4))).pieces(4)] == [
+        "[0:2, 0:1]",
+        "[0:2, 1:2]",
+        "[0:2, 2:3]",
+        "[0:2, 3:4]",
+    ]
+    assert len(Slice(((0, 2), (0, 3))).pieces(8)) == 3
+    assert Slice(()).pieces(4) == [Slice(())]
+    assert Slice(((0, 0),)).pieces(1) == Slice(((0, 0),)).pieces(2) == []
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,15 @@ from torch import nn
 
 from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh
-from rillflow.placement.sbp import Broadcast, Split
+from rillflow.placement.sbp import Broadcast, Placement, Split
 from rillflow.placement.slices import slices
 from rillflow.sharding.layout import (
     Weight,
     generation_layout,
     generation_mesh,
+    intervals,
+    local_index,
+    local_shape,
     logical_weights,
     training_layout,
 )
@@ -82,19 +85,19 @@ def test_every_stage_has_its_own_ranks_and_a_tied_weight_those_of_two() -> None:
 def test_sharding_cuts_what_tensor_parallelism_leaves() -> None:
     found = training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=2, pp=2, tp=2), fsdp=2)
     assert found["up"].order == ("tp", "fsdp")
-    assert [str(slices(found["up"], (8, 4))[rank]) for rank in (0, 1, 4, 5)] == [
+    assert [str(slices(found["up"], (8, 4))[rank][0]) for rank in (0, 1, 4, 5)] == [
         "[0:2, 0:4]",
         "[4:6, 0:4]",
         "[2:4, 0:4]",
         "[6:8, 0:4]",
     ]
-    assert str(slices(found["down"], (4, 8))[5]) == "[2:4, 4:8]"
-    assert str(slices(found["norm"], (4,))[7]) == "[2:4]"
+    assert str(slices(found["down"], (4, 8))[5][0]) == "[2:4, 4:8]"
+    assert str(slices(found["norm"], (4,))[7][0]) == "[2:4]"
 
 
 def test_copies_over_dp_are_cut_over_fsdp() -> None:
     found = training_layout(WEIGHTS, PARTS, STAGES, Mesh.of(dp=4, pp=2, tp=1), fsdp=2)
-    held = [str(slices(found["up"], (8, 4))[rank]) for rank in found["up"].mesh.ranks]
+    held = [str(slices(found["up"], (8, 4))[rank][0]) for rank in found["up"].mesh.ranks]
     assert held == ["[0:4, 0:4]", "[4:8, 0:4]"] * 2
 
 
@@ -115,7 +118,7 @@ def test_a_stage_that_is_not_there() -> None:
 
 def test_generation_brings_pipeline_stages_together() -> None:
     found = generation_layout(WEIGHTS, PARTS, generation_mesh(Mesh.of(dp=1, pp=2, tp=2), 2))
-    assert [str(slices(found["up"], (8, 4))[rank]) for rank in range(4)] == [
+    assert [str(slices(found["up"], (8, 4))[rank][0]) for rank in range(4)] == [
         "[0:4, 0:4]",
         "[4:8, 0:4]",
     ] * 2
@@ -129,10 +132,42 @@ def test_tied_parameters_are_one_weight() -> None:
     assert found["embed.weight"].num_bytes == 96
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(1, 24),
+    runs=st.integers(1, 3),
+    tp=st.integers(1, 4),
+    dp=st.integers(1, 3),
+    wide=st.integers(1, 4),
+)
+def test_a_box_is_found_in_the_own_tensor(length: int, runs: int, tp: int, dp: int, wide: int) -> None:
+    placement = Placement(
+        Mesh.of(dp=dp, tp=tp), {"tp": Split(0, runs=runs), "dp": Split(1)}, order=("tp", "dp")
+    )
+    shape = (length, wide)
+    value = torch.arange(length * wide).view(shape)
+    for rank, boxes in slices(placement, shape).items():
+        held = intervals(placement, shape, rank)
+        own = torch.full(local_shape(placement, shape, rank), -1)
+        for box in boxes:
+            where = tuple(slice(start, stop) for start, stop in box.bounds)
+            own[local_index(held, box)] = value[where]
+        rows = [row for start, stop in held[0] for row in range(start, stop)]
+        columns = [column for start, stop in held[1] for column in range(start, stop)]
+        assert torch.equal(own, value[rows][:, columns])
+
+
+def test_a_box_that_is_not_here() -> None:
+    placement = Placement(Mesh.of(tp=2), {"tp": Split(0)})
+    box = slices(placement, (4,))[1][0]
+    with pytest.raises(PlacementError, match="a rank does not hold 2:4"):
+        local_index(intervals(placement, (4,), 0), box)
+
+
 def test_experts_are_cut_over_ep_and_nothing_else_is() -> None:
     whole = {name: Broadcast() for name in PARTS}
     mesh = Mesh.of(dp=4, pp=1, tp=1)
     found = training_layout(WEIGHTS, whole, dict.fromkeys(STAGES, (0,)), mesh, ep=2, experts={"up"})
-    held = [str(slices(found["up"], (8, 4))[rank]) for rank in range(4)]
+    held = [str(slices(found["up"], (8, 4))[rank][0]) for rank in range(4)]
     assert held == ["[0:4, 0:4]", "[4:8, 0:4]"] * 2
-    assert str(slices(found["down"], (4, 8))[3]) == "[0:4, 0:8]"
+    assert str(slices(found["down"], (4, 8))[3][0]) == "[0:4, 0:8]"

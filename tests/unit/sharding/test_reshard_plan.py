@@ -9,7 +9,7 @@ import torch
 
 from rillflow.errors import PlacementError
 from rillflow.placement.mesh import Mesh
-from rillflow.placement.sbp import Broadcast, Placement, Split
+from rillflow.placement.sbp import Broadcast, Partial, Placement, Split
 from rillflow.sharding.layout import (
     Layout,
     Weight,
@@ -298,6 +298,8 @@ def test_what_cannot_be_planned() -> None:
     there = {"layers.0.norm": Placement(mesh)}
     with pytest.raises(PlacementError, match=r"the source layout has no placement for layers.0.norm"):
         reshard_plan(weights, {"layers.0.nrm": Placement(mesh)}, there)
+    with pytest.raises(PlacementError, match="is Partial in the destination"):
+        reshard_plan(weights, there, {"layers.0.norm": Placement(mesh, {"tp": Partial()})})
     with pytest.raises(PlacementError, match="a bucket has 0 bytes"):
         replace(reshard_plan(weights, there, there), most_bytes=0).buckets  # noqa: B018
 
