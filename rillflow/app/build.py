@@ -36,8 +36,10 @@ from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Cadence, Loop
-from rillflow.controller.open_step import DataStream, Phase
-from rillflow.controller.tail_batching import TailBatching
+from rillflow.controller.open_step import Phase
+from rillflow.controller.source import DataStream, Source
+from rillflow.controller.step_executor import StepExecutor
+from rillflow.controller.tail_batching import ASIDE, TailBatching
 from rillflow.models.language_model import choose_device
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean
@@ -58,8 +60,6 @@ from rillflow.workers.start import start_backend
 
 BESIDE_SEED = 2**32
 """Shift of the seed for a step's second batch, so that its order differs; larger than every run's seed."""
-ASIDE = "aside"
-"""Key in a checkpoint's data position for prompts that were drawn and set aside for later."""
 
 
 class Build:
@@ -147,9 +147,8 @@ class Build:
     def evaluate(self) -> Sequence[Evaluation]:
         """Evaluate the last phase's model on held-out rows before any step; empty if nothing can score."""
         plan = phase_plans(self._recipe)[-1]
-        self._roles.begin(plan, None)
-        evaluate = self._evaluator(plan)
-        return () if evaluate is None else evaluate(self._roles.executor)
+        phase, evaluate = self._phase(plan, None), self._evaluator(plan)
+        return () if evaluate is None else evaluate(phase.executor)
 
     def _phase(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Phase:
         executor, kept = self._roles.executor, self._checkpoint if resumed is not None else None
@@ -157,11 +156,8 @@ class Build:
         place = dict(resumed["stream"]) if resumed else {}
         files = kept.collected if kept is not None else {}
         rows = {name: executor.loaded(file.absolute()) for name, file in files.items()}
-        aside = place.pop(ASIDE, [])
-        stream = self._stream(plan.algorithm.data, place)
-        cut = self._cut(plan, stream, aside, kept) if cuts_tail(plan.config) else None
-        if cut is not None:
-            stream = replace(stream, state=partial(_with_aside, stream.state, cut))
+        source = self._source(plan, place, kept)
+        executor = StepExecutor(executor, source)
         return Phase(
             name=plan.name,
             steps=plan.config.steps,
@@ -172,14 +168,28 @@ class Build:
             moving=self._roles.moving(plan),
             flow=Flow(executor, resumed["numbers"] if resumed else None, rows, self._recipe.run.seed),
             executor=executor,
-            stream=stream,
+            source=source,
             beside=self._beside(plan, resumed),
             evaluated=plan.evaluated,
             freshness=plan.freshness,
-            delivery=self._roles.delivery,
-            ready=self._ready(plan, stream, kept) if is_ready_first(plan.config) else None,
-            cut=cut,
-            sampled=kept.sampled if kept is not None else lambda _: (),
+        )
+
+    def _source(self, plan: PhasePlan, place: Mapping[str, Any], kept: Checkpoint | None) -> Source:
+        """Return the source of a phase's prompts and rows, from a position in the data on."""
+        position = dict(place)
+        aside = position.pop(ASIDE, [])
+        stream = self._stream(plan.algorithm.data, position)
+        if is_ready_first(plan.config):
+            return self._ready(plan, stream, kept)
+        if cuts_tail(plan.config):
+            return self._cut(plan, stream, aside, kept)
+        return Source(
+            self._roles.executor,
+            stream,
+            sync=self._roles.delivery if plan.samples else None,
+            is_ahead=plan.freshness > 0,
+            chunks=self._recipe.rollout.stream_chunks,
+            kept=kept.sampled if kept is not None else lambda _: (),
         )
 
     def _ready(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> AsyncRollout:
@@ -193,8 +203,8 @@ class Build:
         done = kept.state["done"] if kept is not None else 0
         return AsyncRollout(
             executor,
+            stream,
             delivery,
-            stream.take,
             rule=rule(
                 freshness=config.freshness,
                 prompts=config.prompts_per_step,
@@ -223,7 +233,7 @@ class Build:
         done, samples = kept.state["done"] if kept is not None else 0, asked.get("samples", 1)
         return TailBatching(
             executor,
-            stream.take,
+            stream,
             groups=(config.steps - done) * config.prompts_per_step,
             prompts=config.oversample_prompts,
             samples=samples,
@@ -234,6 +244,8 @@ class Build:
             if there
             else None,
             deadline_s=self._recipe.placement.deadline_s,
+            sync=self._roles.delivery,
+            chunks=self._recipe.rollout.stream_chunks,
         )
 
     def _beside(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> DataStream | None:
@@ -320,10 +332,6 @@ class Build:
         found = executor.apply(judged, rollouts, *scores, place=rollouts.places[0], success=success)
         evaluation: Evaluation = found.read(recipe.placement.deadline_s)
         return evaluation
-
-
-def _with_aside(state: Callable[[], Mapping[str, Any]], cut: TailBatching) -> Mapping[str, Any]:
-    return {**state(), ASIDE: cut.aside}
 
 
 def _batch(

@@ -37,7 +37,6 @@ from typing import Any
 from rillflow.controller.checkpoint import (
     AHEAD,
     COLLECTED,
-    PROMPTS,
     begin_saving,
     save_checkpoint,
     updates_of,
@@ -122,7 +121,6 @@ class Loop:
         self._clock = clock
         self._saved_at, self._saving_s, self._saved_step = clock(), 0.0, 0
         self._finished_at = 0.0
-        self._arriving: list[Pending] = []
         self._writing: Sequence[Pending] = ()
         self._written_step = 0
         known = read_every_evaluation(run.path)
@@ -147,8 +145,7 @@ class Loop:
         with self._rescued(phase, opened):
             if start in (0, phase.steps) or _due(start, self._cadence.evaluate_every):
                 self._evaluate(phase, first + start)
-            if phase.ready is not None:
-                phase.ready.idle = partial(self._close_done, phase, opened)
+            phase.source.begin(partial(self._close_done, phase, opened))
             for done in range(start + 1, phase.steps + 1):
                 self._close_until(phase, opened, phase.freshness)
                 if not opened:
@@ -159,8 +156,7 @@ class Loop:
 
     def _close_until(self, phase: Phase, opened: deque[OpenStep], most: int) -> None:
         """Finish open steps, oldest first, until at most ``most`` are left."""
-        if phase.ready is not None:
-            phase.ready.until(lambda: len(opened) <= most)
+        phase.source.until(lambda: len(opened) <= most)
         while len(opened) > most:
             self._close(phase, opened)
 
@@ -169,7 +165,7 @@ class Loop:
         late: Sequence[Pending] = ()
         while opened and not late:
             while opened[0].parcels and not (late := opened[0].parcels[0].late):
-                self._hand_over(phase, opened[0])
+                phase.source.deliver(opened[0].parcels.popleft())
             if not (late := [*late, *opened[0].late]):
                 self._close(phase, opened)
         return late
@@ -211,8 +207,7 @@ class Loop:
     def _is_cut(self, phase: Phase, error: Exception) -> bool:
         """Return whether open steps may be complete although a rank died: its pool has no trained role."""
         pools = {phase.executor.groups[role].places[0].pool for role in phase.trained}
-        is_in_order = phase.ready is None and phase.cut is None
-        return is_in_order and isinstance(error, RankDied) and error.pool not in pools
+        return phase.source.is_salvageable and isinstance(error, RankDied) and error.pool not in pools
 
     def _is_unsaved(self, phase: Phase) -> bool:
         """Return whether the last complete step is not saved yet and no later step has begun."""
@@ -260,9 +255,8 @@ class Loop:
 
     def _open(self, phase: Phase, index: int, number: int, done: int) -> OpenStep:
         """Submit a step; at k > 0 also begin its checkpoint if one, or an evaluation, is due after it."""
-        arriving, self._arriving = self._arriving, []
         share = self._cadence.rollouts_share if _due(number, self._cadence.rollouts_every) else 0.0
-        step = OpenStep(phase, index, number, done, arriving, self._run, self._deadline_s, share)
+        step = OpenStep(phase, index, number, done, self._run, self._deadline_s, share)
         for save in self._saves:
             if all(each.is_ready for each in save.asked):
                 self._ask(phase, save, wait=False)
@@ -286,7 +280,7 @@ class Loop:
         if self._interruption.requested and step.number < self._total_steps:
             self._stop_after(phase, step, opened)
         while step.parcels:
-            self._hand_over(phase, step)
+            phase.source.deliver(step.parcels.popleft())
         self._settle(phase, self._deadline_s, wait=False)
         if last or (not step.is_last and _due(step.done, self._cadence.evaluate_every)):
             reward = self._evaluate(phase, step.number)
@@ -296,14 +290,6 @@ class Loop:
             path = self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=wait)
             if step.is_last:
                 raise stopped(step.number, path)
-
-    def _hand_over(self, phase: Phase, step: OpenStep) -> None:
-        """Send the sampler a version that a step has published for later steps."""
-        parcel = step.parcels.popleft()
-        if phase.ready is not None:
-            phase.ready.deliver(parcel)
-        elif phase.delivery is not None:
-            self._arriving += phase.delivery.install(parcel)
 
     def _stop_between(self, phase: Phase) -> None:
         """End the run on request while no step is open.
@@ -358,8 +344,7 @@ class Loop:
         if self._evaluator is None or not phase.evaluated or step in self._evaluated:
             return -math.inf
         self._written(self._deadline_s)  # frees the memory of its rows
-        if phase.ready is not None:
-            phase.ready.settle()
+        phase.source.settle()
         every = self._evaluator(phase.executor)
         self._graded |= {found.set for found in every if not found.is_accuracy}
         for found in reversed(every):  # the last line shows that all are written
@@ -392,14 +377,10 @@ class Loop:
         folder = self._run.checkpoints.absolute() / f".step-{step:06d}.begun"
         try:
             shutil.rmtree(folder, ignore_errors=True)
-            for below in (*([AHEAD] if phase.freshness else []), *([COLLECTED] if rows else []), ""):
-                (folder / below).mkdir(parents=True, exist_ok=True)
+            (folder / (COLLECTED if rows else "")).mkdir(parents=True, exist_ok=True)
+            place = phase.source.begin_saving(folder / AHEAD)
         except OSError as error:
             raise write_error(folder, error) from error
-        place = {"stream": dict(phase.stream.state())} if phase.freshness else {}
-        left = phase.ready.outstanding() if phase.ready is not None else None
-        if left is not None:
-            write_rows(str(folder / AHEAD / PROMPTS), left)
         begun = [phase.executor.on_all_ranks(role, begin_saving, folder) for role in phase.kept]
         for name, each in rows.items():
             file = str(folder / COLLECTED / f"{name}.safetensors")
@@ -441,9 +422,9 @@ class Loop:
         self._settle(phase, wait_s, wait=True)
         save = save or self._begin_saving(phase, self._place.step, self._place.rows)
         wait_for([*save.begun, *save.asked], wait_s)
-        for each in later if phase.ready is None else ():
+        for each in later:
             name = str(save.folder / AHEAD / f"step-{each.number:06d}")
-            wait_for(phase.executor.keep_sampled(each.journal.stages, name), wait_s)
+            wait_for(phase.source.save_sampled(each.journal.stages, name), wait_s)
         save.state = {**self._place.state, **save.place}
         self._settle(phase, wait_s, wait=wait)
         self._saved_at = self._clock()

@@ -46,10 +46,10 @@ from rillflow.workers.backend import Node, Place, Pool, RankCall, RankLost, Site
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.messages import Body, Slot, by_name, opened, packed, replies, unpacked
 from rillflow.workers.nodes import ProcessSeat, Seating
+from rillflow.workers.pending import await_replies
 from rillflow.workers.protection import private_folder, private_token
 from rillflow.workers.ray_start import join_cluster, start_cluster
 from rillflow.workers.signals import left_to_driver
-from rillflow.workers.waits import Awaited, answers
 from rillflow.workers.watchdog import MARK, end, end_once, watch
 
 MAX_ARGUMENT_BYTES = 16 * 2**20
@@ -284,16 +284,7 @@ class RayBackend:
 
     def _asked(self, doing: str, calls: Mapping[Place, Any]) -> dict[Place, Any]:
         """Return the replies of processes during the start."""
-        timeout_s = _START_S + _START_EACH_S * len(self._ranks)
-        awaited = [Awaited(doing=doing, place=at, reference=made) for at, made in calls.items()]
-        try:
-            return dict(zip(calls, answers(awaited, self, timeout_s), strict=True))
-        except TimeoutError:
-            late = ", ".join(str(each.place) for each in awaited if not self.is_ready(each.reference))
-            raise ClusterError(
-                f"{late} did not finish {doing} in {timeout_s:g} s",
-                why="a process is missing, is still importing, or cannot reach the others",
-            ) from None
+        return await_replies(doing, calls, self, _START_S + _START_EACH_S * len(self._ranks))
 
 
 class RankProcess:

@@ -21,7 +21,8 @@ from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Cadence, Loop
-from rillflow.controller.open_step import DataStream, Phase
+from rillflow.controller.open_step import Phase
+from rillflow.controller.source import DataStream, Source
 from rillflow.errors import ClusterError
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
@@ -130,10 +131,10 @@ def test_whoever_fails_is_told_while_another_stage_still_works(
         report: Pending = flow.slow.measure(slow)
         return report
 
-    stream = DataStream(take=lambda _: BATCH, state=dict)
+    source = Source(executor, DataStream(take=lambda _: BATCH, state=dict))
     phase = Phase(
         name="parting", steps=1, rows=4, step=step, config=None, flow=Flow(executor), executor=executor,
-        trained=("main",), stream=stream, beside=None, evaluated=False,
+        trained=("main",), source=source, beside=None, evaluated=False,
     )  # fmt: skip
     run = RunDirectory.open(tmp_path / "run", {})
     cadence = Cadence(
