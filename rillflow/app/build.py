@@ -37,7 +37,7 @@ from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Cadence, Loop
 from rillflow.controller.open_step import Phase
-from rillflow.controller.source import DataStream, Source
+from rillflow.controller.source import DataStream, GroupSampling, Source
 from rillflow.controller.step_executor import StepExecutor
 from rillflow.controller.tail_batching import ASIDE, TailBatching
 from rillflow.models.language_model import choose_device
@@ -192,17 +192,27 @@ class Build:
             kept=kept.sampled if kept is not None else lambda _: (),
         )
 
+    def _sampling(self, plan: PhasePlan, kept: Checkpoint | None) -> GroupSampling:
+        """Return how a phase is sampled whose groups are sampled before its steps ask for them."""
+        asked, done = plan.algorithm.answers(plan.config), kept.state["done"] if kept is not None else 0
+        assert asked is not None  # was checked
+        return GroupSampling(
+            groups=(plan.config.steps - done) * plan.config.prompts_per_step,
+            samples=asked.get("samples", 1),
+            sampling=asked.get("sampling"),
+            replicas=self._roles.executor.groups[SAMPLER].mesh.groups("tp"),
+            deadline_s=self._recipe.placement.deadline_s,
+        )
+
     def _ready(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> AsyncRollout:
-        """Return the sampler for a phase whose steps train the groups that are complete first."""
-        config, executor, delivery = plan.config, self._roles.executor, self._roles.delivery
-        asked = plan.algorithm.answers(config)
-        assert isinstance(config, SampledConfig) and delivery is not None and asked is not None  # was checked
+        """Return the source of steps that train the groups that are complete first."""
+        config, delivery = plan.config, self._roles.delivery
+        assert isinstance(config, SampledConfig) and delivery is not None  # was checked
         rule: type[StalenessBound[GroupInFlight]] = (
             CapacityBound if config.on_stale == "drop" else StalenessBound
         )
-        done = kept.state["done"] if kept is not None else 0
         return AsyncRollout(
-            executor,
+            self._roles.executor,
             stream,
             delivery,
             rule=rule(
@@ -210,40 +220,30 @@ class Build:
                 prompts=config.prompts_per_step,
                 published=Fraction(1, config.syncs_per_step),
             ),
-            groups=(config.steps - done) * config.prompts_per_step,
+            how=self._sampling(plan, kept),
             step_groups=config.prompts_per_step,
             parts=config.syncs_per_step,
-            samples=asked.get("samples", 1),
-            sampling=asked.get("sampling"),
-            replicas=executor.groups[SAMPLER].mesh.groups("tp"),
             most_rows=self._recipe.rollout.max_rows,
             again=load_batch(kept.prompts) if kept is not None and kept.prompts.is_file() else None,
-            deadline_s=self._recipe.placement.deadline_s,
         )
 
     def _cut(
         self, plan: PhasePlan, stream: DataStream, aside: Sequence[Sequence[int]], kept: Checkpoint | None
     ) -> TailBatching:
-        """Return the sampler for a phase whose steps leave the longest rows for later."""
-        config, executor, data = plan.config, self._roles.executor, plan.algorithm.data
-        asked = plan.algorithm.answers(config)
-        assert isinstance(config, SampledConfig) and asked is not None  # was checked
+        """Return the source of steps that leave the longest rows for later."""
+        config, data, how = plan.config, plan.algorithm.data, self._sampling(plan, kept)
+        assert isinstance(config, SampledConfig)  # was checked
         rows = {row.example.index: row for row in self.encoded.train[data] if row is not None}
         there = [(epoch, prompt) for epoch, prompt in aside if prompt in rows]
-        done, samples = kept.state["done"] if kept is not None else 0, asked.get("samples", 1)
         return TailBatching(
-            executor,
+            self._roles.executor,
             stream,
-            groups=(config.steps - done) * config.prompts_per_step,
+            how=how,
             prompts=config.oversample_prompts,
-            samples=samples,
-            begun_samples=ceil(samples * config.oversample_samples - 1e-9),
-            sampling=asked.get("sampling"),
-            replicas=executor.groups[SAMPLER].mesh.groups("tp"),
+            begun_samples=ceil(how.samples * config.oversample_samples - 1e-9),
             aside=_batch(data, [rows[prompt] for _, prompt in there], [epoch for epoch, _ in there])
             if there
             else None,
-            deadline_s=self._recipe.placement.deadline_s,
             sync=self._roles.delivery,
             chunks=self._recipe.rollout.stream_chunks,
         )

@@ -33,13 +33,12 @@ from rillflow.controller.checkpoint import PROMPTS
 from rillflow.controller.chunked import ChunkedResult
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.flow import StageResult
-from rillflow.controller.source import DataStream, Drawn, Source
+from rillflow.controller.source import DataStream, Drawn, GroupSampling, Source
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Sum
 from rillflow.roles.sampler import Advanced, GroupId, Sampler
-from rillflow.rollout.config import SamplingConfig
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending, joined, wait_for_any
 from rillflow.workers.values import Facts
@@ -106,15 +105,11 @@ class AsyncRollout(Source):
         stream: prompts of the phase.
         sync: transfers versions to the sampler.
         rule: admission rule of the freshness bound, with no group begun.
-        groups: groups that the phase still has to train.
+        how: how groups are sampled.
         step_groups: groups of a step.
         parts: parts of a step; each part is trained before the next version is published.
-        samples: rows of a group.
-        sampling: sampling settings; None for those of the recipe.
-        replicas: the sampler's ranks, replica by replica.
         most_rows: largest number of rows of a replica at once.
         again: drawn prompts that no step had trained when the run was interrupted; they are sampled first.
-        deadline_s: longest wait for any rank.
     """
 
     is_salvageable = False
@@ -126,23 +121,17 @@ class AsyncRollout(Source):
         sync: WeightSync,
         *,
         rule: StalenessBound[GroupInFlight],
-        groups: int,
+        how: GroupSampling,
         step_groups: int,
         parts: int,
-        samples: int,
-        sampling: SamplingConfig | None,
-        replicas: Sequence[Sequence[int]],
         most_rows: int,
         again: Batch | None,
-        deadline_s: float,
     ) -> None:
         super().__init__(executor, stream, sync=sync, is_ahead=True)
-        self._weights, self._rule = sync, rule
-        self._wanted, self._step_groups, self._parts = groups, step_groups, parts
-        self._samples, self._sampling, self._most_rows = samples, sampling, most_rows
-        self._replicas = [SamplerReplica(ranks=ranks) for ranks in replicas]
+        self._weights, self._rule, self._how, self._wanted = sync, rule, how, how.groups
+        self._step_groups, self._parts, self._most_rows = step_groups, parts, most_rows
+        self._replicas = [SamplerReplica(ranks=ranks) for ranks in how.replicas]
         self._prompts = deque(one_by_one(again) if again is not None else ())
-        self._deadline_s = deadline_s
         self._newest, self._waited_s = 0, 0.0
         self._parcel: PackedWeights | None = None
         self._running: dict[GroupId, GroupInFlight] = {}
@@ -232,7 +221,7 @@ class AsyncRollout(Source):
             if not events:
                 raise self._stalled()
             if not any(all(part.is_ready for part in each) for each in events):
-                wait_for_any([part for each in events for part in each], self._deadline_s)
+                wait_for_any([part for each in events for part in each], self._how.deadline_s)
 
     def _ready(self, form: Callable[[], list[GroupInFlight]]) -> Batch:
         """Return the prompts of the groups that ``form`` returns, once it returns some."""
@@ -279,9 +268,9 @@ class AsyncRollout(Source):
         for replica in self._replicas:
             while replica.asked and replica.asked[0].is_ready:
                 call = replica.asked.popleft()
-                made: Advanced = call.read(self._deadline_s)
+                made: Advanced = call.read(self._how.deadline_s)
                 replica.rows, replica.turnover = replica.rows - made.ended, made.ended
-                facts = call.facts(self._deadline_s)
+                facts = call.facts(self._how.deadline_s)
                 if made.passes:
                     passes = round(ADVANCE_S * made.passes / max(facts[0].ended - facts[0].began, 1e-6))
                     replica.passes = max(1, min(MOST_PASSES, passes))
@@ -311,7 +300,7 @@ class AsyncRollout(Source):
         for replica in self._replicas:
             while len(replica.asked) < ASKED and (replica.rows or replica.given_up):
                 prompts = concatenate([each.prompt for each in replica.begun]) if replica.begun else None
-                how = (prompts, replica.given_up, replica.passes, self._samples, self._sampling)
+                how = (prompts, replica.given_up, replica.passes, self._how.samples, self._how.sampling)
                 replica.asked.append(self._executor.on_ranks(SAMPLER, replica.ranks, Sampler.advance, *how))
                 replica.begun, replica.given_up = [], []
 
@@ -340,13 +329,13 @@ class AsyncRollout(Source):
         self._running[group.id] = group
         self._rule.begin(group)
         replica.begun.append(group)
-        replica.rows += self._samples
+        replica.rows += self._how.samples
         return True
 
     def _has_room(self, replica: SamplerReplica) -> bool:
         """Return whether new rows would run soon, counting running rows that are expected to end first."""
         room = self._most_rows + min(ASKED * replica.turnover, self._most_rows)
-        return not replica.rows or replica.rows + self._samples <= room
+        return not replica.rows or replica.rows + self._how.samples <= room
 
     def _again(self, group: GroupInFlight) -> None:
         """Drop the rows of a group, and sample its prompt again."""

@@ -29,7 +29,7 @@ from rillflow.graph.handle import Options
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
 from rillflow.roles.sampler import GroupId
-from rillflow.rollout.config import answering
+from rillflow.rollout.config import SamplingConfig, answering
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
 from rillflow.workers.values import Facts, shares
@@ -45,6 +45,22 @@ class DataStream:
     """Returns the position in the data, for a checkpoint."""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics about the data that every step reports."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSampling:
+    """How the steps of a phase are sampled group by group, before they ask for rows."""
+
+    groups: int
+    """Groups that the phase still has to train."""
+    samples: int
+    """Trained rows of a group."""
+    sampling: SamplingConfig | None
+    """Sampling settings; None for those of the recipe."""
+    replicas: Sequence[Sequence[int]]
+    """The sampler's ranks, replica by replica."""
+    deadline_s: float
+    """Longest wait for any rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

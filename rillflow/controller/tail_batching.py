@@ -28,11 +28,11 @@ from typing import Any
 
 from rillflow.controller.async_rollout import add_work, one_by_one
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.source import DataStream, Drawn, Source
+from rillflow.controller.source import DataStream, Drawn, GroupSampling, Source
+from rillflow.controller.weight_sync import WeightSync
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Mean, Sum
 from rillflow.roles.sampler import Advanced, GroupId, Sampler
-from rillflow.rollout.config import SamplingConfig
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import joined, wait_for
 from rillflow.workers.values import Facts, shares
@@ -51,15 +51,12 @@ class TailBatching(Source):
     Args:
         executor: has the sampler's ranks.
         stream: prompts of the phase.
-        groups: groups that the phase still has to train.
+        how: how groups are sampled.
         prompts: prompts that a short round begins for each trained one; at least 1.
-        samples: trained rows per group.
         begun_samples: rows per group that a short round begins; the first to end are trained.
-        sampling: sampling settings; None for those of the recipe.
-        replicas: the sampler's ranks, replica by replica.
         aside: prompts that were put aside before the run was interrupted.
-        deadline_s: longest wait for any rank.
-        how: further arguments of Source.
+        sync: see Source.
+        chunks: see Source.
     """
 
     is_salvageable = False
@@ -69,20 +66,16 @@ class TailBatching(Source):
         executor: GroupExecutor,
         stream: DataStream,
         *,
-        groups: int,
+        how: GroupSampling,
         prompts: float,
-        samples: int,
         begun_samples: int,
-        sampling: SamplingConfig | None,
-        replicas: Sequence[Sequence[int]],
         aside: Batch | None,
-        deadline_s: float,
-        **how: Any,
+        sync: WeightSync | None = None,
+        chunks: int = 1,
     ) -> None:
-        super().__init__(executor, stream, **how)
-        self._left = groups
-        self._prompts, self._samples, self._begun_samples = prompts, samples, begun_samples
-        self._sampling, self._replicas, self._deadline_s = sampling, replicas, deadline_s
+        super().__init__(executor, stream, sync=sync, chunks=chunks)
+        self._how, self._left = how, how.groups
+        self._prompts, self._begun_samples = prompts, begun_samples
         self._aside = [*one_by_one(aside)] if aside is not None else []
         self._worked: list[Facts] = []
         self._begun = self._passes = self._wasted = 0
@@ -101,7 +94,7 @@ class TailBatching(Source):
         again = max(groups - fresh, 0)
         begun, self._aside = self._aside[:again], self._aside[again:]
         begun += [self._stream.take(fresh)] if fresh else []
-        return self._round(concatenate(begun), groups, self._samples if again else self._begun_samples)
+        return self._round(concatenate(begun), groups, self._how.samples if again else self._begun_samples)
 
     @property
     def aside(self) -> list[GroupId]:
@@ -150,7 +143,7 @@ class TailBatching(Source):
         kept = [[groups[each] for each in share if each not in left] for share in homes]
         parts = [
             self._executor.on_ranks(SAMPLER, ranks, Sampler.collect, own)
-            for ranks, own in zip(self._replicas, kept, strict=True)
+            for ranks, own in zip(self._how.replicas, kept, strict=True)
             if own
         ]
         prompts = begun.select(taken)
@@ -159,7 +152,7 @@ class TailBatching(Source):
 
     def _shares(self, count: int) -> list[range]:
         """Return the range of prompts that each replica samples."""
-        sizes = shares(count, len(self._replicas))
+        sizes = shares(count, len(self._how.replicas))
         return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def _advance(
@@ -172,16 +165,16 @@ class TailBatching(Source):
         enough: int = 0,
     ) -> list[Advanced]:
         """Call ``Sampler.advance`` on every replica at once, with its own prompts."""
-        how = (passes, samples, self._sampling, self._samples, enough)
+        how = (passes, samples, self._how.sampling, self._how.samples, enough)
         calls = [
             self._executor.on_ranks(SAMPLER, ranks, Sampler.advance, own, forgotten, *how)
             for ranks, own, forgotten in zip(
-                self._replicas, prompts, given_up or [()] * len(prompts), strict=True
+                self._how.replicas, prompts, given_up or [()] * len(prompts), strict=True
             )
         ]
-        wait_for(calls, self._deadline_s)
-        made: list[Advanced] = [each.read(self._deadline_s) for each in calls]
+        wait_for(calls, self._how.deadline_s)
+        made: list[Advanced] = [each.read(self._how.deadline_s) for each in calls]
         for call in calls:
-            add_work(self._worked, [*call.facts(self._deadline_s), *call.beside])
+            add_work(self._worked, [*call.facts(self._how.deadline_s), *call.beside])
         self._wasted += sum(each.wasted for each in made)
         return made

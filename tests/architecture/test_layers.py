@@ -24,7 +24,7 @@ ADAPTERS = {
     "psutil": (),
     "starlette": ("rillflow/serving/http_body.py", "rillflow/serving/openai_server.py"),
     "uvicorn": ("rillflow/serving/server.py",),
-    "ray": ("rillflow/workers/ray.py", "rillflow/workers/ray_start.py", "rillflow/workers/messages.py"),
+    "ray": ("rillflow/workers/ray.py", "rillflow/workers/ray_cluster.py", "rillflow/workers/messages.py"),
     "vllm": ("rillflow/rollout/vllm/core.py",),
     "ot": (),
     **dict.fromkeys(("rillflow_planner", "rillflow_merging", "rillflow_service"), ()),

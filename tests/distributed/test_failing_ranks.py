@@ -81,8 +81,8 @@ def worker(cluster: RayBackend | InlineBackend, role: str, pool: str, size: int)
 
 def test_no_process_is_started_that_becomes_no_rank(on_ray: RayBackend) -> None:
     """Ray would start one for every core as well, and each imports for a second."""
-    assert on_ray._folder is not None
-    started = list(on_ray._folder.glob("r/session_latest/logs/worker-*.out"))
+    assert on_ray._cluster.folder is not None
+    started = list(on_ray._cluster.folder.glob("r/session_latest/logs/worker-*.out"))
     assert len(started) == sum(pool.size for pool in POOLS)
 
 
@@ -217,7 +217,7 @@ def test_closing_leaves_no_process_behind(on_ray: RayBackend, elsewhere: set[psu
 
     children = set(psutil.Process().children(recursive=True)) - elsewhere
     worker(on_ray, "asleep", "slow", 1).call("sleep", BATCH, seconds=600.0)
-    folder = on_ray._folder
+    folder = on_ray._cluster.folder
     assert folder is not None and folder.exists()
     on_ray.close()
     on_ray.close()
@@ -234,7 +234,7 @@ from rillflow.workers.start import ray_backend
 
 backend = ray_backend(60.0)
 backend.open([Pool(name="main", size=1)])
-print(backend._folder, flush=True)
+print(backend._cluster.folder, flush=True)
 time.sleep(600)
 """
 

@@ -18,7 +18,7 @@ from rillflow.controller import async_rollout
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import AsyncRollout, GroupInFlight
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.source import DataStream
+from rillflow.controller.source import DataStream, GroupSampling
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import ClusterError, RolloutError
 from rillflow.placement.mesh import Mesh
@@ -213,15 +213,17 @@ class Scene:
             DataStream(take=self._take, state=dict),
             cast(WeightSync, Numbered(self.executor)),
             rule=rule(freshness=k, prompts=groups, published=Fraction(1, publishes)),
-            groups=steps * groups,
+            how=GroupSampling(
+                groups=steps * groups,
+                samples=SAMPLES,
+                sampling=None,
+                replicas=mesh.groups("tp"),
+                deadline_s=5,
+            ),
             step_groups=groups,
             parts=publishes,
-            samples=SAMPLES,
-            sampling=None,
-            replicas=mesh.groups("tp"),
             most_rows=rows,
             again=again,
-            deadline_s=5,
         )
         self._times = publishes
         self.trained: deque[Pending] = deque()

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.source import DataStream
+from rillflow.controller.source import DataStream, GroupSampling
 from rillflow.controller.tail_batching import TailBatching
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, concatenate
@@ -53,14 +53,16 @@ class Steps:
         self.cut = TailBatching(
             self.executor,
             DataStream(take=self._take, state=dict),
-            groups=groups * steps,
+            how=GroupSampling(
+                groups=groups * steps,
+                samples=samples,
+                sampling=None,
+                replicas=mesh.groups("tp"),
+                deadline_s=5,
+            ),
             prompts=share,
-            samples=samples,
             begun_samples=begun_samples,
-            sampling=None,
-            replicas=mesh.groups("tp"),
             aside=aside,
-            deadline_s=5,
         )
 
     def step(self, more: int = 0) -> Batch:
