@@ -1,13 +1,15 @@
 """The training loop: run steps in order in one thread, with at most freshness + 1 in flight.
 
-          ┌──────────────────────── for every step of every phase ────────────────────────┐
-stream ── take ──> open: step(flow, data, config) ──> close: record, evaluate, checkpoint ──> interrupted?
-                     └─ up to k more are opened ─┘
+           ┌───────────── for every step of every phase ─────────────┐
+source ── take, rows ──> open: step(flow, data, config) ──> close ──> interrupted?
+   ^                       └─ up to k more are opened ─┘      │
+   └──────────── deliver: the version that it published ──────┴─> records, evaluation, checkpoint
 
-consumes      prompts, demonstrations or pairs, in the stream's order
-waits for     the oldest open step; at k = 0 it is the only one
-produces      metrics, spans and rollouts of the step in the run directory; then, if due, an
-              evaluation and a checkpoint. Batches stay on the ranks; the loop reads only reports
+consumes      prompts and rows of the source; demonstrations or pairs, in the stream's order
+waits for     the oldest open step; at k = 0 it is the only one. Meanwhile the source may run rows
+unblocked by  the ranks of that step; every wait ends at the deadline
+produces      metrics, spans and rollouts of the step in the run directory; a version for the source; then,
+              if due, an evaluation and a checkpoint. Batches stay on the ranks; the loop reads only reports
 shutdown      healthy: after the last step, with a checkpoint. First signal: after the newest open step,
               with a checkpoint; before a step is open, at once. Error: with a checkpoint of the newest
               step with complete updates, if no trained role has updated since; a dead sampler does not
@@ -15,10 +17,8 @@ shutdown      healthy: after the last step, with a checkpoint. First signal: aft
 
 With k > 0 the sampler runs on its own ranks and receives a version when the step that published it is closed.
 Step t samples with version max(0, t - k) of the phase, independent of timing, since ranks run calls in order.
-Trained roles write a checkpoint between their step and the next. It includes the rows that the next k steps
-have sampled, so a resumed run does not sample them again. If steps are formed from ready groups
-(dataflow.ready_first), rows run whenever the loop waits; the checkpoint holds the prompts of untrained
-groups.
+Trained roles write a checkpoint between their step and the next. The source adds what it has sampled or drawn
+for later steps (``controller.source``). The loop asks the source at these points and never which kind it is.
 """
 
 from __future__ import annotations
