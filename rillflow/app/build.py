@@ -139,18 +139,18 @@ class Build:
         try:
             for number in range(index, len(plans)):
                 resumed = state if number == index and state["done"] else None
-                phase = self._phase(plans[number], resumed)
-                loop.run_phase(phase, number, plans[number].first, resumed["done"] if resumed else 0)
+                phase = self._phase(plans[number], number, resumed)
+                loop.run_phase(phase, resumed["done"] if resumed else 0)
         finally:
             gc.unfreeze()
 
     def evaluate(self) -> Sequence[Evaluation]:
         """Evaluate the last phase's model on held-out rows before any step; empty if nothing can score."""
-        plan = phase_plans(self._recipe)[-1]
-        phase, evaluate = self._phase(plan, None), self._evaluator(plan)
+        plans = phase_plans(self._recipe)
+        phase, evaluate = self._phase(plans[-1], len(plans) - 1, None), self._evaluator(plans[-1])
         return () if evaluate is None else evaluate(phase.executor)
 
-    def _phase(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Phase:
+    def _phase(self, plan: PhasePlan, index: int, resumed: Mapping[str, Any] | None) -> Phase:
         executor, kept = self._roles.executor, self._checkpoint if resumed is not None else None
         trained = self._roles.begin(plan, kept)
         place = dict(resumed["stream"]) if resumed else {}
@@ -160,6 +160,8 @@ class Build:
         executor = StepExecutor(executor, source)
         return Phase(
             name=plan.name,
+            index=index,
+            first=plan.first,
             steps=plan.config.steps,
             rows=plan.config.prompts_per_step,
             step=plan.algorithm.step,

@@ -32,7 +32,7 @@ from rillflow.workers.backend import Backend, Place
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.endpoint import Endpoint, Measure
 from rillflow.workers.group import Group
-from rillflow.workers.pending import Pending, Work, stages_of, submitted, wait_for
+from rillflow.workers.pending import Pending, Work, pack_options, stages_of, submitted, wait_for
 from rillflow.workers.values import GROUPS, Lie, Own, RemoteValue, Rows, Whole, group_shares, groups_of
 
 
@@ -155,9 +155,8 @@ class GroupExecutor:
                 for each, fields in zip(batches, wanted, strict=True)
             ]
             lie = _kept_of(None if first is None else first.again(1), kept)
-            sources = [each for each in batches if isinstance(each, Pending)]
             return self._at(
-                [self._home(batches)], name, "", function, [*given, *whole], options, lie, sources
+                [self._home(batches)], name, "", function, [*given, *whole], options, lie, batches
             )
         places, is_as_held = batches[0].holders, lies.count(first) == len(lies)
         is_as_held = is_as_held and (seen == "row" or first.is_whole)
@@ -196,8 +195,7 @@ class GroupExecutor:
     ) -> Pending:
         """Call a function at places; with ``cut``, give each its own arguments and use all results."""
         given = [self._sent(each, name) for each in arguments]
-        named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
-        packed = self.backend.pack(named, f"option of {name}:")
+        packed = pack_options(options, name, self.backend)
         calls = [
             (at, program.apply, (name, role, function, [*given, *(cut[index] if cut else ())], packed))
             for index, at in enumerate(places)
@@ -207,7 +205,7 @@ class GroupExecutor:
             self.backend,
             calls,
             taken=range(len(places) if cut else 1),
-            sources=[each for each in (*sources, *arguments, *options.values()) if isinstance(each, Pending)],
+            given=(*sources, *arguments, *options.values()),
             after=after,
             lie=lie or Lie.new(is_whole=not cut),
         )

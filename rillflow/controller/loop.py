@@ -133,25 +133,25 @@ class Loop:
         self.version = 0
         """Policy version of the last publish."""
 
-    def run_phase(self, phase: Phase, index: int, first: int, start: int) -> None:
-        """Run the steps of a phase that follow ``start``; ``first`` counts the run's steps before the phase.
+    def run_phase(self, phase: Phase, start: int) -> None:
+        """Run the steps of a phase that follow the first ``start`` ones.
 
         Raises:
             Interrupted: the user asked to stop; a checkpoint was written.
         """
-        self._saved_step = first + start
-        self._place = self._here(phase, index, first + start, start)
+        self._place = self._here(phase, start)
+        self._saved_step = self._place.step
         opened = deque[OpenStep]()
         with self._rescued(phase, opened):
             if start in (0, phase.steps) or _due(start, self._cadence.evaluate_every):
-                self._evaluate(phase, first + start)
+                self._evaluate(phase, self._place.step)
             phase.source.begin(partial(self._close_done, phase, opened))
             for done in range(start + 1, phase.steps + 1):
                 self._close_until(phase, opened, phase.freshness)
                 if not opened:
                     self._stop_between(phase)
                 self._interruption.stage = RunStage.TRAINING
-                opened.append(self._open(phase, index, first + done, done))
+                opened.append(self._open(phase, done))
             self._close_until(phase, opened, 0)
 
     def _close_until(self, phase: Phase, opened: deque[OpenStep], most: int) -> None:
@@ -253,16 +253,17 @@ class Loop:
         self._writing = left
         self._written(wait_s)
 
-    def _open(self, phase: Phase, index: int, number: int, done: int) -> OpenStep:
+    def _open(self, phase: Phase, done: int) -> OpenStep:
         """Submit a step; at k > 0 also begin its checkpoint if one, or an evaluation, is due after it."""
-        share = self._cadence.rollouts_share if _due(number, self._cadence.rollouts_every) else 0.0
-        step = OpenStep(phase, index, number, done, self._run, self._deadline_s, share)
+        is_recorded = _due(phase.first + done, self._cadence.rollouts_every)
+        share = self._cadence.rollouts_share if is_recorded else 0.0
+        step = OpenStep(phase, done, self._run, self._deadline_s, share)
         for save in self._saves:
             if all(each.is_ready for each in save.asked):
                 self._ask(phase, save, wait=False)
         looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
         if phase.freshness and (done == phase.steps or looked_at or self._is_due(done)):
-            step.saving = self._begin_saving(phase, number, phase.flow.rows)
+            step.saving = self._begin_saving(phase, step.number, phase.flow.rows)
         return step
 
     def _close(self, phase: Phase, opened: deque[OpenStep]) -> None:
@@ -361,11 +362,11 @@ class Loop:
         late = self._cadence.checkpoint_s > 0 and self._clock() - self._saved_at >= pause_s
         return late or _due(done, self._cadence.checkpoint_every)
 
-    def _here(self, phase: Phase, index: int, step: int, done: int) -> Standing:
+    def _here(self, phase: Phase, done: int) -> Standing:
         """Return the state of the run where a phase begins or resumes."""
-        state = {"phase": index, "done": done, "version": self.version, **phase.place}
+        state = {**phase.state(done), "version": self.version}
         updates = self._updates(phase, self._deadline_s)
-        return Standing(step=step, state=state, updates=updates, rows=dict(phase.flow.rows))
+        return Standing(step=phase.first + done, state=state, updates=updates, rows=dict(phase.flow.rows))
 
     def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
         """Return the number of optimiser steps of every trained role, after all its submitted calls."""

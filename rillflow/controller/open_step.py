@@ -40,6 +40,10 @@ class Phase:
 
     name: str
     """Name in the records."""
+    index: int
+    """Index among the run's phases."""
+    first: int
+    """Steps of the run before the phase."""
     steps: int
     """Number of steps."""
     rows: int
@@ -70,11 +74,11 @@ class Phase:
         """Roles that checkpoints hold."""
         return (*self.trained, *self.moving)
 
-    @property
-    def place(self) -> dict[str, Any]:
-        """Positions in the data, and the numbers that steps remember."""
+    def state(self, done: int) -> dict[str, Any]:
+        """Return the positions in the phase and its data after ``done`` steps, and remembered numbers."""
         beside = dict(self.beside.state()) if self.beside is not None else None
-        return {"stream": self.source.position(), "beside": beside, "numbers": dict(self.flow.state)}
+        data = {"stream": self.source.position(), "beside": beside}
+        return {"phase": self.index, "done": done, **data, "numbers": dict(self.flow.state)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +118,6 @@ class OpenStep:
 
     Args:
         phase: the phase of the step.
-        index: index of the phase.
-        number: number of the step, over all phases.
         done: steps of the phase, including this one.
         run: the run directory.
         deadline_s: longest wait for any stage.
@@ -125,14 +127,14 @@ class OpenStep:
     def __init__(
         self,
         phase: Phase,
-        index: int,
-        number: int,
         done: int,
         run: RunDirectory,
         deadline_s: float,
         share: float = 1.0,
     ) -> None:
-        self.number, self.done = number, done
+        self.done = done
+        self.number = number = phase.first + done
+        """Number of the step, over all phases."""
         self.saving: Save | None = None
         """Checkpoint that began with the step, if any."""
         self.is_last = False
@@ -157,7 +159,7 @@ class OpenStep:
         self._left_out = {role: executor.on_all_ranks(role, taken_skips) for role in phase.trained}
         self.parcels = deque(self._drawn.parcels)
         """Published versions that no sampler has received yet."""
-        self._state = {"phase": index, "done": done, **phase.place}
+        self._state = phase.state(done)
         self._rows = dict(flow.rows)
 
     @property

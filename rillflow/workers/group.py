@@ -19,7 +19,7 @@ from rillflow.records.batch import Batch
 from rillflow.workers import program
 from rillflow.workers.backend import Backend, Place
 from rillflow.workers.endpoint import Endpoint
-from rillflow.workers.pending import Pending, await_replies, submitted
+from rillflow.workers.pending import Pending, await_replies, pack_options, submitted
 from rillflow.workers.program import Call, Factory
 from rillflow.workers.transfer import AXES, Transfer
 from rillflow.workers.values import Lie, Names, are_whole, piece, shares
@@ -94,8 +94,7 @@ class Group:
         call = Call(role=self.role, of=self.of, endpoint=endpoint, reads=called.reads)
         self._refuse_empty(call, arguments)
         ready = [self._ready(call, argument) for argument in arguments]
-        named = {key: _described(value) for key, value in options.items()}
-        packed = self._backend.pack(named, f"option of {call}:") if named else named
+        packed = pack_options(options, str(call), self._backend)
         cut = _Cut.of(transfer, self.mesh, arguments, called.read(options))
         said, taken = self._backend.pack(call, str(call)), self._taken(transfer)
         speaks, calls = {*taken}, []
@@ -107,8 +106,8 @@ class Group:
             self._backend,
             calls,
             taken=taken,
-            sources=[each for each in (*arguments, *options.values()) if isinstance(each, Pending)],
-            given=program.described(arguments),
+            given=(*arguments, *options.values()),
+            about=program.described(arguments),
             is_partial=any(isinstance(part, Partial) for part in transfer.receive.values()),
             lie=cut.of_result(called),
         )
@@ -231,10 +230,6 @@ def _weighed(transfer: Transfer, arguments: Sequence[Any]) -> Batch | Pending | 
         return None
     here = [each for each in batches if isinstance(each, Batch)]
     return batches[0] if all("tokens" in each.fields for each in here) else None
-
-
-def _described(value: Any) -> Any:
-    return value.whole() if isinstance(value, Pending) else value
 
 
 def _require_pool(role: str, pool: str, mesh: Mesh, pools: Mapping[str, int]) -> None:

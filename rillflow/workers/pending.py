@@ -45,7 +45,7 @@ class Work:
     """Results among its arguments, to report who waits for whom; empty once the work has ended."""
     after: Sequence[str] = ()
     """Stages whose results are among its arguments."""
-    given: str = ""
+    about: str = ""
     """Shapes or types of its arguments, as far as the controller knows them."""
     is_partial: bool = False
     """Whether results are partial sums."""
@@ -221,7 +221,7 @@ class Pending(Handle):
         return ClusterError(
             f"{late.stage} has not answered on {', '.join(map(str, late.late))}{told}",
             why=f"it was called {time.monotonic() - late.work.since:.1f} s ago with "
-            f"{late.work.given or 'no batch'}; the deadline is {deadline_s:g} s",
+            f"{late.work.about or 'no batch'}; the deadline is {deadline_s:g} s",
             fix="check that rank's output and load, or raise placement.deadline_s",
         )
 
@@ -232,7 +232,7 @@ def submitted(
     calls: Sequence[tuple[Place, RankCall, Sequence[Any]]],
     *,
     taken: Sequence[int],
-    sources: Sequence[Pending],
+    given: Sequence[Any],
     after: Sequence[str] | None = None,
     **described: Any,
 ) -> Pending:
@@ -243,7 +243,7 @@ def submitted(
         backend: the backend that runs the calls.
         calls: rank, function and arguments of every call; the function returns a value and its Facts.
         taken: indices of the calls whose results are taken, in order.
-        sources: results among the arguments.
+        given: arguments and options as the caller gave them, among them results of other stages.
         after: stages that the result follows, if not those of all sources.
         described: further fields of ``Work``.
     """
@@ -252,16 +252,23 @@ def submitted(
         value, facts = backend.submit(place, function, *arguments, results=2)
         made.append(RemoteValue(value=value, facts=facts))
     others = sorted({*range(len(calls))} - {*taken})
+    sources = [each for each in given if isinstance(each, Pending)]
     work = Work(
         backend=backend,
         places=[calls[index][0] for index in (*taken, *others)],
         references=[made[index] for index in taken],
         others=[made[index] for index in others],
-        sources=[*sources],
+        sources=sources,
         after=stages_of(sources) if after is None else after,
         **described,
     )
     return Pending(stage, work)
+
+
+def pack_options(options: Mapping[str, Any], stage: str, backend: Backend) -> Any:
+    """Serialise the options of a call once for all ranks; results among them arrive whole."""
+    named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
+    return backend.pack(named, f"option of {stage}:") if named else named
 
 
 def joined(
@@ -277,7 +284,7 @@ def joined(
         others=[made for each in parts for made in each.work.others],
         sources=[source for each in parts for source in each.work.sources],
         after=list(dict.fromkeys(stage for each in parts for stage in each.work.after)),
-        given=parts[0].work.given,
+        about=parts[0].work.about,
         is_partial=is_partial,
         lie=None if is_partial else _laid([each.lie for each in parts]),
         parts=parts,

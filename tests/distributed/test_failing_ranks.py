@@ -133,7 +133,8 @@ def test_whoever_fails_is_told_while_another_stage_still_works(
 
     source = Source(executor, DataStream(take=lambda _: BATCH, state=dict))
     phase = Phase(
-        name="parting", steps=1, rows=4, step=step, config=None, flow=Flow(executor), executor=executor,
+        name="parting", index=0, first=0, steps=1, rows=4, step=step, config=None,
+        flow=Flow(executor), executor=executor,
         trained=("main",), source=source, beside=None, evaluated=False,
     )  # fmt: skip
     run = RunDirectory.open(tmp_path / "run", {})
@@ -144,7 +145,7 @@ def test_whoever_fails_is_told_while_another_stage_still_works(
     with Progress(total_steps={"parting": 1}, quiet=True) as progress, Interruption() as interruption:
         loop = Loop(run, progress, cadence, None, interruption, 1, SLOW_S)
         with pytest.raises(ClusterError) as caught:
-            loop.run_phase(phase, 0, 0, 0)
+            loop.run_phase(phase, 0)
     assert time.monotonic() - began < slow_s
     run.close()
     if how == "die":
