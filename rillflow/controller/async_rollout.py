@@ -30,10 +30,9 @@ from typing import Any
 
 from rillflow.controller.admission import StalenessBound
 from rillflow.controller.checkpoint import PROMPTS
-from rillflow.controller.chunked import ChunkedResult
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.flow import StageResult
-from rillflow.controller.source import DataStream, Drawn, GroupSampling, Source
+from rillflow.controller.source import ChunkedResult, DataStream, Drawn, GroupSampling, Source
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch, concatenate

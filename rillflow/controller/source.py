@@ -21,7 +21,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rillflow.controller.chunked import ChunkedResult
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.flow import StageResult
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
@@ -31,7 +30,7 @@ from rillflow.records.metrics import Metric
 from rillflow.roles.sampler import GroupId
 from rillflow.rollout.config import SamplingConfig, answering
 from rillflow.workers.group import Group
-from rillflow.workers.pending import Pending
+from rillflow.workers.pending import Pending, Work, joined
 from rillflow.workers.values import Facts, shares
 
 
@@ -75,6 +74,44 @@ class Drawn:
     """Transfers of the version that the step samples with; empty if the sampler had it."""
     parcels: Sequence[PackedWeights] = ()
     """Versions that the step published for later steps."""
+
+
+class ChunkedResult(Pending):
+    """One stage's result in chunks, joined when it is used as a whole.
+
+    Args:
+        stage: name of the stage.
+        count: number of chunks.
+        submit: submits the chunks and appends their results to ``chunks``; called at the first use of the
+            whole.
+        is_partial: whether the chunks are partial sums to be added.
+        worked: work of ranks before the result was requested.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        count: int,
+        submit: Callable[[], None],
+        *,
+        is_partial: bool = False,
+        worked: Sequence[Facts] = (),
+    ) -> None:
+        super().__init__(stage, self._joined)
+        self.count = count
+        self.chunks: list[Pending] = []
+        self._submit, self._is_partial, self._worked = submit, is_partial, worked
+
+    @classmethod
+    def of(cls, stage: str, chunks: Sequence[Pending], worked: Sequence[Facts] = ()) -> ChunkedResult:
+        """Return the result that chunks make up which are submitted already."""
+        made = cls(stage, len(chunks), lambda: None, worked=worked)
+        made.chunks += chunks
+        return made
+
+    def _joined(self) -> Work:
+        self._submit()
+        return joined(self.stage, self.chunks, is_partial=self._is_partial, worked=self._worked).work
 
 
 class Source:

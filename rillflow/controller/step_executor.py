@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rillflow.controller.chunked import ChunkedResult
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.source import Source
+from rillflow.controller.source import ChunkedResult, Source
 from rillflow.formulas import granularity
 from rillflow.graph.handle import Formula, Options
 from rillflow.workers.backend import Place
