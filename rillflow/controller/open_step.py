@@ -152,12 +152,13 @@ class OpenStep:
         beside = [] if phase.beside is None else [phase.beside.take(phase.rows)]
         self._reports: tuple[Any, ...] = reports_of(phase.step(flow, data, phase.config, *beside))
         flow.begin()  # only this object keeps the step's batches
-        self._drawn = source.opened()
-        self.journal.measured |= self._drawn.measured
+        drawn = source.opened()
+        self.journal.measured |= drawn.measured
+        self._arriving, self._given_up = drawn.arriving, drawn.given_up
         self._telemetry = asked(executor, self.journal.stages, run.path.absolute(), number, share)
         self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.trained}
         self._left_out = {role: executor.on_all_ranks(role, taken_skips) for role in phase.trained}
-        self.parcels = deque(self._drawn.parcels)
+        self.parcels = deque(drawn.parcels)
         """Published versions that no sampler has received yet."""
         self._state = phase.state(done)
         self._rows = dict(flow.rows)
@@ -188,7 +189,7 @@ class OpenStep:
         Returns:
             The state of the run after the step, and the step's metrics.
         """
-        moved = self._phase.source.moved(self._drawn.arriving)
+        moved = self._phase.source.moved(self._arriving)
         wait_for([each.result for each in self.journal.stages], self._deadline_s)
         self._log_spans(moved)
         if self.journal.published is not None:
@@ -231,7 +232,7 @@ class OpenStep:
                 self._run.log_skip(self.number, role, skip.reason, skip.rows)
                 told = f"an update of the {role} in step {self.number} was skipped: {skip.reason}"
                 self.skips.append(told)
-        for group, reason in self._drawn.given_up:
+        for group, reason in self._given_up:
             self._run.log_given_up(self.number, group, reason)
         updates = {role: each.read(wait_s) for role, each in self._updates.items()}
         state = {**self._state, "numbers": numbers, "version": version}

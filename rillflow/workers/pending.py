@@ -145,12 +145,6 @@ class Pending(Handle):
         return Whole(held=self.held, is_partial=self.work.is_partial, fields=fields)
 
     @property
-    def late(self) -> list[Place]:
-        """Ranks that have not finished."""
-        every = zip(self.places, self.work.every, strict=True)
-        return [place for place, each in every if not self.work.backend.is_ready(each.value)]
-
-    @property
     def is_ready(self) -> bool:
         """Whether every rank has finished."""
         return all(self.work.backend.is_ready(each.value) for each in self.work.every)
@@ -218,10 +212,13 @@ class Pending(Handle):
         while waited := [source for source in late.work.sources if not source.is_ready]:
             late = waited[0]
         told = f"; {self.stage} waits for it" if late is not self else ""
+        work = late.work
+        every = zip(work.places, work.every, strict=True)
+        ranks = [str(place) for place, each in every if not work.backend.is_ready(each.value)]
         return ClusterError(
-            f"{late.stage} has not answered on {', '.join(map(str, late.late))}{told}",
-            why=f"it was called {time.monotonic() - late.work.since:.1f} s ago with "
-            f"{late.work.about or 'no batch'}; the deadline is {deadline_s:g} s",
+            f"{late.stage} has not answered on {', '.join(ranks)}{told}",
+            why=f"it was called {time.monotonic() - work.since:.1f} s ago with {work.about or 'no batch'}; "
+            f"the deadline is {deadline_s:g} s",
             fix="check that rank's output and load, or raise placement.deadline_s",
         )
 
