@@ -321,3 +321,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
 }
 """The package's own commands by name."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
