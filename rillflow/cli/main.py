@@ -324,4 +324,4 @@ COMMANDS: Mapping[str, Command] = {
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
