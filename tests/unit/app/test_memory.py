@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from rillflow.app.memory import (
-    ModelSizes,
     estimate,
     rank_lines,
     require_memory,
     rows_at_once,
-    sizes_of_directory,
-    sizes_of_new,
 )
+from rillflow.app.model_files import ModelSizes, sizes_of_directory, sizes_of_new
 from rillflow.app.recipe import Recipe
 from rillflow.config.load import validate
 from rillflow.errors import ConfigError, ModelError
@@ -105,10 +103,10 @@ def test_the_parts_of_the_memory() -> None:
     sizes = sizes_of_new(NEW)
     found = estimate(recipe(), sizes, 20)
     assert found.kept == {"weights": 4 * sizes.parameters, "optimiser": 8 * sizes.parameters}
-    assert found.training["gradients"] == 4 * sizes.parameters
-    assert found.sampling["KV cache"] == 2 * 10 * 32 * 2 * 16 * 4, "rows of 20 tokens take 32 places"
-    assert found.total == sum(found.kept.values()) + sum(found.training.values())
-    assert estimate(recipe(), sizes, 1000).sampling["KV cache"] == 2 * 10 * 48 * 2 * 16 * 4
+    assert found.phases["trains"]["gradients"] == 4 * sizes.parameters
+    assert found.phases["answers"]["KV cache"] == 2 * 10 * 32 * 2 * 16 * 4, "rows of 20 tokens take 32 places"
+    assert found.total == sum(found.kept.values()) + sum(found.phases["trains"].values())
+    assert estimate(recipe(), sizes, 1000).phases["answers"]["KV cache"] == 2 * 10 * 48 * 2 * 16 * 4
 
 
 def test_a_7b_with_defaults_is_refused_and_the_settings_that_help_are_named() -> None:
@@ -129,7 +127,7 @@ def test_a_7b_with_defaults_is_refused_and_the_settings_that_help_are_named() ->
         "algorithm": {"name": "grpo", "steps": 1},
     }
     chosen = validate(Recipe, data, "recipe")
-    cache = estimate(chosen, sizes, 1083).sampling["KV cache"]
+    cache = estimate(chosen, sizes, 1083).phases["answers"]["KV cache"]
     assert cache == 2 * 256 * 1088 * 28 * 512 * 4, "256 rows run at once, none longer than 1,083 tokens"
     with pytest.raises(ConfigError, match=r"this machine has 24.0 GiB") as caught:
         require_memory(chosen, sizes, 1083, 24 << 30, "this machine")

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from rillflow.app.memory import rank_lines, sizes_of_new
+from rillflow.app.memory import rank_lines
 from rillflow.app.meshes import require_near
+from rillflow.app.model_files import sizes_of_new
 from rillflow.app.recipe import Recipe
 from rillflow.app.roles import pools_of
 from rillflow.config.load import validate
@@ -123,7 +124,7 @@ def test_a_pool_called_as_a_role_is_the_pool() -> None:
         ),
         (
             {"pools": {"main": 4}, "train_parallel": {"main": {"tp": 4}}, "rollout_parallel": {"tp": 3}},
-            "generate.tp is 3",
+            "rollout_parallel.tp is 3",
             "4 / 3 leaves 1",
         ),
         (
