@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rillflow.algorithms.config import SampledConfig
 from rillflow.app.model_files import ModelSizes
@@ -86,27 +86,32 @@ def told(parts: Parts) -> str:
 
 
 def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
-    """Estimate the memory of section ``policy``'s model and its reference on a rank that holds them whole.
+    """Estimate what a rank holds of section ``policy``'s model and its reference.
+
+    Weights that tensor parallelism replicates (norms, an untied embedding) count as sharded, and activations
+    as those of a whole model.
 
     Args:
         recipe: the run's recipe.
         sizes: the model's sizes.
         longest: tokens of the longest row, prompt and answer.
     """
-    weights, is_frozen = weight_bytes(recipe, sizes), recipe.policy.model.adapter is not None
+    placement, role, model = recipe.placement, recipe.trained_role, recipe.policy.model
+    mesh, whole = placement.mesh_of(role), weight_bytes(recipe, sizes)
+    parts, away = mesh.pp * mesh.tp * mesh.fsdp, sizes.experts - sizes.experts // mesh.ep
+    weights = (whole - away * _ITEM_BYTES[model.dtype]) // parts
     kept, training = {"weights": weights}, dict[str, int]()
-    if not is_frozen:  # an adapter's own parameters are few compared with the base
-        kept["optimiser"] = optimiser_bytes(recipe, sizes.parameters)
+    if model.adapter is None:  # an adapter's own parameters are few compared with the base
+        kept["optimiser"] = optimiser_bytes(recipe, (sizes.parameters - away) // parts)
         training["gradients"] = weights
-    if "reference" in recipe.roles and not is_frozen:
-        kept["reference"] = weights
+        if "reference" in recipe.roles:
+            kept["reference"] = weights
     phases: dict[str, Parts] = {"trains": training | _activations(recipe, sizes, longest)}
-    if recipe.has_policy:
-        sampler = answering(recipe, sizes, longest)
+    if recipe.has_policy and not placement.samples_apart:
+        sampler, crossing = answering(recipe, sizes, longest), whole // placement.generate_tp - weights
         kept |= sampler.kept
-        phases |= sampler.phases
-    role = recipe.trained_role
-    return Peak(role=role, pool=recipe.placement.pool_of(role), kept=kept, phases=phases)
+        phases["answers"] = {**sampler.phases["answers"], "weights that cross": max(0, crossing)}
+    return Peak(role=role, pool=placement.pool_of(role), kept=kept, phases=phases)
 
 
 def answering(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
@@ -245,38 +250,21 @@ def holds_whole(recipe: Recipe) -> bool:
     return is_plain and not placement.samples_apart
 
 
-def rank_lines(recipe: Recipe, sizes: ModelSizes, longest: int) -> list[str]:
-    """Return the memory of section ``policy``'s model on one rank, by phase; empty if a rank holds it whole.
-
-    An estimate: weights that tensor parallelism replicates (norms, an untied embedding) count as sharded.
-    """
-    placement, item = recipe.placement, _ITEM_BYTES[recipe.policy.model.dtype]
-    mesh, tp = placement.mesh_of(recipe.trained_role), placement.generate_tp
-    sampling = placement.pools[placement.pool_of(SAMPLER)] if placement.samples_apart else mesh.ranks
+def memory_lines(recipe: Recipe, sizes: ModelSizes, longest: int) -> list[str]:
+    """Return the estimated memory of a rank, and of a rank that only samples."""
+    placement, tp = recipe.placement, recipe.placement.generate_tp
+    told = estimate(recipe, sizes, longest).text
     if holds_whole(recipe):
-        return []
-    whole, away = weight_bytes(recipe, sizes), sizes.experts - sizes.experts // mesh.ep
-    parts = mesh.pp * mesh.tp * mesh.fsdp
-    rows, cache = rows_a_rank(recipe), cache_bytes(recipe, sizes, longest)
-    held = (sizes.parameters - away) // parts
-    trained = (whole - away * item) // parts
-    state = optimiser_bytes(recipe, held)
-    apart = f" - {size(away * item)} of other ranks' experts" if away else ""
-    share = size(trained)
-    lines = [
-        f"{recipe.trained_role} in training, {mesh}: weights {size(whole)}{apart} / {parts} = {share} a "
-        f"rank, gradients {share}, optimiser {size(state)}, and activations"
-    ]
-    if not recipe.has_policy:
-        return lines
-    received = f"{size(max(0, whole // tp - trained))} of them received at the switch"
+        return [f"memory: {told}"]
+    mesh = placement.mesh_of(recipe.trained_role)
+    lines, ranks = [f"memory of a rank, {recipe.trained_role} on {mesh}: {told}"], mesh.ranks
     if placement.samples_apart:
-        received = "received at every publish"
-    return [
-        *lines,
-        f"policy in generation, tp {tp}: weights {size(whole)} / {tp} = {size(whole // tp)} a rank, "
-        f"{received}; KV cache {size(cache)}; {sampling // tp} replicas of {rows} rows",
-    ]
+        sampler, ranks = answering(recipe, sizes, longest), placement.pools[placement.pool_of(SAMPLER)]
+        kept = {"weights": weight_bytes(recipe, sizes) // tp, **sampler.kept}
+        lines.append(f"memory of a rank that samples: {replace(sampler, kept=kept).text}")
+    if recipe.has_policy:
+        lines.append(f"generation, tp {tp}: {ranks // tp} replicas of {rows_a_rank(recipe)} rows")
+    return lines
 
 
 def require_memory(recipe: Recipe, sizes: ModelSizes, longest: int, there: int, what: str) -> None:

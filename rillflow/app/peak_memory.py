@@ -39,14 +39,14 @@ from rillflow.models.language_model import LanguageModel, ScalarModel, outline
 from rillflow.models.lazy_weights import replace as replace_weights
 from rillflow.models.sampling_shard import sampling_module
 from rillflow.models.tensor_plan import tensor_plan
-from rillflow.records.batch import Batch, row_ids
-from rillflow.records.ragged import Ragged
+from rillflow.records.batch import Batch
 from rillflow.records.rollout import completions
-from rillflow.records.row import RowId
 from rillflow.roles.saving import SMALL_BYTES
 from rillflow.sharding.experts import expert_weights
 from rillflow.sharding.module import Output, Parallel
 from rillflow.sharding.stages import layers_of
+from rillflow.tasks.encoded import Encoded
+from rillflow.tasks.prompts import answered_batch
 from rillflow.training.config import TrainConfig
 from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
@@ -290,34 +290,18 @@ def _model(facts: Facts, role: str, kind: RoleKind) -> tuple[ModelConfig, bool]:
 
 def _longest(recipe: Recipe, encoded: EncodedTask) -> tuple[Batch, Batch]:
     """Return the longest rows, enough for a micro-batch, and the prompts with one token to predict."""
-    data = recipe.chosen.data
+    data, limit, prompts = recipe.chosen.data, recipe.rollout.max_tokens, recipe.algorithm.prompts_per_step
     known = [row for row in encoded.train[data] if row is not None]
-    known.sort(key=lambda row: row.length(ANSWERS[data], recipe.rollout.max_tokens), reverse=True)
-    samples = recipe.algorithm.rows_per_step // recipe.algorithm.prompts_per_step
-    rows: list[tuple[list[int], int, RowId]] = []
-    size, budget = 0, recipe.policy.tokens_per_micro_batch
-    for number, row in enumerate(known[: recipe.algorithm.prompts_per_step]):
-        sampled = [array("i", [number % 2, *[0] * (recipe.rollout.max_tokens - 1)])] * samples
-        for place, answer in enumerate(row.answers if data is not Data.PROMPTS else sampled):
-            text = [*row.prompt, *answer]
-            if place and data is Data.PROMPTS:
-                text[len(row.prompt)] = place  # samples share their prompt and nothing else
-            rows.append((text, len(row.prompt), RowId(0, number, place)))
-            size += len(text)
-        if size > budget:
+    known.sort(key=lambda row: row.length(ANSWERS[data], limit), reverse=True)
+    rows, tokens = list[Encoded](), 0
+    for number, row in enumerate(known[:prompts]):
+        answers = row.answers
+        if data is Data.PROMPTS:  # samples share their prompt and nothing else
+            samples = range(recipe.algorithm.rows_per_step // prompts)
+            answers = tuple(array("i", [place or number % 2, *[0] * (limit - 1)]) for place in samples)
+        rows.append(replace(row, answers=answers))
+        tokens += sum(len(row.prompt) + len(answer) for answer in answers)
+        if tokens > recipe.policy.tokens_per_micro_batch:
             break
-    prompts = [(list(row.prompt), len(row.prompt) - 1) for row in known[: recipe.algorithm.prompts_per_step]]
-    return (
-        _batch([(text, begin) for text, begin, _ in rows], [row for _, _, row in rows]),
-        _batch(prompts, [RowId(0, number, 0) for number in range(len(prompts))]),
-    )
-
-
-def _batch(texts: Sequence[tuple[list[int], int]], ids: Sequence[RowId]) -> Batch:
-    """Return rows whose loss mask starts at the given token."""
-    masks = [[place >= begin for place in range(len(text))] for text, begin in texts]
-    fields = {
-        "tokens": Ragged.from_rows([text for text, _ in texts]),
-        "loss_mask": Ragged.from_rows(masks, torch.bool),
-    }
-    return Batch(ids=row_ids(ids), fields=fields)
+    asked = [replace(row, prompt=row.prompt[:-1], answers=(row.prompt[-1:],)) for row in known[:prompts]]
+    return answered_batch(rows, epoch=0), answered_batch(asked, epoch=0)

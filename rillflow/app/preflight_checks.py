@@ -24,8 +24,8 @@ from rillflow.app.facts import Facts
 from rillflow.app.memory import (
     estimate,
     holds_whole,
+    memory_lines,
     peak_lines,
-    rank_lines,
     require_memory,
     require_room,
     require_row,
@@ -70,21 +70,11 @@ _NO_END = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Topic:
-    """One subject of a report."""
-
-    title: str
-    """Name of the subject."""
-    lines: Sequence[str]
-    """Facts about the subject."""
-
-
 @dataclass(kw_only=True)
 class Report:
     """Results of the checks."""
 
-    topics: list[Topic] = field(default_factory=list)
+    topics: dict[str, list[str]] = field(default_factory=dict)
     """Facts by subject."""
     notes: list[str] = field(default_factory=list)
     """Behaviour of the run that its author may not expect."""
@@ -92,13 +82,8 @@ class Report:
     """Errors that would stop a run, each once."""
 
     def say(self, title: str, lines: Sequence[str]) -> None:
-        """Add a topic."""
-        self.topics.append(Topic(title=title, lines=lines))
-
-    def add(self, title: str, lines: Sequence[str]) -> None:
-        """Add lines to the topic with this title."""
-        place = next(place for place, topic in enumerate(self.topics) if topic.title == title)
-        self.topics[place] = Topic(title=title, lines=[*self.topics[place].lines, *lines])
+        """Add facts about a subject."""
+        self.topics.setdefault(title, []).extend(lines)
 
     def attempt(self, check: Callable[[Facts, Report], None], facts: Facts) -> None:
         """Run one check; its error becomes a problem, so that the next check still runs."""
@@ -291,8 +276,7 @@ def _look_at_memory(facts: Facts, report: Report) -> None:
     if report.problems or facts.sizes is None or facts.longest is None:
         return
     recipe, sizes, longest = facts.recipe, facts.sizes, facts.longest
-    found = estimate(recipe, sizes, longest)
-    report.add("model", [f"memory: {found.text}", *rank_lines(recipe, sizes, longest)])
+    report.say("model", memory_lines(recipe, sizes, longest))
     if not holds_whole(recipe) or recipe.placement.address is not None:
         return
     device = device_memory(recipe.run.device)
@@ -302,8 +286,9 @@ def _look_at_memory(facts: Facts, report: Report) -> None:
     there, free = machine_memory(), available_memory()
     if there is not None:
         require_memory(recipe, sizes, longest, there, "this machine")
-    if free is not None and found.total > free and not recipe.run.device.startswith("cuda"):
-        report.notes.append(f"about {size(found.total)} are needed and {size(free)} are free in main memory")
+    needed = estimate(recipe, sizes, longest).total
+    if free is not None and needed > free and not recipe.run.device.startswith("cuda"):
+        report.notes.append(f"about {size(needed)} are needed and {size(free)} are free in main memory")
 
 
 def look_at_peaks(facts: Facts, report: Report) -> None:
@@ -329,14 +314,14 @@ def look_at_peaks(facts: Facts, report: Report) -> None:
 def look_at_run(facts: Facts, report: Report) -> None:
     """Report the state of the run directory, and what a resume would change."""
     recipe, path = facts.recipe, Path(facts.recipe.run.dir or ".")
-    lines = [run_state(path), kill_cost(recipe)]
-    report.say("run directory", lines)
+    report.say("run directory", [run_state(path), kill_cost(recipe)])
     if holds_step(path):
         changed = allowed_changes(path, resolved(recipe, facts.task, facts.base), MAY_CHANGE)
         require_possible(recipe, path, changed, facts.task)
         made = max(kept_steps(path / layout.CHECKPOINTS), default=0)
         if made < recipe.total_steps:
-            lines += [f"a resume changes, {after(made, change)}" for change in changed]
+            changes = [f"a resume changes, {after(made, change)}" for change in changed]
+            report.say("run directory", changes)
 
 
 def _look_at_scorers(facts: Facts, report: Report) -> None:

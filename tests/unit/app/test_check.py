@@ -64,7 +64,7 @@ def loaded(folder: Path, *overrides: str) -> LoadedRecipe:
 
 
 def said(report: Report, title: str) -> str:
-    return "\n".join(next(topic.lines for topic in report.topics if topic.title == title))
+    return "\n".join(report.topics[title])
 
 
 def problems(folder: Path, *overrides: str) -> str:
@@ -74,9 +74,9 @@ def problems(folder: Path, *overrides: str) -> str:
 def test_a_good_recipe_has_no_problem_and_every_topic(folder: Path) -> None:
     report = check(loaded(folder))
     assert report.problems == []
-    titles = [topic.title for topic in report.topics]
+    titles = [*report.topics]
     assert titles == ["batch", "placement", "data", "model", "tokens", "reward", "run directory", "settings"]
-    assert "policy: pool main, rank 0" in report.topics[1].lines
+    assert "policy: pool main, rank 0" in report.topics["placement"]
     assert not (folder / "runs").exists(), "a check writes nothing"
 
 
