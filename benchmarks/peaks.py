@@ -21,7 +21,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from rillflow.app.facts import Facts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.memory import rank_bytes
 from rillflow.app.peak_memory import peaks_of
 from rillflow.app.recipe import load_recipe
@@ -91,7 +91,7 @@ SHAPES = {
 def predicted(file: Path) -> int:
     """What ``check --memory`` says of a rank."""
     loaded = load_recipe(file)
-    return rank_bytes(peaks_of(Facts(recipe=loaded.recipe, base=loaded.base)), "main")
+    return rank_bytes(peaks_of(RecipeFacts(recipe=loaded.recipe, base=loaded.base)), "main")
 
 
 def most_resident(file: Path, folder: Path, gives_back: bool) -> int:

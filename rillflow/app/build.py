@@ -22,7 +22,7 @@ from rillflow.algorithms.algorithm import Data
 from rillflow.algorithms.config import SampledConfig, cuts_tail, is_ready_first
 from rillflow.app.encoding import encode_task
 from rillflow.app.evaluate import judged, ranked, told_apart
-from rillflow.app.facts import Facts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.phases import PhasePlan, phase_plans
 from rillflow.app.role_table import EVAL_REWARD
 from rillflow.app.roles import RoleGroups, pools_of
@@ -70,7 +70,7 @@ class Build:
     """
 
     def __init__(
-        self, facts: Facts, run: RunDirectory, checkpoint: Checkpoint | None, stack: ExitStack
+        self, facts: RecipeFacts, run: RunDirectory, checkpoint: Checkpoint | None, stack: ExitStack
     ) -> None:
         recipe, self._task, self._run, self._checkpoint = facts.recipe, facts.task, run, checkpoint
         self._recipe = recipe

@@ -1,7 +1,7 @@
 """Check: show a recipe's settings, batch arithmetic and placement, and what the preflight checks find.
 
 LoadedRecipe ─┬─ settings, batch arithmetic, placement ─ from the recipe alone ─┬─> Report
-              └─ Facts ─ look, look_at_run, look_at_peaks ──────────────────────┘
+              └─ facts ─ look, look_at_run, look_at_peaks ──────────────────────┘
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, is_ready_first
 from rillflow.app.batch_arithmetic import batch_lines
-from rillflow.app.facts import Facts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.preflight_checks import Report, look, look_at_peaks, look_at_run
 from rillflow.app.recipe import LoadedRecipe, Recipe, leaves
 from rillflow.app.resume import drawn_from
@@ -37,7 +37,7 @@ def check(
         runs_code: whether to run the code that the recipe names; see ``look``.
     """
     recipe, report = loaded.recipe, Report()
-    facts = Facts(recipe=recipe, base=loaded.base, drawn=drawn_from(Path(recipe.run.dir or ".")))
+    facts = RecipeFacts(recipe=recipe, base=loaded.base, drawn=drawn_from(Path(recipe.run.dir or ".")))
     report.say("batch", batch_lines(recipe))
     report.say("placement", placement_lines(recipe))
     look(facts, report, runs_code=runs_code)

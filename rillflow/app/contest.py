@@ -18,7 +18,7 @@ from typing import Any
 
 from rillflow.app.ask import native_engine
 from rillflow.app.evaluate import powers_of_two
-from rillflow.app.facts import Facts, judge_source, scorer_source
+from rillflow.app.facts import RecipeFacts, judge_source, scorer_source
 from rillflow.app.recipe import LoadedRecipe, Recipe
 from rillflow.app.second_tokenizer import OtherTokens
 from rillflow.app.trained import model_directory
@@ -113,7 +113,7 @@ def contest(first: Path, second: Path | None, asking: Asking) -> dict[str, Any]:
         RunDirectoryError, ModelError, DataError, RewardError: a run, model, task or function cannot be used.
     """
     recipe = asking.loaded.recipe
-    facts = Facts(recipe=recipe, base=asking.loaded.base)
+    facts = RecipeFacts(recipe=recipe, base=asking.loaded.base)
     task = facts.task
     examples = task.held_out[: asking.problems]
     if not examples:

@@ -23,7 +23,7 @@ from rillflow.rollout.config import NATIVE, VLLM
 from rillflow.rollout.engine import Capability, Engine
 
 if TYPE_CHECKING:
-    from rillflow.app.facts import Facts
+    from rillflow.app.facts import RecipeFacts
 
 _METHODS = ("can", "load", "generate", "add", "step", "abort", "sleep", "wake")
 _VLLM_TRIED = ("0.31", "0.32")
@@ -141,7 +141,7 @@ def release_notes(release: str | None, where: str = "here") -> list[str]:
     )
 
 
-def _vllm_notes(facts: Facts) -> list[str]:
+def _vllm_notes(facts: RecipeFacts) -> list[str]:
     """Return notes on the vLLM that a recipe would run with.
 
     Raises:
@@ -176,7 +176,7 @@ def _loosened(config: SampledConfig, engine: str) -> str:
     )
 
 
-def engine_notes(facts: Facts) -> list[str]:
+def engine_notes(facts: RecipeFacts) -> list[str]:
     """Refuse an engine that lacks a capability the recipe needs; return notes on any other.
 
     Raises:
@@ -213,7 +213,7 @@ def engine_notes(facts: Facts) -> list[str]:
     return notes
 
 
-def attention_notes(facts: Facts) -> list[str]:
+def attention_notes(facts: RecipeFacts) -> list[str]:
     """Return notes on a model that trains with its own attention; empty for any other.
 
     Raises:

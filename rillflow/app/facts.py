@@ -1,9 +1,10 @@
 """Facts: read what a recipe's files say, each file once, for the checks, the build and the planner.
 
-    Recipe ─ Facts ─┬─ [task] ──────────────────> task ───────────────┬─> encoded ─> longest
-                    ├─ policy.model ────────────> source, adapter, sizes, model_input
+    Recipe ─ Facts ─┬─ [task] ────────────────────> task ───────────┬─> encoded ─> longest
+                    ├─ policy.model ──────────────> model_input ────┘
+                    │                               source, adapter, sizes, outline
                     ├─ [critic], [reward], [cost] > critic, scorers, functions, costs
-                    └─ [rollout] ───────────────> engine, agent
+                    └─ [rollout] ─────────────────> engine, agent
 
 Imports torch only for ``outline`` and ``engine``.
 """
@@ -24,7 +25,7 @@ from rillflow.algorithms.algorithm import Data
 from rillflow.app.encoding import EncodedTask, ModelInput, encode_task, longest_row
 from rillflow.app.model_files import ALIKE, ModelSizes, sizes_from, sizes_of_directory, sizes_of_new
 from rillflow.app.recipe import Recipe
-from rillflow.app.trained import model_directory
+from rillflow.app.trained import named_model
 from rillflow.errors import ConfigError, DataError, ModelError
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import AdapterConfig
@@ -35,7 +36,6 @@ from rillflow.models.weight_files import settings_in
 from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.function import FunctionPath, parse_files, parse_function
 from rillflow.rewards.judge_prompt import KEPT
-from rillflow.runs import layout
 from rillflow.tasks.example import Example, example_of, shown
 from rillflow.tasks.files import Rows
 from rillflow.tasks.labelled import labelled_of
@@ -64,11 +64,11 @@ NOTHING = Given()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class RecipeFacts:
     """A recipe and what its files say; a fact is read at its first use, which raises its errors, and is kept.
 
     Example:
-        Facts(recipe=loaded.recipe, base=loaded.base).sizes
+        RecipeFacts(recipe=loaded.recipe, base=loaded.base).sizes
     """
 
     recipe: Recipe
@@ -354,10 +354,7 @@ def scorer_source(setting: str, path: str, base: Path, role: str = "reward_model
         ModelError: there is no such model.
         RunDirectoryError: the run has no model of this role yet.
     """
-    folder = base / Path(path).expanduser()
-    if layout.is_run_directory(folder):
-        return str(model_directory(folder, role).resolve())
-    return _existing(setting, path, base)
+    return _existing(setting, named_model(path, base, role) or path, base)
 
 
 def _existing(setting: str, path: str, base: Path) -> str:

@@ -38,7 +38,7 @@ def evaluated(recipe: Path, model: Path) -> Evaluation:
         ConfigError: the recipe holds no rows out, or nothing scores them.
     """
     from rillflow.app.build import Build
-    from rillflow.app.facts import Facts
+    from rillflow.app.facts import RecipeFacts
     from rillflow.app.preflight_checks import require_sound
     from rillflow.app.recipe import load_recipe
     from rillflow.app.resume import resolved
@@ -49,7 +49,7 @@ def evaluated(recipe: Path, model: Path) -> Evaluation:
     loaded = load_recipe(recipe, words)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rillflow-held-out-"))) / "run"
-        facts = Facts(recipe=loaded.recipe, base=loaded.base, say=lambda _: None)
+        facts = RecipeFacts(recipe=loaded.recipe, base=loaded.base, say=lambda _: None)
         require_sound(facts)
         settings = resolved(facts.recipe, facts.task, facts.base)
         run = stack.enter_context(RunDirectory.open(folder, settings))

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from rillflow.app.facts import NOTHING, Facts, Given
+from rillflow.app.facts import NOTHING, Given, RecipeFacts
 from rillflow.app.planned import keep_plan
 from rillflow.app.preflight_checks import require_sound
 from rillflow.app.recipe import Recipe
@@ -75,7 +75,7 @@ def launch(
         Interrupted: the user asked to stop; the same command resumes.
     """
     path = Path(recipe.run.dir or "runs/run")
-    facts = Facts(
+    facts = RecipeFacts(
         recipe=recipe,
         base=base,
         given=given,
@@ -98,7 +98,7 @@ def launch(
 
 
 def _run(
-    facts: Facts,
+    facts: RecipeFacts,
     notes: Sequence[str],
     run: RunDirectory,
     progress: Progress,
@@ -161,7 +161,7 @@ def _steps(recipe: Recipe) -> dict[str, int]:
 
 
 def _train(
-    facts: Facts,
+    facts: RecipeFacts,
     run: RunDirectory,
     progress: Progress,
     stack: ExitStack,

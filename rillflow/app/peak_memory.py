@@ -1,6 +1,6 @@
 """Peaks: find a rank's peak memory by role and phase, from passes over fake tensors.
 
-    Facts, the longest rows ─ this rank's shard of each model, as fake tensors ─ the run's own Parallel and
+    facts, the longest rows ─ this rank's shard of each model, as fake tensors ─ the run's own Parallel and
     Optimizer over micro-batches ─ count every live storage ─> Peak: bytes by phase and part
 
 A fake tensor has a shape, a dtype and a device but no memory, so models of any size can be tried. Formulas of
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_iter
 
 from rillflow.algorithms.algorithm import Data
 from rillflow.app.encoding import ANSWERS, EncodedTask
-from rillflow.app.facts import Facts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.memory import Peak, answering, optimiser_bytes, rows_a_rank
 from rillflow.app.recipe import Recipe
 from rillflow.app.role_table import RoleKind, roles_of
@@ -51,10 +51,11 @@ from rillflow.training.config import TrainConfig
 from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
 from rillflow.training.scorer import micro_batches
+from rillflow.workers.collectives import SingleRank
 from rillflow.workers.config import SAMPLER, MeshSizes
 
 
-def peaks_of(facts: Facts) -> list[Peak]:
+def peaks_of(facts: RecipeFacts) -> list[Peak]:
     """Return the peaks of a recipe's models; empty if the length of rows is not known.
 
     Raises:
@@ -78,7 +79,7 @@ class _Trial:
     """One role's model on one rank, run on fake tensors."""
 
     def __init__(
-        self, facts: Facts, role: str, kind: RoleKind, rows: Batch, prompts: Batch, sampler: Peak
+        self, facts: RecipeFacts, role: str, kind: RoleKind, rows: Batch, prompts: Batch, sampler: Peak
     ) -> None:
         self._recipe, self._role, self._kind = facts.recipe, role, kind
         self._rows, self._prompts, self._sampler = rows, prompts, sampler
@@ -207,16 +208,11 @@ class _Trial:
                 parallel.run([part], self._back, self._finish, optimizer.collect)
 
 
-class _Others:
+class _Others(SingleRank):
     """Stand-in for absent ranks, which all hold the same as this one."""
-
-    rank = 0
 
     def __init__(self, ranks: int) -> None:
         self.size = ranks
-
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """See Ranks."""
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """See Ranks."""
@@ -225,10 +221,6 @@ class _Others:
     def stack(self, tensor: Tensor) -> Tensor:
         """See Ranks."""
         return torch.stack(self.gather(tensor))
-
-    def part(self, groups: Sequence[Sequence[int]]) -> _Others:
-        """See Ranks."""
-        return _Others(len(groups[0]))
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -280,7 +272,7 @@ def _cut(module: Any, tp: int, live: _Live) -> nn.Module:
     return local
 
 
-def _model(facts: Facts, role: str, kind: RoleKind) -> tuple[ModelConfig, bool]:
+def _model(facts: RecipeFacts, role: str, kind: RoleKind) -> tuple[ModelConfig, bool]:
     """Return a role's model config, and whether it has a scalar head."""
     source, model = facts.named.get(kind.section), facts.recipe.policy.model
     is_judge = kind.section == "reward" and facts.recipe.reward.judge is not None

@@ -20,7 +20,7 @@ from pathlib import Path
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.app.corrections import correction_notes
 from rillflow.app.doctor import available_memory, cuda_devices, device_memory, machine_memory
-from rillflow.app.facts import Facts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.memory import (
     estimate,
     holds_whole,
@@ -75,7 +75,7 @@ class Report:
     """Results of the checks."""
 
     topics: dict[str, list[str]] = field(default_factory=dict)
-    """Facts by subject."""
+    """Lines by subject."""
     notes: list[str] = field(default_factory=list)
     """Behaviour of the run that its author may not expect."""
     problems: list[RillflowError] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Report:
         """Add facts about a subject."""
         self.topics.setdefault(title, []).extend(lines)
 
-    def attempt(self, check: Callable[[Facts, Report], None], facts: Facts) -> None:
+    def attempt(self, check: Callable[[RecipeFacts, Report], None], facts: RecipeFacts) -> None:
         """Run one check; its error becomes a problem, so that the next check still runs."""
         try:
             check(facts, self)
@@ -94,7 +94,7 @@ class Report:
                 self.problems.append(error)
 
 
-def look(facts: Facts, report: Report, *, runs_code: bool = True) -> None:
+def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
     """Run the checks of a run and add their results to a report.
 
     Args:
@@ -119,7 +119,7 @@ def look(facts: Facts, report: Report, *, runs_code: bool = True) -> None:
         report.attempt(check, facts)
 
 
-def require_sound(facts: Facts) -> list[str]:
+def require_sound(facts: RecipeFacts) -> list[str]:
     """Return the notes on a recipe that can run.
 
     Raises:
@@ -132,7 +132,7 @@ def require_sound(facts: Facts) -> list[str]:
     return report.notes
 
 
-def _look_at_step(facts: Facts, report: Report) -> None:
+def _look_at_step(facts: RecipeFacts, report: Report) -> None:
     """Trace a custom algorithm's step; its file has usually loaded torch already."""
     if facts.recipe.chosen not in ALGORITHMS.values():
         from rillflow.app.graphs import graphs, unpublished
@@ -140,7 +140,7 @@ def _look_at_step(facts: Facts, report: Report) -> None:
         report.notes += filter(None, map(unpublished, graphs(facts.recipe)))
 
 
-def _look_at_engine(facts: Facts, report: Report) -> None:
+def _look_at_engine(facts: RecipeFacts, report: Report) -> None:
     """Import an engine other than the native one, and check it."""
     if facts.recipe.has_policy and facts.recipe.rollout.engine != NATIVE:
         from rillflow.app.engines import engine_notes
@@ -148,7 +148,7 @@ def _look_at_engine(facts: Facts, report: Report) -> None:
         report.notes += engine_notes(facts)
 
 
-def _look_at_settings(facts: Facts, report: Report) -> None:
+def _look_at_settings(facts: RecipeFacts, report: Report) -> None:
     """Note a correction, and a cost multiplier whose target is only reachable with negative costs."""
     report.notes += correction_notes(facts.recipe)
     settings = facts.recipe.algorithm.model_dump()
@@ -162,7 +162,7 @@ def _look_at_settings(facts: Facts, report: Report) -> None:
         )
 
 
-def _look_at_data(facts: Facts, report: Report) -> None:
+def _look_at_data(facts: RecipeFacts, report: Report) -> None:
     recipe, task = facts.recipe, facts.task
     report.say("data", _data_lines(recipe, task, report))
     drawn, there = recipe.algorithm.prompts_per_step, len(task.train)
@@ -210,12 +210,12 @@ def _data_lines(recipe: Recipe, task: Task[Example], report: Report) -> list[str
     ]
 
 
-def _rows(facts: Facts) -> Sequence[Example]:
+def _rows(facts: RecipeFacts) -> Sequence[Example]:
     """Return the rows to train on and those held out."""
     return (*facts.task.train, *facts.task.held_out)
 
 
-def _look_at_model(facts: Facts, report: Report) -> None:
+def _look_at_model(facts: RecipeFacts, report: Report) -> None:
     recipe, new, limit = facts.recipe, facts.recipe.policy.model.new, facts.recipe.rollout.max_tokens
     name = f"a new {new.architecture}" if new is not None else str(facts.source)
     if facts.directory is not None:
@@ -242,7 +242,7 @@ def _look_at_model(facts: Facts, report: Report) -> None:
         require_template(facts.directory)
 
 
-def _look_at_tokens(facts: Facts, report: Report) -> None:
+def _look_at_tokens(facts: RecipeFacts, report: Report) -> None:
     """Encode every row, and check that it fits."""
     if report.problems:
         return
@@ -271,7 +271,7 @@ def _look_at_tokens(facts: Facts, report: Report) -> None:
             require_row(recipe, sizes, len(longest.prompt))
 
 
-def _look_at_memory(facts: Facts, report: Report) -> None:
+def _look_at_memory(facts: RecipeFacts, report: Report) -> None:
     """Check a rank's memory for the longest row that the data and the settings allow."""
     if report.problems or facts.sizes is None or facts.longest is None:
         return
@@ -291,7 +291,7 @@ def _look_at_memory(facts: Facts, report: Report) -> None:
         report.notes.append(f"about {size(needed)} are needed and {size(free)} are free in main memory")
 
 
-def look_at_peaks(facts: Facts, report: Report) -> None:
+def look_at_peaks(facts: RecipeFacts, report: Report) -> None:
     """Report the peak memory of every role from passes over fake tensors, which loads torch."""
     if report.problems:
         return
@@ -311,7 +311,7 @@ def look_at_peaks(facts: Facts, report: Report) -> None:
         require_room(peaks, pools, free)
 
 
-def look_at_run(facts: Facts, report: Report) -> None:
+def look_at_run(facts: RecipeFacts, report: Report) -> None:
     """Report the state of the run directory, and what a resume would change."""
     recipe, path = facts.recipe, Path(facts.recipe.run.dir or ".")
     report.say("run directory", [run_state(path), kill_cost(recipe)])
@@ -324,7 +324,7 @@ def look_at_run(facts: Facts, report: Report) -> None:
             report.say("run directory", changes)
 
 
-def _look_at_scorers(facts: Facts, report: Report) -> None:
+def _look_at_scorers(facts: RecipeFacts, report: Report) -> None:
     start = {} if facts.critic is None else {"critic.path": facts.critic}
     for setting, source in {**facts.scorers, **start}.items():
         report.say(setting, [source])
@@ -333,7 +333,7 @@ def _look_at_scorers(facts: Facts, report: Report) -> None:
             require_model_files(model)
 
 
-def _look_at_machine(facts: Facts, report: Report) -> None:
+def _look_at_machine(facts: RecipeFacts, report: Report) -> None:
     recipe, device, there = facts.recipe, facts.recipe.run.device, cuda_devices()
     if device.startswith("cuda") and there is not None and recipe.placement.address is None:
         number = int(device.removeprefix("cuda").removeprefix(":") or 0)
@@ -351,7 +351,7 @@ def _look_at_machine(facts: Facts, report: Report) -> None:
         )
 
 
-def _say_left_out(facts: Facts, report: Report) -> None:
+def _say_left_out(facts: RecipeFacts, report: Report) -> None:
     """Report the code that the recipe would run; files are parsed, not imported."""
     recipe, rollout = facts.recipe, facts.recipe.rollout
     named = {
@@ -365,7 +365,7 @@ def _say_left_out(facts: Facts, report: Report) -> None:
     report.say("not run (--no-code)", lines or ["the recipe names no code"])
 
 
-def _read_agent(facts: Facts, report: Report) -> None:
+def _read_agent(facts: RecipeFacts, report: Report) -> None:
     """Read an agent's source where no code of the recipe may run."""
     agent, function = facts.recipe.rollout.agent, facts.agent
     if agent is not None and function is not None:
@@ -373,7 +373,7 @@ def _read_agent(facts: Facts, report: Report) -> None:
         report.notes += _execution_notes(function, "rollout.agent.sandbox", agent.sandbox, level=None)
 
 
-def _look_at_agent(facts: Facts, report: Report) -> None:
+def _look_at_agent(facts: RecipeFacts, report: Report) -> None:
     """Load an agent in a child process, and check that each row has the columns it needs."""
     agent, function, task = facts.recipe.rollout.agent, facts.agent, facts.task
     if agent is None or function is None:
@@ -411,16 +411,16 @@ def _execution_notes(function: FunctionPath, name: str, setting: Setting, level:
     return said
 
 
-def _look_at_functions(facts: Facts, report: Report) -> None:
+def _look_at_functions(facts: RecipeFacts, report: Report) -> None:
     """Call each reward function on two rows and their own answers, in a child process as in a run."""
     _try_functions(facts.functions, facts, report)
 
 
-def _look_at_costs(facts: Facts, report: Report) -> None:
+def _look_at_costs(facts: RecipeFacts, report: Report) -> None:
     _try_functions(facts.costs, facts, report)
 
 
-def _try_functions(functions: Sequence[FunctionPath], facts: Facts, report: Report) -> None:
+def _try_functions(functions: Sequence[FunctionPath], facts: RecipeFacts, report: Report) -> None:
     if not facts.recipe.has_policy:
         return
     rows = facts.task.train

@@ -16,7 +16,7 @@ from typing import Any
 
 from rillflow.algorithms.config import SampledConfig, is_ready_first
 from rillflow.app.encoding import ModelInput
-from rillflow.app.facts import JUDGE, Facts
+from rillflow.app.facts import JUDGE, RecipeFacts
 from rillflow.app.meshes import require_near
 from rillflow.app.phases import PhasePlan
 from rillflow.app.recipe import Recipe
@@ -49,7 +49,9 @@ class RoleGroups:
         backend: the backend with the ranks.
     """
 
-    def __init__(self, facts: Facts, run: Path, checkpoint: Checkpoint | None, backend: Backend) -> None:
+    def __init__(
+        self, facts: RecipeFacts, run: Path, checkpoint: Checkpoint | None, backend: Backend
+    ) -> None:
         recipe, self._base = facts.recipe, facts.base.absolute()
         self._facts, self._recipe, self._run, self._backend = facts, recipe, run.absolute(), backend
         self._kinds = roles_of(recipe)

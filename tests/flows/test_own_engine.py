@@ -11,7 +11,7 @@ import pytest
 
 from rillflow.app.check import setting_lines
 from rillflow.app.engines import engine_notes, release_notes, vllm_release
-from rillflow.app.facts import Facts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.launch import launch
 from rillflow.app.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import ConfigError, WeightError
@@ -50,8 +50,8 @@ def small(prompts, completions, **columns):
 """
 
 
-def facts_of(loaded: LoadedRecipe) -> Facts:
-    return Facts(recipe=loaded.recipe, base=loaded.base)
+def facts_of(loaded: LoadedRecipe) -> RecipeFacts:
+    return RecipeFacts(recipe=loaded.recipe, base=loaded.base)
 
 
 def ran(folder: Path, *settings: str) -> list[str]:

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from rillflow.algorithms.algorithm import Algorithm, Data
-from rillflow.app.facts import Facts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.graphs import graphs
 from rillflow.app.phases import PhasePlan, phase_plans
 from rillflow.app.planned import grid_of
@@ -141,7 +141,7 @@ def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
 
 def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:
     """Return the shape of the model behind each role of the graph; a role that is a function has none."""
-    recipe, facts = loaded.recipe, Facts(recipe=loaded.recipe, base=loaded.base)
+    recipe, facts = loaded.recipe, RecipeFacts(recipe=loaded.recipe, base=loaded.base)
     new, table = recipe.policy.model.new, table_of(recipe)
     lead = shape_of_new(new) if new is not None else shape_of_directory(str(facts.source))
     found = {}

@@ -17,7 +17,7 @@ from typing import Any
 
 from rillflow.algorithms.algorithm import Data
 from rillflow.algorithms.config import SampledConfig
-from rillflow.app.facts import Facts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.phases import PhasePlan
 from rillflow.app.recipe import LoadedRecipe, Recipe
 from rillflow.errors import PlanError
@@ -67,7 +67,7 @@ def workload_of(loaded: LoadedRecipe, phase: PhasePlan, run: Path | None = None)
     )
     if run is not None:
         return _measured(rows, run, config.minibatches)
-    examples = Facts(recipe=recipe, base=loaded.base).task.train
+    examples = RecipeFacts(recipe=recipe, base=loaded.base).task.train
     if isinstance(config, SampledConfig):
         return _assumed(rows, examples, recipe, config)
     return _learnt(rows, examples, characters_per_token(recipe), config.prompts_per_step, config.minibatches)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.app.check import check, placement_lines, setting_lines, unread_settings
-from rillflow.app.facts import Facts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.launch import launch
 from rillflow.app.preflight_checks import Report, require_sound
 from rillflow.app.recipe import LoadedRecipe, load_recipe
@@ -277,8 +277,8 @@ def test_a_run_looks_at_the_same_before_it_leaves_anything(folder: Path) -> None
         launch(bad.recipe, bad.base, quiet=True)
     said: list[str] = []
 
-    def facts(*settings: str) -> Facts:
-        return Facts(recipe=loaded(folder, *settings).recipe, base=folder, say=said.append)
+    def facts(*settings: str) -> RecipeFacts:
+        return RecipeFacts(recipe=loaded(folder, *settings).recipe, base=folder, say=said.append)
 
     with pytest.raises(ConfigError, match="2 problems"):
         require_sound(facts("reward.function=none", "rollout.max_tokens=30"))

@@ -14,7 +14,7 @@ import pytest
 from rillflow.algorithms.algorithm import Data
 from rillflow.app.build import Build
 from rillflow.app.encoding import EncodedTask, longest_row
-from rillflow.app.facts import Facts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.recipe import Recipe, load_recipe
 from rillflow.app.resume import resolved
 from rillflow.cli.main import main
@@ -60,7 +60,7 @@ def recipe_of(folder: Path, *overrides: str) -> Recipe:
 
 
 def encoded(folder: Path, *overrides: str) -> EncodedTask:
-    found = Facts(recipe=recipe_of(folder, *overrides), base=folder).encoded
+    found = RecipeFacts(recipe=recipe_of(folder, *overrides), base=folder).encoded
     assert found is not None
     return found
 
@@ -146,7 +146,7 @@ def test_held_out_rows_are_measured_too(folder: Path) -> None:
 def test_rows_that_were_not_encoded_before_are_refused_once_the_model_is_made(folder: Path) -> None:
     write(folder, [*GOOD, LONG])
     recipe = recipe_of(folder)
-    facts = Facts(recipe=recipe, base=folder)
+    facts = RecipeFacts(recipe=recipe, base=folder)
     with ExitStack() as stack:
         run = stack.enter_context(RunDirectory.open(folder / "run", resolved(recipe, facts.task, folder)))
         with pytest.raises(RillflowError, match="1 of 5 prompts to train on do not fit into 24 tokens"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rillflow.app.facts import Facts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.memory import Peak, estimate, rank_bytes, require_room
 from rillflow.app.peak_memory import peaks_of
 from rillflow.app.recipe import load_recipe
@@ -49,7 +49,7 @@ def peaks(*settings: str) -> list[Peak]:
         file = Path(folder) / "run.toml"
         file.write_text(RECIPE)
         loaded = load_recipe(file, list(settings))
-        return peaks_of(Facts(recipe=loaded.recipe, base=loaded.base))
+        return peaks_of(RecipeFacts(recipe=loaded.recipe, base=loaded.base))
 
 
 def test_what_is_kept_is_what_the_trainer_keeps() -> None:
@@ -83,7 +83,7 @@ def test_the_short_estimate_has_the_same_cache_and_nearly_the_same_activations(
         file = Path(folder) / "run.toml"
         file.write_text(RECIPE)
         loaded = load_recipe(file, list(settings))
-        facts = Facts(recipe=loaded.recipe, base=loaded.base)
+        facts = RecipeFacts(recipe=loaded.recipe, base=loaded.base)
         assert facts.longest is not None and facts.sizes is not None
         short = estimate(loaded.recipe, facts.sizes, facts.longest)
     policy = peaks(*settings)[0]
