@@ -30,7 +30,7 @@ _HIDDEN_STATES, _INNER_STATES, _OUTSIDE_STATES = 8.5, 4, 7
 """Hidden and inner states per token that training keeps in a layer, and hidden states outside the layers."""
 _NARROW = 0.65
 """Bytes of these states in bfloat16, as a share of float32; some stay float32."""
-SAMPLED_LOGITS = 3
+_SAMPLED_LOGITS = 3
 """Copies of a running row's logits while its token is sampled."""
 VLLM_PLACES = {"cpu": 128, "cuda": 16}
 """Tokens of a block of vLLM's KV cache, by device type."""
@@ -124,7 +124,7 @@ def answering(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
     is_vllm = recipe.rollout.engine == VLLM
     working = {
         "KV cache": 0 if is_vllm else cache,
-        "logits": SAMPLED_LOGITS * rows_a_rank(recipe) * sizes.vocabulary * _FLOAT32_BYTES,
+        "logits": _SAMPLED_LOGITS * rows_a_rank(recipe) * sizes.vocabulary * _FLOAT32_BYTES,
     }
     kept = dict[str, int]()
     if is_vllm:
