@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 
 from rillflow.app.encoding import ModelInput
 from rillflow.app.engines import engine_class, server_python
+from rillflow.app.facts import no_frame
 from rillflow.app.role_table import NO_ROLE, RoleKind
 from rillflow.app.second_tokenizer import OtherTokens
-from rillflow.app.sources import no_frame
 from rillflow.errors import ConfigError
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import (

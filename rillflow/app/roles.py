@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.app.encoding import ModelInput
+from rillflow.app.facts import JUDGE, RecipeFacts
 from rillflow.app.meshes import require_near
 from rillflow.app.phases import PhasePlan
 from rillflow.app.recipe import Recipe
 from rillflow.app.role_factories import RoleSetting, keep_policy, made, model_input, role_class
 from rillflow.app.role_table import EVAL_REWARD, PANEL, Start, roles_of
-from rillflow.app.sources import JUDGE, scorer_sources
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.weight_sync import WeightSync
@@ -41,17 +41,17 @@ class RoleGroups:
     """Roles of a recipe; the constructor makes the trained one.
 
     Args:
-        recipe: the checked settings.
-        base: the recipe's folder.
+        facts: the recipe and its models.
         run: the run directory.
         checkpoint: the checkpoint to resume from; None to start anew.
         backend: the backend with the ranks.
     """
 
     def __init__(
-        self, recipe: Recipe, base: Path, run: Path, checkpoint: Checkpoint | None, backend: Backend
+        self, facts: RecipeFacts, run: Path, checkpoint: Checkpoint | None, backend: Backend
     ) -> None:
-        self._recipe, self._base, self._run, self._backend = recipe, base, run.absolute(), backend
+        recipe, self._base = facts.recipe, facts.base.absolute()
+        self._facts, self._recipe, self._run, self._backend = facts, recipe, run.absolute(), backend
         self._kinds = roles_of(recipe)
         self._groups: dict[str, Group] = {}
         self.executor = GroupExecutor(self._groups, backend)
@@ -217,7 +217,7 @@ class RoleGroups:
 
     def _scorers(self) -> dict[str, ModelConfig]:
         """Return the models that score, by setting."""
-        dtype, sources = self._recipe.policy.model.dtype, scorer_sources(self._recipe, self._base)
+        dtype, sources = self._recipe.policy.model.dtype, self._facts.scorers
         return {setting: ModelConfig(path=source, dtype=dtype) for setting, source in sources.items()}
 
     def _train(self, role: str, plan: PhasePlan) -> TrainConfig:
