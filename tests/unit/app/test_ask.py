@@ -222,7 +222,7 @@ def test_a_model_without_a_template_refuses_conversations_once(
 
 
 def test_rendered_text_is_asked_as_it_was_trained(make_run: Callable[..., str], said: Said) -> None:
-    run = make_run("u:1+1=;a:", rendered=True)
+    run = make_run("u:1+1=;a:", chat_template_applied=True)
     assert said(run, "1+1=<|end|>u:")[0] == 0, "a special token is one token, not text"
     code, _, error = said(make_run("u:1+1=;a:"), "1+1=<|end|>u:")
     assert code == 2 and "no character" in error

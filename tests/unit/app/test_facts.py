@@ -14,6 +14,7 @@ from rillflow.app.recipe import load_recipe
 from rillflow.errors import DataError
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import load_model, save_model
+from rillflow.tasks.kinds import PROMPTS
 
 RECIPE = """
 [task]
@@ -51,7 +52,7 @@ def test_a_fact_is_read_once(folder: Path) -> None:
     found = facts(folder)
     assert found.longest == 4 + 8
     (folder / "prompts.jsonl").unlink()
-    assert found.encoded is not None and len(found.encoded.train["prompts"]) == len(found.task.train) == 8
+    assert found.encoded is not None and len(found.encoded.train[PROMPTS]) == len(found.task.train) == 8
 
 
 def test_an_error_of_a_fact_that_several_checks_read_is_one_problem(folder: Path) -> None:
