@@ -21,7 +21,7 @@ from rillflow.app.sources import model_source
 from rillflow.errors import DataError
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.end_tokens import end_tokens
-from rillflow.models.tokenizer import Tokenizer, load_tokenizer
+from rillflow.models.tokenizer import ModelInput, Tokenizer, load_tokenizer
 from rillflow.tasks.encoded import Answers, Encoded, Encoder
 from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
@@ -35,20 +35,6 @@ ANSWERS = {
 """Answers of a row that each kind of data uses."""
 PATIENCE_S = 2.0
 """Seconds between progress messages while rows are encoded."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelInput:
-    """Tokeniser and context that rows are encoded for."""
-
-    tokenizer: Tokenizer
-    """The model's tokeniser."""
-    context: int
-    """The longest row in tokens."""
-
-    def reads_as(self, other: ModelInput) -> bool:
-        """Return whether rows encoded for ``other`` are valid here."""
-        return self.context == other.context and self.tokenizer.reads_as(other.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

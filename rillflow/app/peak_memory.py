@@ -31,7 +31,7 @@ from rillflow.algorithms.algorithm import Data
 from rillflow.app.encoding import ANSWERS, EncodedTask, longest_row
 from rillflow.app.memory import SAMPLED_LOGITS, ModelSizes, cache_bytes, rows_a_rank
 from rillflow.app.recipe import Recipe
-from rillflow.app.role_table import RoleKind, roles_of
+from rillflow.app.role_table import RoleSpec, roles_of
 from rillflow.app.sources import critic_source, scorer_sources
 from rillflow.errors import ConfigError
 from rillflow.formulas.logprobs import token_logprobs
@@ -181,7 +181,7 @@ class _Trial:
         recipe: Recipe,
         base: Path,
         role: str,
-        kind: RoleKind,
+        kind: RoleSpec,
         rows: Batch,
         prompts: Batch,
         sampled: ModelSizes,
@@ -409,7 +409,7 @@ def _cut(module: Any, tp: int, live: _Live) -> nn.Module:
     return local
 
 
-def _model(recipe: Recipe, base: Path, role: str, kind: RoleKind) -> tuple[ModelConfig, bool]:
+def _model(recipe: Recipe, base: Path, role: str, kind: RoleSpec) -> tuple[ModelConfig, bool]:
     """Return a role's model config, and whether it has a scalar head."""
     scorers = scorer_sources(recipe, base)
     named = {"reward": scorers.get("reward.model"), "cost": scorers.get("cost.model")}

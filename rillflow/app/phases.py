@@ -26,9 +26,7 @@ class PhasePlan:
     first: int
     """Number of the run's steps before the phase."""
     evaluated: bool
-    """Whether the trained model is evaluated before, during and after the phase."""
-    samples: bool
-    """Whether rows may be sampled in the phase or for its evaluation."""
+    """Whether rows may be sampled, and the model is evaluated before, during and after the phase."""
 
     @property
     def freshness(self) -> int:
@@ -54,7 +52,6 @@ def phase_plans(recipe: Recipe) -> list[PhasePlan]:
                 train=recipe.policy.with_rate(recipe.warm_start),
                 first=0,
                 evaluated=False,
-                samples=False,
             )
         )
         first = config.steps
@@ -66,7 +63,6 @@ def phase_plans(recipe: Recipe) -> list[PhasePlan]:
             train=recipe.policy.as_train(),
             first=first,
             evaluated=True,
-            samples=True,
         )
     )
     return plans

@@ -19,7 +19,7 @@ from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig, WarmStartC
 from rillflow.algorithms.registry import ALGORITHMS, warm_start
 from rillflow.app.consistency import inconsistencies
 from rillflow.app.corrections import with_correction
-from rillflow.app.role_table import SECTION_ROLES
+from rillflow.app.role_table import ROLES, Start
 from rillflow.app.trained import named_model
 from rillflow.config.load import read_toml, validate
 from rillflow.config.overrides import Override, apply_overrides, parse_override
@@ -180,7 +180,7 @@ class Recipe(Section):
     @property
     def trained_role(self) -> str:
         """Role whose model the section ``policy`` describes: the first role that starts from it."""
-        own = (role for role in self.roles if role in SECTION_ROLES)
+        own = (role for role in self.roles if role in ROLES and ROLES[role].start is Start.SECTION)
         return next(own, self.roles[0])
 
     @property

@@ -20,7 +20,7 @@ from rillflow.errors import ConfigError, DataError, ModelError
 from rillflow.models.locate import base_of, locate
 from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.function import FunctionPath, parse_files, parse_function
-from rillflow.rewards.judge_prompt import KEPT
+from rillflow.rewards.judge_prompt import KEPT, no_frame
 from rillflow.runs import layout
 from rillflow.tasks.example import Example, example_of, shown
 from rillflow.tasks.files import Rows
@@ -121,15 +121,6 @@ def judge_source(judge: JudgeConfig, base: Path) -> str:
     if judge.frame is None and settings.is_file() and KEPT not in json.loads(settings.read_bytes()):
         raise no_frame(judge.model)
     return source
-
-
-def no_frame(model: str) -> ConfigError:
-    """Return the error for a judge without a frame."""
-    return ConfigError(
-        f"reward.judge.model is {model!r}, and reward.judge.frame is not set",
-        why="a judge that pairwise trained keeps in its directory how it is asked, and this one does not",
-        fix='write reward.judge.frame = { template = "... {prompt} ... {answer} ...", labels = ["1", "2"] }',
-    )
 
 
 def scorer_source(setting: str, path: str, base: Path, role: str = "reward_model") -> str:

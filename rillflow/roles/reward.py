@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import FAILED, Outcome, Score
 from rillflow.rewards.weighted import WeightedWorkers
+from rillflow.roles.setting import RoleSetting
 from rillflow.training.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP
@@ -100,6 +101,12 @@ class Reward:
         self._tokenizer = tokenizer
         self._max_failures = max_failures
 
+    @classmethod
+    def make(cls, setting: RoleSetting) -> Self:
+        """Make the role; its functions run in child processes that end with the rank."""
+        workers = setting.site.stack.enter_context(WeightedWorkers(setting.functions, setting.limits))
+        return cls(workers, setting.tokenizer, max_failures=setting.limits.max_failures)
+
     @endpoint(DP, reads=("tokens", "loss_mask", "columns"), writes=SCORE_FIELDS, measures=reward_metrics)
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout.
@@ -161,6 +168,20 @@ class Cost(Reward):
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout; see Reward, with ``costs`` for ``rewards``."""
         return super().score(rollouts)
+
+
+def require_readable(name: str, why: Sequence[str]) -> None:
+    """Refuse rows of which a model can read none; ``why`` has each row's reason, empty if it is readable.
+
+    Raises:
+        RewardError: there are rows, and the model can read none.
+    """
+    if why and all(why):
+        raise RewardError(
+            f"the {name} can read none of {len(why)} rows; the first: {why[0]}",
+            why="nothing can be learned from rows without a score",
+            fix=f"choose a {name} that reads what the policy writes, and has room for it",
+        )
 
 
 def scored_rows(

@@ -10,17 +10,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import ClassVar, Protocol
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
+from rillflow.errors import ConfigError, nearest
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
-from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.config import NATIVE, VLLM, RolloutConfig, SamplingConfig
 from rillflow.rollout.native.scheduler import check_ids
 from rillflow.rollout.stops import Stops
 from rillflow.workers.collectives import Ranks
+
+_METHODS = ("can", "load", "generate", "add", "step", "abort", "sleep", "wake")
 
 
 class Capability(StrEnum):
@@ -172,3 +177,41 @@ class RowByRow:
     def _some_steps(self) -> list[Rollout]:
         """Run as many steps as suit the engine; return the rows that ended since the last call."""
         return self.step()
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Return the engine class that ``rollout.engine`` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not an engine.
+    """
+    if name == NATIVE:
+        from rillflow.rollout.native.engine import NativeEngine
+
+        return NativeEngine
+    if name == VLLM:
+        from rillflow.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine
+    module, _, what = name.partition(":")
+    try:
+        found: Any = vars(import_module(module)).get(what)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"rollout.engine is {name!r}, which cannot be imported",
+            why=str(error),
+            fix=f'it is "{NATIVE}", "{VLLM}", or "package.module:Class" of a package that Python finds here',
+        ) from None
+    lacking = [each for each in _METHODS if found is None or each not in dir(found)]
+    if lacking:
+        raise ConfigError(
+            f"rollout.engine is {name!r}, which is no engine",
+            why=f"it has no {lacking[0]}" if found is not None else f"{module} has no {what!r}",
+            fix=nearest(what, vars(import_module(module))) if found is None else "rillflow/rollout/engine.py",
+        )
+    return cast(type[Engine], found)
+
+
+def server_python(server: str, base: Path) -> Path:
+    """Return the Python that ``rollout.server`` names, relative to the recipe's folder; keep its links."""
+    return (base / Path(server).expanduser()).absolute()
