@@ -72,10 +72,8 @@ def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
     """Return the endpoints of every role that a recipe may have."""
     shipped, found = json.loads(ENDPOINTS.read_bytes()), dict[str, dict[str, Signature]]()
     for name, spec in table_of(recipe).items():
-        if isinstance(spec.role, str):
-            own = {each: _signature(**fields) for each, fields in shipped[spec.role].items()}
-        else:
-            own = signatures_of(name, spec)
+        listed = shipped.get(str(spec.role), {})
+        own = {each: _signature(**fields) for each, fields in listed.items()} or signatures_of(name, spec)
         found.setdefault("policy" if name == SAMPLER else name, {}).update(own)
     return found
 

@@ -188,7 +188,7 @@ class Policy(TrainedRole[LanguageModel]):
         return self.version
 
     def announce(self, compared: bool = True) -> None:
-        """Announce the weights as the present version; see ``TrainedWeights.publish``."""
+        """Announce the weights as the present version; see ``SharedWeights.publish``."""
         canary: tuple[float, ...] = ()
         if self._has_canary:
             self.weights.turn_to_training()
