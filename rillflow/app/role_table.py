@@ -43,8 +43,8 @@ class Start(StrEnum):
     """With the run, from the policy; it has no model of its own."""
     PHASE = "phase"
     """With each phase again, from the policy at its start."""
-    BROUGHT = "brought"
-    """In the first phase that calls it; the algorithm brings its class."""
+    CALLED = "called"
+    """In the first phase that calls it, from no model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class RoleSpec:
     """Module and class below ``rillflow.roles``, or a class that an algorithm brings."""
     section: str = ""
     """Section of a recipe that the role reads."""
-    start: Start = Start.FUNCTIONS
+    start: Start = Start.CALLED
     """When the role is made, and from which model."""
     is_trained: bool = False
     """Whether the role has an optimiser and is in checkpoints."""
@@ -108,20 +108,20 @@ def _scores_by_model(recipe: Recipe) -> bool:
     return recipe.has_policy and (recipe.reward.model is not None or recipe.reward.judge is not None)
 
 
+_TRAINED: dict[str, Any] = {"section": "policy", "start": Start.SECTION, "is_trained": True}
 _CRITIC = RoleSpec(role="scalar_roles:Critic", section="critic", start=Start.PHASE, is_trained=True)
+_FUNCTION: dict[str, Any] = {"role": "reward:Reward", "section": "reward", "start": Start.FUNCTIONS}
 ROLES: Mapping[str, RoleSpec] = {
-    "policy": RoleSpec(role="policy:Policy", section="policy", start=Start.SECTION, is_trained=True),
+    "policy": RoleSpec(role="policy:Policy", **_TRAINED),
     SAMPLER: RoleSpec(role="sampler:Sampler", section="rollout", start=Start.POLICY, joins=_samples),
     "reference": RoleSpec(role="policy:Reference", start=Start.PHASE),
     "critic": _CRITIC,
     "cost_critic": _CRITIC,
-    "reward": RoleSpec(role="reward:Reward", section="reward", joins=_samples),
-    EVAL_REWARD: RoleSpec(role="reward:Reward", section="reward", joins=_scores_by_model),
-    "cost": RoleSpec(role="reward:Cost", section="cost"),
-    "reward_model": RoleSpec(
-        role="scalar_roles:RewardModel", section="policy", start=Start.SECTION, is_trained=True
-    ),
-    "judge": RoleSpec(role="judge:Judge", section="policy", start=Start.SECTION, is_trained=True),
+    "reward": RoleSpec(**_FUNCTION, joins=_samples),
+    EVAL_REWARD: RoleSpec(**_FUNCTION, joins=_scores_by_model),
+    "cost": RoleSpec(role="reward:Cost", section="cost", start=Start.FUNCTIONS),
+    "reward_model": RoleSpec(role="scalar_roles:RewardModel", **_TRAINED),
+    "judge": RoleSpec(role="judge:Judge", **_TRAINED),
 }
 """The shipped roles by name."""
 _REWARD: dict[str, Any] = {"section": "reward", "start": Start.NAMED, "joins": _samples}
@@ -154,9 +154,7 @@ def table_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
             raise ConfigError(f"{what} of the kind {brought!r}", why=why, fix=nearest(brought, again))
         if not isinstance(brought, str | type):
             raise ConfigError(f"{what}, which is no role: {brought!r:.60}", why=NO_ROLE)
-        found[name] = (
-            found[brought] if isinstance(brought, str) else RoleSpec(role=brought, start=Start.BROUGHT)
-        )
+        found[name] = found[brought] if isinstance(brought, str) else RoleSpec(role=brought)
     return found
 
 

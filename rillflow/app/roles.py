@@ -106,7 +106,7 @@ class RoleGroups:
                 done = goes_on.state["done"] if goes_on is not None else 0
                 how: dict[str, Any] = {"train": self._train(role, plan), "version": done}
                 self._start(role, model=self._phase_model(role, goes_on), **how)
-            elif self._specs[role].start is Start.BROUGHT and role not in self:
+            elif self._specs[role].start is Start.CALLED and role not in self:
                 self._start(role)
         trained = tuple(role for role in plan.roles if self._specs[role].is_trained)
         for role in trained:

@@ -12,7 +12,7 @@ A rollout is scored at its last token; the model reads prompt and answer as the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 
@@ -45,22 +45,18 @@ from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import SPLIT_DP, SPLIT_DP_REDUCE, SPLIT_PAIRS_REDUCE
 
 
-class ScalarRole(TrainedRole[ScalarModel]):
-    """A model with a scalar head that scores and is trained.
+class Critic(TrainedRole[ScalarModel]):
+    """A model with a scalar head that is trained on returns; a cost critic has another name.
 
     Args:
         share: the model, or this rank's shard of it.
         training: settings of its training.
-        tokenizer: the policy's tokeniser; both must have the same tokens, unless ``reread`` converts rows.
-        name: its name in errors and files; None for ``called``.
-        reread: converts the policy's rows for a model with other tokens, which only scores.
+        tokenizer: the policy's tokeniser.
+        name: its name in errors, metrics and files.
 
     Raises:
-        ModelError: the model's tokens differ from the policy's, and ``reread`` is None.
+        ModelError: the model's tokens differ from the policy's.
     """
-
-    called: ClassVar[str]
-    """Usual name."""
 
     def __init__(
         self,
@@ -68,20 +64,10 @@ class ScalarRole(TrainedRole[ScalarModel]):
         training: Training,
         *,
         tokenizer: Tokenizer,
-        name: str | None = None,
-        reread: Callable[[Batch], Reread] | None = None,
+        name: str = "critic",
     ) -> None:
-        name = name or self.called
-        if reread is None:
-            require_same_tokens(share.model, tokenizer, name)
+        require_same_tokens(share.model, tokenizer, name)
         super().__init__(share, training, name=name)
-        self._tokenizer, self._reread = tokenizer, reread
-
-
-class Critic(ScalarRole):
-    """A model with a scalar head that is trained on returns; a cost critic has another name."""
-
-    called = "critic"
 
     @classmethod
     def make(cls, setting: RoleSetting) -> Self:
@@ -135,12 +121,36 @@ class Critic(ScalarRole):
         return {f"{self._name}/{name.partition('/')[2]}": metric for name, metric in metrics.items()}
 
 
-class RewardModel(ScalarRole):
-    """A model with a scalar head that scores rollouts and is trained on pairs."""
+class RewardModel(TrainedRole[ScalarModel]):
+    """A model with a scalar head that scores rollouts and is trained on pairs.
+
+    Args:
+        share: the model, or this rank's shard of it.
+        training: settings of its training.
+        tokenizer: the policy's tokeniser; both must have the same tokens, unless ``reread`` converts rows.
+        reread: converts the policy's rows for a model with other tokens, which only scores.
+
+    Raises:
+        ModelError: the model's tokens differ from the policy's, and ``reread`` is None.
+    """
 
     called = "reward model"
+    """Its name in errors and files."""
     field = "rewards"
     """Name of the scores' field."""
+
+    def __init__(
+        self,
+        share: ModelShard[ScalarModel],
+        training: Training,
+        *,
+        tokenizer: Tokenizer,
+        reread: Callable[[Batch], Reread] | None = None,
+    ) -> None:
+        if reread is None:
+            require_same_tokens(share.model, tokenizer, self.called)
+        super().__init__(share, training, name=self.called)
+        self._tokenizer, self._reread = tokenizer, reread
 
     @classmethod
     def make(cls, setting: RoleSetting) -> Self:

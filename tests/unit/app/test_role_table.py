@@ -21,7 +21,6 @@ def test_a_row_names_a_class_that_makes_itself_and_has_endpoints(name: str) -> N
     found = spec.load()
     assert spec.make == found.make and spec.endpoints(name) == endpoints_of(found)
     assert not spec.is_trained or issubclass(found, TrainedRole)
-    assert spec.start is not Start.BROUGHT
 
 
 def test_every_class_with_endpoints_has_a_row() -> None:
@@ -38,5 +37,5 @@ def test_a_brought_class_is_called_with_the_setting() -> None:
     class Own:
         """A class with no ``make``."""
 
-    spec = RoleSpec(role=Own, start=Start.BROUGHT)
-    assert spec.make is Own is spec.load() and not spec.is_model
+    spec = RoleSpec(role=Own)
+    assert spec.make is Own is spec.load() and spec.start is Start.CALLED and not spec.is_model
