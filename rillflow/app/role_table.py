@@ -140,8 +140,12 @@ def table_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
     Raises:
         ConfigError: the algorithm brings a shipped role's name, an unknown kind, or something else.
     """
-    reward = recipe.reward
-    given = dict(zip(SCORERS, (recipe.cost.model, reward.model, reward.judge, reward.weights), strict=True))
+    given = {
+        "cost.model": recipe.cost.model,
+        "reward.model": recipe.reward.model,
+        "reward.judge": recipe.reward.judge,
+        "reward.weights": recipe.reward.weights,
+    }
     found = dict(ROLES)
     found |= {name.partition(".")[0]: SCORERS[name] for name, value in given.items() if value is not None}
     again = [name for name, spec in ROLES.items() if spec.start is Start.PHASE]

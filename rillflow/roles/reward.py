@@ -126,24 +126,21 @@ class Reward:
         return found.with_fields(parts=Ragged.from_text(parts)) if self.field == "rewards" else found
 
     def _call(self, texts: list[str], columns: list[str]) -> list[Score]:
+        """Return the score of every row; a row whose agent failed is not sent to the functions."""
         rows: list[dict[str, Any]] = [json.loads(text) for text in columns]
-        failed = {place: row[FAILED] for place, row in enumerate(rows) if FAILED in row}
-        if failed:
-            kept = [place for place in range(len(rows)) if place not in failed]
-            found = iter(self._call([texts[place] for place in kept], [columns[place] for place in kept]))
-            return [
-                Score(outcome=Outcome(failed[place][0]), message=failed[place][1])
-                if place in failed
-                else next(found)
-                for place in range(len(rows))
-            ]
-        prompts = [row.pop("prompt") for row in rows]
+        kept = [place for place, row in enumerate(rows) if FAILED not in row]
+        prompts = [rows[place].pop("prompt") for place in kept]
         answers: list[Any] = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, texts, strict=True)
+            texts[place] if isinstance(prompt, str) else [{"role": "assistant", "content": texts[place]}]
+            for place, prompt in zip(kept, prompts, strict=True)
         ]
-        names = list(rows[0]) if rows else []
-        return self._workers.score(prompts, answers, {name: [row[name] for row in rows] for name in names})
+        names = list(rows[kept[0]]) if kept else []
+        more = {name: [rows[place][name] for place in kept] for name in names}
+        found = iter(self._workers.score(prompts, answers, more))
+        return [
+            Score(outcome=Outcome(row[FAILED][0]), message=row[FAILED][1]) if FAILED in row else next(found)
+            for row in rows
+        ]
 
     def _stop_if_broken(self, rollouts: Batch, scores: list[Score]) -> None:
         bad = [
