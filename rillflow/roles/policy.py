@@ -93,11 +93,15 @@ class Policy(TrainedRole[LanguageModel]):
             share = setting.share(model)
             weights = SentWeights(share)
         else:
-            lies: dict[str, Any] = {"generate": setting.generate, "ranks": setting.site.ranks}
-            share, weights = lay_out(model, sizes=setting.sizes, version=setting.version, **lies)
+            share, weights = lay_out(
+                model,
+                sizes=setting.sizes,
+                generate=setting.generate,
+                ranks=setting.site.ranks,
+                version=setting.version,
+            )
         has_canary = Capability.SCORE in engine_class(setting.rollout.engine).can
-        how: dict[str, Any] = {"weights": weights, "has_canary": has_canary}
-        return cls(share, setting.training, rollout=setting.rollout, **how)
+        return cls(share, setting.training, rollout=setting.rollout, weights=weights, has_canary=has_canary)
 
     def _be_training(self) -> None:
         self.weights.turn_to_training()
