@@ -8,9 +8,9 @@
 #   make lint         ruff and mypy                  make benchmark   the smallest round of every benchmark
 #   make oracles      gradients against plain loops, PEFT, TRL and verl: before training or sampling changes
 #   make mutation     random small faults of the package: does a test notice each? (hours)
-#   make packages     the wheel in empty environments, with oldest and newest dependencies (minutes)
-#   make docs         draws the graphs of docs/algorithms and the table of sizes anew
-#   make size         files and lines of code of every package
+#   make packages     the wheels in empty environments, with oldest and newest dependencies (minutes)
+#   make docs         draws the graphs of docs/algorithms and the tables of sizes anew
+#   make size         files and lines of code of every package and plugin
 #   make clean        removes .venv and caches; runs/ stays
 
 # The first Python of 3.11 or newer; choose another with: make test PYTHON=/path/to/python
@@ -109,7 +109,7 @@ $(LEAN): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e .
 	@touch $@
 
-$(FULL): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "installing into $(VENV) with the tests' tools: once, a few minutes"
+$(FULL): pyproject.toml $(wildcard plugins/*/pyproject.toml) constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV) with the plugins and the tests' tools: once, a few minutes"
 	$(PIP) -e '.[dev,parquet,gym,ray,service]' $(addprefix -e plugins/,planner merging service)
 	@touch $@ $(LEAN)

@@ -1,13 +1,14 @@
-"""Install Rillflow as its users do, and run a shipped recipe with it.
+"""Install Rillflow as its users do, run a shipped recipe with it, then add the plugins and try them.
+
+    repository ─> sdist ─> wheel ──┬─> 3.11, oldest allowed dependencies ─┐  core alone: check, run, report
+    plugins/* ─> sdists ─> wheels ─┼─> 3.11, newest                       ├─> of a recipe; then the plugins:
+                                   └─> 3.13, oldest and newest           ─┘  plan, merge, service
 
     python .ci/packages.py [--only 3.11-oldest]
 
-    repository ─> sdist ─> wheel ─┬─> 3.11, oldest allowed dependencies ─┐
-                                  ├─> 3.11, newest                       ├─> check, run, report of a recipe
-                                  └─> 3.13, oldest and newest           ─┘
-
-Every environment is empty and lies outside the repository. Skipped Pythons are named.
-Packages come through pip; with a warm cache one environment takes a minute or two.
+Every environment is empty and lies outside the repository. A wheel holds no recipe: the recipe and the
+cluster's file are copied beside the environments. Skipped Pythons are named. The plugins' own dependencies
+are the newest. Packages come through pip; with a warm cache one environment takes a minute or two.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("3.11", "3.13")
 ENDS = ("oldest", "newest")
+PLUGINS = ("planner", "merging", "service")
 SMALL = (
     *("warm_start.steps=2", "warm_start.warmup_steps=0", "policy.warmup_steps=0"),
     *("algorithm.steps=1", "algorithm.prompts_per_step=4", "algorithm.minibatches=1"),
@@ -43,8 +46,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     failed, skipped, passed = [], [], []
     with tempfile.TemporaryDirectory(prefix="rillflow-packages-") as folder:
-        recipe = shutil.copytree(ROOT / "recipes/arithmetic", Path(folder) / "recipe") / "run.toml"
-        wheel = built(Path(folder))
+        shutil.copytree(ROOT / "recipes/arithmetic", Path(folder) / "recipe")
+        shutil.copy2(ROOT / "clusters/laptop.toml", folder)
+        wheels = built(Path(folder))
         for python in PYTHONS:
             found = interpreter(python)
             for name in (f"{python}-{end}" for end in ENDS):
@@ -55,7 +59,10 @@ def main() -> int:
                     continue
                 _log.info("%s: installing and running", name)
                 try:
-                    try_wheel(wheel, recipe, found, python, Path(folder) / name, name.endswith("oldest"))
+                    environment = Path(folder) / name
+                    run(found, "-m", "venv", environment / "venv")
+                    try_core(wheels[0], environment, floors(python) if name.endswith("oldest") else [])
+                    try_plugins(wheels[1:], environment)
                     passed.append(name)
                 except subprocess.CalledProcessError as error:
                     _log.error("%s failed: %s\n%s", name, " ".join(map(str, error.cmd)), error.output)
@@ -67,13 +74,16 @@ def main() -> int:
     return int(bool(failed) or not passed)
 
 
-def built(folder: Path) -> Path:
-    """Build the sdist, and the wheel from it; return the wheel."""
-    tools = folder / "tools"
+def built(folder: Path) -> list[Path]:
+    """Build the sdists, and the wheels from them; return the wheels, the core's first."""
+    tools, wheels = folder / "tools", []
     run(sys.executable, "-m", "venv", tools)
     pip(tools, "build")
-    run(tools / "bin/python", "-m", "build", "--outdir", folder / "dist", ROOT)
-    return next((folder / "dist").glob("*.whl"))
+    for source in (ROOT, *(ROOT / "plugins" / name for name in PLUGINS)):
+        out = folder / "dist" / source.name
+        run(tools / "bin/python", "-m", "build", "--outdir", out, source)
+        wheels += out.glob("*.whl")
+    return wheels
 
 
 def interpreter(python: str) -> str | None:
@@ -89,17 +99,33 @@ def interpreter(python: str) -> str | None:
     return None
 
 
-def try_wheel(wheel: Path, recipe: Path, command: str, python: str, folder: Path, is_oldest: bool) -> None:
-    """Install the wheel into an empty environment, then check, run and report a recipe."""
-    run(command, "-m", "venv", folder / "venv")
-    pip(folder / "venv", wheel, *(floors(python) if is_oldest else ()))
+def try_core(wheel: Path, folder: Path, oldest: Sequence[str]) -> None:
+    """Install the core's wheel alone; check, run and report a recipe; a plugin's command must be refused."""
+    pip(folder / "venv", wheel, *oldest)
     settings = [word for setting in SMALL for word in ("--set", setting)]
-    rillflow = folder / "venv/bin/rillflow"
+    rillflow, recipe = folder / "venv/bin/rillflow", folder.parent / "recipe/run.toml"
     run(rillflow, "check", recipe, *settings, cwd=folder)
     run(rillflow, "run", recipe, "--dir", folder / "run", *settings, cwd=folder)
     run(rillflow, "report", folder / "run", cwd=folder)
     if not (folder / "run/report.html").stat().st_size:
         raise subprocess.CalledProcessError(1, ["rillflow", "report"], "the report is empty")
+    for command in ("plan", "merge"):
+        refused = subprocess.run([rillflow, command, recipe], cwd=folder, capture_output=True, text=True)
+        if refused.returncode != 2 or "pip install rillflow-" not in refused.stderr:
+            raise subprocess.CalledProcessError(refused.returncode, refused.args, refused.stderr)
+
+
+def try_plugins(wheels: Sequence[Path], folder: Path) -> None:
+    """Install the plugins' wheels beside the core's and run a command of each."""
+    pip(folder / "venv", *wheels)
+    rillflow, recipe, trained = (
+        folder / "venv/bin/rillflow",
+        folder.parent / "recipe/run.toml",
+        folder / "run",
+    )
+    run(rillflow, "plan", recipe, "--cluster", folder.parent / "laptop.toml", cwd=folder)
+    run(rillflow, "merge", trained, trained, "--out", folder / "merged", cwd=folder)
+    run(folder / "venv/bin/python", "-m", "rillflow_service", "--help", cwd=folder)
 
 
 def floors(python: str) -> list[str]:

@@ -8,9 +8,7 @@
     pictures    the timelines of three of its rungs, as the report draws them
     learning    the quickstart's task at several bounds: accuracy on held-out sums
 
-    python benchmarks/ahead.py ladder
     python benchmarks/ahead.py ladder --shape balanced --rungs "in sequence" "4 ahead, by parts"
-    python benchmarks/ahead.py parts --rounds 3
     python benchmarks/ahead.py pools --rounds 3
     python benchmarks/ahead.py learning --seeds 0 1 2 --write results.md
 
@@ -48,9 +46,8 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs.reader import SpanRecord, read_evaluations, read_metrics, read_spans
-from rillflow.runs.report.html import el
+from rillflow.runs.report.html import el, style
 from rillflow.runs.report.measured import measured, measured_bars
-from rillflow.runs.report.style import STYLE
 from rillflow.runs.report.timeline import colours_of, draw_timeline
 from rillflow.runs.run_data import load
 from rillflow_planner.recipe_problem import state_problem
@@ -59,6 +56,7 @@ from rillflow_planner.workload import Lengths
 
 SMALLEST = ["ladder --shape tiny --rungs 'in sequence'"]
 SLOW = ["pools --rounds 1"]  # starts Ray
+NEEDS = ["rillflow_planner"]
 
 SHAPES = {"verl": (357.0, 108.0, 270.0), "balanced": (245.0, 245.0, 245.0)}
 SHAPES |= {"tiny": (8.0, 8.0, 8.0), "none": (0.0, 0.0, 0.0)}
@@ -469,7 +467,7 @@ def pictures(arguments: argparse.Namespace) -> list[str]:
             ]
             svg = svg.replace(f"0 0 {width} {height}", f"0 0 {width} {height + 24}")
             drawn = svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-            drawn = drawn.replace(">", f"><style>{STYLE}</style>", 1)
+            drawn = drawn.replace(">", f"><style>{style()}</style>", 1)
             file = target / f"{name.replace(', ', '-').replace(' ', '-')}.svg"
             file.write_text(drawn.removesuffix("</svg>") + "".join(keys) + "</svg>\n")
             lines.append(f"{file}: {name}, steps {first} to {last}")

@@ -29,9 +29,8 @@ import measured_at
 from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, parse_function
-from rillflow.rewards.isolation_levels import SENTENCES, Level
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.supervised import Containment
+from rillflow.rewards.sandbox import SENTENCES, Level
 from rillflow.rewards.workers import RewardWorkers
 
 SMALLEST = ["--every 36"]
@@ -61,11 +60,7 @@ def judged(said, answer):
     return 1.0 if "WIN" in said or answer in said else 0.0
 """
 WAYS = {"by_run_python": "`run_python`", "by_subprocess": "`subprocess.run`"}
-CONTAINMENTS = {
-    Level.FULL: Containment.SANDBOX,
-    Level.SHARED_USER: Containment.SHARED_USER,
-    Level.NONE: Containment.NAMESPACE,
-}
+LEVELS = (Level.FULL, Level.SHARED_USER, Level.NONE)
 _ADD_KEY = {"x86_64": 248, "aarch64": 217}
 _SESSION_KEYRING = -3
 
@@ -148,7 +143,7 @@ def attack(
     way: str,
     attacks: Sequence[dict[str, str]],
     *,
-    containment: Containment = Containment.NAMESPACE,
+    level: Level = Level.NONE,
     sandbox: str | bool = "auto",
 ) -> Attacked:
     """Score every attack and after it an honest program; then another honest program, in a call of its own.
@@ -157,23 +152,23 @@ def attack(
         target: what there is to be had.
         way: the reward, one of ``WAYS``.
         attacks: entries of ``ATTACKS``.
-        containment: see ``RewardWorkers``.
+        level: see ``RewardWorkers``.
         sandbox: ``reward.sandbox``.
 
     Raises:
         RewardError: this machine gives no such sandbox.
     """
-    given = {"timeout_s": 600, "memory_bytes": 1 << 30, "sandbox": sandbox}
-    config = RewardConfig.model_validate(given)
+    settings = {"timeout_s": 600, "memory_bytes": 1 << 30, "sandbox": sandbox}
+    config = RewardConfig.model_validate(settings)
     codes = [code for each in attacks for code in (target.code(each), HONEST)]
-    with RewardWorkers(target.function(way), config, containment=containment) as workers:
+    with RewardWorkers(target.function(way), config, level=level) as workers:
         scores = workers.score(["p"] * len(codes), codes, {"answer": [ANSWER] * len(codes)})
         (after,) = workers.score(["p"], [HONEST], {"answer": [ANSWER]})
-        level = workers.level
+        given_level = workers.level
     names = [each["name"] for each in attacks]
     touched = [name for name, score in zip(names, scores[1::2], strict=True) if score.value != 1.0]
     touched += ["the next call"] if after.value != 1.0 else []
-    return Attacked(level=level, scores=dict(zip(names, scores[::2], strict=True)), touched=touched)
+    return Attacked(level=given_level, scores=dict(zip(names, scores[::2], strict=True)), touched=touched)
 
 
 def page(every: int) -> Iterator[str]:
@@ -193,7 +188,7 @@ def page(every: int) -> Iterator[str]:
     yield f"| level | the reward runs text by | {' | '.join(goals)} | all |"
     yield f"|---|---|{'---|' * len(goals)}---|"
     notes = list[str]()
-    for level, containment in CONTAINMENTS.items():
+    for level in LEVELS:
         for way, shown in WAYS.items():
             if level is Level.NONE and way == "by_run_python":
                 continue  # run_python starts a sandbox of its own
@@ -201,7 +196,7 @@ def page(every: int) -> Iterator[str]:
             try:
                 with tempfile.TemporaryDirectory() as folder, prepared(Path(folder)) as target:
                     sandbox = level is not Level.NONE
-                    found = attack(target, way, attacks, containment=containment, sandbox=sandbox)
+                    found = attack(target, way, attacks, level=level, sandbox=sandbox)
             except RewardError as error:
                 notes.append(f"- `{level}` by {shown}: not given by this machine. {error}")
                 continue
@@ -212,7 +207,7 @@ def page(every: int) -> Iterator[str]:
             yield f"| `{level}` | {shown} | {' | '.join(cells)} | {_failed(attacks, found)} |"
             if found.won:
                 notes.append(f"- Won at `{level}` by {shown}: {'; '.join(found.won)}.")
-    yield from ("", *notes, "", *(f"- `{level}`: {SENTENCES[level]}." for level in CONTAINMENTS))
+    yield from ("", *notes, "", *(f"- `{level}`: {SENTENCES[level]}." for level in LEVELS))
 
 
 def _failed(attacks: Sequence[dict[str, str]], found: Attacked) -> str:

@@ -46,6 +46,7 @@ from rillflow_service.client import Client, started
 
 SMALLEST = ["scheduling", "exactly-once --rows 2000 --producers 1 --consumers 4 --kill-every-s 0.5"]
 SLOW = ["transfer --rounds 1 --smaller 64"]  # starts Ray
+NEEDS = ["rillflow_service"]
 
 SMALL = (1024, 9, 8192)
 STAGES, GROUP, AT_ONCE = 4, 8, 64

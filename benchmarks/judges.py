@@ -47,6 +47,7 @@ from rillflow_merging.command import merge_models
 from rillflow_merging.merge import MergeSettings
 
 SMALLEST = ["--only position --seeds 0 --judge-steps 6"]
+NEEDS = ["rillflow_merging"]
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 WINDOW = 5

@@ -39,6 +39,7 @@ from rillflow_planner.workload import Lengths, Workload
 
 SMALLEST = []
 SLOW = ["--runs 1 --wholes 1"]  # searches for seven models on thousands of devices
+NEEDS = ["rillflow_planner"]
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = ModelShape(

@@ -33,7 +33,7 @@ from rillflow_merging.merge import MergeSettings, merge
 from rillflow_merging.transport import Dense, fuse
 
 SMALLEST = ["digits --seeds 2"]
-NEEDS = ["sklearn"]
+NEEDS = ["sklearn", "rillflow_merging"]
 
 SIZES = (64, 128, 64, 10)
 EPOCHS, RATE, DECAY, ROWS = 40, 1e-3, 0.3, 32

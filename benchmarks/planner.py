@@ -29,6 +29,7 @@ from published.fitting import Fit, Values, spread, summary
 from rillflow_planner.hardware import Accuracy, shipped_stacks
 
 SMALLEST = [""]
+NEEDS = ["rillflow_planner"]
 
 ROOT = Path(__file__).resolve().parent
 COMMAND = "python benchmarks/planner.py --write benchmarks/results/planner.md"

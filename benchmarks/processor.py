@@ -46,6 +46,7 @@ from rillflow_planner.workload import Lengths, Packing, Workload
 
 SMALLEST = []
 SLOW = ["--rounds 1"]  # times many sizes after five rounds of warm-up
+NEEDS = ["rillflow_planner"]
 
 FITTED = (
     "train_flops",

@@ -32,8 +32,7 @@ import measured_at
 from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.isolation_levels import Level
-from rillflow.rewards.supervised import Containment
+from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 SMALLEST = ["--rounds 1 --rows 2"]
@@ -134,14 +133,14 @@ def cases(folder: Path, num_workers: int, stack: ExitStack) -> Iterator[Case]:
     (folder / "rewards.py").write_text(SOURCE)
     for reward in REWARDS:
         seen: set[Level] = set()
-        for containment in (Containment.SANDBOX, Containment.SHARED_USER, Containment.NAMESPACE):
-            config = RewardConfig(timeout_s=600, workers=num_workers, sandbox=containment.is_sandbox)
+        for level in (Level.FULL, Level.SHARED_USER, Level.NONE):
+            config = RewardConfig(timeout_s=600, workers=num_workers, sandbox=level.is_sandbox)
             function = parse_function(f"rewards.py:{reward}", folder)
-            workers = stack.enter_context(RewardWorkers(function, config, containment=containment))
+            workers = stack.enter_context(RewardWorkers(function, config, level=level))
             try:
                 workers.score(["p"], [PROGRAM], {})
             except RewardError as error:
-                print(f"{containment}: {error}", flush=True)
+                print(f"{level}: {error}", flush=True)
                 continue
             if workers.level not in seen:
                 seen.add(workers.level)

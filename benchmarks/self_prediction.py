@@ -41,6 +41,7 @@ from rillflow_planner.recipe_problem import observe, plan_of, state_problem, thi
 
 SMALLEST = []
 SLOW = ["--only batch --rounds 1"]  # runs the recipe three times at its sizes
+NEEDS = ["rillflow_planner"]
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/arithmetic/run.toml"

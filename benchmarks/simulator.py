@@ -41,6 +41,7 @@ from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
 # Simulates plans of thousands of devices.
 SMALLEST = []
 SLOW = ["--only speed"]
+NEEDS = ["rillflow_planner"]
 
 NETWORK = 50e9
 COMMAND = "python benchmarks/simulator.py --write benchmarks/results/simulator.md"

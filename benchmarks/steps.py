@@ -1,19 +1,22 @@
-"""Seconds of a step of two versions of this package, taken in turn: what a redesign costs a run.
+"""Seconds of a step of two versions of this package, taken in turn, and whether their bits are the same.
 
     commit BEFORE ── checked out beside ──┐
                                           ├─ rillflow run, same recipe and settings, in turn ─> metrics.jsonl
     this tree ────────────────────────────┘     seconds of every step but the first ─> ratio of medians
+                                                weights, metrics ─> equal or not
 
     python benchmarks/steps.py --before a3f53ca --rounds 6 --write benchmarks/results/steps.md
 
 Both versions run in the environment of the interpreter that runs this script, each with its own recipes.
 A round has one run of each; the order changes every round. The ratio is of medians over all rounds, and
-the range of the rounds' own ratios says how much of it is the machine.
+the range of the rounds' own ratios says how much of it is the machine. Compared bit for bit are the weights
+of the last checkpoint of every role, and every metric of every step but times and memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -31,19 +34,32 @@ SLOW = ["--before HEAD --rounds 1 --only 'GRPO, inline'"]  # runs a worktree of 
 ROOT = Path(__file__).parents[1]
 COMMAND = "import sys; from rillflow.cli.main import main; sys.exit(main())"
 TIMES = "run/step_seconds/mean"
+NOT_COMPARED = ("seconds", "_s/", "bytes", "memory", "run/")
+"""Parts of the names of metrics that measure the machine."""
+PAIR = ("placement.pools={ main = 1, answers = 1 }", 'placement.roles={ sampler = "answers" }')
 SMALL = ("run.threads=1", "evaluate.every=0", "policy.warmup_steps=1", "warm_start.warmup_steps=1")
-CASES = {
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "GRPO, inline": ("recipes/arithmetic/run.toml", ("warm_start.steps=2", "algorithm.steps=10")),
     "PPO, inline": ("recipes/ppo/run.toml", ("warm_start.steps=2", "algorithm.steps=16")),
     "GRPO, two ranks on Ray": (
         "recipes/arithmetic/run.toml",
         ("warm_start.steps=2", "algorithm.steps=8", "placement.pools={ main = 2 }"),
     ),
+    "GSPO, inline": ("recipes/gspo/run.toml", ("warm_start.steps=2", "algorithm.steps=12")),
+    "Safe RLHF with ptx, inline": (
+        "recipes/safe_rlhf/run.toml",
+        ("warm_start.steps=2", "algorithm.steps=8", "algorithm.pretrain_weight=0.1"),
+    ),
+    "DPO, inline": ("recipes/dpo/run.toml", ("warm_start.steps=2", "algorithm.steps=20")),
+    "GRPO, one version ahead": (
+        "recipes/arithmetic/run.toml",
+        ("warm_start.steps=2", "algorithm.steps=8", "algorithm.freshness=1", *PAIR),
+    ),
 }
 
 
-def step_seconds(tree: Path, case: str, folder: Path) -> list[float]:
-    """Every step of the algorithm but its first, run from this tree."""
+def ran(tree: Path, case: str, folder: Path) -> list[float]:
+    """Run a case from a tree; return the seconds of every step of the algorithm but its first."""
     recipe, settings = CASES[case]
     words = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
     command = [sys.executable, "-c", COMMAND, "run", recipe, "--dir", str(folder), *words]
@@ -62,13 +78,32 @@ def step_seconds(tree: Path, case: str, folder: Path) -> list[float]:
     return [line["metrics"][TIMES]["mean"] for line in algorithm[1:]]
 
 
+def bits(folder: Path) -> str:
+    """Return a digest of a run's last weights and of its metrics without those of the machine."""
+    found = hashlib.sha256()
+    for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines():
+        said = json.loads(line)
+        kept = {
+            name: value
+            for name, value in said["metrics"].items()
+            if not any(part in name for part in NOT_COMPARED)
+        }
+        found.update(json.dumps([said["phase"], said["step"], kept], sort_keys=True).encode())
+    last = max((folder / "checkpoints").glob("step-*"))
+    for file in sorted(last.glob("*/*.safetensors")):
+        found.update(f"{file.relative_to(last)}".encode() + file.read_bytes())
+    return found.hexdigest()[:12]
+
+
 def row(case: str, trees: dict[str, Path], rounds: int, folder: Path) -> str:
     """One line of the table."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in trees}
+    digests: dict[str, set[str]] = {name: set() for name in trees}
     for number in range(rounds):
         for name in sorted(trees, reverse=bool(number % 2)):
-            found = step_seconds(trees[name], case, folder / f"{case} {name} {number}")
-            seconds[name].append(found)
+            run = folder / f"{case} {name} {number}"
+            seconds[name].append(ran(trees[name], case, run))
+            digests[name].add(bits(run))
     before, after = (median(chain.from_iterable(seconds[name])) for name in ("before", "now"))
     ratios = sorted(
         median(now) / median(then) for then, now in zip(seconds["before"], seconds["now"], strict=True)
@@ -76,7 +111,8 @@ def row(case: str, trees: dict[str, Path], rounds: int, folder: Path) -> str:
     steps = sum(map(len, seconds["now"]))
     return (
         f"| {case} | {steps} | {before:.3f} | {after:.3f} | {after / before:.2f} "
-        f"| {ratios[0]:.2f} to {ratios[-1]:.2f} |"
+        f"| {ratios[0]:.2f} to {ratios[-1]:.2f} | {' '.join(sorted(digests['before']))} "
+        f"| {' '.join(sorted(digests['now']))} |"
     )
 
 
@@ -111,8 +147,8 @@ def main() -> None:
         f"{commit.stdout.strip()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, "
         f"Python {platform.python_version()}, {versions}; cases and settings are at the head of the script.",
         "",
-        "| case | steps each | before, s | now, s | now / before | of single rounds |",
-        "|---|---|---|---|---|---|",
+        "| case | steps each | before, s | now, s | now / before | of single rounds | bits before | now |",
+        "|---|---|---|---|---|---|---|---|",
         *table,
         "",
     ]

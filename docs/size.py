@@ -1,7 +1,7 @@
-"""Count the lines of code of every package; ``make size`` prints them, ``make docs`` also updates the table.
+"""Count the lines of code of every package and plugin: ``make size`` prints them, ``make docs`` writes them.
 
-    python docs/size.py            # print the table
-    python docs/size.py --write    # put it into docs/architecture.md as well
+    python docs/size.py            # print the tables
+    python docs/size.py --write    # put them into docs/architecture.md as well
 
 A line of code has a token that is neither a comment nor part of a docstring.
 """
@@ -16,9 +16,11 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[1] / "rillflow"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "rillflow"
 PAGE = Path(__file__).parent / "architecture.md"
 TABLE = re.compile(r"(?<=<!-- written by make docs -->\n\n)(\|.*\n)+")
+PLUGIN_TABLE = re.compile(r"(?<=<!-- plugins, written by make docs -->\n\n)(\|.*\n)+")
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
@@ -61,20 +63,30 @@ def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:
     return {name: (files[name], count) for name, count in lines.most_common()}
 
 
-def table(found: dict[str, tuple[int, int]]) -> str:
+def plugin_sizes(plugins: Path = ROOT / "plugins") -> dict[str, tuple[int, int]]:
+    """Return files and lines of code by plugin, without its tests, the largest first."""
+    found = {}
+    for package in plugins.glob("*/rillflow_*/__init__.py"):
+        files, lines = (sum(each) for each in zip(*sizes(package.parent).values(), strict=True))
+        found[f"plugins/{package.parts[-3]}"] = (files, lines)
+    return dict(sorted(found.items(), key=lambda plugin: -plugin[1][1]))
+
+
+def table(found: dict[str, tuple[int, int]], title: str = "package") -> str:
     """Return the sizes as a Markdown table."""
     rows = [f"| `{name}` | {files} | {lines:,} |" for name, (files, lines) in found.items()]
     files, lines = (sum(each) for each in zip(*found.values(), strict=True))
-    head = ["| package | files | lines of code |", "|---|---:|---:|"]
+    head = [f"| {title} | files | lines of code |", "|---|---:|---:|"]
     return "\n".join([*head, *rows, f"| together | {files} | {lines:,} |"]) + "\n"
 
 
 def main() -> None:
-    """Print the table; with ``--write`` put it into the page."""
-    found = table(sizes())
-    sys.stdout.write(found)
+    """Print the tables; with ``--write`` put them into the page."""
+    core, plugins = table(sizes()), table(plugin_sizes(), "plugin")
+    sys.stdout.write(f"{core}\n{plugins}")
     if "--write" in sys.argv[1:]:
-        PAGE.write_text(TABLE.sub(found, PAGE.read_text("utf-8")), "utf-8")
+        page = TABLE.sub(core, PAGE.read_text("utf-8"))
+        PAGE.write_text(PLUGIN_TABLE.sub(plugins, page), "utf-8")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def main() -> None:
             until = time.monotonic() + 60.0
             while not (folder / "socket").exists():
                 if processes[0].poll() is not None or time.monotonic() > until:
-                    raise SystemExit("the service did not start: pip install 'rillflow[service]'")
+                    raise SystemExit("the service did not start: pip install ./plugins/service")
                 time.sleep(0.02)
             service = ServiceClient(folder, name="task")
             service.create("rollouts", columns=COLUMNS, stages=STAGES, capacity=2 * PROMPTS)

@@ -1,8 +1,8 @@
-"""Do the tests notice small faults? Random mutants of the whole package, each against the tests of its line.
+"""Do the tests notice small faults? Random mutants of package and plugins, each against its line's tests.
 
     python benchmarks/mutation --mutants 300 --seed 20261124
 
-    package ─ parse ─> lines that can be changed ─ seeded draw ─> mutants
+    package, plugins ─ parse ─> lines that can be changed ─ seeded draw ─> mutants
     tests ── once, under coverage ─> tests by line (coverage_map.py)
     mutant ─ in a copy of the repository ─> its tests until one fails (study.py)
           └─> a line in results/mutation.jsonl ─> the page results/mutation.md (page.py)
@@ -31,6 +31,8 @@ from study import Study, texts_of, tried
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+FOLDERS = ("rillflow", "plugins", "tests")
+"""Folders of code and tests."""
 LINES, PAGE = RESULTS / "mutation.jsonl", RESULTS / "mutation.md"
 
 
@@ -65,7 +67,7 @@ def run(given: argparse.Namespace) -> None:
     tests = [
         str(path.relative_to(copy))
         for folder in CPU_LIMIT_S
-        for path in sorted((copy / "tests" / folder).rglob("test_*.py"))
+        for path in sorted((copy / folder).rglob("test_*.py"))
     ]
     coverage = measured(runner, tests, given.folder / "coverage", backwards=bool(part % 2))
     study = Study(runner=runner, coverage=coverage, patience=given.patience)
@@ -112,9 +114,9 @@ def found_again(known: list[dict[str, object]], texts: dict[str, str]) -> list[M
 def commit_of(source: Path) -> str:
     """Return the commit that is studied; refuse code that no commit has."""
     words = ["git", "-C", str(source)]
-    if subprocess.check_output([*words, "status", "--porcelain", "--", "rillflow", "tests"], text=True):
+    if subprocess.check_output([*words, "status", "--porcelain", "--", *FOLDERS], text=True):
         raise SystemExit(
-            f"{source} has changes in rillflow/ or tests/ that are not committed: commit them first"
+            f"{source} has changes in {', '.join(FOLDERS)} that are not committed: commit them first"
         )
     return subprocess.check_output([*words, "rev-parse", "--short", "HEAD"], text=True).strip()
 

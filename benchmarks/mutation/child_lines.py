@@ -15,6 +15,7 @@ from pathlib import Path
 
 from coverage import Coverage
 from coverage.exceptions import CoverageException
+from studied import packages
 
 
 def begin() -> None:
@@ -23,7 +24,7 @@ def begin() -> None:
     measured = Coverage(
         data_file=folder / "child",
         data_suffix=True,
-        source=[str(folder.parent / "rillflow")],
+        source=[*map(str, packages(folder.parent))],
         config_file=False,
         context=os.environ["WATCH_TEST"],
     )

@@ -27,12 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from pytest_runs import Runner
+from studied import files as files_of_code
+from studied import is_studied, own_tests
 
-CPU_LIMIT_S = {"unit": 2.5, "flows": 15.0, "distributed": 15.0}
+CPU_LIMIT_S = {"tests/unit": 2.5, "plugins": 2.5, "tests/flows": 15.0, "tests/distributed": 15.0}
 """Processor seconds, under coverage, after which a test of a folder is a slow witness."""
 SLOW = 2.0
 """Processor time assumed of a slow witness, in limits."""
-CONTRACTS = "tests/unit/config/test_public_settings.py"
+CONTRACTS = (
+    "tests/unit/config/test_public_settings.py",
+    "plugins/service/tests/test_public_settings.py",
+)
 """Tests of declarations, which run when a module is imported."""
 WALL_LIMIT_S = 60
 """Seconds of the clock, likewise: a test may wait for its children."""
@@ -81,11 +86,6 @@ class CoverageMap:
         return sorted((exact | near) & self.seconds.keys(), key=rank)
 
 
-def own_tests(path: str) -> str:
-    """Return the folder of unit tests that mirrors a file's package."""
-    return f"tests/unit/{path.split('/')[1]}/"
-
-
 def measured(runner: Runner, files: Sequence[str], folder: Path, *, backwards: bool = False) -> CoverageMap:
     """Return the map of test files; records in ``folder`` that still hold are used.
 
@@ -93,7 +93,7 @@ def measured(runner: Runner, files: Sequence[str], folder: Path, *, backwards: b
     leaves out what the other has recorded meanwhile.
     """
     (folder / "texts").mkdir(parents=True, exist_ok=True)
-    for path in sorted((runner.copy / "rillflow").rglob("*.py")):
+    for path in files_of_code(runner.copy):
         text_of(digest(path), folder).write_bytes(path.read_bytes())
     by_folder = defaultdict(list)
     for file in files:
@@ -111,7 +111,7 @@ def measure(runner: Runner, files: Sequence[str], folder: Path) -> None:
     """Run test files under coverage and write their records."""
     lines = runner.copy / "lines.json"
     lines.unlink(missing_ok=True)
-    limit_s = CPU_LIMIT_S[files[0].split("/")[1]]
+    limit_s = next(limit for where, limit in CPU_LIMIT_S.items() if files[0].startswith(f"{where}/"))
     limits = (f"--watch-cpu={limit_s}", f"--timeout={WALL_LIMIT_S}")
     outcome = runner.run(files, 3600.0, f"--watch-lines={lines}", *limits)
     told = json.loads(lines.read_text()) if lines.exists() else {"own": {}, "children": {}}
@@ -171,7 +171,7 @@ def merged(records: Iterable[dict[str, Any]], root: Path, folder: Path) -> Cover
                 whole.lines[path][line].append(test)
         for path, line in now(record["children"], record["inputs"]):
             whole.started[path].setdefault(line, set()).add(record["file"])
-    for file in sorted((root / "rillflow").rglob("*.py")):
+    for file in files_of_code(root):
         whole.in_functions[str(file.relative_to(root))] = lines_in_functions(file.read_text())
     return whole
 
@@ -204,7 +204,7 @@ def holds(record: dict[str, Any] | None, root: Path, folder: Path) -> bool:
     """Return whether a record is up to date: its tests are unchanged, and the code it ran was kept."""
     return record is not None and all(
         text_of(known, folder).exists()
-        if path.startswith("rillflow/")
+        if is_studied(path)
         else (root / path).exists() and digest(root / path) == known
         for path, known in record["inputs"].items()
     )

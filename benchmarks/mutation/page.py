@@ -33,7 +33,7 @@ def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str]) -> str:
     out = [
         HEAD,
         f"Commit {commit}, `python benchmarks/mutation --mutants {len(lines)} --seed {seed}`:",
-        f"{len(lines)} random mutants of the whole package, each tried once."
+        f"{len(lines)} random mutants of the package and its plugins, each tried once."
         + (
             f" ({ahead} later ones of the draw were tried before their turn and do not count.)"
             if ahead

@@ -13,20 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from copies import interpreter
+from studied import packages
 
 FLAGS = ("-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "watch_plugin")
 
 TOOLS = ("hypothesis", "coverage")
 """Libraries of the tests that are loaded once, beside those that the package imports."""
-NOT_TWICE = ("rillflow", "ray", "__main__")
-"""Left out: what mutants change, and Ray, whose import fixes settings of the tests that start it."""
+NOT_TWICE = ("ray", "__main__")
+"""Left out beside what mutants change: Ray, whose import fixes settings of the tests that start it."""
 _PROBE = """
 import contextlib, importlib, json, sys
 from pathlib import Path
-for file in sorted(Path("rillflow").rglob("*.py")):
-    if file.stem not in ("__init__", "__main__"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(".".join(file.with_suffix("").parts))
+from studied import packages
+for package in packages(Path()):
+    for file in sorted(package.rglob("*.py")):
+        if file.stem not in ("__init__", "__main__"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(".".join(file.relative_to(package.parent).with_suffix("").parts))
 print(json.dumps(list(sys.modules)))
 """
 
@@ -105,7 +108,8 @@ def libraries(copy: Path) -> list[str]:
     """Return every module that the package's own modules import, in the order of their first import."""
     text = subprocess.check_output([interpreter(copy), "-W", "ignore", "-c", _PROBE], cwd=copy, text=True)
     found: list[str] = json.loads(text.splitlines()[-1])
-    return [name for name in found if name.split(".")[0] not in NOT_TWICE]
+    left_out = {*NOT_TWICE, *(package.name for package in packages(copy))}
+    return [name for name in found if name.split(".")[0] not in left_out]
 
 
 def ended(status: int) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from coverage_map import CoverageMap
 from operators import Mutant
 from pytest_runs import Runner
+from studied import files
 
 BUDGET_S = 30.0
 """Processor seconds, as measured under coverage, of the tests that a mutant gets."""
@@ -102,7 +103,5 @@ def tried(study: Study, mutant: Mutant) -> dict[str, object]:
 
 
 def texts_of(root: Path) -> dict[str, str]:
-    """Return the text of every file of the package."""
-    return {
-        str(path.relative_to(root)): path.read_text() for path in sorted((root / "rillflow").rglob("*.py"))
-    }
+    """Return the text of every file of the package and its plugins."""
+    return {str(path.relative_to(root)): path.read_text() for path in files(root)}

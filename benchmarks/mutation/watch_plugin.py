@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from coverage import Coverage, CoverageData
 from coverage.exceptions import CoverageException
+from studied import packages
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +47,7 @@ class Watch:
         self._begun_s = 0.0
         self.limit_s = 0.0
         if self._lines:
-            self._coverage = Coverage(data_file=None, source=[str(root / "rillflow")], config_file=False)
+            self._coverage = Coverage(data_file=None, source=[*map(str, packages(root))], config_file=False)
             self._coverage.start()
             self._children = self._lines.with_suffix(".children")
             shutil.rmtree(self._children, ignore_errors=True)

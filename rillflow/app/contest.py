@@ -37,7 +37,7 @@ from rillflow.records.rollout import completions
 from rillflow.records.row import HELD_OUT_EPOCH
 from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.judge_prompt import kept_frame
-from rillflow.rewards.weighted import WeightedWorkers
+from rillflow.rewards.workers import WeightedWorkers
 from rillflow.roles.comparisons import prompt_text
 from rillflow.roles.judge import Judge
 from rillflow.roles.model_shard import ModelShard

@@ -1,11 +1,12 @@
-"""Corrections: choose the importance weights for tokens that another policy may have sampled.
+"""Corrections: choose what bounds the weight of tokens that another policy may have sampled.
 
-    a recipe that sets algorithm.loss.correction ────────────> its value
-    old_logprobs = "sampler" ────────────────────────────────> none: the clip bounds present / sampler
-    freshness above 0, or an engine that is not the native one ─> tis
-    anything else ───────────────────────────────────────────> none: the sampler is the trainer
+    a recipe that sets algorithm.loss.correction ───────────────> its value
+    old_logprobs = "sampler" ───────────────────────────────────> none: the clip bounds present / sampler
+    freshness above 0, a clip of token ratios, native engine ───> old_logprobs = "sampler"
+    freshness above 0 otherwise, or an engine of another kind ──> tis
+    anything else ──────────────────────────────────────────────> none: the sampler is the trainer
 
-``benchmarks/results/stale.md`` compares the corrections on stale rows. The formulas: ``formulas.ratios``.
+``benchmarks/results/stale.md`` compares the choices on stale rows. The formulas: ``formulas.ratios``.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ if TYPE_CHECKING:
     from rillflow.formulas.config import Correction
 
 DEFAULT: Correction = "tis"
-"""Correction of off-policy tokens if the recipe names none."""
+"""Importance weight of off-policy tokens if the recipe names none and the sampler's clip does not apply."""
 
 
 def with_correction(config: OnlineConfig, engine: str) -> OnlineConfig:
-    """Return the settings, with the default correction if one is needed and the recipe names none.
+    """Return the settings, with the default for off-policy tokens if the recipe names nothing.
+
+    The default is the clip of the ratio to the sampler where the loss clips token ratios. A clip of sequence
+    ratios is too narrow for stale rows, and another engine's log probabilities differ at every token: there
+    the default is an importance weight.
 
     Args:
         config: the algorithm's settings.
@@ -33,6 +38,9 @@ def with_correction(config: OnlineConfig, engine: str) -> OnlineConfig:
     may_differ = config.freshness > 0 or engine != NATIVE
     if config.reads_sampler or not may_differ or "correction" in config.loss.model_fields_set:
         return config
+    clips_tokens = config.loss.ratio == "token" and config.loss.surrogate == "clip"
+    if engine == NATIVE and clips_tokens and "old_logprobs" not in config.model_fields_set:
+        return config.model_copy(update={"old_logprobs": "sampler"})
     loss = type(config.loss).model_validate({**config.loss.model_dump(), "correction": DEFAULT})
     return config.model_copy(update={"loss": loss})
 
@@ -47,14 +55,14 @@ def correction_notes(recipe: Recipe) -> list[str]:
     if config.reads_sampler:
         return [
             f'{old}. algorithm.old_logprobs is "sampler": the clip bounds the ratio to the sampler, and no '
-            f'importance weight corrects the loss; algorithm.old_logprobs = "trainer" brings {DEFAULT}'
+            f'importance weight corrects the loss; algorithm.old_logprobs = "trainer" selects {DEFAULT}'
         ]
     name = config.loss.correction
     if name == "none":
         return [
             f'warning: {old}, and algorithm.loss.correction is "none": nothing corrects the loss. The ratio '
             "is taken against the trainer, so in a step's first minibatch it is 1 and the clip never binds. "
-            f'Leave the setting out for the default, "{DEFAULT}"'
+            "Leave algorithm.loss.correction and algorithm.old_logprobs out for the default"
         ]
     low, high = config.loss.bounds
     return [

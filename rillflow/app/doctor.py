@@ -29,8 +29,8 @@ from packaging.requirements import Requirement
 from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.isolation_levels import SENTENCES, Level
-from rillflow.rewards.supervised import REFUSED, Containment
+from rillflow.rewards.sandbox import SENTENCES, Level
+from rillflow.rewards.supervised import REFUSED
 from rillflow.rewards.workers import RewardWorkers
 from rillflow.runs.environment import CONTROL_GROUP, usable_cores, words_of
 from rillflow.runs.formatting import size
@@ -43,7 +43,6 @@ LEAST_FILES = 256
 LEAST_PROCESSES = 64
 
 _PROBE = "def probe(completions):\n    return []\n"
-_CONTAINMENTS = {Level.FULL: Containment.SANDBOX, Level.SHARED_USER: Containment.SHARED_USER}
 _FIX_NAMESPACES = (
     "let Linux give user namespaces: sysctl user.max_user_namespaces=10000; on Ubuntu also "
     "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined "
@@ -316,7 +315,7 @@ def sandbox(limit: Level = Level.FULL) -> list[Finding]:
     """
     probe = FunctionPath(file=Path("doctor.py"), name="probe", text=_PROBE)
     try:
-        with RewardWorkers(probe, RewardConfig(sandbox=True), containment=_CONTAINMENTS[limit]) as workers:
+        with RewardWorkers(probe, RewardConfig(sandbox=True), level=limit) as workers:
             workers.load()
             level, missing = workers.level, workers.shortcomings
     except RewardError as error:

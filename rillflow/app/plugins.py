@@ -3,14 +3,14 @@
     entry points of group "rillflow.plugins" ─> Plugin ─┬─ commands of the command line
                                                         └─ Planning: predictions for a run and its report
 
-The package never imports a plugin by name. The command of a plugin that is not installed raises an error
-with the line that installs it.
+The package never imports a plugin by name. The command of a shipped plugin that is not installed raises an
+error with the line that installs it.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
     from rillflow.app.recipe import LoadedRecipe
     from rillflow.placement.plan import Plan
-    from rillflow.runs.report.prediction import Predict
+    from rillflow.runs.report.measured import Predict
 
 GROUP = "rillflow.plugins"
 SHIPPED: Mapping[str, Mapping[str, str]] = {
@@ -48,6 +48,8 @@ class Command:
     """Function of the command; returns the exit code."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     """Function that adds the command's arguments to its parser."""
+    ignores_unknown: bool = False
+    """Whether arguments that the parser does not know are ignored instead of refused."""
 
 
 class Planning(Protocol):
@@ -89,17 +91,19 @@ def _loaded(point: EntryPoint) -> Plugin | None:
     """Load a plugin; None if its module is gone, such as the deleted folder of an editable install."""
     try:
         found = point.load()
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == point.module.partition(".")[0]:
             return None
         raise ConfigError(
-            f"the plugin {point.name} ({point.value}) cannot be imported",
+            f"the plugin {point.name} ({point.value}) cannot be loaded",
             why=str(error),
             fix=f"install it again: {install_line(point.name)}",
         ) from error
     if not isinstance(found, Plugin):
         raise ConfigError(
-            f"the plugin {point.name} is a {type(found).__name__}", why=f"{point.value} is no Plugin"
+            f"the plugin {point.name} ({point.value}) is no Plugin",
+            why=f"its type is {type(found).__name__}",
+            fix="name a rillflow.app.plugins.Plugin in its entry point",
         )
     return found
 
@@ -146,16 +150,37 @@ def install_line(plugin: str) -> str:
     return f"pip install rillflow-{plugin}   (in a clone: pip install ./plugins/{plugin})"
 
 
-def commands() -> Mapping[str, Command]:
-    """Return the commands of all plugins; one of a shipped plugin that is not installed raises its error."""
-    found = {
-        name: Command(help=told, run=_refusal(name, plugin), add_arguments=_accept_anything)
+def commands(taken: Collection[str] = ()) -> Mapping[str, Command]:
+    """Return the commands of all plugins; one of a shipped plugin that is not installed raises its error.
+
+    Args:
+        taken: names of commands that no plugin may add.
+
+    Raises:
+        ConfigError: two commands have one name, or a plugin cannot be loaded.
+    """
+    found: dict[str, Command] = {}
+    for plugin, each in installed().items():
+        for name, command in each.commands.items():
+            if name in found or name in taken:
+                raise ConfigError(
+                    f"the plugin {plugin} adds the command {name}",
+                    why="there is a command of this name",
+                    fix=f"pip uninstall one of them: {', '.join(installed())}",
+                )
+            found[name] = command
+    missing_commands = {
+        name: Command(
+            help=f"{told} (plugin {plugin}: not installed)",
+            run=_refusal(name, plugin),
+            add_arguments=lambda _: None,
+            ignores_unknown=True,
+        )
         for plugin, names in SHIPPED.items()
         for name, told in names.items()
+        if name not in found
     }
-    for each in installed().values():
-        found |= each.commands
-    return found
+    return found | missing_commands
 
 
 def _refusal(name: str, plugin: str) -> Callable[[argparse.Namespace], int]:
@@ -164,7 +189,3 @@ def _refusal(name: str, plugin: str) -> Callable[[argparse.Namespace], int]:
         raise missing(f"rillflow {name}", plugin)
 
     return refuse
-
-
-def _accept_anything(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

@@ -51,11 +51,10 @@ from rillflow.models.end_tokens import require_ends
 from rillflow.models.locate import base_of
 from rillflow.models.tokenizer import require_rows
 from rillflow.models.tokenizer_probe import probe_tokenizer
-from rillflow.rewards.columns import Text
 from rillflow.rewards.config import RewardConfig
-from rillflow.rewards.function import FunctionPath, place_of
-from rillflow.rewards.isolation_levels import SENTENCES, Level
+from rillflow.rewards.function import FunctionPath, Text, place_of
 from rillflow.rewards.outcome import RETURNED, Outcome, Score
+from rillflow.rewards.sandbox import SENTENCES, Level
 from rillflow.rewards.text_execution import Setting, is_shut_in, text_uses
 from rillflow.rewards.workers import RewardWorkers
 from rillflow.rollout.config import NATIVE

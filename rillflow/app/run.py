@@ -27,8 +27,7 @@ from rillflow.runs.reader import (
     rollout_columns,
 )
 from rillflow.runs.report.curves import cards
-from rillflow.runs.report.html import el
-from rillflow.runs.report.page import page
+from rillflow.runs.report.html import el, page
 from rillflow.runs.report.write import write_report
 from rillflow.runs.rollouts import RolloutRecord
 from rillflow.runs.run_data import load

@@ -54,8 +54,6 @@ class _Served:
     """Queue of the requested rows."""
     run: Path | None
     """Run that is followed; None for a model."""
-    version: int
-    """Step of the served checkpoint; 0 for a model."""
     looked: float = 0.0
     """Time of the last check of the run."""
     failure: RillflowError | None = None
@@ -93,7 +91,7 @@ class _Served:
     def _follow(self, run: Path) -> None:
         """Load a newer checkpoint, if there is one; running rows continue with its weights."""
         self.looked, folder = time.monotonic(), run / layout.CHECKPOINTS
-        found = latest_checkpoint(folder) if max(kept_steps(folder), default=0) > self.version else None
+        found = latest_checkpoint(folder) if max(kept_steps(folder), default=0) > self.queue.version else None
         if found is None:
             return
         held, path = dict(self.model.module.named_parameters()), str(found.model("policy").absolute())
@@ -103,8 +101,7 @@ class _Served:
         with torch.no_grad():
             for name, weight in newer.module.named_parameters():
                 held[name].copy_(weight)
-        self.version = found.step
-        self.queue.engine.load(self.version, held)
+        self.queue.load(found.step, held)
 
 
 def serve(
@@ -127,14 +124,12 @@ def serve(
     served, visitor = _opened(source, max_rows)
     door = Door(
         served.queue,
-        tokenizer=served.model.tokenizer,
         model=source.absolute().name,
-        version=lambda: served.version,
         visitor=lambda key: visitor if secrets.compare_digest(key.encode(), token.encode()) else None,
     )
     server = LoopbackServer(door.app(), listening)
     Thread(target=served.serve, args=[server.stop], name="rillflow-engine", daemon=True).start()
-    newest = f", step {served.version}" if served.run is not None else ""
+    newest = f", step {served.queue.version}" if served.run is not None else ""
     announce(f"{source}{newest}: {server.url}")
     if is_new:
         announce(f"token: {token}" if token_file is None else f"token: in {token_file}")
@@ -159,9 +154,9 @@ def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
     chosen = ModelConfig(path=str(folder), dtype=dtype)
     model = load_model(chosen, seed=0, device=choose_device("auto"), base=Path())
     engine = native_engine(model, usual)
-    engine.load(version, {})
     queue = EngineQueue(engine, model.tokenizer, max_rows=max_rows)
-    served = _Served(model=model, config=chosen, queue=queue, run=run, version=version)
+    queue.load(version, {})
+    served = _Served(model=model, config=chosen, queue=queue, run=run)
     return served, NewRows(Encoder.of(model.tokenizer, task, model.context), usual)
 
 

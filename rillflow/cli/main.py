@@ -25,7 +25,7 @@ from rillflow.app import plugins
 from rillflow.app.plugins import Command
 from rillflow.cli import commands
 from rillflow.cli.failure import FAILED, explain_failure
-from rillflow.errors import Signalled
+from rillflow.errors import ConfigError, Signalled
 from rillflow.runs.formatting import visible
 
 if TYPE_CHECKING:
@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     """
     words = sys.argv[1:] if argv is None else argv
     typed = (*(("python", sys.argv[0]) if algorithms else ("rillflow",)), *words)
-    arguments = _parsed(words, argparse.Namespace(algorithms=algorithms, typed=typed))
+    try:
+        arguments = _parsed(words, argparse.Namespace(algorithms=algorithms, typed=typed))
+    except ConfigError as error:  # a plugin that cannot be loaded
+        return explain_failure(error, debug=False)
     level = logging.DEBUG if arguments.debug else logging.WARNING
     handler = logging.StreamHandler()
     handler.setFormatter(_Visible("%(levelname)s %(name)s: %(message)s"))
@@ -102,7 +105,7 @@ def _parsed(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespa
     match left:
         case ["--", prompt] | [prompt] if is_asked and (len(left) == 2 or prompt[:1] != "-"):
             arguments.prompt = prompt
-        case [_, *_]:
+        case [_, *_] if not all_commands()[arguments.command].ignores_unknown:
             parser.error(f"unrecognized arguments: {' '.join(left)}")
     return arguments
 
@@ -255,7 +258,7 @@ def _merge_arguments(parser: argparse.ArgumentParser) -> None:
 
 def all_commands() -> dict[str, Command]:
     """Return every command by name: the package's own and those of plugins."""
-    return {**COMMANDS, **plugins.commands()}
+    return {**COMMANDS, **plugins.commands(taken=COMMANDS)}
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -321,3 +324,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
 }
 """The package's own commands by name."""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

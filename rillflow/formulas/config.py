@@ -68,8 +68,8 @@ class PolicyLossConfig(LossSection):
     entropy: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
     correction: Correction = Field(
         "none",
-        description="Importance weights trainer / sampler for stale or mismatched rows; tis with "
-        "freshness above 0 or another engine.",
+        description="Importance weights trainer / sampler for stale or mismatched rows; left out, "
+        "tis with another engine, or with freshness above 0 and old_logprobs of the trainer.",
     )
     correction_bounds: tuple[float, float] | None = Field(
         None, description="Bounds of the correction's weights; left out, those of its paper."

@@ -51,21 +51,17 @@ def as_mermaid(*graphs: Graph) -> str:
 def _flow(graph: Graph, prefix: str) -> list[str]:
     """Return the boxes and arrows of a graph; the prefix makes node names unique."""
     lines = [f"    {prefix}{name}[/{name}/]" for name in graph.given]
-    lines += [f"    {prefix}{_node(stage.index)}{_box(stage)}" for stage in graph.stages]
+    lines += [f"    {prefix}s{stage.index}{_box(stage)}" for stage in graph.stages]
     for edge in graph.edges:
         label = f"|{_fields(edge.fields)}|" if edge.fields else ""
-        source = _node(edge.source) if edge.source >= 0 else graph.source_name(edge)
-        lines.append(f"    {prefix}{source} -->{label} {prefix}{_node(edge.destination)}")
+        source = f"s{edge.source}" if edge.source >= 0 else graph.source_name(edge)
+        lines.append(f"    {prefix}{source} -->{label} {prefix}s{edge.destination}")
     return lines
 
 
 def _source(graph: Graph, edge: Edge) -> str:
     name = graph.source_name(edge)
     return name if edge.source < 0 else f"{edge.source} {name}"
-
-
-def _node(index: int) -> str:
-    return f"s{index}"
 
 
 def _box(stage: Stage) -> str:

@@ -3,7 +3,7 @@
     load frame ── limits, import, signature ──> ready | refused
     call frame ── function(**columns) ── one verdict per row ──> scores | raised | malformed
     run frame ─── function(**columns) ── any JSON ─────────────> returned | raised
-    in the sandbox: the same calls, each row in its own fork; see rewards/rows.py
+    in the sandbox: the same calls, each row in its own fork; see rewards/cells.py
 
     consumes      frames from the request pipe
     waits for     the next frame; the supervisor ends this process when the driver exits
@@ -25,15 +25,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
+from rillflow.rewards.cells import RowCells
 from rillflow.rewards.frames import Frame, encode, read_frames, write_all
-from rillflow.rewards.rows import RowCells
-from rillflow.rewards.verdict import VALUE_CHARACTERS, shown_value, verdict_of
+from rillflow.rewards.outcome import VALUE_CHARACTERS, shown_value, verdict_of
 
 MESSAGE_CHARACTERS = 2000
 """Longest text about one exception."""
@@ -43,14 +42,6 @@ _NOT_ROWS = (str, bytes, bytearray, Mapping, Set)
 
 class Refused(Exception):
     """The file cannot be loaded, or the name is not a function that takes columns by name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Loaded:
-    function: Callable[..., Any]
-    """The user's function."""
-    file: Path
-    """The file it was loaded from."""
 
 
 class _Loader(SourceFileLoader):
@@ -94,7 +85,7 @@ def serve(
         return
     try:
         shortcomings = [*shortcomings, *_limit(load["memory_bytes"])]
-        loaded = _load(load)
+        function = _load(load)
         if cells is not None:
             _require_cells(cells)
         answer(
@@ -103,14 +94,14 @@ def serve(
                 "at_s": time.monotonic(),  # all processes share this clock: a busy driver reads this late
                 "level": level,
                 "shortcomings": "; ".join(shortcomings),
-                **_parameters(loaded.function),
+                **_parameters(function),
             }
         )
     except Refused as refusal:
         answer({"type": "refused", "what": str(refusal)})
         return
+    call = partial(_called, function, Path(load["file"]))
     for request in frames:
-        call = partial(_called, loaded)
         answered = call(request) if cells is None else cells.call(call, request)
         answer({**answered, "number": request["number"]})
 
@@ -138,7 +129,7 @@ def _limit(memory_bytes: int) -> list[str]:
     return []
 
 
-def _load(request: Frame) -> _Loaded:
+def _load(request: Frame) -> Callable[..., Any]:
     file = Path(request["file"])
     sys.argv = [str(file)]
     sys.path.insert(0, str(file.parent))
@@ -154,10 +145,10 @@ def _load(request: Frame) -> _Loaded:
         loader.exec_module(module)
     except BaseException as error:  # noqa: BLE001  the user's file may raise anything
         raise Refused(f"cannot be loaded: {describe(error, file)}") from None
-    function = vars(module).get(request["name"])
+    function: Callable[..., Any] | None = vars(module).get(request["name"])
     if not callable(function):
         raise Refused(f"is {shown_value(function)}, which cannot be called")
-    return _Loaded(function=function, file=file)
+    return function
 
 
 def _parameters(function: Callable[..., Any]) -> Frame:
@@ -184,9 +175,9 @@ def _place(function: Callable[..., Any]) -> str:
     return f"({Path(plain.__code__.co_filename).name}, line {plain.__code__.co_firstlineno}) "
 
 
-def _called(loaded: _Loaded, request: Frame) -> Frame:
+def _called(function: Callable[..., Any], file: Path, request: Frame) -> Frame:
     try:
-        result = loaded.function(**request["columns"])
+        result = function(**request["columns"])
         if inspect.iscoroutine(result):
             import asyncio  # imported only here: it doubles the start time of a child
 
@@ -198,7 +189,7 @@ def _called(loaded: _Loaded, request: Frame) -> Frame:
             return {"type": "malformed", "what": f"returned {shown_value(result)}"}
         verdicts = [verdict_of(value) for value in values]
     except BaseException as error:  # noqa: BLE001  the user's function may raise anything
-        return {"type": "raised", "what": f"raised {describe(error, loaded.file)}"}
+        return {"type": "raised", "what": f"raised {describe(error, file)}"}
     if len(verdicts) != request["rows"]:
         return {"type": "malformed", "what": f"returned {len(verdicts)} scores for {request['rows']} rows"}
     return {"type": "scores", "scores": verdicts}

@@ -4,13 +4,14 @@
         └───────────────┴── death, stop() ──┴─────────> ENDED
 
     consumes      four pipes: answers, status (how the process ended), output (its prints), requests (room)
-    waits for     nothing: ``advance`` moves available bytes; the caller polls ``events`` until ``deadline``
+    waits for     nothing: ``advance`` moves available bytes; ``next_answers`` waits for them or a deadline
     produces      one Answer for each call
     accepts       one frame, of the type and size that the open call expects, with the call's secret number;
                   anything else, or a death, makes the call fail
     shuts down    ``stop``: SIGTERM to the supervisor, which ends all its children; SIGKILL if it does not
 
-The caller, ``RewardWorkers``, polls all its children at once; only ``stop`` blocks.
+``next_answers`` waits for several children at once, for ``RewardWorkers`` and for agents. Only it and
+``stop`` block.
 """
 
 from __future__ import annotations
@@ -25,18 +26,16 @@ import select
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import Enum, auto
 
 from rillflow.errors import RewardError
-from rillflow.rewards.columns import Parameters
 from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode
-from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.isolation_levels import Level
-from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.sandbox import Visible
-from rillflow.rewards.supervised import REFUSED, Containment, Supervised
-from rillflow.rewards.verdict import VERDICT_CHARACTERS, Verdict, is_verdict
+from rillflow.rewards.function import FunctionPath, Parameters
+from rillflow.rewards.outcome import VERDICT_CHARACTERS, Outcome, Score, Verdict, is_verdict
+from rillflow.rewards.sandbox import Level, Visible
+from rillflow.rewards.supervised import REFUSED, Supervised
+from rillflow.rewards.text_execution import visible_to
 
 START_LIMIT_S = 60.0
 """Longest time in seconds to load the user's file: imports may be slow."""
@@ -56,7 +55,6 @@ _GRACE_S = 1.0
 _OUTPUT_BYTES = 2000
 _CHUNK_BYTES = 1 << 16
 _CHUNKS_PER_TURN = 64
-NOTHING_VISIBLE = Visible()
 
 
 class State(Enum):
@@ -68,17 +66,8 @@ class State(Enum):
     ENDED = auto()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
-    """A call without scores."""
-
-    outcome: Outcome
-    """TIMEOUT or ERROR."""
-    message: str
-    """What happened, as the rest of a sentence, with the function's last output."""
-
-
-Answer = list[Score] | Failure
+Answer = list[Score] | Score
+"""A score for every row of a call; or a timeout or an error of the call, with the function's last output."""
 
 
 class Child:
@@ -87,8 +76,7 @@ class Child:
     Args:
         function: the function to load.
         memory_bytes: limit of its address space.
-        containment: strongest containment of its processes to try.
-        visible: the user's files that a sandbox shows.
+        level: strongest isolation to try.
         door: socket through which a sandbox sends a listening socket of its network.
 
     Raises:
@@ -100,9 +88,8 @@ class Child:
         function: FunctionPath,
         *,
         memory_bytes: int,
-        containment: Containment,
-        visible: Visible = NOTHING_VISIBLE,
-        door: int | None = None,
+        level: Level,
+        door: int = -1,
     ) -> None:
         self.state = State.STARTING
         self.parameters: Parameters | None = None
@@ -113,13 +100,11 @@ class Child:
         self.deadline = self._started + START_LIMIT_S
         self._function = function
         self._memory_bytes = memory_bytes
-        self._num_rows = 0
-        self._limit_s = START_LIMIT_S
         self._asked: Frame = {}
         self._reader = FrameReader(READY_BYTES)
         self._output = b""
         try:
-            self._spawn(containment, visible, door)
+            self._spawn(level, door)
         except OSError as error:
             raise RewardError(f"cannot start a process for {function}", why=str(error)) from None
         load = {
@@ -132,7 +117,7 @@ class Child:
         self._unsent = memoryview(encode({**load, "path": [entry for entry in sys.path if entry]}))
         self._send_some()  # at once: the child loads in time even if the driver is busy
 
-    def _spawn(self, containment: Containment, visible: Visible, door: int | None) -> None:
+    def _spawn(self, level: Level, door: int) -> None:
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
             requests, self._requests = _pipe(read=theirs, write=ours)
             self._answers, answers = _pipe(read=ours, write=theirs)
@@ -142,19 +127,23 @@ class Child:
             for descriptor in (self._requests, *self._watched):
                 os.set_blocking(descriptor, False)
             plan = Supervised(
-                containment=containment,
-                visible=visible,
+                level=level,
+                visible=visible_to(self._function) if level.is_sandbox else Visible(),
                 requests=requests,
                 answers=answers,
                 status=status,
-                door=-1 if door is None else door,
+                door=door,
                 memory_bytes=self._memory_bytes,
             )
             self._process = plan.start(printed)
             self._pipes = ours.pop_all()
 
-    def send(self, call: Frame, *, num_rows: int, limit_s: float) -> None:
+    def send(self, call: Frame, *, limit_s: float) -> None:
         """Begin a call. ``advance`` returns its answer, or ``expire`` ends it after ``deadline``.
+
+        Args:
+            call: see ``call_frame``; a "call" is answered by scores, a "run" by any JSON value.
+            limit_s: longest time in seconds.
 
         Raises:
             RewardError: the call is too long for one message.
@@ -165,16 +154,14 @@ class Child:
             message = encode(self._asked)
         except FrameError as error:
             raise RewardError(
-                f"{num_rows} rows are too large for one call: {error}",
+                f"{call['rows']} rows are too large for one call: {error}",
                 why="a call sends its rows in one message",
                 fix="raise reward.workers, or use fewer rows per step",
             ) from None
-        rows_bytes = num_rows * ROW_BYTES if call["type"] == "call" else RETURNED_BYTES
+        rows_bytes = call["rows"] * ROW_BYTES if call["type"] == "call" else RETURNED_BYTES
         self._reader.limit_bytes = CALL_BYTES + rows_bytes
         self.state = State.BUSY
         self.deadline = time.monotonic() + limit_s + (_GRACE_S if self.level is not Level.NONE else 0.0)
-        self._limit_s = limit_s
-        self._num_rows = num_rows
         self._unsent = memoryview(message)
         self._output = b""
 
@@ -205,7 +192,7 @@ class Child:
         self.stop()
         return self._ended(ended.decode(errors="replace") or "was killed together with its supervisor")
 
-    def expire(self) -> Failure:
+    def expire(self) -> Score:
         """End a child that is past its deadline.
 
         Raises:
@@ -219,7 +206,7 @@ class Child:
                 why=f"{self._function.file} computes or waits at module level",
                 fix="move that code into the function",
             )
-        return self._failure(Outcome.TIMEOUT, f"gave no answer within {self._limit_s:.3g} s")
+        return self._failure(Outcome.TIMEOUT, f"gave no answer within {self._asked['limit_s']:.3g} s")
 
     def stop(self) -> None:
         """End the child and every process it started; a second call has no effect.
@@ -293,8 +280,8 @@ class Child:
         is_scored = self._asked["type"] == "call"
         match frame:
             case {"type": "scores", "scores": list(verdicts)} if is_scored:
-                if len(verdicts) != self._num_rows:
-                    raise FrameError(f"{len(verdicts)} scores for {self._num_rows} rows")
+                if len(verdicts) != self._asked["rows"]:
+                    raise FrameError(f"{len(verdicts)} scores for {self._asked['rows']} rows")
                 return [_score(verdict) for verdict in verdicts]
             case {"type": "returned", "what": str(what)} if not is_scored:
                 _require_json(what)
@@ -309,7 +296,7 @@ class Child:
                 )
         raise FrameError(f"an answer of type {reprlib.repr(frame['type'])} to a {self._asked['type']}")
 
-    def _ended(self, how: str) -> Failure:
+    def _ended(self, how: str) -> Score:
         """Return the failure, or raise the error, of a process that ended by itself."""
         if self.parameters is None and how.startswith(REFUSED):
             raise RewardError(
@@ -329,8 +316,8 @@ class Child:
             fix="fix the file, or raise reward.memory_bytes if memory ran out",
         )
 
-    def _failure(self, outcome: Outcome, what: str) -> Failure:
-        return Failure(outcome=outcome, message=what + self._last_output())
+    def _failure(self, outcome: Outcome, what: str) -> Score:
+        return Score(outcome=outcome, message=what + self._last_output())
 
     def _last_output(self) -> str:
         text = self._output.decode(errors="replace").strip()
@@ -386,3 +373,32 @@ def _require_json(text: str) -> None:
         json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FrameError(f"the returned value is not JSON: {error}") from None
+
+
+def next_answers(
+    children: Sequence[Child], until: float = math.inf, woken: int | None = None
+) -> list[tuple[Child, Answer]]:
+    """Wait for the next event of some children; return the calls that it ended.
+
+    Args:
+        children: ended ones are ignored.
+        until: time of ``time.monotonic`` at which the wait ends; a deadline of a child ends it earlier.
+        woken: further descriptor that ends the wait when it is readable.
+
+    Raises:
+        RewardError: see ``Child.advance`` and ``Child.expire``.
+    """
+    running = [child for child in children if child.state is not State.ENDED]
+    poller, owners = select.poll(), dict[int, Child]()
+    for child in running:
+        for descriptor, mask in child.events().items():
+            poller.register(descriptor, mask)
+            owners[descriptor] = child
+    if woken is not None:
+        poller.register(woken, select.POLLIN)
+    wait_s = min([until, *(child.deadline for child in running)]) - time.monotonic()
+    ready = [descriptor for descriptor, _ in poller.poll(max(0, math.ceil(1000 * wait_s)))]
+    moved = {owners[descriptor] for descriptor in ready if descriptor in owners}
+    ended = [(child, answer) for child in moved if (answer := child.advance()) is not None]
+    late = [child for child in running if child.deadline <= time.monotonic()]
+    return [*ended, *((child, child.expire()) for child in late)]

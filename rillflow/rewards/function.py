@@ -2,17 +2,30 @@
 
     "rewards.py:exact" ── split ── file exists? ── ast: is the name bound at the top level? ──> FunctionPath
 
-The name may be bound by ``def``, a decorator, a lambda or an import.
+    prompts, completions, columns ── parameters ──> those the function takes ──> call frame
+
+The name may be bound by ``def``, a decorator, a lambda or an import. As in TRL, prompts and completions are
+passed by these names, every column of the prompts file by its own.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rillflow.errors import RewardError, nearest
+from rillflow.rewards.frames import Frame
+
+Text = str | Sequence[Mapping[str, object]]
+"""A prompt or a completion: a text, or a list of chat messages."""
+
+Columns = Mapping[str, Sequence[object]]
+"""JSON values by column name, each column [B]."""
+
+V = TypeVar("V")
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -96,6 +109,42 @@ def parse_files(names: Sequence[str], base: Path, setting: str) -> tuple[Path, .
             )
         found.append(path)
     return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """The parameters of the user's function, all by name."""
+
+    accepted: frozenset[str]
+    """Named parameters."""
+    required: tuple[str, ...]
+    """Parameters without a default."""
+    takes_any: bool
+    """Whether the function has ``**columns``."""
+
+
+def choose(columns: Mapping[str, V], parameters: Parameters, function: object) -> Mapping[str, V]:
+    """Return the columns that the function takes, whether they hold a batch or one row.
+
+    Raises:
+        RewardError: a required column is missing.
+    """
+    for name in parameters.required:
+        if name not in columns:
+            raise RewardError(
+                f"{function} needs a column {name!r}",
+                why=f"the columns are {', '.join(sorted(columns))}",
+                fix=f"{nearest(name, columns)}; or give the parameter a default value",
+            )
+    if parameters.takes_any:
+        return columns
+    return {name: values for name, values in columns.items() if name in parameters.accepted}
+
+
+def call_frame(columns: Columns, rows: Sequence[int]) -> Frame:
+    """Return the frame that requests the scores of these rows."""
+    taken = {name: [values[row] for row in rows] for name, values in columns.items()}
+    return {"type": "call", "rows": len(rows), "columns": taken}
 
 
 def _locate(path: Path, named: str) -> Path:

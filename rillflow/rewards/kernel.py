@@ -1,12 +1,26 @@
-"""Kernel: Linux system calls that Python 3.11 lacks, through the C library. Standard library only."""
+"""Kernel: Linux system calls that Python 3.11 lacks, and the filter that denies system calls to a cell.
+
+    names and numbers ── build_filter, once ──> BPF program ── deny_calls ──> a cell and its child processes
+
+The seccomp filter is a deny list, so ordinary programs run unchanged. It denies calls that reach other
+processes, create namespaces or mounts, open sockets other than UNIX and IP, or widen the kernel's attack
+surface (io_uring, bpf, ...). A denied call fails with an error; no process is killed. x86-64 and aarch64.
+Standard library only.
+
+Source: Linux, Documentation/userspace-api/seccomp_filter.rst; numbers from the kernel's syscall tables.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import platform
 import signal
+import socket
 import struct
 import sys
+from collections.abc import Sequence
 from functools import cache
 
 USERS, PIDS, MOUNTS = 0x10000000, 0x20000000, 0x00020000
@@ -83,3 +97,199 @@ def drop_capabilities() -> None:
     """Drop every capability permanently."""
     ask("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     ask("capset", struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24))
+
+
+# ---- the seccomp filter
+
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+"""AUDIT_ARCH of a machine, and its column in the tables below."""
+_DENIED = {
+    # other processes
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    # namespaces, mounts, roots
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    # attack surface of the kernel
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "fanotify_init": (300, 262),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "personality": (135, 92),
+    "memfd_secret": (447, 447),
+    "modify_ldt": (154, -1),
+    "iopl": (172, -1),
+    "ioperm": (173, -1),
+}
+"""Calls that fail with EPERM, by number on x86-64 and on aarch64; -1: not available."""
+_UNCOUNTED = {"memfd_create": (319, 279), "shmget": (29, 194)}
+"""Calls whose memory only a memory cgroup counts."""
+_CLONE, _CLONE3 = (56, 220), (435, 435)
+_SOCKET, _SOCKETPAIR = (41, 198), (53, 199)
+_PRLIMIT, _FCNTL, _IOCTL = (302, 261), (72, 25), (16, 29)
+_NEW_NAMESPACES = 0x7E020000
+"""CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
+_SOCKETS = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+_SIGNAL_OWNERS = (8, 10, 15)
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX: signal another process when a descriptor is ready."""
+_TYPING = (0x5412, 0x541C)
+"""TIOCSTI and TIOCLINUX: insert text into a terminal."""
+_X32 = 0x40000000
+
+_LINEAR = 4
+"""Largest number of calls that are compared one after the other."""
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERROR = 0x7FFF0000, 0x00050000
+_NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16
+_PR_SET_SECCOMP, _MODE_FILTER = 22, 2
+
+Line = tuple[int, int, int, int]
+"""One instruction: code, jump if true, jump if false, constant."""
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
+
+
+def has_filter() -> bool:
+    """Return whether there is a filter for this machine's processor."""
+    return platform.machine() in _ARCHITECTURES
+
+
+def build_filter(*, is_memory_counted: bool) -> bytes:
+    """Return the filter for this machine's processor, for ``deny_calls``.
+
+    Args:
+        is_memory_counted: whether a memory cgroup limits memory outside any address space.
+
+    Raises:
+        OSError: the processor is unknown.
+    """
+    if not has_filter():
+        raise OSError(errno.ENOSYS, f"seccomp filter for {platform.machine()}")
+    return b"".join(
+        struct.pack("HBBI", *line) for line in lines(platform.machine(), is_memory_counted=is_memory_counted)
+    )
+
+
+def deny_calls(code: bytes) -> None:
+    """Filter the calls of this process and its future children, irreversibly.
+
+    Args:
+        code: result of ``build_filter``.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    held = ctypes.create_string_buffer(code)
+    program = _Program(len(code) // 8, ctypes.addressof(held))
+    ask("prctl", _PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0, about="seccomp")
+
+
+def lines(machine: str, *, is_memory_counted: bool) -> list[Line]:
+    """Return the filter as instructions.
+
+    Args:
+        machine: name of the machine as in ``platform.machine``.
+        is_memory_counted: see ``build_filter``.
+    """
+    architecture, column = _ARCHITECTURES[machine]
+    made: list[Line] = [
+        (_LOAD, 0, 0, _ARCHITECTURE_AT),
+        (_EQUAL, 1, 0, architecture),
+        (_RETURN, 0, 0, _ERROR | errno.EPERM),
+        (_LOAD, 0, 0, _NUMBER_AT),
+    ]
+    if machine == "x86_64":
+        made += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
+    made += _argument(_CLONE[column], 0, errno.EPERM, denied=[(_ANY_BIT, _NEW_NAMESPACES)])
+    made += _argument(_SOCKET[column], 0, errno.EAFNOSUPPORT, allowed=_SOCKETS)
+    made += _argument(_SOCKETPAIR[column], 0, errno.EAFNOSUPPORT, allowed=(socket.AF_UNIX,))
+    made += _argument(_PRLIMIT[column], 0, errno.EPERM, allowed=(0,))
+    made += _argument(_FCNTL[column], 1, errno.EPERM, denied=[(_EQUAL, each) for each in _SIGNAL_OWNERS])
+    made += _argument(_IOCTL[column], 1, errno.EPERM, denied=[(_EQUAL, each) for each in _TYPING])
+    errors = {numbers[column]: errno.EPERM for numbers in _DENIED.values() if numbers[column] >= 0}
+    errors[_CLONE3[column]] = errno.ENOSYS  # its flags are in memory, which a filter cannot read
+    if not is_memory_counted:
+        errors |= {numbers[column]: errno.ENOSYS for numbers in _UNCOUNTED.values()}
+    return made + _search(sorted(errors.items()))
+
+
+def _search(errors: Sequence[tuple[int, int]]) -> list[Line]:
+    """Deny some calls and allow all others, by binary search: the kernel tries every call at load time.
+
+    Args:
+        errors: numbers of calls in rising order, each with its error.
+    """
+    if len(errors) > _LINEAR:
+        middle = len(errors) // 2
+        below, above = _search(errors[:middle]), _search(errors[middle:])
+        return [(_AT_LEAST, len(below), 0, errors[middle][0]), *below, *above]
+    tests = [
+        line for number, error in errors for line in ((_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | error))
+    ]
+    return [*tests, (_RETURN, 0, 0, _ALLOW)]
+
+
+def _argument(
+    number: int,
+    index: int,
+    error: int,
+    *,
+    allowed: Sequence[int] = (),
+    denied: Sequence[tuple[int, int]] = (),
+) -> list[Line]:
+    """Allow or deny a call by the low half of one argument, as the kernel reads it.
+
+    Args:
+        number: number of the call.
+        index: index of the argument.
+        error: error of a denied call.
+        allowed: allowed values; every other value is denied.
+        denied: instructions and constants; if one matches, the call is denied. Either this or ``allowed``.
+    """
+    deny: Line = (_RETURN, 0, 0, _ERROR | error)
+    allow: Line = (_RETURN, 0, 0, _ALLOW)
+    tests = denied or [(_EQUAL, value) for value in allowed]
+    body = [(code, len(tests) - place, 0, value) for place, (code, value) in enumerate(tests)]
+    body += [allow, deny] if denied else [deny, allow]
+    return [(_EQUAL, 0, 1 + len(body), number), (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index), *body]

@@ -1,10 +1,28 @@
-"""Outcome: the result of scoring one row: a score, an abstention, a timeout or an error, never a silent 0."""
+"""Outcome: the result of scoring one row: a score, an abstention, a timeout or an error, never a silent 0.
+
+    entry of the function ── verdict_of ──> verdict: JSON between processes ── is_verdict ──> Score
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
+
+VERDICT_CHARACTERS = 1000
+"""Longest text about one row."""
+VALUE_CHARACTERS = 200
+"""Longest text about one value."""
+
+_LARGEST_FLOAT32 = 3.4028234663852886e38
+
+Verdict = float | str | dict[str, str] | None
+"""A score, an error message, ``{"late": message}``, or None for an abstention."""
 
 
 class Outcome(StrEnum):
@@ -16,6 +34,8 @@ class Outcome(StrEnum):
     ERROR = "error"
 
 
+FAILURES = (Outcome.ERROR, Outcome.TIMEOUT)
+"""Outcomes of a function that failed on a row."""
 RETURNED = "returned"
 """Column with an agent's return value."""
 FAILED = "agent failed"
@@ -39,3 +59,31 @@ class Score:
     an agent's return value as JSON."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Score of each function, if several are summed."""
+
+
+def verdict_of(value: Any) -> Verdict:
+    """Return a finite float32 number, None, or a sentence on what is wrong with the value."""
+    if value is None:
+        return None
+    if isinstance(value, str | bytes | bytearray):
+        return f"the score is {shown_value(value)}, not a number"
+    try:
+        number = float(value)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        return f"the score is {shown_value(value)}, not a number: {str(error)[:VALUE_CHARACTERS]}"
+    if not math.isfinite(number):
+        return f"the score is {number}, not a finite number"
+    if abs(number) > _LARGEST_FLOAT32:
+        return f"the score is {number}, outside the range of float32"
+    return number
+
+
+def shown_value(value: Any) -> str:
+    return f"{reprlib.repr(value)[:VALUE_CHARACTERS]} ({type(value).__name__})"
+
+
+def is_verdict(value: object) -> bool:
+    """Return whether a value from another process is a score, a short enough sentence or an abstention."""
+    if isinstance(value, str):
+        return len(value) <= VERDICT_CHARACTERS
+    return value is None or (isinstance(value, float) and verdict_of(value) == value)

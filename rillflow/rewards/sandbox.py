@@ -1,11 +1,13 @@
-"""Sandbox: the files, users and network that isolate a reward function or an agent.
+"""Sandbox: the namespaces, files, users, network and memory that isolate a reward function or an agent.
 
-    supervisor ── isolate ──> new user, pid, network, ipc and host-name namespaces
-    keeper     ── enclose ──> a new root:   Python and the system's libraries             read only
+    supervisor ── MemoryGroup.make ──> a memory cgroup, v2 or v1; removed after all processes end
+               ── isolate ──> new user, pid, network, ipc and host-name namespaces
+    keeper     ── join ──> the memory group, with all processes that it starts
+               ── enclose ──> a new root:   Python and the system's libraries             read only
                                             the function's file, the modules it imports   copies
                                             files of reward.files                         read only
                                             /tmp                                          empty, 256 MiB
-                   └─ fork ─> warm process ── one cell per row; see rewards/isolation.py
+                   └─ fork ─> warm process ── one cell per row; see rewards/cells.py
 
 The kernel enforces the isolation, not Python. If the driver may map further users (mostly as root), the
 function and its programs each run as a separate user. Otherwise both share the driver's user, and the level
@@ -15,12 +17,15 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import site
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from rillflow.rewards.kernel import (
@@ -53,12 +58,45 @@ SHUT_IN = USERS | PIDS | NETWORK | IPC | HOST_NAME
 FUNCTION_USER, PROGRAM_USER = 65531, 65532
 """Users of the function and of ``run_python`` programs, if the driver may map them."""
 
+_CGROUPS = Path("/sys/fs/cgroup")
+_GROUP_PREFIX = "rillflow-"
+_REMOVE_LIMIT_S = 1.0
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "OMP_NUM_THREADS")
 _NEW_ROOT = "/proc"
 """Mount point for building the new root: it exists everywhere and hides no path that is bound."""
+
+
+class Level(StrEnum):
+    """How strongly a model's text is isolated from its scorer, strongest first: as wanted, or as provided."""
+
+    FULL = "full"
+    """A sandbox, with separate users for the function and for programs."""
+    SHARED_USER = "shared-user"
+    """A sandbox in which function, programs and driver share one user."""
+    NONE = "none"
+    """No sandbox. A pid namespace ends the function's processes, if this machine allows one."""
+    NO_NAMESPACE = "no-namespace"
+    """No sandbox and no pid namespace, even if one is allowed; a machine reports it as ``NONE``."""
+
+    @property
+    def is_sandbox(self) -> bool:
+        """Whether the function is isolated in a sandbox."""
+        return self in (Level.FULL, Level.SHARED_USER)
+
+
+_NO_SANDBOX = "no sandbox: code that the function runs can set its own reward and has the user's rights"
+SENTENCES = {
+    Level.FULL: "function and programs run in a sandbox, each row in its own processes, as other users "
+    "than the driver",
+    Level.SHARED_USER: "function and programs run in a sandbox, each row in its own processes, but as "
+    "the driver's user: only root may run them as other users",
+    Level.NONE: _NO_SANDBOX,
+    Level.NO_NAMESPACE: _NO_SANDBOX,
+}
+"""Each level in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,3 +269,96 @@ def _copy(name: str) -> None:
     if not target.exists() and Path(name).is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(name, target)
+
+
+# ---- the memory group
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryGroup:
+    """An existing memory cgroup."""
+
+    folder: Path
+    """Folder of the group below /sys/fs/cgroup."""
+    members: int
+    """Descriptor for joining, opened while the process was allowed to."""
+
+    @staticmethod
+    def make(limit_bytes: int) -> MemoryGroup:
+        """Create a group below this process's own group.
+
+        Raises:
+            OSError: there is no memory controller, or it is not writable.
+        """
+        refusals = []
+        for parent, limit in _parents():
+            _remove_stale(parent)
+            folder = parent / f"{_GROUP_PREFIX}{os.getpid()}"
+            try:
+                folder.mkdir()
+                try:
+                    (folder / limit).write_text(str(limit_bytes))
+                    _bound_swap(folder)
+                    members = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
+                    return MemoryGroup(folder=folder, members=members)
+                except OSError:
+                    folder.rmdir()
+                    raise
+            except OSError as error:
+                refusals.append(f"{error.strerror} at {error.filename}")
+        raise OSError(0, refusals[0] if refusals else "this kernel has no memory controller")
+
+    def join(self) -> None:
+        """Move this process and its future forks into the group."""
+        os.write(self.members, b"0")
+        os.close(self.members)
+
+    def remove(self) -> None:
+        """Remove the group once it is empty."""
+        until = time.monotonic() + _REMOVE_LIMIT_S
+        while time.monotonic() < until:
+            try:
+                self.folder.rmdir()
+            except FileNotFoundError:
+                return
+            except OSError:
+                time.sleep(0.01)
+            else:
+                return
+
+
+def _parents() -> Iterator[tuple[Path, str]]:
+    """Yield folders of this process's group with the name of the limit file: v1 first, if it has memory."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            roots, limit = [_CGROUPS / "memory"], "memory.limit_in_bytes"
+        elif not controllers:
+            roots, limit = [_CGROUPS, _CGROUPS / "unified"], "memory.max"
+        else:
+            continue
+        for root in roots:
+            for folder in dict.fromkeys((root / path.lstrip("/"), root)):
+                if (folder / "cgroup.procs").exists():
+                    yield folder, limit
+
+
+def _bound_swap(folder: Path) -> None:
+    """Disable swap, if the kernel has a setting for it."""
+    limit = folder / "memory.limit_in_bytes"
+    for name, value in (
+        ("memory.swap.max", "0"),
+        ("memory.memsw.limit_in_bytes", limit.read_text() if limit.exists() else ""),
+    ):
+        if (folder / name).exists():
+            with contextlib.suppress(OSError):
+                (folder / name).write_text(value)
+
+
+def _remove_stale(parent: Path) -> None:
+    """Remove groups whose supervisor was killed."""
+    for folder in parent.glob(f"{_GROUP_PREFIX}*"):
+        process = folder.name.removeprefix(_GROUP_PREFIX)
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            with contextlib.suppress(OSError):
+                folder.rmdir()

@@ -7,10 +7,9 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 
-from rillflow.rewards.sandbox import Visible, clean_environment
+from rillflow.rewards.sandbox import Level, Visible, clean_environment
 
 RUNNER = "RILLFLOW_PROGRAM_RUNNER"
 """Environment variable with the descriptor of the sandbox's runner, in the process that has it."""
@@ -23,30 +22,12 @@ _BOOT = "import sys; sys.path.append(sys.argv[1]); from rillflow.rewards import 
 _INTERPRETER = (sys.executable, "-I", "-u", "-c", _BOOT)
 
 
-class Containment(StrEnum):
-    """Containment of a reward function's processes, strongest first."""
-
-    SANDBOX = "sandbox"
-    """Namespaces of every kind, a new root and further users, or an error; see rewards/sandbox.py."""
-    SHARED_USER = "shared user"
-    """The sandbox without further users, even if they are available."""
-    NAMESPACE = "namespace"
-    """A pid namespace: the kernel ends every process in it at once."""
-    DESCENDANTS = "descendants"
-    """Adopted orphans and the descendants in /proc; without a /proc, only the process group."""
-
-    @property
-    def is_sandbox(self) -> bool:
-        """Whether the function is isolated in a sandbox."""
-        return self in (Containment.SANDBOX, Containment.SHARED_USER)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Supervised:
     """The plan of one supervisor."""
 
-    containment: Containment
-    """Strongest containment to try; a sandbox is provided or refused."""
+    level: Level
+    """Strongest level to try; a sandbox is provided or refused."""
     visible: Visible
     """User files that a sandbox shows."""
     status: int
@@ -64,6 +45,11 @@ class Supervised:
     driver: int = 0
     """Process id of the driver."""
 
+    @property
+    def passed(self) -> set[int]:
+        """Descriptors that the supervisor inherits from the driver, besides its output."""
+        return {self.status, self.requests, self.answers, self.programs, self.door} - {-1}
+
     def start(self, printed: int | None = None) -> subprocess.Popen[bytes]:
         """Start the supervisor in a new session.
 
@@ -74,15 +60,14 @@ class Supervised:
             OSError: the system cannot start another process.
         """
         told = asdict(self) | {"driver": os.getpid()}
-        passed = [self.status, self.requests, self.answers, self.programs, self.door]
         output = subprocess.DEVNULL if printed is None else printed
         return subprocess.Popen(
             [*_INTERPRETER, str(_PACKAGE_ROOT), json.dumps(told)],
-            env=clean_environment() if self.containment.is_sandbox else None,
+            env=clean_environment() if self.level.is_sandbox else None,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=[descriptor for descriptor in passed if descriptor >= 0],
+            pass_fds=self.passed,
             start_new_session=True,
         )
 
@@ -90,7 +75,5 @@ class Supervised:
     def told(text: str) -> Supervised:
         """Parse the plan from a command line."""
         known = json.loads(text)
-        return Supervised(
-            **known
-            | {"containment": Containment(known["containment"]), "visible": Visible(**known["visible"])}
-        )
+        typed = {"level": Level(known["level"]), "visible": Visible(**known["visible"])}
+        return Supervised(**known | typed)

@@ -37,16 +37,20 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from rillflow.rewards import seccomp
 from rillflow.rewards.calling import serve
-from rillflow.rewards.cgroup import MemoryGroup
-from rillflow.rewards.isolation import CellRules, describe_end, fork
-from rillflow.rewards.isolation_levels import Level
-from rillflow.rewards.kernel import PIDS, USERS, adopt_orphans, end_with_parent
-from rillflow.rewards.rows import RowCells
-from rillflow.rewards.runner import serve_programs
-from rillflow.rewards.sandbox import SHUT_IN, enclose, isolate, python_folders, show_own_processes
-from rillflow.rewards.supervised import REFUSED, RUNNER, Containment, Supervised
+from rillflow.rewards.cells import CellRules, RowCells, describe_end, fork
+from rillflow.rewards.kernel import PIDS, USERS, adopt_orphans, build_filter, end_with_parent, has_filter
+from rillflow.rewards.programs import serve_programs
+from rillflow.rewards.sandbox import (
+    SHUT_IN,
+    Level,
+    MemoryGroup,
+    enclose,
+    isolate,
+    python_folders,
+    show_own_processes,
+)
+from rillflow.rewards.supervised import REFUSED, RUNNER, Supervised
 
 MAX_PROCESSES = 512
 """Largest number of processes of one reward function; more count as a fork bomb."""
@@ -68,7 +72,7 @@ _NO_NAMESPACE = (
 def main() -> NoReturn:
     """Run one child until it ends or must end; the command line has the package's root and a plan."""
     plan = Supervised.told(sys.argv[2])
-    for descriptor in {plan.requests, plan.answers, plan.status, plan.programs, plan.door} - {-1}:
+    for descriptor in plan.passed:
         os.set_inheritable(descriptor, False)  # programs of the function do not inherit it
     try:
         held = _contain(plan)
@@ -88,7 +92,7 @@ def main() -> NoReturn:
         _keep(plan, held)
 
     keeper = fork(keep)
-    for descriptor in {plan.requests, plan.answers, plan.programs, plan.door} - {-1}:
+    for descriptor in plan.passed - {plan.status}:
         os.close(descriptor)
     reason = _watch(keeper, plan.driver, woken)
     if reason:
@@ -207,10 +211,10 @@ def _keep(plan: Supervised, held: _Held) -> None:
     _go_first()
     if held.group is not None:
         held.group.join()
-    if held.containment is Containment.NAMESPACE:
+    if held.has_namespace and not held.level.is_sandbox:
         show_own_processes()
     try:
-        runner = _shut_in(plan, held) if held.containment.is_sandbox else None
+        runner = _shut_in(plan, held) if held.level.is_sandbox else None
     except OSError as error:
         os.write(plan.status, _refused(error).encode())
         return
@@ -280,7 +284,7 @@ def _open_door(door: int) -> None:
 def _rules(plan: Supervised, held: _Held) -> CellRules:
     return CellRules(
         has_users=held.level is Level.FULL,
-        call_filter=seccomp.build_filter(is_memory_counted=held.group is not None),
+        call_filter=build_filter(is_memory_counted=held.group is not None),
         has_door=plan.door >= 0,
         python=_below_tmp(python_folders()),
         visible=_below_tmp([plan.visible.folder, *plan.visible.copies, *plan.visible.shown]),
@@ -310,10 +314,10 @@ def _refused(error: OSError) -> str:
 class _Held:
     """The containment of all processes below a supervisor."""
 
-    containment: Containment
-    """Containment in effect."""
     level: Level = Level.NONE
-    """Level of the sandbox."""
+    """Level that this machine provides."""
+    has_namespace: bool = True
+    """Whether the processes have a pid namespace."""
     group: MemoryGroup | None = None
     """Memory group of the sandbox."""
     shortcomings: list[str] = field(default_factory=list)
@@ -323,42 +327,40 @@ class _Held:
 
 
 def _contain(plan: Supervised) -> _Held:
-    """Apply the strongest available containment, up to the requested one.
+    """Apply the strongest available containment, up to the wanted level.
 
     Raises:
-        OSError: a sandbox is requested, and not available.
+        OSError: a sandbox is wanted, and not available.
     """
-    wanted = plan.containment
-    if not _LINUX and wanted.is_sandbox:
+    if plan.level.is_sandbox and not _LINUX:
         raise OSError(0, f"the sandbox needs Linux, and this is {sys.platform}")
-    if not _LINUX:
-        return _Held(containment=Containment.DESCENDANTS, shortcomings=[_NO_NAMESPACE])
-    adopt_orphans()
-    if wanted.is_sandbox:
+    if _LINUX:
+        adopt_orphans()
+    if plan.level.is_sandbox:
         return _sandboxed(plan)
-    for namespaces in (PIDS, PIDS | USERS) if wanted is Containment.NAMESPACE else ():
+    for namespaces in (PIDS, PIDS | USERS) if _LINUX and plan.level is Level.NONE else ():
         # Tried in a fork first: a process cannot leave a namespace that fails halfway.
         if os.waitpid(fork(partial(_try, namespaces)), 0)[1] == 0:
             isolate(namespaces)
-            return _Held(containment=wanted)
-    return _Held(containment=Containment.DESCENDANTS, shortcomings=[_NO_NAMESPACE])
+            return _Held()
+    return _Held(has_namespace=False, shortcomings=[_NO_NAMESPACE])
 
 
 def _sandboxed(plan: Supervised) -> _Held:
-    if not seccomp.is_known():
+    if not has_filter():
         raise OSError(0, f"no seccomp filter exists for {os.uname().machine}")
-    held = _Held(containment=plan.containment)
+    held = _Held()
     try:
         held.group = MemoryGroup.make(plan.memory_bytes) if plan.memory_bytes else None
     except OSError as error:
         held.shortcomings.append(f"no memory cgroup limits the sandbox as a whole ({error.strerror})")
     try:
-        mapped = isolate(SHUT_IN, further_users=plan.containment is Containment.SANDBOX)
+        has_users = isolate(SHUT_IN, further_users=plan.level is Level.FULL)
     except OSError:
         if held.group is not None:
             held.group.remove()
         raise
-    held.level = Level.FULL if mapped else Level.SHARED_USER
+    held.level = Level.FULL if has_users else Level.SHARED_USER
     return held
 
 

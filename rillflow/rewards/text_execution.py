@@ -70,16 +70,11 @@ def text_uses(function: FunctionPath) -> list[TextUse]:
     return found
 
 
-def source_files(function: FunctionPath) -> list[Path]:
-    """Return the function's file, if it has one, and the imported modules next to it."""
-    return [file for file, _ in _sources(function) if file.is_file()]
-
-
 def visible_to(function: FunctionPath) -> Visible:
-    """Return the user's files that a function's sandbox shows."""
+    """Return the user's files that a sandbox shows: the function's, modules next to it, listed files."""
     return Visible(
         folder="" if function.text else str(function.file.parent),
-        copies=[str(file) for file in source_files(function)],
+        copies=[str(file) for file, _ in _sources(function) if file.is_file()],
         shown=[str(file) for file in function.files],
     )
 

@@ -1,4 +1,4 @@
-"""RewardWorkers: score rows in children, whatever errors or hangs the function has.
+"""RewardWorkers: score rows in children, whatever errors or hangs the function has; sum several functions.
 
     rows ── split over workers ──> one call each ──┬── scores ───────────────────────────> done
                                                    └── raised, died, silent ──> its rows separately:
@@ -15,6 +15,7 @@
     shuts down    ``close``; the driver's death ends every child, kill -9 included
 
 A function that must see the whole batch needs a single worker; see docs/design/rewards.md.
+``WeightedWorkers`` runs several functions, each in children of its own, and sums their scores row by row.
 """
 
 from __future__ import annotations
@@ -22,30 +23,26 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from rillflow.errors import RewardError
-from rillflow.rewards.child import Answer, Child, Failure, State
-from rillflow.rewards.columns import Columns, Parameters, Text, call_frame, choose
+from rillflow.rewards.child import Answer, Child, State, next_answers
 from rillflow.rewards.config import RewardConfig
-from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.isolation_levels import Level
-from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.sandbox import Visible
-from rillflow.rewards.supervised import Containment
-from rillflow.rewards.text_execution import is_shut_in, visible_to
+from rillflow.rewards.function import Columns, FunctionPath, Parameters, Text, call_frame, choose
+from rillflow.rewards.outcome import FAILURES, Outcome, Score
+from rillflow.rewards.sandbox import Level
+from rillflow.rewards.text_execution import is_shut_in
 
 RETRIES = 4
 """Number of timeouts, with their restarts, that the rows of failed calls share."""
 
 _LEAST_LIMIT_S = 0.05
 _REASON_CHARACTERS = 300
-_NOT_TRIED = Failure(
+_NOT_TRIED = Score(
     outcome=Outcome.TIMEOUT,
     message=f"no time was left: the rows of failed calls share {RETRIES} timeouts",
 )
@@ -61,27 +58,13 @@ class _Call:
     """Time limit in seconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Reply:
-    rows: Sequence[int]
-    """Rows of the call."""
-    answer: Answer
-    """Their scores, or the failure."""
-
-    def by_row(self) -> dict[int, Score]:
-        """Return a score for every row; all rows share a failure."""
-        if isinstance(self.answer, Failure):
-            return dict.fromkeys(self.rows, Score(outcome=self.answer.outcome, message=self.answer.message))
-        return dict(zip(self.rows, self.answer, strict=True))
-
-
 class RewardWorkers(ExitStack):
     """Children that score rows; a context manager, used from one thread.
 
     Args:
         function: the function that every child loads.
         config: time limit, memory and number of children.
-        containment: strongest containment of a child's processes to try.
+        level: strongest isolation to try; a function that runs text gets a sandbox in any case.
 
     Example:
         with RewardWorkers(parse_function("rewards.py:exact", base), config.reward) as workers:
@@ -93,16 +76,14 @@ class RewardWorkers(ExitStack):
         function: FunctionPath,
         config: RewardConfig,
         *,
-        containment: Containment = Containment.NAMESPACE,
+        level: Level = Level.NONE,
     ) -> None:
         super().__init__()
         self.callback(self._stop)
         self._function = function
         self._config = config
-        self._containment = containment
-        if is_shut_in(function, config.sandbox) and not containment.is_sandbox:
-            self._containment = Containment.SANDBOX
-        self._visible = visible_to(function) if self._containment.is_sandbox else Visible()
+        is_weak = is_shut_in(function, config.sandbox) and not level.is_sandbox
+        self._wanted = Level.FULL if is_weak else level
         self._parameters: Parameters | None = None
         self._children: list[Child] = []
         self._start_s = 0.0
@@ -158,13 +139,13 @@ class RewardWorkers(ExitStack):
     def _score(self, num_rows: int, columns: Columns) -> list[Score]:
         scores: dict[int, Score] = {}
         failed: dict[int, str] = {}
-        for reply in self._run(self._shares(num_rows), columns):
-            if isinstance(reply.answer, Failure) and len(reply.rows) > 1:
-                reason = f"the call of {len(reply.rows)} rows {reply.answer.message}"[:_REASON_CHARACTERS]
+        for call, answer in self._run(self._shares(num_rows), columns):
+            if isinstance(answer, Score) and len(call.rows) > 1:
+                reason = f"the call of {len(call.rows)} rows {answer.message}"[:_REASON_CHARACTERS]
                 logger.warning("%s: %s; its rows are now scored one by one", self._function, reason)
-                failed.update(dict.fromkeys(reply.rows, reason))
+                failed.update(dict.fromkeys(call.rows, reason))
             else:
-                scores.update(reply.by_row())
+                scores.update(_by_row(call, answer))
         if failed:
             for row, score in self._apart(sorted(failed), columns).items():
                 told = replace(score, message=f"scored alone: {failed[row]}")
@@ -193,57 +174,36 @@ class RewardWorkers(ExitStack):
             )
 
         short_s = min(timeout_s, max(_LEAST_LIMIT_S, RETRIES * timeout_s / 2 / len(rows)))
-        scores = self._alone(rows, columns, limit_s=short_s, until=until)
-        if short_s < timeout_s:
-            silent = [row for row, score in scores.items() if score.outcome is Outcome.TIMEOUT]
-            scores.update(self._alone(silent, columns, limit_s=timeout_s, until=until))
-        return scores
-
-    def _alone(
-        self, rows: Sequence[int], columns: Columns, *, limit_s: float, until: Callable[[], float]
-    ) -> dict[int, Score]:
         scores: dict[int, Score] = {}
-        for reply in self._run([_Call(rows=(row,), limit_s=limit_s) for row in rows], columns, until):
-            scores.update(reply.by_row())
+        silent = rows
+        for limit_s in dict.fromkeys((short_s, timeout_s)):
+            calls = [_Call(rows=(row,), limit_s=limit_s) for row in silent]
+            for call, answer in self._run(calls, columns, until):
+                scores.update(_by_row(call, answer))
+            silent = [row for row in silent if scores[row].outcome is Outcome.TIMEOUT]
         return scores
 
     def _run(
         self, calls: Sequence[_Call], columns: Columns, until: Callable[[], float] = lambda: math.inf
-    ) -> list[_Reply]:
+    ) -> list[tuple[_Call, Answer]]:
         """Give each call to a free child; calls not begun by ``until()`` time out."""
         waiting = deque(calls)
         running: dict[Child, _Call] = {}
-        replies: list[_Reply] = []
+        answers: list[tuple[_Call, Answer]] = []
         while waiting or running:
             if time.monotonic() >= until():
-                replies.extend(_Reply(rows=call.rows, answer=_NOT_TRIED) for call in waiting)
+                answers.extend((call, _NOT_TRIED) for call in waiting)
                 waiting.clear()
             for slot in range(len(self._children) if waiting else 0):
                 child = self._alive(slot)
                 if waiting and child.state is State.IDLE:
                     call = running[child] = waiting.popleft()
                     limit_s = min(call.limit_s, until() - time.monotonic())
-                    frame = call_frame(columns, call.rows)
-                    child.send(frame, num_rows=len(call.rows), limit_s=limit_s)
-            for child, answer in self._turn(until()):
+                    child.send(call_frame(columns, call.rows), limit_s=limit_s)
+            for child, answer in next_answers(self._children, until()):
                 if child in running:
-                    replies.append(_Reply(rows=running.pop(child).rows, answer=answer))
-        return replies
-
-    def _turn(self, until: float) -> list[tuple[Child, Answer]]:
-        """Wait for the next event; return the calls that it finished."""
-        children = [child for child in self._children if child.state is not State.ENDED]
-        poller = select.poll()
-        owners: dict[int, Child] = {}
-        for child in children:
-            for descriptor, mask in child.events().items():
-                poller.register(descriptor, mask)
-                owners[descriptor] = child
-        wait_s = min([until, *(child.deadline for child in children)]) - time.monotonic()
-        moved = {owners[descriptor] for descriptor, _ in poller.poll(max(0, math.ceil(wait_s * 1000)))}
-        ended = [(child, answer) for child in moved if (answer := child.advance()) is not None]
-        late = [child for child in children if child.deadline <= time.monotonic()]
-        return [*ended, *((child, child.expire()) for child in late)]
+                    answers.append((running.pop(child), answer))
+        return answers
 
     def _alive(self, slot: int) -> Child:
         """Return the child of this slot, restarted if it has ended."""
@@ -253,12 +213,7 @@ class RewardWorkers(ExitStack):
         return self._children[slot]
 
     def _start(self) -> Child:
-        return Child(
-            self._function,
-            memory_bytes=self._config.memory_bytes,
-            containment=self._containment,
-            visible=self._visible,
-        )
+        return Child(self._function, memory_bytes=self._config.memory_bytes, level=self._wanted)
 
     def load(self) -> Parameters:
         """Wait until a child has loaded the file, and return the function's parameters.
@@ -266,13 +221,64 @@ class RewardWorkers(ExitStack):
         Raises:
             RewardError: the function cannot be loaded.
         """
-        self._turn(until=time.monotonic())
+        next_answers(self._children, until=time.monotonic())
         while self._parameters is None:
             for slot in range(len(self._children)):
                 self._alive(slot)
             self._parameters = next((child.parameters for child in self._children if child.parameters), None)
             if self._parameters is None:
-                self._turn(until=math.inf)
+                next_answers(self._children)
             elif self.shortcomings:
                 logger.warning("%s: %s", self._function, self.shortcomings)
         return self._parameters
+
+
+class WeightedWorkers(ExitStack):
+    """Children of several functions, whose scores are summed; a context manager, used from one thread.
+
+    A function that abstains is left out of a row's sum; if all abstain, the row has no score. A timeout or an
+    error of one function is the row's outcome: a sum without it would be another reward.
+
+    Args:
+        functions: reward functions with their weights.
+        config: time limit, memory and number of children of each.
+    """
+
+    def __init__(self, functions: Sequence[FunctionPath], config: RewardConfig) -> None:
+        super().__init__()
+        self._functions = functions
+        with ExitStack() as started:
+            self._workers = [started.enter_context(RewardWorkers(each, config)) for each in functions]
+            self.push(started.pop_all())
+
+    def score(self, prompts: Sequence[Text], completions: Sequence[Text], columns: Columns) -> list[Score]:
+        """Score every row, in order; see ``RewardWorkers.score``."""
+        each = [workers.score(prompts, completions, columns) for workers in self._workers]
+        return [self._summed(scores) for scores in zip(*each, strict=True)]
+
+    def _summed(self, scores: Sequence[Score]) -> Score:
+        if len(scores) == 1 and self._functions[0].weight == 1:
+            return scores[0]
+        pairs = zip(self._functions, scores, strict=True)
+        return summed({function.name: (function.weight, score) for function, score in pairs})
+
+
+def _by_row(call: _Call, answer: Answer) -> dict[int, Score]:
+    """Return a score for every row of a call; all rows share a failure."""
+    if isinstance(answer, Score):
+        return dict.fromkeys(call.rows, answer)
+    return dict(zip(call.rows, answer, strict=True))
+
+
+def summed(said: Mapping[str, tuple[float, Score]]) -> Score:
+    """Return the weighted sum of several scorers for a row, given weight and score by name; see
+    ``WeightedWorkers``.
+    """
+    for name, (_, score) in said.items():
+        if score.outcome in FAILURES:
+            return Score(outcome=score.outcome, message=f"{name}: {score.message}")
+    parts = {name: score.value for name, (_, score) in said.items() if score.value is not None}
+    if not parts:
+        return Score(outcome=Outcome.ABSTAIN)
+    total = sum(said[name][0] * value for name, value in parts.items())
+    return Score(outcome=Outcome.SCORE, value=total, parts=parts)

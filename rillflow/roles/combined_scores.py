@@ -16,7 +16,7 @@ from typing import Self
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.weighted import summed
+from rillflow.rewards.workers import summed
 from rillflow.roles.judge import Judge
 from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS, Reward, reward_metrics, scored_rows
 from rillflow.roles.scalar_roles import RewardModel

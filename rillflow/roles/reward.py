@@ -22,7 +22,7 @@ from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, mean_of
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import FAILED, Outcome, Score
-from rillflow.rewards.weighted import WeightedWorkers
+from rillflow.rewards.workers import WeightedWorkers
 from rillflow.roles.setting import RoleSetting
 from rillflow.training.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint

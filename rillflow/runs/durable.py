@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rillflow.errors import RunDirectoryError
@@ -29,20 +29,14 @@ def append(path: Path, line: bytes) -> None:
     Raises:
         RunDirectoryError: the line could not be written; the file keeps its previous content.
     """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    with writing(path, len(line)), _opened(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as descriptor:
+        before = os.fstat(descriptor).st_size
         try:
-            before = os.fstat(descriptor).st_size
-            try:
-                _write_all(descriptor, line)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(descriptor, before)
-                raise
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise write_error(path, error, len(line)) from error
+            _write_all(descriptor, line)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, before)
+            raise
 
 
 def replace(path: Path, chunks: Iterable[bytes]) -> None:
@@ -53,12 +47,11 @@ def replace(path: Path, chunks: Iterable[bytes]) -> None:
     """
     temporary = temporary_of(path)
     try:
-        path.parent.mkdir(exist_ok=True)
-        write_flushed(temporary, chunks)
-        temporary.replace(path)
-        flush(path.parent)
-    except OSError as error:
-        raise write_error(path, error) from error
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            write_flushed(temporary, chunks)
+            temporary.replace(path)
+            flush(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -76,18 +69,24 @@ def write_flushed(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     Raises:
         OSError: the file could not be written completely.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
         for chunk in chunks:
             _write_all(descriptor, chunk)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def temporary_of(path: Path) -> Path:
     """Return the temporary name of a file while it is written."""
     return path.with_name(f".{path.name}.tmp")
+
+
+@contextlib.contextmanager
+def writing(path: Path, needed_bytes: int = 0) -> Iterator[None]:
+    """Turn an OSError of the block into the error for a failed write; see ``write_error``."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error, needed_bytes) from error
 
 
 def write_error(path: Path, error: Exception, needed_bytes: int = 0) -> RunDirectoryError:
@@ -164,8 +163,14 @@ def publish_folder(draft: Path, folder: Path) -> None:
 
 def flush(path: Path) -> None:
     """Wait until a file, or a directory's entries, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with _opened(path, os.O_RDONLY) as descriptor:
         os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o644)
+    try:
+        yield descriptor
     finally:
         os.close(descriptor)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rillflow.errors import RunDirectoryError
 from rillflow.runs import durable, layout
-from rillflow.runs.json_lines import JSON, encode, read_json, read_lines
+from rillflow.runs.json_lines import JSON, decode, encode, read_json, read_lines
 
 RECOVERABLE = (layout.CONFIG, layout.ENVIRONMENT, layout.FINISHED)
 """Files whose entry includes their content."""
@@ -43,15 +43,15 @@ class Entry:
 
     file: str
     """File, relative to the run directory."""
-    step: int | None
+    step: int | None = None
     """Step of the line or file; None for a file of the whole run."""
-    digest: str
+    digest: str = ""
     """BLAKE2b of the line or the file. Empty for a removed file, a lost file, and a checkpoint, which has its
     own manifest.
     """
-    lost: str
+    lost: str = ""
     """Reason why a rank could not write the file; empty for a written file."""
-    content: Mapping[str, JSON] | None
+    content: Mapping[str, JSON] | None = None
     """Content of a recoverable file as a record."""
     text: bytes
     """Entry as bytes of digests.jsonl."""
@@ -177,24 +177,14 @@ def entries(run: Path) -> list[Entry]:
     """
     file, found = run / layout.DIGESTS, list[Entry]()
     for line in read_lines(file).lines:
-        match line.data:
-            case {"file": str() as name, **rest} if _is_inside(name):
-                step, content = rest.get("step"), rest.get("content")
-                entry = Entry(
-                    file=name,
-                    step=step if isinstance(step, int) else None,
-                    digest=str(rest.get("digest", "")),
-                    lost=str(rest.get("lost", "")),
-                    content=content if isinstance(content, dict) else None,
-                    text=line.text,
-                )
-                found.append(entry)
-            case _:
-                raise RunDirectoryError(
-                    f"{file} line {line.number} is not a digest: {line.text[:60]!r}",
-                    why="every line must have the digest of a file in the run directory",
-                    fix=f"restore {file}, or remove it to accept the run's files unverified",
-                )
+        name = line.data.get("file")
+        if not isinstance(name, str) or not _is_inside(name):
+            raise RunDirectoryError(
+                f"{file} line {line.number} is not a digest: {line.text[:60]!r}",
+                why="every line must have the digest of a file in the run directory",
+                fix=f"restore {file}, or remove it to accept the run's files unverified",
+            )
+        found.append(decode(Entry, line, text=line.text))
     return found
 
 

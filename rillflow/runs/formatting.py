@@ -1,8 +1,9 @@
-"""Format numbers, durations and sizes for people."""
+"""Format numbers, durations, sizes and tables of text for people."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -50,6 +51,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+def seconds(value: float) -> str:
+    """Format three digits. Example: ``seconds(0.00123) == "1.23 ms"``, ``seconds(12.34) == "12.3 s"``."""
+    if value >= 60:
+        return duration(value)
+    return f"{number(value)} s" if value >= 0.9995 else f"{number(1000 * value)} ms"
+
+
 def size(num_bytes: float) -> str:
     """Format bytes in binary units. Example: ``size(3 * 2**20) == "3.0 MiB"``."""
     for unit in _UNITS[:-1]:
@@ -57,3 +65,23 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.1f} {_UNITS[-1]}"
+
+
+def columns(rows: Sequence[Sequence[str]], *, left: int = 1, text: int = 0, indent: int = 2) -> list[str]:
+    """Return the rows as aligned lines.
+
+    Args:
+        rows: cells, the same number in every row; the first row is the head.
+        left: number of leading columns that are flush left.
+        text: number of trailing columns that are flush left too.
+        indent: blanks before each line.
+    """
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if place < left or place >= len(row) - text else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append((" " * indent + "  ".join(cells)).rstrip())
+    return lines

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rillflow.errors import RunDirectoryError
-from rillflow.runs.durable import write_error
+from rillflow.runs.durable import writing
 from rillflow.runs.json_lines import JSON, encode, read_json
 
 
@@ -27,24 +27,28 @@ class Lock:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
+        with writing(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise write_error(path, error) from error
+        self._path = path
+        try:
+            self._take()
+            with writing(path):
+                self._write_holder()
+        except BaseException:
+            self.release()
+            raise
+
+    def _take(self) -> None:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._descriptor)
-            raise _held(path) from None
+            raise _held(self._path) from None
         except OSError as error:
-            os.close(self._descriptor)
             raise RunDirectoryError(
-                f"cannot lock {path}: {os.strerror(error.errno or 0)}",
+                f"cannot lock {self._path}: {os.strerror(error.errno or 0)}",
                 why="without a lock, a second driver could overwrite this run's files",
                 fix="choose a run directory on a local disk",
             ) from error
-        self._path = path
-        self._write_holder(path)
 
     def require_held(self) -> None:
         """Raise an error if the path no longer leads to the locked file.
@@ -64,18 +68,14 @@ class Lock:
                 fix="leave the file in place; when no other driver runs, run the same command to resume",
             )
 
-    def _write_holder(self, path: Path) -> None:
+    def _write_holder(self) -> None:
         holder: dict[str, JSON] = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         }
-        try:
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, encode(holder), 0)
-        except OSError as error:
-            os.close(self._descriptor)
-            raise write_error(path, error) from error
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, encode(holder), 0)
 
     def release(self) -> None:
         """Release the lock and keep its file, because removing the file could let two drivers in at once."""

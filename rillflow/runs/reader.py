@@ -10,20 +10,17 @@ Unknown fields are not an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from rillflow.errors import RunDirectoryError
-from rillflow.runs import layout
-from rillflow.runs.fields import Fields
-from rillflow.runs.json_lines import JSON, read_json, read_lines
-from rillflow.runs.rollouts import RolloutRecord, prompt_text, read_columns, rollout_records
 from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Min, Sum, Variance
 from rillflow.records.row import RowId
-
-Record = TypeVar("Record")
+from rillflow.runs import layout
+from rillflow.runs.json_lines import JSON, Line, decode, read_json, read_lines
+from rillflow.runs.rollouts import RolloutRecord, prompt_text, read_columns, rollout_records
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +37,20 @@ class MetricsRecord:
     """Metrics by name, with their reductions."""
 
 
+class _Timed:
+    """Start and duration."""
+
+    start_s: float
+    duration_s: float
+
+    @property
+    def end_s(self) -> float:
+        """End, in seconds of the run."""
+        return self.start_s + self.duration_s
+
+
 @dataclass(frozen=True, kw_only=True)
-class RankSpan:
+class RankSpan(_Timed):
     """Work of one rank on a stage, or on one part of it for rows that arrive in parts."""
 
     rank: int
@@ -57,7 +66,7 @@ class RankSpan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpanRecord:
+class SpanRecord(_Timed):
     """One stage of one step."""
 
     step: int
@@ -95,7 +104,7 @@ class SpanRecord:
             step=step,
             stage=stage,
             start_s=start_s,
-            duration_s=max(each.start_s + each.duration_s for each in ranks) - start_s,
+            duration_s=max(each.end_s for each in ranks) - start_s,
             rows=sum(each.rows for each in ranks[:taken]),
             tokens=sum(each.tokens for each in ranks[:taken]),
             pool=pool,
@@ -188,12 +197,12 @@ def read_starts(run: Path) -> list[Mapping[str, JSON]]:
 
 def read_metrics(run: Path) -> list[MetricsRecord]:
     """Read the metrics of every step, in writing order."""
-    return _read(run / layout.METRICS, _metrics_record)
+    return [_metrics_record(line) for line in read_lines(run / layout.METRICS).lines]
 
 
 def read_spans(run: Path) -> list[SpanRecord]:
     """Read every stage of every step, in the order the stages ended."""
-    return _read(run / layout.SPANS, _span_record)
+    return [decode(SpanRecord, line) for line in read_lines(run / layout.SPANS).lines]
 
 
 def read_evaluations(run: Path) -> list[EvaluationRecord]:
@@ -203,7 +212,7 @@ def read_evaluations(run: Path) -> list[EvaluationRecord]:
 
 def read_every_evaluation(run: Path) -> list[EvaluationRecord]:
     """Read every evaluation, including those on named sets, in order."""
-    return _read(run / layout.EVALUATIONS, _evaluation_record)
+    return [_evaluation_record(line) for line in read_lines(run / layout.EVALUATIONS).lines]
 
 
 def best_checkpoint(run: Path) -> EvaluationRecord | None:
@@ -238,7 +247,7 @@ def read_rollouts(run: Path, step: int) -> list[RolloutRecord]:
     """
     files = _rollout_files(run, step)
     if files[0].suffix == ".jsonl":
-        return _read(files[0], _rollout_record)
+        return [_rollout_record(line) for line in read_lines(files[0]).lines]
     return rollout_records(read_columns(files), _token_texts(run))
 
 
@@ -251,7 +260,7 @@ def rollout_columns(run: Path, step: int) -> dict[str, list[Any]]:
     files = _rollout_files(run, step)
     if files[0].suffix != ".jsonl":
         return read_columns(files)
-    lines = [line.data for line in read_lines(files[0]).lines]
+    lines = [_known(line) for line in read_lines(files[0]).lines]
     names = dict.fromkeys(name for line in lines for name in line if name != "token_texts")
     return {name: [line.get(name) for line in lines] for name in names}
 
@@ -295,112 +304,73 @@ def require_run(run: Path) -> None:
         raise RunDirectoryError(f"{run} is not a run directory", why=f"it has no {layout.LOCK}")
 
 
-def _read(file: Path, make: Callable[[Fields], Record]) -> list[Record]:
-    return [make(Fields(file, line)) for line in read_lines(file).lines]
+def _metrics_record(line: Line) -> MetricsRecord:
+    found = line.data.get("metrics")
+    if not isinstance(found, dict):
+        raise line.refusal("field 'metrics' is missing or no object", "a step has its metrics by name")
+    metrics = {name: _metric(line, name, parts) for name, parts in found.items()}
+    return decode(MetricsRecord, line, metrics=metrics)
 
 
-def _metrics_record(fields: Fields) -> MetricsRecord:
-    metrics = {name: _metric(fields, name, parts) for name, parts in fields.mapping("metrics").items()}
-    return MetricsRecord(
-        step=fields.integer("step"),
-        phase=fields.text("phase"),
-        time_s=fields.number("time_s"),
-        metrics=metrics,
-    )
-
-
-def _metric(fields: Fields, name: str, parts: JSON) -> Metric:
-    match parts:
-        case {"mean": int() | float() | None as value, "count": int() | float() as count}:
-            mean = fields.note(f"metrics.{name}.mean") if value is None else value
-            return Mean(total=mean * count if count else 0.0, count=count)
+def _metric(line: Line, name: str, parts: JSON) -> Metric:
+    numbers = parts.items() if isinstance(parts, dict) else ()
+    match {key: math.nan if number is None else number for key, number in numbers}:
+        case {"mean": int() | float() as value, "count": int() | float() as count}:
+            return Mean(total=value * count if count else 0.0, count=count)
         case {
-            "variance": int() | float() | None as value,
-            "about": int() | float() | None as about,
+            "variance": int() | float() as value,
+            "about": int() | float() as mean,
             "count": int() | float() as count,
         }:
-            found = fields.note(f"metrics.{name}.variance") if value is None else value
-            mean = fields.note(f"metrics.{name}.about") if about is None else about
-            return Variance(squares=found * count if count else 0.0, mean=mean, count=count)
-        case {"largest_share": int() | float() | None as value, "total": int() | float() | None as total}:
-            share = fields.note(f"metrics.{name}.largest_share") if value is None else value
-            over = fields.note(f"metrics.{name}.total") if total is None else total
-            return LargestShare(most=share * over, total=over)
+            return Variance(squares=value * count if count else 0.0, mean=mean, count=count)
+        case {"largest_share": int() | float() as value, "total": int() | float() as total}:
+            return LargestShare(most=value * total, total=total)
         case {"histogram": [*counts], "edges": [*edges]} if len(counts) == len(edges) + 1:
             return Histogram(edges=tuple(map(float, edges)), counts=tuple(map(int, counts)))
-        case {"sum": int() | float() | None as value}:
-            return Sum(value=fields.note(f"metrics.{name}.sum") if value is None else value)
-        case {"max": int() | float() | None as value}:
-            return Max(value=fields.note(f"metrics.{name}.max") if value is None else value)
-        case {"min": int() | float() | None as value}:
-            return Min(value=fields.note(f"metrics.{name}.min") if value is None else value)
-    raise fields.refusal(
+        case {"sum": int() | float() as value}:
+            return Sum(value=value)
+        case {"max": int() | float() as value}:
+            return Max(value=value)
+        case {"min": int() | float() as value}:
+            return Min(value=value)
+    raise line.refusal(
         f"metric {name!r} is {parts!r}",
         "it should be a mean or variance with its count, a largest share, a histogram, a sum, a max or a min",
     )
 
 
-def _span_record(fields: Fields) -> SpanRecord:
-    return SpanRecord(
-        step=fields.integer("step"),
-        stage=fields.text("stage"),
-        start_s=fields.number("start_s"),
-        duration_s=fields.number("duration_s"),
-        rows=fields.integer("rows"),
-        tokens=fields.integer("tokens"),
-        pool=fields.text("pool") if fields.has("pool") else "",
-        ranks=tuple(_rank_span(each) for each in fields.records("ranks")),
-        after=fields.texts("after"),
+def _evaluation_record(line: Line) -> EvaluationRecord:
+    ends = line.data.get("interval") or ()
+    if isinstance(ends, list) and len(ends) != 2:
+        raise line.refusal(f"interval has {len(ends)} ends", "an interval has a low and a high end")
+    known = ("step", "set", "measure", "correct", "count", "mean_reward", "interval")
+    return decode(
+        EvaluationRecord,
+        line,
+        is_accuracy=line.data.get("measure") in (None, "accuracy"),
+        more={name: value for name, value in line.data.items() if name not in known},
     )
 
 
-def _rank_span(fields: Fields) -> RankSpan:
-    return RankSpan(
-        rank=fields.integer("rank"),
-        start_s=fields.number("start_s"),
-        duration_s=fields.number("duration_s"),
-        rows=fields.integer("rows"),
-        tokens=fields.integer("tokens"),
-    )
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """Row of a rollout in the JSON lines of older versions."""
+
+    epoch: int
+    prompt_id: int
+    sample: int
 
 
-def _evaluation_record(fields: Fields) -> EvaluationRecord:
-    interval = fields.numbers("interval") if fields.has("interval") else ()
-    if len(interval) not in (0, 2):
-        raise fields.refusal(f"interval has {len(interval)} ends", "an interval has a low and a high end")
-    return EvaluationRecord(
-        step=fields.integer("step"),
-        correct=fields.integer("correct") if fields.has("correct") else None,
-        count=fields.integer("count"),
-        mean_reward=fields.number("mean_reward"),
-        is_accuracy=not fields.has("measure") or fields.text("measure") == "accuracy",
-        interval=(interval[0], interval[1]) if interval else None,
-        set=fields.text("set") if fields.has("set") else "",
-        more=fields.others("step", "set", "measure", "correct", "count", "mean_reward", "interval", "notes"),
-    )
+def _known(line: Line) -> Mapping[str, JSON]:
+    """Return the fields of a row; a NaN, such as a missing reward, is None."""
+    return {name: None if value != value else value for name, value in line.data.items()}
 
 
-def _rollout_record(fields: Fields) -> RolloutRecord:
-    record = RolloutRecord(
-        row=RowId(fields.integer("epoch"), fields.integer("prompt_id"), fields.integer("sample")),
-        prompt=prompt_text(fields.value("prompt")),
-        completion=fields.text("completion") if fields.has("completion") else "",
-        tokens=fields.integers("tokens"),
-        token_texts=fields.texts("token_texts"),
-        logprobs=fields.numbers("logprobs"),
-        versions=fields.integers("versions"),
-        finish=fields.text("finish"),
-        reward=fields.number("reward") if fields.has("reward") else None,
-        outcome=fields.text("outcome") if fields.has("outcome") else "",
-        message=fields.text("message") if fields.has("message") else "",
-        penalised_reward=fields.number("penalised_reward") if fields.has("penalised_reward") else None,
-        advantage=fields.number("advantage") if fields.has("advantage") else None,
-        columns=fields.mapping("columns") if fields.has("columns") else {},
-        parts=fields.mapping("parts") if fields.has("parts") else {},
-    )
+def _rollout_record(line: Line) -> RolloutRecord:
+    data, ids = _known(line), decode(_Row, line)
+    row = RowId(ids.epoch, ids.prompt_id, ids.sample)
+    record = decode(RolloutRecord, line, data, row=row, prompt=prompt_text(data.get("prompt")))
     for name, values in (("logprobs", record.logprobs), ("versions", record.versions)):
         if len(values) != len(record.tokens):
-            raise fields.refusal(
-                f"{len(values)} {name} for {len(record.tokens)} tokens", "every token has one"
-            )
+            raise line.refusal(f"{len(values)} {name} for {len(record.tokens)} tokens", "every token has one")
     return record

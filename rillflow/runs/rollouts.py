@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from rillflow.errors import RunDirectoryError
-from rillflow.runs.json_lines import JSON
 from rillflow.records.row import RowId
+from rillflow.runs.json_lines import JSON
 
 _NAMES = {"sampler_logprobs": "logprobs", "rewards": "reward", "costs": "cost", "advantages": "advantage"}
 _NAMES |= {"penalised": "penalised_reward"}
@@ -36,11 +36,11 @@ class RolloutRecord:
     """Stable id of the row."""
     prompt: str
     """Text of the prompt; chat messages become one paragraph each."""
-    completion: str
+    completion: str = ""
     """Text of the sampled tokens."""
     tokens: tuple[int, ...]
     """Token ids of the prompt and everything after it."""
-    token_texts: tuple[str, ...]
+    token_texts: tuple[str, ...] = ()
     """Text of each token; empty if not recorded."""
     logprobs: tuple[float, ...]
     """The sampler's log probability of each token; 0 for tokens that were not sampled."""
@@ -48,19 +48,19 @@ class RolloutRecord:
     """Weight version that sampled each token; -1 for tokens that were not sampled."""
     finish: str
     """Reason for the end: stop, length or aborted."""
-    reward: float | None
+    reward: float | None = None
     """Reward; None if the outcome is not a score."""
-    outcome: str
+    outcome: str = ""
     """Outcome of scoring: score, abstain, timeout or error; empty if nothing scored the row."""
-    message: str
+    message: str = ""
     """Message of scoring for an outcome that is not a score."""
     penalised_reward: float | None = None
     """Reward after penalties; None if no penalty changed it."""
-    advantage: float | None
+    advantage: float | None = None
     """Advantage; None without one."""
     parts: Mapping[str, JSON] = field(default_factory=dict)
     """Score of each reward function by name, before its weight, if several are summed."""
-    columns: Mapping[str, JSON]
+    columns: Mapping[str, JSON] = field(default_factory=dict)
     """Other columns of the prompt."""
 
     @property
@@ -96,34 +96,17 @@ def read_columns(files: Sequence[Path]) -> dict[str, list[Any]]:
 
 def rollout_records(columns: Mapping[str, Sequence[Any]], texts: Sequence[str]) -> list[RolloutRecord]:
     """Convert columns to one record per row; ``texts`` holds the text of every token id."""
-    given = {
-        name: columns[name] for name in ("tokens", "logprobs", "versions", "finish", "prompt", "columns")
-    }
-    empty = [None] * len(columns["epoch"])
-    known = ("completion", "reward", "outcome", "message", "penalised_reward", "advantage", "parts")
-    told = {name: columns.get(name, empty) for name in known}
-    return [
-        RolloutRecord(
-            row=RowId(columns["epoch"][index], columns["prompt_id"][index], columns["sample"][index]),
-            prompt=prompt_text(given["prompt"][index]),
-            completion=told["completion"][index] or "",
-            tokens=tuple(tokens),
-            token_texts=tuple(texts[token] for token in tokens)
-            if max(tokens, default=0) < len(texts)
-            else (),
-            logprobs=tuple(given["logprobs"][index]),
-            versions=tuple(given["versions"][index]),
-            finish=given["finish"][index],
-            reward=told["reward"][index],
-            outcome=told["outcome"][index] or "",
-            message=told["message"][index] or "",
-            penalised_reward=told["penalised_reward"][index],
-            advantage=told["advantage"][index],
-            columns=given["columns"][index],
-            parts=told["parts"][index] or {},
-        )
-        for index, tokens in enumerate(given["tokens"])
-    ]
+    names = [each.name for each in fields(RolloutRecord) if each.name in columns]
+    records = []
+    for index, tokens in enumerate(columns["tokens"]):
+        known: dict[str, Any] = {name: columns[name][index] for name in names}
+        known = {name: tuple(each) if isinstance(each, list) else each for name, each in known.items()}
+        known["row"] = RowId(*(columns[name][index] for name in ("epoch", "prompt_id", "sample")))
+        known["prompt"] = prompt_text(columns["prompt"][index])
+        if max(tokens, default=0) < len(texts):
+            known["token_texts"] = tuple(texts[token] for token in tokens)
+        records.append(RolloutRecord(**{name: each for name, each in known.items() if each is not None}))
+    return records
 
 
 def _part(file: Path) -> dict[str, list[Any]]:

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
-from rillflow.runs import layout
+from rillflow.runs import layout, reader
 from rillflow.runs.json_lines import JSON
-from rillflow.runs.reader import (
-    EvaluationRecord,
-    MetricsRecord,
-    SpanRecord,
-    read_config,
-    read_every_evaluation,
-    read_metrics,
-    read_spans,
-    read_starts,
-)
+from rillflow.runs.reader import EvaluationRecord, MetricsRecord, SpanRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,15 +94,15 @@ def load(run: Path) -> RunData:
     Raises:
         RunDirectoryError: it is not a run directory, or one of its files is damaged.
     """
-    config = read_config(run)
-    steps, every = read_metrics(run), read_every_evaluation(run)
+    config = reader.read_config(run)
+    steps, every = reader.read_metrics(run), reader.read_every_evaluation(run)
     names = dict.fromkeys(each.set for each in every if each.set)
     return RunData(
         path=run,
         config=config,
-        starts=read_starts(run),
+        starts=reader.read_starts(run),
         steps=steps,
-        spans=read_spans(run),
+        spans=reader.read_spans(run),
         evaluations=[each for each in every if not each.set],
         sets={name: [each for each in every if each.set == name] for name in names},
         phases=_phases(steps),
@@ -118,15 +111,12 @@ def load(run: Path) -> RunData:
 
 
 def _phases(steps: Sequence[MetricsRecord]) -> list[PhaseSpan]:
-    phases: list[PhaseSpan] = []
-    for record in steps:
-        before = phases[-1] if phases else None
-        if before is not None and before.name == record.phase:
-            start = phases.pop()
-            first, start_s = start.first, start.start_s
-        else:
-            first, start_s = record.step, before.end_s if before else 0.0
+    phases, end_s = list[PhaseSpan](), 0.0
+    for name, records in groupby(steps, key=attrgetter("phase")):
+        own = list(records)
+        first, last = own[0], own[-1]
         phases.append(
-            PhaseSpan(name=record.phase, first=first, last=record.step, start_s=start_s, end_s=record.time_s)
+            PhaseSpan(name=name, first=first.step, last=last.step, start_s=end_s, end_s=last.time_s)
         )
+        end_s = last.time_s
     return phases

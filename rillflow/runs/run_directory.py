@@ -16,18 +16,25 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 
 from rillflow.errors import RunDirectoryError
+from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Metrics, Min, Sum, Variance
 from rillflow.runs import durable, layout
 from rillflow.runs.changes import Change, allowed_changes
 from rillflow.runs.evidence import RECOVERABLE, Evidence, damage, entries, newest_checkpoint, recover
-from rillflow.runs.fields import Fields
-from rillflow.runs.json_lines import JSON, encode, read_json, read_lines
+from rillflow.runs.json_lines import JSON, decode, encode, read_json, read_lines
 from rillflow.runs.lock import Lock
 from rillflow.runs.reader import Evaluation, RankSpan, SpanRecord, read_metrics, read_spans, read_starts
-from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Metrics, Min, Sum, Variance
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """Step of a line."""
+
+    step: int
 
 
 class RunDirectory(ExitStack):
@@ -89,10 +96,8 @@ class RunDirectory(ExitStack):
                 by another driver, or belongs to a run with another config that made a step.
         """
         _require_ours_or_empty(path)
-        try:
+        with durable.writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise durable.write_error(path, error) from error
         lock = Lock(path / layout.LOCK)
         try:
             changes, notes = list[Change](), _restored(path)
@@ -112,6 +117,10 @@ class RunDirectory(ExitStack):
         """Return the seconds of work on this run, over all its starts."""
         return self._before_s + self._clock() - self._opened_s
 
+    @property
+    def _time_s(self) -> float:
+        return round(self.elapsed_s(), 6)
+
     def log_start(self, start: Mapping[str, JSON]) -> None:
         """Add the environment and the changes of this start to environment.json."""
         self._require_open()
@@ -124,45 +133,35 @@ class RunDirectory(ExitStack):
     def log_metrics(self, step: int, phase: str, metrics: Metrics) -> None:
         """Append one step's metrics, each with its reduction, to metrics.jsonl."""
         values = {name: metric_json(metric) for name, metric in metrics.items()}
-        line: dict[str, JSON] = {
-            "step": step,
-            "phase": phase,
-            "time_s": round(self.elapsed_s(), 6),
-            "metrics": values,
-        }
-        self._append(layout.METRICS, line)
+        self._append(layout.METRICS, step=step, phase=phase, time_s=self._time_s, metrics=values)
 
     def log_evaluation(self, step: int, found: Evaluation) -> None:
         """Append one evaluation to evaluations.jsonl."""
-        line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6)}
+        line: dict[str, JSON] = {"step": step, "time_s": self._time_s}
         line |= {"set": found.set} if found.set else {}
         line |= {"measure": "accuracy" if found.is_accuracy else "mean_reward", "count": found.count}
         line |= {"correct": found.correct} if found.correct is not None else {}
         line |= {"mean_reward": found.mean_reward}
         line |= {"interval": found.interval} if found.interval else {}
-        self._append(layout.EVALUATIONS, {**line, **found.more})
+        self._append(layout.EVALUATIONS, **{**line, **found.more})
 
     def log_skip(self, step: int, role: str, reason: str, rows: Sequence[Sequence[int]]) -> None:
         """Append one skipped update, with its rows (epoch, prompt, sample), to skips.jsonl."""
-        line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6), "role": role}
-        self._append(layout.SKIPS, {**line, "reason": reason, "rows": rows})
+        self._append(layout.SKIPS, step=step, time_s=self._time_s, role=role, reason=reason, rows=rows)
 
     def log_given_up(self, step: int, group: Sequence[int], reason: str) -> None:
         """Append one group (epoch, prompt) that was sampled and not trained to given_up.jsonl."""
-        line: dict[str, JSON] = {"step": step, "time_s": round(self.elapsed_s(), 6)}
-        self._append(layout.GIVEN_UP, {**line, "group": list(group), "reason": reason})
+        self._append(layout.GIVEN_UP, step=step, time_s=self._time_s, group=list(group), reason=reason)
 
     def keep_bundle(self, step: int) -> None:
         """Rename the draft of a step's bundle to its final name, if the disk had room for the draft."""
         kept = self.path / layout.BUNDLES / f"step-{step:06d}"
         draft = kept.with_name(layout.DRAFT)
-        try:
+        with durable.writing(kept):
             if draft.is_dir():
                 shutil.rmtree(kept, ignore_errors=True)
                 draft.rename(kept)
                 shutil.copy(self.path / layout.CONFIG, kept)
-        except OSError as error:
-            raise durable.write_error(kept, error) from error
 
     def write_json(self, name: str, data: Mapping[str, JSON]) -> None:
         """Write a file with one record, atomically. ``name`` is a plain file name."""
@@ -193,7 +192,7 @@ class RunDirectory(ExitStack):
         for name in layout.LINE_FILES:
             file = self.path / name
             lines = read_lines(file).lines
-            kept = [line.text for line in lines if Fields(file, line).integer("step") <= step]
+            kept = [line.text for line in lines if decode(_Step, line).step <= step]
             if len(kept) < len(lines):
                 durable.replace(file, kept)
         for written, files in layout.written_rollouts(self.path).items():
@@ -209,9 +208,9 @@ class RunDirectory(ExitStack):
     def log_span(self, span: SpanRecord) -> None:
         """Append one stage of one step to spans.jsonl."""
         ranks = [_span_json(each) for each in span.ranks]
-        self._append(layout.SPANS, {**_span_json(span), "ranks": ranks})
+        self._append(layout.SPANS, **{**_span_json(span), "ranks": ranks})
 
-    def _append(self, name: str, record: Mapping[str, JSON]) -> None:
+    def _append(self, name: str, /, **record: JSON) -> None:
         self.require_lock()
         step = record["step"]
         assert isinstance(step, int), "every record has a step"
@@ -224,7 +223,7 @@ class RunDirectory(ExitStack):
     def _set_clock(self) -> None:
         # A resumed run continues from its last recorded time, so that times in a file never decrease.
         ends = [record.time_s for record in read_metrics(self.path)]
-        ends += [span.start_s + span.duration_s for span in read_spans(self.path)]
+        ends += [span.end_s for span in read_spans(self.path)]
         self._before_s = max(ends, default=0.0)
         self._opened_s = self._clock()
 
@@ -249,12 +248,9 @@ def set_aside(path: Path) -> Path | None:
         return None
     lock = Lock(path / layout.LOCK)
     try:
-        count = 1
-        while (kept := path.with_name(f"{path.name}.old-{count}")).exists():
-            count += 1
-        return path.rename(kept)
-    except OSError as error:
-        raise durable.write_error(path, error) from error
+        names = (path.with_name(f"{path.name}.old-{number}") for number in count(1))
+        with durable.writing(path):
+            return path.rename(next(name for name in names if not name.exists()))
     finally:
         lock.release()
 
@@ -282,10 +278,8 @@ def _span_json(span: SpanRecord | RankSpan) -> dict[str, JSON]:
 def _require_ours_or_empty(path: Path) -> None:
     """Raise an error if a new run in this path would mix with other files."""
     if path.is_dir():
-        try:
+        with durable.writing(path):
             first = next((entry.name for entry in path.iterdir()), None)
-        except OSError as error:
-            raise durable.write_error(path, error) from error
         if first is not None and not layout.is_run_directory(path):
             raise RunDirectoryError(
                 f"{path} is not empty and is not a run directory: it holds {first!r}",
@@ -343,10 +337,8 @@ def _mend(path: Path) -> None:
     for name in layout.LINE_FILES:
         torn_at = read_lines(path / name).torn_at
         if torn_at is not None:
-            try:
+            with durable.writing(path / name):
                 os.truncate(path / name, torn_at)
-            except OSError as error:
-                raise durable.write_error(path / name, error) from error
     for folder in (path, path / layout.ROLLOUTS, path / layout.SOURCES):
         for temporary in folder.glob(".*.tmp"):
             temporary.unlink()

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rillflow.runs.layout import kept_steps
 from rillflow.runs import layout
-from rillflow.runs.json_lines import JSON
-from rillflow.runs.uniform_rewards import streaks
-from rillflow.runs.reader import EvaluationRecord, best_checkpoint, first_prompt
 from rillflow.runs.formatting import duration
+from rillflow.runs.json_lines import JSON
+from rillflow.runs.layout import kept_steps
+from rillflow.runs.reader import EvaluationRecord, best_checkpoint, first_prompt
 from rillflow.runs.run_data import RunData, load
+from rillflow.runs.uniform_rewards import streaks
 
 _FREE = ("--dir", "algorithm.steps=")
 """Option and setting that the suggested commands set themselves."""

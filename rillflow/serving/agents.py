@@ -17,26 +17,23 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
-import select
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
-from rillflow.rewards.child import START_LIMIT_S, Answer, Child, Failure, State
-from rillflow.rewards.columns import choose
-from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.outcome import FAILED, RETURNED, Outcome
-from rillflow.rewards.supervised import Containment
-from rillflow.rewards.text_execution import is_shut_in, visible_to
+from rillflow.rewards.child import START_LIMIT_S, Answer, Child, State, next_answers
+from rillflow.rewards.function import FunctionPath, choose
+from rillflow.rewards.outcome import FAILED, RETURNED, Outcome, Score
+from rillflow.rewards.sandbox import Level
+from rillflow.rewards.text_execution import is_shut_in
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability, Engine, RowByRow
 from rillflow.serving.conversation import Conversation
@@ -47,20 +44,7 @@ from rillflow.tasks.encoded import Encoder
 
 POLICY = "policy"
 """Model name at an agent's door."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Agent:
-    """A row that an agent is writing."""
-
-    start: Rollout
-    """The row as it was added."""
-    sampling: SamplingConfig
-    """Sampling settings."""
-    conversation: Conversation
-    """The sampled conversation."""
-    key: str
-    """Key of the agent at the door."""
+_LONGEST_WAIT_S = 1.0
 
 
 class AgentEngine(RowByRow):
@@ -91,14 +75,12 @@ class AgentEngine(RowByRow):
         self._function, self._encoder, self._stack = function, encoder, stack
         self._queue = EngineQueue(self._inner, encoder.tokenizer, max_rows=config.max_rows)
         self._waiting = deque[tuple[Rollout, SamplingConfig]]()
-        self._running: dict[Child, _Agent] = {}
-        self._children: list[Child] = []
+        self._running: dict[Child, Conversation] = {}
+        self._children: dict[Child, str] = {}  # with the URL of its door
         self._keys: dict[str, Conversation] = {}
         self._is_shut_in = is_shut_in(function, self._agent.sandbox)
-        self._version = 0
-        self._door: Door | None = None
+        self._door = Door(self._queue, model=POLICY, visitor=self._keys.get)
         self._shared_url = ""
-        self._urls: dict[Child, str] = {}
         stack.callback(self.close)
 
     @property
@@ -113,8 +95,7 @@ class AgentEngine(RowByRow):
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See Engine."""
-        self._version = version
-        self._inner.load(version, weights)
+        self._queue.load(version, weights)
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See Engine."""
@@ -143,7 +124,7 @@ class AgentEngine(RowByRow):
             if waiting[0].row == row:
                 self._waiting.remove(waiting)
                 return waiting[0]
-        child = next(child for child, agent in self._running.items() if agent.start.row == row)
+        child = next(child for child, talk in self._running.items() if talk.start.row == row)
         return self._leave(child).start
 
     def look(self, row: RowId) -> Rollout:
@@ -163,114 +144,71 @@ class AgentEngine(RowByRow):
             child.stop()
 
     def _begin(self) -> None:
-        """Give waiting rows to idle children; create the door first if there is none."""
-        if self._door is None:
-            self._door = Door(
-                self._queue,
-                tokenizer=self._encoder.tokenizer,
-                model=POLICY,
-                version=lambda: self._version,
-                visitor=self._keys.get,
-            )
-        self._children = [child for child in self._children if child.state is not State.ENDED]
+        """Give waiting rows to idle children."""
+        alive = [child for child in self._children if child.state is not State.ENDED]
+        self._children = {child: self._children[child] for child in alive}
         wanted = min(self._agent.workers, len(self._waiting) + len(self._running))
         while len(self._children) < wanted:
-            self._children.append(self._started(self._door))
-        self._urls = {child: url for child, url in self._urls.items() if child in self._children}
+            self._start()
         for child in self._children:
             if self._waiting and child.state is State.IDLE:
                 self._call(child, *self._waiting.popleft())
 
-    def _started(self, door: Door) -> Child:
+    def _start(self) -> None:
         """Start a child that reaches the door over its sandbox's network, or over this machine's."""
         room = self._agent.memory_bytes
         if not self._is_shut_in:
-            if not self._shared_url:
-                self._shared_url = self._serve(door, bound(0))
-            child = Child(self._function, memory_bytes=room, containment=Containment.NAMESPACE)
-            self._urls[child] = self._shared_url
-            return child
+            self._shared_url = self._shared_url or self._serve(bound(0))
+            self._children[Child(self._function, memory_bytes=room, level=Level.NONE)] = self._shared_url
+            return
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            child = Child(
-                self._function,
-                memory_bytes=room,
-                containment=Containment.SANDBOX,
-                visible=visible_to(self._function),
-                door=theirs.fileno(),
-            )
-            self._children.append(child)  # ended with the others if the door fails
+            child = Child(self._function, memory_bytes=room, level=Level.FULL, door=theirs.fileno())
+            self._children[child] = ""  # a child without a door has ended, and reports why
             theirs.close()
             ours.settimeout(START_LIMIT_S)
-            _, descriptors, *_ = socket.recv_fds(ours, 16, 1)
-        self._children.remove(child)
+            descriptors = socket.recv_fds(ours, 16, 1)[1]
         if descriptors:
-            self._urls[child] = self._serve(door, socket.socket(fileno=descriptors[0]))
-        return child  # a child without a door has ended, and reports why
+            self._children[child] = self._serve(socket.socket(fileno=descriptors[0]))
 
-    def _serve(self, door: Door, listening: socket.socket) -> str:
-        return self._stack.enter_context(LoopbackServer(door.app(), listening)).url
+    def _serve(self, listening: socket.socket) -> str:
+        return self._stack.enter_context(LoopbackServer(self._door.app(), listening)).url
 
     def _call(self, child: Child, start: Rollout, sampling: SamplingConfig) -> None:
-        key, known = secrets.token_urlsafe(24), json.loads(start.columns)
-        agent = _Agent(
-            start=start,
-            sampling=sampling,
-            conversation=Conversation(start, sampling, self._encoder),
-            key=key,
-        )
         assert child.parameters is not None, "an idle child has reported its parameters"
-        columns = {
-            name: [value] for name, value in {**known, "base_url": self._urls[child], "api_key": key}.items()
-        }
-        chosen = choose(columns, child.parameters, self._function)
-        call = {"type": "run", "columns": {name: value[0] for name, value in chosen.items()}}
-        self._keys[key], self._running[child] = agent.conversation, agent
-        child.send(call, num_rows=1, limit_s=self._agent.timeout_s)
+        talk = Conversation(start, sampling, self._encoder)
+        given = {**json.loads(start.columns), "base_url": self._children[child], "api_key": talk.key}
+        chosen = choose(given, child.parameters, self._function)
+        self._keys[talk.key], self._running[child] = talk, talk
+        child.send({"type": "run", "rows": 1, "columns": chosen}, limit_s=self._agent.timeout_s)
 
     def _ended(self, *, waits: bool) -> list[tuple[Child, Answer]]:
         """Return the calls that have ended; with ``waits``, wait for an event first."""
-        for child, agent in self._running.items():
-            talk = agent.conversation
+        for child, talk in self._running.items():
             child.deadline = math.inf if talk.is_asking else talk.since + self._agent.timeout_s
-        poller, owners = select.poll(), dict[int, Child]()
-        poller.register(self._queue.woken, select.POLLIN)
-        for child in self._children:
-            for descriptor, mask in child.events().items():
-                poller.register(descriptor, mask)
-                owners[descriptor] = child
-        until = min((child.deadline for child in self._children), default=0.0) if waits else 0.0
-        wait_ms = min(1000.0, max(0.0, 1000 * (until - time.monotonic())))
-        found = poller.poll(math.ceil(wait_ms))
-        moved = {owners[descriptor] for descriptor, _ in found if descriptor in owners}
-        ended = [(child, answer) for child in moved if (answer := child.advance()) is not None]
-        late = [child for child in self._children if child.deadline <= time.monotonic()]
-        ended += [(child, child.expire()) for child in late if child.state is not State.IDLE]
+        until = time.monotonic() + (_LONGEST_WAIT_S if waits and self._children else 0.0)
+        ended = next_answers([*self._children], until, self._queue.woken)
         return [(child, answer) for child, answer in ended if child in self._running]
 
     def _row(self, child: Child, answer: Answer) -> Rollout:
         """Return the row of an agent that has ended."""
-        agent = self._leave(child, is_over=True)
-        row, failed = agent.conversation.row, None
-        if isinstance(answer, Failure):
-            failed = (answer.outcome, f"the agent {answer.message}")
-        elif not agent.conversation.is_begun:
-            failed = (Outcome.ERROR, "the agent returned without a request to the policy")
-        told = {RETURNED: None, FAILED: failed} if failed else {RETURNED: json.loads(_only(answer))}
-        columns = json.dumps({**json.loads(agent.start.columns), **told})
-        return replace(row, columns=columns, finish=Finish.LENGTH if failed else row.finish)
+        talk = self._leave(child, is_over=True)
+        row, columns = talk.row, {**json.loads(talk.start.columns), RETURNED: None}
+        if isinstance(answer, Score):
+            columns[FAILED] = (answer.outcome, f"the agent {answer.message}")
+        elif not talk.is_begun:
+            columns[FAILED] = (Outcome.ERROR, "the agent returned without a request to the policy")
+        else:
+            columns[RETURNED] = json.loads(answer[0].message)
+        finish = Finish.LENGTH if FAILED in columns else row.finish
+        return replace(row, columns=json.dumps(columns), finish=finish)
 
-    def _leave(self, child: Child, *, is_over: bool = False) -> _Agent:
+    def _leave(self, child: Child, *, is_over: bool = False) -> Conversation:
         """Stop writing a row and release its child's state."""
-        agent = self._running.pop(child)
-        del self._keys[agent.key]
-        self._queue.put(agent.start.row)
+        talk = self._running.pop(child)
+        del self._keys[talk.key]
+        talk.is_left = True
+        self._queue.wake()
         if not is_over:
             child.stop()
-        return agent
-
-
-def _only(answer: Answer) -> str:
-    """Return an agent's return value as JSON."""
-    assert not isinstance(answer, Failure)
-    return answer[0].message
+        return talk

@@ -9,6 +9,7 @@ its new part is encoded.
 
 from __future__ import annotations
 
+import secrets
 import time
 from dataclasses import replace
 from threading import Lock
@@ -31,14 +32,18 @@ class Conversation:
     """A visitor whose requests form one row.
 
     Args:
-        start: the row with its prompt of the data.
+        start: the row as it was added, with its prompt of the data.
         usual: sampling settings.
         encoder: encodes messages and texts.
     """
 
     def __init__(self, start: Rollout, usual: SamplingConfig, encoder: Encoder) -> None:
-        self.row = start
-        """The row up to the last answer."""
+        self.start = self.row = start
+        """The row as it was added; the row up to the last answer."""
+        self.key = secrets.token_urlsafe(24)
+        """Key of the agent at the door."""
+        self.is_left = False
+        """See Visitor; a request of the agent that is still on the way then samples nothing."""
         self.is_begun = self.is_asking = False
         """Whether any token was sampled; whether an answer is in progress."""
         self.since = time.monotonic()

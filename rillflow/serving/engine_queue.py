@@ -5,9 +5,9 @@
                                          └──── rows on trial <── a pass failed ──┤
     client <── tell(row or error, is it over?) ──────────────────────────────────┘
 
-consumes      rows that clients want, and the ids of rows that they no longer want
+consumes      rows that clients want, until they have ended or their clients have left
 waits for     nothing: ``turn`` runs one pass, or none if no row runs; ``woken`` becomes readable when the
-              inbox has an entry, for an owner that waits
+              inbox has an entry or a client has left, for an owner that waits
 produces      each wanted row once, when it ends, or the error that ended it; streamed rows also before that
 shuts down    healthy: the owner stops calling ``turn``. Broken engine: ``fail`` sends the error to every row,
               including later ones
@@ -29,11 +29,13 @@ from __future__ import annotations
 import os
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import TypeAlias
+
+from torch import Tensor
 
 from rillflow.errors import RillflowError, RowError, StreamError
 from rillflow.models.tokenizer import Tokenizer
@@ -66,40 +68,53 @@ class Wanted:
     """Receives the row, and whether it has ended; called in the engine's thread."""
     name: str = "the request"
     """Name in errors."""
+    is_left: Callable[[], bool] = lambda: False
+    """Whether the client no longer wants the row; called in the engine's thread, after ``wake``."""
 
 
 class EngineQueue:
     """The rows that clients want, and the engine that samples them.
 
     Args:
-        engine: has ``Capability.ROWS``; only the thread that calls ``turn`` calls its methods.
+        engine: has ``Capability.ROWS``; only the thread that calls ``turn`` and ``load`` calls its methods.
         tokenizer: tokeniser of the model.
         max_rows: largest number of rows in the engine.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, *, max_rows: int) -> None:
-        self.engine = engine
-        self._tokenizer, self._can_look = tokenizer, Capability.LOOK in engine.can
+        self.engine, self.tokenizer = engine, tokenizer
+        self.version = 0
+        """Version of the newest weights."""
+        self._can_look = Capability.LOOK in engine.can
         self._max_rows, self._passes = max_rows, 0
-        self._lock, self._inbox = Lock(), list[list[Wanted | RowId]]()
+        self._lock, self._inbox = Lock(), list[deque[Wanted]]()
         self._failure: RillflowError | None = None
         self._requests, self._suspects = deque[deque[Wanted]](), deque[Wanted]()
         self._rows: dict[RowId, Wanted] = {}
-        self._kept: dict[RowId, Rollout] = {}
+        self._kept: dict[Wanted, Rollout] = {}
         self._new: set[RowId] = set()
         self.woken, self._wake = os.pipe()
         """File descriptor to poll for new entries."""
         for descriptor in (self.woken, self._wake):
             os.set_blocking(descriptor, False)
 
-    def put(self, *things: Wanted | RowId) -> None:
-        """Begin the rows of one request, or drop rows by their ids; from any thread."""
+    def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """Sample with these weights from now on; see Engine."""
+        self.version = version
+        self.engine.load(version, weights)
+
+    def put(self, *request: Wanted) -> None:
+        """Begin the rows of one request; from any thread."""
         with self._lock:
             failure = self._failure
             if failure is None:
-                self._inbox.append([*things])
+                self._inbox.append(deque(request))
         if failure is not None:
-            _tell_all((thing for thing in things if isinstance(thing, Wanted)), failure)
+            _tell_all(request, failure)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the next ``turn`` remove the rows whose clients have left; from any thread."""
         with suppress(BlockingIOError):
             os.write(self._wake, b".")
 
@@ -112,10 +127,7 @@ class EngineQueue:
         """
         with suppress(BlockingIOError):
             os.read(self.woken, 1 << 16)
-        with self._lock:
-            inbox, self._inbox = self._inbox, []
-        for things in inbox:
-            self._sort(things)
+            self._sort()
         self._admit()
         if not self.engine.has_work:
             return bool(self._suspects or self._requests)
@@ -138,7 +150,7 @@ class EngineQueue:
         """End every row, and every later row, with this error; the engine is not used again."""
         with self._lock:
             self._failure, inbox, self._inbox = error, self._inbox, []
-        _tell_all((thing for things in inbox for thing in things if isinstance(thing, Wanted)), error)
+        _tell_all((wanted for request in inbox for wanted in request), error)
         self._tell_everybody(error)
 
     def close(self) -> None:
@@ -146,22 +158,20 @@ class EngineQueue:
         os.close(self.woken)
         os.close(self._wake)
 
-    def _sort(self, things: list[Wanted | RowId]) -> None:
-        """Queue the rows of one request; remove rows that no client wants any more."""
-        dropped = {thing for thing in things if isinstance(thing, RowId)}
-        if dropped:
-            for waiting in (*self._requests, self._suspects):
-                left = [wanted for wanted in waiting if wanted.begin.row not in dropped]
-                waiting.clear()
-                waiting.extend(left)
-            self._requests = deque(filter(None, self._requests))
-        for row in dropped:
-            self._kept.pop(row, None)
-            if row in self._rows:
+    def _sort(self) -> None:
+        """Queue the new requests; remove every row whose client has left."""
+        with self._lock:
+            inbox, self._inbox = self._inbox, []
+        self._requests.extend(inbox)
+        for wanted in [each for each in self._suspects if each.is_left()]:
+            self._suspects.remove(wanted)
+            self._kept.pop(wanted, None)
+        stay = (deque(each for each in request if not each.is_left()) for request in self._requests)
+        self._requests = deque(filter(None, stay))
+        for row, wanted in [*self._rows.items()]:
+            if wanted.is_left():
                 self._forget(row)
                 self.engine.abort(row)
-        if begun := deque(thing for thing in things if isinstance(thing, Wanted)):
-            self._requests.append(begun)
 
     def _admit(self) -> None:
         """Fill the engine; requests take turns. A row on trial is the only new row of its pass."""
@@ -178,7 +188,7 @@ class EngineQueue:
         row = wanted.begin.row
         try:
             self._check(wanted.sampling)
-            self.engine.add(self._kept.get(row, wanted.begin), wanted.sampling)
+            self.engine.add(self._kept.get(wanted, wanted.begin), wanted.sampling)
         except RillflowError as error:
             wanted.tell(_of_request(error, wanted), True)
         except Exception as error:  # noqa: BLE001  an engine may raise any error for a row
@@ -216,8 +226,8 @@ class EngineQueue:
         if not blamed and len(new) == 1:
             blamed = new
         for row in blamed:
-            self._kept.pop(row, None)
             wanted = rows.pop(row)
+            self._kept.pop(wanted, None)
             wanted.tell(_failed(error, wanted), True)
         if not blamed:
             self._suspects.extend(rows.pop(row) for row in [*rows] if row in new)
@@ -232,9 +242,10 @@ class EngineQueue:
         _tell_all(waiting, error)
 
     def _forget(self, row: RowId) -> Wanted:
-        self._kept.pop(row, None)
         self._new.discard(row)
-        return self._rows.pop(row)
+        wanted = self._rows.pop(row)
+        self._kept.pop(wanted, None)
+        return wanted
 
     def _end(self, rollout: Rollout) -> None:
         wanted = self._forget(rollout.row)
@@ -243,7 +254,7 @@ class EngineQueue:
     def _look(self, *, every_row: bool) -> None:
         for row, wanted in [*self._rows.items()]:
             if every_row or wanted.is_streamed or wanted.stops:
-                rollout = self._kept[row] = self.engine.look(row)
+                rollout = self._kept[wanted] = self.engine.look(row)
                 if (stopped := self._stopped(wanted, rollout)) is not None:
                     self.engine.abort(row)
                     self._end(stopped)
@@ -256,7 +267,7 @@ class EngineQueue:
         own = rollout.tokens[begin:]
 
         def has(count: int) -> bool:
-            text = self._tokenizer.decode(own[:count])
+            text = self.tokenizer.decode(own[:count])
             return any(stop in text for stop in wanted.stops)
 
         if not wanted.stops or not has(len(own)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -17,6 +17,9 @@ SLOWEST_BYTES_S = 2**20
 """A body must arrive within 30 s, plus one second for each announced MiB."""
 MAX_JSON_DEPTH = 64
 """Largest nesting depth of objects and lists in a request."""
+
+
+R = TypeVar("R", bound=BaseModel)
 
 
 class Declined(StreamError):
@@ -92,7 +95,7 @@ def _check_json(found: dict[str, Any]) -> None:
         )
 
 
-def checked_request(kind: type[BaseModel], says: Mapping[str, Any]) -> BaseModel:
+def checked_request(kind: type[R], says: Mapping[str, Any]) -> R:
     """Validate a request.
 
     Raises:

@@ -85,7 +85,7 @@ class SamplingRequest(BaseModel):
 
     def sampling(self, usual: SamplingConfig) -> SamplingConfig:
         """Return the sampling settings of the request, with ``usual`` for missing parameters."""
-        asked = {name: getattr(self, name) for name in DRAWING} | {"max_tokens": self.limit}
+        asked = self.model_dump(include={*DRAWING}) | {"max_tokens": self.limit}
         return usual.model_copy(update={name: value for name, value in asked.items() if value is not None})
 
 
@@ -133,9 +133,7 @@ def checked(kind: type[A], says: Mapping[str, Any]) -> A:
             raise StreamError(f"{name} is not supported", why=NOT_OFFERED[name], fix="omit it")
         what = f"there is no parameter {name[:80]!r}"
         raise StreamError(what, why="it would have no effect", fix=nearest(name, kind.model_fields))
-    found = checked_request(kind, said)
-    assert isinstance(found, kind)
-    return found
+    return checked_request(kind, said)
 
 
 class Choice:

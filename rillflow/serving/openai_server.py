@@ -27,7 +27,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rillflow.errors import DataError, RillflowError, StreamError
-from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
@@ -57,6 +56,9 @@ _KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error"}
 class Visitor(Protocol):
     """The owner of a key."""
 
+    is_left: bool
+    """Whether the owner's rows were given up."""
+
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
         """Return the rows that a request continues."""
 
@@ -74,6 +76,8 @@ class NewRows:
         encoder: encodes prompts.
         usual: sampling settings, unless a request overrides them.
     """
+
+    is_left = False
 
     def __init__(self, encoder: Encoder, usual: SamplingConfig) -> None:
         self._encoder, self._usual, self._numbers = encoder, usual, count()
@@ -141,9 +145,7 @@ class Door:
 
     Args:
         queue: queue of the engine that samples.
-        tokenizer: tokeniser of the model.
         model: model name that requests may give.
-        version: returns the version of the newest weights.
         visitor: returns the owner of a key; None for an unknown key.
     """
 
@@ -151,13 +153,11 @@ class Door:
         self,
         queue: EngineQueue,
         *,
-        tokenizer: Tokenizer,
         model: str,
-        version: Callable[[], int],
         visitor: Callable[[str], Visitor | None],
     ) -> None:
-        self._queue, self._tokenizer, self._model = queue, tokenizer, model
-        self._version, self._visitor = version, visitor
+        self._queue, self._model = queue, model
+        self._visitor = visitor
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
@@ -190,7 +190,7 @@ class Door:
             what = f"there is no model {asked.model[:80]!r}"
             raise Declined(404, what, why="only one model is served", fix=f"use {self._model!r}, or omit it")
         begun = await to_thread(visitor.begin, asked)
-        answer = _Answer(self._queue, asked, begun, visitor, self._tokenizer)
+        answer = _Answer(self._queue, asked, begun, visitor)
         around = partial(envelope, asked, f"{kind.kind}-{secrets.token_hex(8)}", self._model)
         if asked.stream:
             return StreamingResponse(self._events(answer, around), media_type="text/event-stream")
@@ -199,7 +199,7 @@ class Door:
                 if await answer.wait(_GONE_S) is None and await request.is_disconnected():
                     return Response(status_code=499)
         told = [each.next(answer.rows[index], is_over=True) for index, each in enumerate(answer.choices)]
-        return JSONResponse(around(self._version(), choices=told, usage=answer.usage))
+        return JSONResponse(around(self._queue.version, choices=told, usage=answer.usage))
 
     async def _events(self, answer: _Answer, around: Callable[..., Any]) -> AsyncIterator[str]:
         try:
@@ -208,16 +208,16 @@ class Door:
                     index, rollout = await answer.wait() or (0, None)
                     assert rollout is not None, "without a time limit there is always a rollout"
                     choice = answer.choices[index].next(rollout, is_over=index in answer.rows)
-                    yield _event(around(self._version(), choices=[choice]))
+                    yield _event(around(self._queue.version, choices=[choice]))
             if answer.asked.stream_options.get("include_usage"):
-                yield _event(around(self._version(), choices=[], usage=answer.usage))
+                yield _event(around(self._queue.version, choices=[], usage=answer.usage))
         except RillflowError as error:
             yield _event(_told(error, "server_error"))
         yield "data: [DONE]\n\n"
 
     async def _models(self, request: Request, visitor: Visitor) -> Response:
         del request, visitor
-        about = {"object": "model", "owned_by": "rillflow", "version": self._version()}
+        about = {"object": "model", "owned_by": "rillflow", "version": self._queue.version}
         return JSONResponse({"object": "list", "data": [{"id": self._model, **about}]})
 
     async def _refuse(self, request: Request, visitor: Visitor) -> Response:
@@ -247,19 +247,15 @@ class _Answer:
     """The rows of one request, which run while the context is entered."""
 
     def __init__(
-        self,
-        queue: EngineQueue,
-        asked: SamplingRequest,
-        begun: list[Rollout],
-        visitor: Visitor,
-        tokenizer: Tokenizer,
+        self, queue: EngineQueue, asked: SamplingRequest, begun: list[Rollout], visitor: Visitor
     ) -> None:
         self.asked, self.begun = asked, begun
-        self.choices = [Choice(asked, index, begin, tokenizer) for index, begin in enumerate(self.begun)]
+        self.choices = [Choice(asked, index, begin, queue.tokenizer) for index, begin in enumerate(begun)]
         self.rows: dict[int, Rollout] = {}
         """Ended rows, by number."""
-        self._queue, self._visitor = queue, visitor
+        self._queue, self._visitor, self._is_left = queue, visitor, False
         self._events = asyncio.Queue[tuple[int, Told, bool]]()
+        self._wanted = list[Wanted]()
 
     @property
     def is_over(self) -> bool:
@@ -281,6 +277,7 @@ class _Answer:
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, what, is_over))
 
         how: dict[str, Any] = {"sampling": sampling, "stops": asked.stops, "is_streamed": asked.stream}
+        how["is_left"] = lambda: self._is_left or self._visitor.is_left
         self._queue.put(
             *(
                 Wanted(begin=each, tell=partial(tell, index), name=self._name(index), **how)
@@ -289,7 +286,8 @@ class _Answer:
         )
 
     async def __aexit__(self, *_: object) -> None:
-        self._queue.put(*(each.row for index, each in enumerate(self.begun) if index not in self.rows))
+        self._is_left = True
+        self._queue.wake()
         self._visitor.over(self.asked, [self.rows[index] for index in sorted(self.rows)] * self.is_over)
 
     def _name(self, index: int) -> str:

@@ -96,7 +96,7 @@ class UpdateConfig(PassesConfig):
     old_logprobs: Literal["trainer", "sampler"] = Field(
         "trainer",
         description="Source of the old log probabilities in the ratio of off-policy rows: trainer or "
-        "sampler.",
+        "sampler; left out with freshness above 0, sampler where the loss clips token ratios.",
     )
     freshness: int = Field(
         0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -74,9 +75,17 @@ def package(everything: list[Source]) -> list[Source]:
 
 
 @pytest.fixture(scope="session")
+def plugins(everything: list[Source]) -> list[Source]:
+    """Every file of the plugins' own packages."""
+    found = [source for source in everything if re.match(r"plugins/\w+/rillflow_", source.path)]
+    assert len(found) > 40, "the scan found too little to mean anything"
+    return found
+
+
+@pytest.fixture(scope="session")
 def everything() -> list[Source]:
     """Every file of Python in the repository."""
-    return sources_of("rillflow", "tests", "benchmarks", "recipes", "examples")
+    return sources_of("rillflow", "plugins", "tests", "benchmarks", "recipes", "examples")
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,13 @@ import ast
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
-TESTS = "\n".join(path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+TESTS = "\n".join(
+    path.read_text("utf-8") for folder in ("tests", "plugins") for path in (ROOT / folder).rglob("test_*.py")
+)
 NAMED = re.compile(r"^\| ([a-z]+(?:-[a-z]+)+) \|", re.MULTILINE)
 
 
@@ -26,9 +29,10 @@ def test_every_contract_has_a_test_of_its_name() -> None:
     assert lacking == []
 
 
-def test_a_class_name_stands_in_one_module(package: list[Any]) -> None:
+@pytest.mark.parametrize("sources", ["package", "plugins"])
+def test_a_class_name_stands_in_one_module(sources: str, request: pytest.FixtureRequest) -> None:
     homes: dict[str, list[str]] = defaultdict(list)
-    for source in package:
+    for source in request.getfixturevalue(sources):
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(source.path)

@@ -1,4 +1,4 @@
-"""Every algorithm's page shows the graph of its step as its command draws it; so do the data of plans."""
+"""Every algorithm's page shows the graph of its step as its command draws it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,9 @@ def test_a_page_shows_the_graph_of_today(
     assert page == drawing.redrawn(page), "make docs draws it anew"
 
 
-def test_the_data_of_plans_are_those_of_today(drawing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are traced by the endpoints of the first file; short forms have graphs of the second."""
-    monkeypatch.chdir(ROOT)
-    for file, today in (
-        (drawing.ENDPOINTS, drawing.endpoints_of_roles()),
-        (drawing.GRAPHS, drawing.graphs_of_recipes()),
-    ):
-        assert file.read_text("utf-8") == drawing.as_file(today), f"make docs writes {file.name} anew"
+def test_steps_are_traced_by_the_endpoints_of_today(drawing: ModuleType) -> None:
+    today = drawing.as_file(drawing.endpoints_of_roles())
+    assert drawing.ENDPOINTS.read_text("utf-8") == today, "make docs writes the file anew"
 
 
 def test_what_is_read_beside_the_code_is_installed_with_it() -> None:

@@ -29,6 +29,8 @@ UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 ORDINARY_WORDS = {"preference", "pairwise", "dpo"}
 """Names of algorithms that are words of the trade too: records, losses and formulas are called so, and a
 function of itertools."""
+PRINTING = re.compile(r"rillflow/cli/|plugins/\w+/rillflow_\w+/(commands|plugin)\.py$")
+"""Files of commands."""
 ALGORITHM_FILES = {f"rillflow/algorithms/{name}.py" for name in ("registry", *ALGORITHMS)}
 
 
@@ -62,7 +64,7 @@ def runs_data_as_code(source: Any) -> Iterator[str]:
 
 
 def prints(source: Any) -> Iterator[str]:
-    if source.path.startswith("rillflow/cli/"):
+    if PRINTING.match(source.path):
         return
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Call) and dotted(node.func) == "print":
@@ -109,8 +111,10 @@ Scan = Callable[[Any], Iterator[str]]
 
 
 @pytest.mark.parametrize("scan", [prints, names_an_algorithm, runs_data_as_code])
-def test_the_package_keeps_the_rule(package: list[Any], scan: Scan) -> None:
-    assert [line for source in package for line in scan(source)] == []
+def test_the_package_and_the_plugins_keep_the_rule(
+    package: list[Any], plugins: list[Any], scan: Scan
+) -> None:
+    assert [line for source in (*package, *plugins) for line in scan(source)] == []
 
 
 @pytest.mark.parametrize("scan", [is_a_drawer, is_unfinished])
@@ -119,7 +123,7 @@ def test_everything_keeps_the_rule(everything: list[Any], scan: Scan) -> None:
 
 
 def test_data_is_not_code_in_what_is_shipped_beside_the_package(everything: list[Any]) -> None:
-    shipped = [source for source in everything if not source.path.startswith("tests/")]
+    shipped = [source for source in everything if "tests" not in PurePath(source.path).parts]
     assert [line for source in shipped for line in runs_data_as_code(source)] == []
 
 
@@ -138,6 +142,7 @@ def test_data_is_not_code_in_what_is_shipped_beside_the_package(everything: list
         (runs_data_as_code, "a.py", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
         (runs_data_as_code, "a.py", "subprocess.run(text, shell=True)"),
         (prints, "rillflow/training/a.py", "print(1)"),
+        (prints, "plugins/planner/rillflow_planner/search.py", "print(1)"),
         (is_a_drawer, "rillflow/training/utils.py", ""),
         (is_a_drawer, "rillflow/common/loss.py", ""),
         (is_unfinished, "a.py", "x = 1  # TODO later"),

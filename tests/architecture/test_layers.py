@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from rillflow.app.plugins import SHIPPED
+
 ADAPTERS = {
     "transformers": ("rillflow/models/",),
     "tokenizers": ("rillflow/models/",),
@@ -22,14 +24,17 @@ ADAPTERS = {
     "pyarrow": ("rillflow/tasks/",),
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
-    "starlette": ("rillflow/serving/http_body.py", "rillflow/serving/openai_server.py"),
-    "uvicorn": ("rillflow/serving/server.py",),
+    "starlette": (
+        *("rillflow/serving/http_body.py", "rillflow/serving/openai_server.py"),
+        "plugins/service/rillflow_service/app.py",
+    ),
+    "uvicorn": ("rillflow/serving/server.py", "plugins/service/rillflow_service/__main__.py"),
     "ray": ("rillflow/workers/ray.py", "rillflow/workers/ray_start.py", "rillflow/workers/messages.py"),
     "vllm": ("rillflow/rollout/vllm/core.py",),
-    "ot": (),
-    **dict.fromkeys(("rillflow_planner", "rillflow_merging", "rillflow_service"), ()),
+    "ot": ("plugins/merging/rillflow_merging/transport.py",),
+    **{f"rillflow_{name}": (f"plugins/{name}/",) for name in SHIPPED},
 }
-"""Where a third-party name may be imported within the package."""
+"""Where a third-party name, or a plugin, may be imported within the package and the plugins."""
 HEAVY = ("torch", "transformers", "tokenizers", "rich", "pyarrow", "reasoning_gym", "safetensors", "numpy")
 
 
@@ -90,8 +95,8 @@ def test_no_import_goes_up(package: list[Any], order: dict[str, int]) -> None:
     assert [line for source in package for line in upward(source, order)] == []
 
 
-def test_third_party_names_stay_in_their_adapter(package: list[Any]) -> None:
-    assert [line for source in package for line in misplaced(source)] == []
+def test_third_party_names_stay_in_their_adapter(package: list[Any], plugins: list[Any]) -> None:
+    assert [line for source in (*package, *plugins) for line in misplaced(source)] == []
 
 
 def test_a_package_file_holds_its_docstring_and_no_import(package: list[Any]) -> None:
@@ -110,8 +115,8 @@ def test_a_package_file_holds_its_docstring_and_no_import(package: list[Any]) ->
         assert named == [], f"{source.path} imports"
 
 
-def test_every_module_says_what_lives_there(package: list[Any]) -> None:
-    assert [source.path for source in package if not ast.get_docstring(source.tree)] == []
+def test_every_module_says_what_lives_there(package: list[Any], plugins: list[Any]) -> None:
+    assert [source.path for source in (*package, *plugins) if not ast.get_docstring(source.tree)] == []
 
 
 def test_settings_import_nothing_heavy(root: Path) -> None:
@@ -134,6 +139,8 @@ def test_the_scans_can_fail(source: Any, order: dict[str, int]) -> None:
         "rillflow/records/bad.py imports training",
     ]
     assert misplaced(bad) == ["rillflow/records/bad.py imports transformers"]
+    another = source("plugins/merging/rillflow_merging/bad.py", "import rillflow_planner, ot")
+    assert len(misplaced(another)) == 2
     lazy = source("rillflow/training/bad.py", "def f():\n    from rillflow import rollout")
     assert upward(lazy, order) == ["rillflow/training/bad.py imports rollout"]
     good = source("rillflow/models/good.py", "import transformers\nfrom rillflow import errors, __version__")

@@ -20,7 +20,8 @@ from coverage_map import CoverageMap, carried, holds, measured, record_of  # typ
 from operators import draw, mutants_of  # type: ignore[import-not-found]
 from page import interval, lines_of, page  # type: ignore[import-not-found]
 from pytest_runs import Runner  # type: ignore[import-not-found]
-from study import Study, tried  # type: ignore[import-not-found]
+from studied import files, is_studied, own_tests, packages  # type: ignore[import-not-found]
+from study import Study, texts_of, tried  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -128,13 +129,16 @@ def test_a_mutant_is_known_by_its_line_and_place() -> None:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     """Yield a warm pytest process in a small repository with one module and its tests."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("tests/unit/sums", "rillflow/sums", "benchmarks", "recipes", "examples", "docs", "clusters"):
+    code = ("tests/unit/sums", "rillflow/sums", "plugins/extra/rillflow_extra", "plugins/extra/tests")
+    for name in (*code, "benchmarks", "recipes", "examples", "docs", "clusters"):
         (source / name).mkdir(parents=True)
     for name in ("README.md", "CONTRIBUTING.md", "LICENSE", "constraints.txt", "Makefile"):
         (source / name).touch()
     shutil.copy2(ROOT / "pyproject.toml", source)
-    for name in ("rillflow/__init__.py", "rillflow/sums/__init__.py"):
-        (source / name).touch()
+    for folder in ("rillflow", "rillflow/sums", "plugins/extra/rillflow_extra"):
+        (source / folder / "__init__.py").touch()
+    (source / "plugins/extra/rillflow_extra/add.py").write_text(ADD)
+    (source / "plugins/extra/tests/test_extra.py").write_text(EXTRA_TESTS)
     (source / "rillflow/sums/add.py").write_text(ADD)
     (source / "tests/unit/sums/test_add.py").write_text(TESTS)
     runner = Runner(make_copy(source, tmp_path_factory.mktemp("copies") / "copy"))
@@ -179,6 +183,11 @@ def test_sum():
     assert add(2, 2) == 4
     assert add(2, 3) == 5
 """
+EXTRA_TESTS = """from rillflow_extra.add import add
+
+def test_extra():
+    assert add(2, 3) == 5
+"""
 SUM = "tests/unit/sums/test_add.py::test_sum"
 CHILD = "tests/unit/sums/test_add.py::test_a_child_finds_the_copy"
 
@@ -210,6 +219,22 @@ def test_a_line_that_only_a_child_runs_has_its_tests_as_witnesses(small: Runner,
     mutants = mutants_of("rillflow/sums/add.py", ADD)
     fault = next(mutant for mutant in mutants if mutant.line == 10 and mutant.kind == "operator")
     assert tried(Study(runner=small, coverage=coverage, patience=4.0), fault)["seen_by"] == CHILD
+
+
+def test_a_fault_in_a_plugin_is_noticed_by_the_plugins_tests(small: Runner, tmp_path: Path) -> None:
+    path, test = "plugins/extra/rillflow_extra/add.py", "plugins/extra/tests/test_extra.py"
+    assert {path, "rillflow/sums/add.py"} < texts_of(small.copy).keys()
+    coverage = measured(small, [test], tmp_path)
+    fault = next(each for each in mutants_of(path, ADD) if each.line == 2 and each.kind == "operator")
+    line = tried(Study(runner=small, coverage=coverage, patience=4.0), fault)
+    assert line["seen_by"] == f"{test}::test_extra"
+
+
+def test_code_and_its_own_tests_are_known_by_their_paths() -> None:
+    paths = [str(file.relative_to(ROOT)) for file in files(ROOT)]
+    assert all(map(is_studied, paths)) and not is_studied("plugins/planner/tests/test_search.py")
+    assert {(ROOT / own_tests(path)).exists() for path in paths if len(Path(path).parts) > 2} == {True}
+    assert {package.name for package in packages(ROOT)} >= {"rillflow", "rillflow_planner"}
 
 
 def test_code_that_no_test_runs_survives(small: Runner, tmp_path: Path) -> None:
@@ -283,11 +308,14 @@ def test_arguments_of_equivalence_are_of_code_that_the_study_had() -> None:
 def package_at(commit: str) -> Iterator[tuple[str, str]]:
     """Yield path and text of the package's files at a commit; skip the test where git does not know it."""
     listed = subprocess.run(
-        ["git", "ls-tree", "-r", "--name-only", commit, "rillflow"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-tree", "-r", "--name-only", commit, "rillflow", "plugins"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     if listed.returncode:
         pytest.skip(f"git does not know the study's commit {commit} here: {listed.stderr.strip()}")
-    files = [f"{commit}:{path}" for path in listed.stdout.split() if path.endswith(".py")]
+    files = [f"{commit}:{path}" for path in listed.stdout.split() if path[-3:] == ".py" and is_studied(path)]
     with subprocess.Popen(
         ["git", "cat-file", "--batch"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as git:
@@ -303,8 +331,7 @@ def test_the_study_is_not_older_than_a_third_of_the_package(size: ModuleType) ->
     """Added and removed lines of code; docstrings, comments and lines that only moved do not count."""
     (commit,) = {line["commit"] for line in lines_of(RESULTS / "mutation.jsonl")}
     then = sum((size.code(text) for _, text in package_at(commit)), Counter[str]())
-    folders = [ROOT / "rillflow", *(ROOT / "plugins").glob("*/rillflow_*")]
-    texts = (path.read_text("utf-8") for folder in folders for path in folder.rglob("*.py"))
+    texts = (path.read_text("utf-8") for path in files(ROOT))
     now = sum(map(size.code, texts), Counter[str]())
     changed = (then - now).total() + (now - then).total()
     assert changed < now.total() / 3, "make another study: python benchmarks/mutation --seed NEW"

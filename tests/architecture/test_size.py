@@ -43,13 +43,23 @@ def test_every_file_counts_in_one_package(size: ModuleType, tmp_path: Path) -> N
     assert size.table(found).endswith("| together | 3 | 24 |\n")
 
 
-def test_the_page_shows_every_package_and_nearly_todays_lines(size: ModuleType) -> None:
+def test_a_plugin_counts_without_its_tests(size: ModuleType, tmp_path: Path) -> None:
+    for file in ("a/rillflow_a/__init__.py", "a/rillflow_a/inner/two.py", "a/tests/test_two.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(TEXT)
+    assert size.plugin_sizes(tmp_path) == {"plugins/a": (2, 16)}
+
+
+@pytest.mark.parametrize(("table", "sizes"), [("TABLE", "sizes"), ("PLUGIN_TABLE", "plugin_sizes")])
+def test_the_page_shows_every_package_and_nearly_todays_lines(
+    size: ModuleType, table: str, sizes: str
+) -> None:
     """Within a twentieth, so that not every change touches the page."""
-    shown = size.TABLE.search(size.PAGE.read_text("utf-8"))
+    shown = vars(size)[table].search(size.PAGE.read_text("utf-8"))
     assert shown is not None
     rows = [line.strip("| ").split(" | ") for line in shown[0].splitlines()[2:-1]]
     lines = {name.strip("`"): int(count.replace(",", "")) for name, _, count in rows}
-    today = {name: count for name, (_, count) in size.sizes().items()}
+    today = {name: count for name, (_, count) in vars(size)[sizes]().items()}
     assert lines.keys() == today.keys(), "make docs writes the table anew"
     for name, count in today.items():
         assert lines[name] == pytest.approx(count, rel=0.05, abs=20), "make docs writes the table anew"

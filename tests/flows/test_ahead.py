@@ -272,8 +272,17 @@ MOVING = (*INLINE, APART, "policy.lr=0.02", "evaluate=none")
 """Learning fast enough for a bound on weights to act within a few steps."""
 
 
-def test_a_stale_run_is_corrected_by_default(tmp_path: Path) -> None:
+def test_a_stale_run_clips_the_ratio_to_the_sampler_by_default(tmp_path: Path) -> None:
     found = ran(tmp_path / "default", 2, *MOVING)
+    stale = found["metrics"][1 - STEPS :]
+    assert all(each["policy/clipped/share"] > 0 for each in stale)
+    assert all("mismatch/weight/mean" not in each for each in stale)
+    assert ran(tmp_path / "named", 2, *MOVING, "algorithm.old_logprobs=sampler") == found
+
+
+def test_a_stale_run_of_the_trainers_ratio_has_weights_by_default(tmp_path: Path) -> None:
+    trainer = "algorithm.old_logprobs=trainer"
+    found = ran(tmp_path / "default", 2, *MOVING, trainer)
     fresh, *stale = found["metrics"][-STEPS:]
     assert fresh["mismatch/weight/mean"] == pytest.approx(1, abs=1e-4)
     assert fresh["mismatch/bounded/share"] == 0
@@ -289,6 +298,11 @@ def test_a_stale_run_is_corrected_by_default(tmp_path: Path) -> None:
     [
         (
             [],
+            "note: algorithm.freshness is 2: tokens may be 2 versions old. algorithm.old_logprobs is "
+            '"sampler"',
+        ),
+        (
+            ["algorithm.old_logprobs=trainer"],
             'note: algorithm.freshness is 2: tokens may be 2 versions old. algorithm.loss.correction = "tis"',
         ),
         (["algorithm.loss.correction=none"], "note: warning: algorithm.freshness is 2: tokens may be 2"),
@@ -307,7 +321,9 @@ def test_check_and_the_start_of_a_run_say_what_corrects_stale_tokens(
     assert main(["run", *where]) == 0
     shown = capfd.readouterr().out
     assert shown.index(said) < shown.index("grpo 1/2")
-    assert ("importance weight" in shown.split("grpo 2/2")[1].splitlines()[0]) == (not settings)
+    assert ("importance weight" in shown.split("grpo 2/2")[1].splitlines()[0]) == (
+        settings == ["algorithm.old_logprobs=trainer"]
+    )
 
 
 def test_a_correction_of_the_samplers_own_numbers_is_refused(tmp_path: Path) -> None:

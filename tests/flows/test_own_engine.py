@@ -273,3 +273,15 @@ def test_a_recipe_shows_the_server_only_where_one_is_named(tmp_path: Path) -> No
         if "rollout.server" in line
     )
     assert "nothing reads it" in native
+
+
+def test_an_engine_from_nothing_trains_and_says_what_the_trainer_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example's 60 lines of code; the check after each publish compares its log probabilities."""
+    plain = ('rollout.engine="own_engine_example:PlainEngine"', "policy.lr=0.03", "algorithm.steps=3")
+    source = Path(__file__).parents[2] / "examples" / "own_engine.py"
+    (tmp_path / "own_engine_example.py").write_text(source.read_text("utf-8"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = ran(tmp_path / "own", *plain)
+    assert len(found) == 3 and all(len(step["completion"]) == 15 for step in found)

@@ -15,8 +15,7 @@ from rillflow.app.launch import launch
 from rillflow.app.recipe import load_recipe
 from rillflow.cli.main import main
 from rillflow.runs.reader import SpanRecord, read_spans
-from rillflow.runs.report.measured import measured
-from rillflow.runs.report.waits import RankName, rank_times
+from rillflow.runs.report.measured import RankName, measured, rank_times
 from rillflow.runs.report.write import write_report
 from rillflow.runs.run_data import load
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     told = "a model's directory, or a run, whose newest model it is"
     add("parents", nargs="+", type=Path, metavar="MODEL_OR_RUN", help=told)
     add("--out", type=Path, required=True, metavar="DIR", help="where the merged model is written")
-    told = "linear (the default), slerp, ties, dare, ot or greedy; see docs/design/merging.md"
+    told = "linear (the default), slerp, ties, dare, ot or greedy; see plugins/merging/docs/merging.md"
     add("--method", default="linear", metavar="NAME", help=told)
     told = "the model that all were trained from, for slerp, ties and dare"
     add("--base", type=Path, metavar="MODEL_OR_RUN", help=told)

@@ -215,7 +215,7 @@ def _pot() -> Any:
     except ModuleNotFoundError:
         raise ConfigError(
             "POT is not installed",
-            why="optimal transport needs the package of this extra",
-            fix="pip install 'rillflow[merge]'",
+            why="optimal transport needs it",
+            fix="pip install POT",
         ) from None
     return ot

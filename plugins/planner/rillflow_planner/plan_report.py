@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from rillflow.config.toml_text import inline_text
 from rillflow.placement.plan import Plan
-from rillflow.runs.formatting import number, size
+from rillflow.runs.formatting import columns, number, seconds, size
 from rillflow.runs.report.chart import Chart, Point, Series, draw
-from rillflow.runs.report.columns import columns, seconds
-from rillflow.runs.report.html import Html, el
-from rillflow.runs.report.page import page, section
+from rillflow.runs.report.html import Html, el, page, section
 from rillflow.runs.report.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
 from rillflow_planner.problem import Statement
 from rillflow_planner.ranking import HOUR_S, LITTLE, ClusterSize, Goal, Objective, Ranked, Ranking
@@ -214,7 +212,10 @@ def plan_page(title: str, found: Simulation, lines: Sequence[str], sizes: Sequen
         *section("In numbers", [el("pre", "\n".join(lines))]),
         *section("Timeline", [el("section", timeline, class_="card wide")] if timeline else []),
         *section("Throughput", [card] if sizes else []),
-        el("footer", "Made by Rillflow; docs/design/planner.md explains how each number is predicted."),
+        el(
+            "footer",
+            "Made by Rillflow; plugins/planner/docs/planner.md explains how each number is predicted.",
+        ),
     ]
     return page(title, body)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
     from rillflow.app.recipe import LoadedRecipe
     from rillflow.placement.plan import Plan
-    from rillflow.runs.report.prediction import Predict
+    from rillflow.runs.report.measured import Predict
 
 HELP = SHIPPED["planner"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rillflow.runs.report.columns import seconds
+from rillflow.runs.formatting import seconds
 from rillflow.runs.report.measured import Measured
 from rillflow.runs.report.predicted import steps_s
 from rillflow.runs.report.timeline import MOST_LANES, Bar

@@ -14,7 +14,7 @@ import pytest
 from rillflow_planner.hardware import shipped_stacks
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs/design/planner.md").read_text()
+PAGE = (ROOT / "plugins/planner/docs/planner.md").read_text()
 RESULTS = (ROOT / "benchmarks/results/planner.md").read_text()
 FITS: dict[str, dict[str, Any]] = json.loads((ROOT / "benchmarks/results/fits.json").read_text())
 PARTS = [

@@ -15,6 +15,7 @@ from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.problem import Statement
 from rillflow_planner.request import graph_of, lengths, state_request
 from rillflow_planner.search import search
+from tests.architecture.conftest import docs_script
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples/planning/qwen2.5-7b/config.json"
@@ -128,6 +129,13 @@ def test_shipped_steps_are_those_that_recipes_are_traced_to(recipe: str) -> None
     assert [(edge.source, edge.destination, edge.fields) for edge in shipped.edges] == [
         (edge.source, edge.destination, edge.fields) for edge in traced.edges
     ], "python docs/draw_graphs.py writes them anew"
+
+
+def test_shipped_graphs_are_those_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    drawing = docs_script("draw_graphs")
+    today = drawing.as_file(drawing.graphs_of_recipes())
+    assert drawing.GRAPHS.read_text("utf-8") == today, "make docs writes the file anew"
 
 
 @pytest.mark.parametrize(("devices", "published_s"), [(64, 365.28), (128, 356.30)])

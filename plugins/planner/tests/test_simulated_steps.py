@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.cli.main import main
-from rillflow.runs.report.measured import measured, measured_bars
-from rillflow.runs.report.prediction import bars_with
+from rillflow.runs.report.measured import bars_with, measured, measured_bars
 from rillflow.runs.report.timeline import Bar
 from rillflow.runs.report.write import write_report
 from rillflow.runs.run_data import load

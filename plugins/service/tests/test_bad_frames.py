@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plugins.service.tests.streams import diamond
 from rillflow.errors import StreamError
 from rillflow.workers.wire import HEAD_BYTES, Message, head_of, message_of, packed
 from rillflow_service.client import Client
 from rillflow_service.requests import Hello, Kind
+from tests.unit.data_plane.streams import diamond
 
 JSON = st.recursive(
     st.none()

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from plugins.service.tests.streams import diamond, processes_of
 from rillflow.data_plane.schema import ColumnType, Schema, StageColumns
 from rillflow.errors import StreamError
 from rillflow.records.ragged import Ragged
 from rillflow_service.client import Client, Taken, started
 from rillflow_service.requests import Kind
 from rillflow_service.transport import Socket
+from tests.unit.data_plane.streams import diamond, processes_of
 
 NUMBERS = count()
 WIDE = Schema(

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from plugins.service.tests.streams import diamond, processes_of
 from rillflow.data_plane.schema import ColumnType, Schema, StageColumns
 from rillflow.errors import StreamError
 from rillflow.records.batch import Field
 from rillflow.records.ragged import Ragged
 from rillflow_service.client import Client, started
 from rillflow_service.transport import InProcess
+from tests.unit.data_plane.streams import diamond, processes_of
 
 NUMBERS = count()
 ONE = Schema(

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
+from rillflow.records.metrics import Histogram
 from rillflow.runs.formatting import number
-from rillflow.runs.report.html import Html, el
+from rillflow.runs.report.html import Attribute, Child, Html, el
 
 if TYPE_CHECKING:
     from rillflow.runs.run_data import PhaseSpan
@@ -24,6 +25,7 @@ WIDTH, HEIGHT = 480, 240
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 20, 34
 MAX_POINTS = 400
 _SMOOTHED_FROM = 40
+_LABELS = 96
 Row = TypeVar("Row")
 
 
@@ -100,16 +102,58 @@ def draw(chart: Chart) -> Html:
     x = _x_axis(values)
     y = _y_axis(scaled, values)
     parts = [*_phase_bands(scaled, x), *_y_grid(scaled, y), *_x_labels(x, scaled.is_stepped)]
-    parts.append(el("text", chart.x_name, class_="axis end", x=WIDTH - RIGHT, y=HEIGHT - 2))
+    parts.append(text(WIDTH - RIGHT, HEIGHT - 2, chart.x_name, "axis end"))
     if chart.y_name:
-        parts.append(el("text", chart.y_name, class_="axis", x=0, y=10))
+        parts.append(text(0, 10, chart.y_name, "axis"))
     for index, series in reversed(list(enumerate(scaled.series))):
         parts += _curve(series, index, scaled, x, y)
     parts.append(el("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM))
     parts.append(el("circle", class_="dot", r=4))
-    ranges = {"data_x0": x.low, "data_x1": x.high, "data_y0": y.low, "data_y1": y.high}
-    box = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "class_": "chart", "role": "img"}
-    return el("svg", *parts, **box, **ranges, data_log=chart.is_log)
+    ends = {"data_x0": x.low, "data_x1": x.high, "data_y0": y.low, "data_y1": y.high}
+    ranges = {name: str(end) for name, end in ends.items()}
+    return svg("chart", WIDTH, HEIGHT, parts, **ranges, data_log=chart.is_log)
+
+
+def svg(kind: str, width: int, height: int, *parts: Child, **attributes: Attribute) -> Html:
+    """Return a picture of ``width`` x ``height`` units, which scales to the width of its card."""
+    box = f"0 0 {width} {height}"
+    return el("svg", parts, viewBox=box, class_=kind, role="img", **attributes)
+
+
+def text(x: float, y: float, words: str, kind: str) -> Html:
+    """Return a text whose baseline begins at a place, or ends there for the class ``end``."""
+    return el("text", words, class_=kind, x=x, y=y)
+
+
+def line(kind: str, x: tuple[float, float], y: tuple[float, float], **attributes: Attribute) -> Html:
+    """Return a line between two places."""
+    return el("line", class_=kind, x1=x[0], x2=x[1], y1=y[0], y2=y[1], **attributes)
+
+
+def box(kind: str, x: tuple[float, float], y: float, height: float, *parts: Child, **more: Attribute) -> Html:
+    """Return a rectangle from ``x[0]`` to ``x[1]``, whose upper edge is at ``y``."""
+    return el("rect", parts, class_=kind, height=height, x=x[0], width=x[1] - x[0], y=y, **more)
+
+
+def heat_map(columns: Sequence[Histogram], first: int, last: int) -> Html:
+    """Return histograms side by side, their counts as shades; ``first`` and ``last`` label the ends."""
+    edges = columns[0].edges
+    x = ChartAxis(low=0, high=len(columns), start=_LABELS, length=WIDTH - _LABELS)
+    y = ChartAxis(low=0, high=len(edges) + 1, start=HEIGHT - 20, length=20 - HEIGHT)
+    parts = []
+    for place, column in enumerate(columns):
+        for row, count in enumerate(column.counts):
+            if count:
+                shade = max(0.05, round(count / sum(column.counts), 2))
+                ends = x(place), x(place + 1)
+                parts.append(box("cell", ends, y(row + 1), y(row) - y(row + 1), fill_opacity=shade))
+    is_counted = edges == tuple(range(len(edges)))
+    upper = [f"{edge:g}" if is_counted else f"to {edge:g}" for edge in edges]
+    above = f"{len(edges)}" if is_counted else f"above {edges[-1]:g}"
+    for row, label in enumerate([*upper, above]):
+        parts.append(text(_LABELS - 7, y(row + 0.5) + 4, label, "tick end"))
+    parts.append(text(_LABELS, HEIGHT - 6, f"{first:,}", "tick"))
+    return svg("chart", WIDTH, HEIGHT, parts, text(WIDTH, HEIGHT - 6, f"{last:,}", "tick end"))
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
@@ -186,11 +230,8 @@ def _curve(series: Series, index: int, chart: Chart, x: ChartAxis, y: ChartAxis)
         middle = smooth(thin(series.points), phases)
         parts += [_line(run, x, y, f"line c{index}") for run in _unbroken(middle, phases)]
     if chart.has_marks and len(points) <= _SMOOTHED_FROM:
-        parts += [
-            el("circle", class_=f"mark c{index}", r=3.5, cx=f"{x(point.x):.1f}", cy=f"{y(point.y):.1f}")
-            for point in points
-            if _is_drawable(point.y)
-        ]
+        drawn = [(x(point.x), y(point.y)) for point in points if _is_drawable(point.y)]
+        parts += [el("circle", class_=f"mark c{index}", r=3.5, cx=at, cy=height) for at, height in drawn]
     return parts
 
 
@@ -243,33 +284,20 @@ def ticks(low: float, high: float, count: int = 6) -> list[float]:
 def _y_grid(chart: Chart, axis: ChartAxis) -> list[Html]:
     parts = []
     for value in ticks(axis.low, axis.high):
-        if chart.is_log and value != round(value):
-            continue
-        place = axis(value)
-        parts.append(
-            el("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=f"{place:.1f}", y2=f"{place:.1f}")
-        )
-        label = f"1e{value:.0f}" if chart.is_log else _tick_label(value)
-        parts.append(el("text", label, class_="tick end", x=LEFT - 7, y=f"{place + 4:.1f}"))
+        if not chart.is_log or value == round(value):
+            label = f"1e{value:.0f}" if chart.is_log else _tick_label(value)
+            parts.append(line("grid", (LEFT, WIDTH - RIGHT), (axis(value), axis(value))))
+            parts.append(text(LEFT - 7, axis(value) + 4, label, "tick end"))
     return parts
 
 
 def _x_labels(axis: ChartAxis, is_stepped: bool) -> list[Html]:
-    places = [value for value in ticks(axis.low, axis.high) if not is_stepped or value == round(value)]
     labels = [
-        el(
-            "text",
-            f"{value:,.0f}" if is_stepped else f"{value:g}",
-            class_="tick middle",
-            x=f"{axis(value):.1f}",
-            y=HEIGHT - 18,
-        )
-        for value in places
+        text(axis(value), HEIGHT - 18, f"{value:,.0f}" if is_stepped else f"{value:g}", "tick middle")
+        for value in ticks(axis.low, axis.high)
+        if not is_stepped or value == round(value)
     ]
-    return [
-        *labels,
-        el("line", class_="base", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM),
-    ]
+    return [*labels, line("base", (LEFT, WIDTH - RIGHT), (HEIGHT - BOTTOM, HEIGHT - BOTTOM))]
 
 
 def _phase_bands(chart: Chart, axis: ChartAxis) -> list[Html]:
@@ -277,14 +305,12 @@ def _phase_bands(chart: Chart, axis: ChartAxis) -> list[Html]:
     shown = [phase for phase in chart.phases if phase.last > axis.low and phase.first < axis.high]
     parts: list[Html] = []
     for index, phase in enumerate(shown if len(shown) > 1 else ()):
-        start = axis(max(axis.low, phase.first - 0.5))
-        end = axis(min(axis.high, phase.last + 0.5))
-        box = {"x": f"{start:.1f}", "width": f"{end - start:.1f}"}
-        parts.append(el("rect", class_=f"phase p{index % 2}", y=TOP, height=HEIGHT - BOTTOM - TOP, **box))
+        start, end = axis(max(axis.low, phase.first - 0.5)), axis(min(axis.high, phase.last + 0.5))
+        parts.append(box(f"phase p{index % 2}", (start, end), TOP, HEIGHT - BOTTOM - TOP))
         is_wide = end - start > 7.5 * len(phase.name)
         if is_wide or index == len(shown) - 1:
             kind, place = ("phasename", start + 3) if is_wide else ("phasename end", end)
-            parts.append(el("text", phase.name, class_=kind, x=f"{place:.1f}", y=TOP - 6))
+            parts.append(text(place, TOP - 6, phase.name, kind))
     return parts
 
 

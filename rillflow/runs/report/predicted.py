@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from rillflow.runs import layout
 from rillflow.placement.plan import Predicted, open_plan
 from rillflow.records.metrics import Mean
-from rillflow.runs.report.columns import columns, seconds
-from rillflow.runs.report.html import Html, el, table
+from rillflow.runs import layout
+from rillflow.runs.formatting import columns, seconds
+from rillflow.runs.report.html import Html, card, el, table
+from rillflow.runs.report.shares import stage_times
 from rillflow.runs.run_data import RunData
-from rillflow.runs.report.stages import stage_times
 
 STEP = "step"
 """Name of the row of the whole step."""
@@ -94,9 +94,10 @@ def draw_comparison_card(data: RunData) -> list[Html]:
     found = compare(data)
     if found is None:
         return []
-    title = el("h3", f"Predicted and measured, medians of {found.steps:,} steps")
+    head, *rows = _rows(found)
     furthest = el("p", _furthest_line(found), class_="hint")
-    return [el("section", title, table(_rows(found)), furthest, class_="card wide")]
+    title = f"Predicted and measured, medians of {found.steps:,} steps"
+    return [card(title, table(rows, head), furthest, kind="card wide")]
 
 
 def _furthest_line(found: Comparison) -> str:

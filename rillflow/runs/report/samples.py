@@ -9,15 +9,15 @@ A darker token had a lower probability when it was sampled, so a reader sees whi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from rillflow.runs.layout import rollout_files
 from rillflow.runs.reader import read_rollouts
+from rillflow.runs.report.html import Html, card, cut, el, table
 from rillflow.runs.rollouts import RolloutRecord
-from rillflow.runs.report.html import Html, cut, el
 
 MAX_FILES = 8
 NUM_SHOWN = 5
@@ -66,14 +66,12 @@ def best(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
 
     Ties go to the rows of which the policy was least sure, which teach most.
     """
-    above = _unequal(_scored(samples), min)
-    return _distinct(sorted(above, key=lambda one: (-_reward(one), one.confidence)), count)
+    return _extreme(samples, -1, count)
 
 
 def worst(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
     """Return the lowest rewards; ties go to the rows of which the policy was surest."""
-    below = _unequal(_scored(samples), max)
-    return _distinct(sorted(below, key=lambda one: (_reward(one), -one.confidence)), count)
+    return _extreme(samples, 1, count)
 
 
 def longest(samples: Iterable[Sample], count: int = NUM_SHOWN) -> list[Sample]:
@@ -96,7 +94,11 @@ def draw_groups(read: Sequence[Sequence[Sample]]) -> list[Html]:
         (f"Worst{step}", "Lowest reward; ties go to the answers with the highest confidence.", worst(last)),
         ("Longest", "Most sampled tokens, from all steps read; one row per prompt first.", longest(every)),
     )
-    return [_group(title, hint, chosen) for title, hint, chosen in groups if chosen]
+    return [
+        card(title, map(draw_sample, chosen), hint=hint, kind="card samples")
+        for title, hint, chosen in groups
+        if chosen
+    ]
 
 
 def draw_comparison(read: Sequence[Sequence[Sample]]) -> list[Html]:
@@ -117,15 +119,13 @@ def draw_pairs(read: Sequence[Sequence[Sample]]) -> list[Html]:
     told = [pair for pair in pairs if _reward(pair[0]) > _reward(pair[1])]
     told.sort(key=lambda pair: _reward(pair[1]) - _reward(pair[0]))
     rows = [
-        el(
-            "tr",
-            el("td", _brief(high.rollout.prompt)),
-            *(el("td", _badges(one.rollout)[:1], " ", _told(one.rollout)) for one in (high, low)),
+        (
+            _brief(high.rollout.prompt),
+            *((_badges(one.rollout)[:1], " ", _told(one.rollout)) for one in (high, low)),
         )
         for high, low in told[:NUM_COMPARED]
     ]
-    head = el("tr", *(el("th", name) for name in ("Prompt", "Best answer", "Worst answer")))
-    return [el("section", el("table", head, rows, class_="brief"), class_="card")] if rows else []
+    return [card("", table(rows, ("Prompt", "Best answer", "Worst answer"), kind="brief"))] if rows else []
 
 
 def draw_sample(sample: Sample) -> Html:
@@ -138,14 +138,12 @@ def draw_sample(sample: Sample) -> Html:
         *([el("span", "cut off at the limit", class_="warn")] if row.finish == "length" else []),
         el("span", str(row.row)),
     ]
-    message = [el("p", cut(row.message, 300), class_="bad")] if row.message else []
-    answer = el("div", _answer(sample), class_="answer")
     return el(
         "article",
         el("p", facts, class_="facts"),
         el("div", cut(row.prompt, MAX_CHARACTERS), class_="prompt"),
-        answer,
-        message,
+        el("div", _answer(sample), class_="answer"),
+        [el("p", cut(row.message, 300), class_="bad")] if row.message else [],
     )
 
 
@@ -153,37 +151,17 @@ def shade_key() -> Html:
     """Draw the legend of the shades."""
     words = ["over 90%", *(f"under {probability:.0%}" for probability in SHADES)]
     keys = (el("i", f" {word} ", class_=f"s{level}") for level, word in enumerate(words))
-    return el(
-        "p",
-        "Probability of each token when it was sampled: ",
-        el("span", keys, class_="tokens"),
-        class_="legend",
-    )
-
-
-def _group(title: str, hint: str, samples: Sequence[Sample]) -> Html:
-    return el(
-        "section",
-        el("h3", title),
-        el("p", hint, class_="hint"),
-        map(draw_sample, samples),
-        class_="card samples",
-    )
+    told = "Probability of each token when it was sampled: "
+    return el("p", told, el("span", keys, class_="tokens"), class_="legend")
 
 
 def _column(samples: Sequence[Sample]) -> Html:
     stride = max(1, len(samples) // NUM_COMPARED)
     rows = [
-        el(
-            "tr",
-            el("td", _badges(one.rollout)[:1]),
-            el("td", _brief(one.rollout.prompt), " ", _told(one.rollout)),
-        )
+        (_badges(one.rollout)[:1], (_brief(one.rollout.prompt), " ", _told(one.rollout)))
         for one in samples[::stride][:NUM_COMPARED]
     ]
-    return el(
-        "section", el("h3", f"Step {samples[0].step}"), el("table", rows, class_="brief"), class_="card"
-    )
+    return card(f"Step {samples[0].step}", table(rows, kind="brief"))
 
 
 def _told(row: RolloutRecord) -> list[Html | str]:
@@ -217,12 +195,13 @@ def _brief(text: str) -> str:
 
 def _answer(sample: Sample) -> Html | list[Html]:
     texts, logprobs = _token_texts(sample.rollout), sample.logprobs
-    if not texts:
-        return [el("div", cut(sample.rollout.completion, MAX_CHARACTERS)), _heat(logprobs)]
+    if not texts:  # draw only the shades
+        heat = el("div", map(_shaded, logprobs[:MAX_TOKENS]), class_="heat")
+        return [el("div", cut(sample.rollout.completion, MAX_CHARACTERS)), heat]
     row, shown = sample.rollout, []
     has_texts = len(row.token_texts) == len(row.tokens)
     for number, (text, logprob) in enumerate(zip(texts[:MAX_TOKENS], logprobs[:MAX_TOKENS], strict=True)):
-        shown.append(el("i", _token(text), class_=_shade(logprob), title=_chance(logprob)))
+        shown.append(_shaded(logprob, text.replace("\n", "↵\n").replace("\t", "⇥\t") or "·"))
         end = row.sampled[number + 1] if number + 1 < len(row.sampled) else len(row.tokens)
         inserted = "".join(row.token_texts[row.sampled[number] + 1 : end]) if has_texts else ""
         if inserted:
@@ -245,23 +224,13 @@ def _token_texts(row: RolloutRecord) -> Sequence[str]:
     return characters if len(characters) == count else ()
 
 
-def _heat(logprobs: Sequence[float]) -> Html:
-    """Draw only the shades, when the tokens' texts are unknown."""
-    cells = (el("i", class_=_shade(value), title=_chance(value)) for value in logprobs[:MAX_TOKENS])
-    return el("div", cells, class_="heat")
-
-
-def _token(text: str) -> str:
-    return text.replace("\n", "↵\n").replace("\t", "⇥\t") or "·"
-
-
-def _shade(logprob: float) -> str:
-    probability = math.exp(min(0.0, logprob)) if math.isfinite(logprob) else 0.0
-    return f"s{sum(probability < limit for limit in SHADES)}"
-
-
-def _chance(logprob: float) -> str:
-    return f"{math.exp(min(0.0, logprob)):.0%} ({logprob:.2f})" if math.isfinite(logprob) else "not finite"
+def _shaded(logprob: float, text: str = "") -> Html:
+    """Draw a token, the darker the lower its probability was."""
+    if not math.isfinite(logprob):
+        return el("i", text, class_=f"s{len(SHADES)}", title="not finite")
+    probability = math.exp(min(0.0, logprob))
+    shade = sum(probability < limit for limit in SHADES)
+    return el("i", text, class_=f"s{shade}", title=f"{probability:.0%} ({logprob:.2f})")
 
 
 def _badges(row: RolloutRecord) -> list[Html]:
@@ -275,15 +244,15 @@ def _badges(row: RolloutRecord) -> list[Html]:
 
 
 def _scored(samples: Iterable[Sample]) -> list[Sample]:
-    return [one for one in samples if one.rollout.reward is not None and math.isfinite(_reward(one))]
+    return [one for one in samples if math.isfinite(_reward(one))]
 
 
-def _unequal(samples: Sequence[Sample], end: Callable[[Iterable[float]], float]) -> list[Sample]:
-    """Drop the samples at one end of the rewards, so that the best rows are not also the worst."""
-    if not samples:
-        return []
-    extreme = end(_reward(one) for one in samples)
-    return [one for one in samples if _reward(one) != extreme]
+def _extreme(samples: Iterable[Sample], sign: int, count: int) -> list[Sample]:
+    """Return the lowest rewards for sign 1, the highest for -1, without the rewards at the other end."""
+    scored = _scored(samples)
+    other_end = max((sign * _reward(one) for one in scored), default=0.0)
+    found = [one for one in scored if sign * _reward(one) != other_end]
+    return _distinct(sorted(found, key=lambda one: (sign * _reward(one), -sign * one.confidence)), count)
 
 
 def _reward(sample: Sample) -> float:

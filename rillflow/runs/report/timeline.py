@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rillflow.runs.formatting import duration
-from rillflow.runs.report.chart import ChartAxis, ticks
-from rillflow.runs.report.html import Html, el
-from rillflow.runs.report.style import COLOURS
+from rillflow.runs.report.chart import ChartAxis, box, line, svg, text, ticks
+from rillflow.runs.report.html import COLOURS, Html, el
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1080, 190, 14, 8, 26
 LANE, GAP, POOL_GAP = 18, 4, 10
@@ -65,20 +64,19 @@ def draw_timeline(bars: Sequence[Bar]) -> list[Html]:
     colours = colours_of(bars)
     parts, y = [], TOP
     for pool, lanes in pools.items():
-        parts.append(el("text", pool, class_="phasename", x=0, y=y + LANE - 5))
+        parts.append(text(0, y + LANE - 5, pool, "phasename"))
         for name, own in lanes.items():
-            parts.append(el("rect", class_="lane", x=LEFT, y=y, width=length, height=LANE))
-            parts.append(el("text", name, class_="end", x=LEFT - 8, y=y + LANE - 5))
+            parts.append(box("lane", (LEFT, LEFT + length), y, LANE))
+            parts.append(text(LEFT - 8, y + LANE - 5, name, "end"))
             parts += [_drawn(bar, y, scale, colours) for bar in merged(own, half_pixel_s)]
             y += LANE + GAP
         y += POOL_GAP
     height = y - POOL_GAP - GAP + BOTTOM
-    box = {"viewBox": f"0 0 {WIDTH} {height}", "class_": "timeline", "role": "img"}
     keys = [el("span", name, class_=f"key k{colour}") for name, colour in colours.items()]
     if any(bar.is_idle for bar in bars):
         keys.append(el("span", "idle, with its cause", class_="key k-rest"))
-    svg = el("svg", _axis(scale, height), parts, **box)
-    return [el("div", svg, class_="scroll"), el("p", keys, class_="hint legend")]
+    drawn = svg("timeline", WIDTH, height, _axis(scale, height), parts)
+    return [el("div", drawn, class_="scroll"), el("p", keys, class_="hint legend")]
 
 
 def colours_of(bars: Iterable[Bar]) -> Mapping[str, int]:
@@ -106,19 +104,19 @@ def merged(bars: Sequence[Bar], gap_s: float) -> list[Bar]:
 
 
 def _drawn(bar: Bar, y: int, scale: ChartAxis, colours: Mapping[str, int]) -> Html:
-    x, width = scale(bar.start_s), max(0.5, scale(bar.end_s) - scale(bar.start_s))
+    start = scale(bar.start_s)
     kind = "k-rest" if bar.is_idle else f"k{colours[bar.stage]}"
     step = f", step {bar.step}" if bar.step else ""
     since = duration(max(0.0, bar.start_s - scale.low))
     told = el("title", f"{bar.stage}{step}: {duration(bar.end_s - bar.start_s)} from {since}")
-    return el("rect", told, class_=f"span {kind}", height=LANE, x=f"{x:.1f}", width=f"{width:.1f}", y=y)
+    return box(f"span {kind}", (start, max(start + 0.5, scale(bar.end_s))), y, LANE, told)
 
 
 def _axis(scale: ChartAxis, height: int) -> list[Html]:
     """Draw an axis of round seconds since the first bar."""
     parts = []
     for value in ticks(0.0, scale.high - scale.low, count=8):
-        x = f"{scale(scale.low + value):.1f}"
-        parts.append(el("line", class_="grid", x1=x, x2=x, y1=TOP, y2=height - BOTTOM))
-        parts.append(el("text", f"{value:g} s", class_="tick middle", x=x, y=height - 8))
+        x = scale(scale.low + value)
+        parts.append(line("grid", (x, x), (TOP, height - BOTTOM)))
+        parts.append(text(x, height - 8, f"{value:g} s", "tick middle"))
     return parts

@@ -16,22 +16,19 @@ import shlex
 from pathlib import Path
 
 from rillflow.runs import durable, layout
+from rillflow.runs.formatting import duration
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.reader import EvaluationRecord
-from rillflow.runs.formatting import duration
 from rillflow.runs.report import curves
-from rillflow.runs.report.prediction import Predict, bars_with
-from rillflow.runs.report.histograms import histogram_cards
-from rillflow.runs.report.html import Html, cut, el, table
-from rillflow.runs.report.measured import last_steps, measured_bars, rank_rows
-from rillflow.runs.report.outcomes import draw_outcomes
-from rillflow.runs.report.page import page, section
+from rillflow.runs.report.chart import ChartAxis, line, svg, text
+from rillflow.runs.report.html import Html, card, cut, el, page, section, table
+from rillflow.runs.report.measured import Predict, bars_with, last_steps, measured_bars, rank_rows
 from rillflow.runs.report.predicted import draw_comparison_card
-from rillflow.runs.run_data import RunData, load
 from rillflow.runs.report.samples import draw_comparison, draw_groups, draw_pairs, read_samples, shade_key
-from rillflow.runs.report.stages import draw_stages
-from rillflow.runs.summary import Summary, summary_of, verdict
+from rillflow.runs.report.shares import draw_outcomes, draw_stages
 from rillflow.runs.report.timeline import SHOWN_STEPS, draw_timeline
+from rillflow.runs.run_data import RunData, load
+from rillflow.runs.summary import Summary, summary_of, verdict
 
 
 def write_report(run: Path, predict: Predict | None = None) -> Path:
@@ -52,10 +49,9 @@ def write_report(run: Path, predict: Predict | None = None) -> Path:
 def render(data: RunData, predict: Predict | None = None) -> str:
     """Return the whole page."""
     read = read_samples(data.path)
-    shown = [*curves.cards(data), *histogram_cards(data)]
     body = [
         _hero(data, summary_of(data)),
-        *section("Curves", [el("div", shown, class_="grid-cards")] if data.steps else []),
+        *section("Curves", [el("div", curves.cards(data), class_="grid-cards")] if data.steps else []),
         *section("Where the time went", _times(data, predict) if data.spans else []),
         *section("Reward outcomes", draw_outcomes(data)),
         *section("First and last samples", draw_comparison(read)),
@@ -74,12 +70,13 @@ def _times(data: RunData, predict: Predict | None) -> list[Html]:
     """Draw time by phase, and the last steps rank by rank, measured and predicted."""
     found = last_steps(data, SHOWN_STEPS)
     predicted = None if predict is None else predict(data, found.first, found.last)
-    title = el("h3", f"{found.steps.capitalize()}, rank by rank")
     bars, told = measured_bars(found), list[Html]()
     if predicted is not None:
         bars = bars_with(found, bars, predicted)
         told = [el("p", line, class_="hint") for line in predicted.lines(data)]
-    drawn = el("section", title, draw_timeline(bars), told, table(rank_rows(found)), class_="card wide")
+    head, *rows = rank_rows(found)
+    title = f"{found.steps.capitalize()}, rank by rank"
+    drawn = card(title, draw_timeline(bars), told, table(rows, head), kind="card wide")
     return [el("div", [*draw_comparison_card(data), *draw_stages(data), drawn], class_="stack")]
 
 
@@ -121,41 +118,29 @@ def _result(summary: Summary) -> Html:
 
 def _intervals(scores: list[EvaluationRecord]) -> Html:
     """Draw the intervals on one scale: 0 to 1, extended to the range of the rewards."""
+    shown = [(score, score.interval or (score.value, score.value)) for score in scores]
+    ends = [end for _, interval in shown for end in interval if not math.isnan(end)]
+    scale = ChartAxis(low=min(0.0, *ends), high=max(1.0, *ends), start=90, length=320)
     parts = []
-    ends = [score.interval or (score.value, score.value) for score in scores]
-    least = min(low for low, _ in [*ends, (0.0, 1.0)] if not math.isnan(low))
-    width = max(high for _, high in [*ends, (0.0, 1.0)] if not math.isnan(high)) - least
-    for index, (score, (low, high)) in enumerate(zip(scores, ends, strict=True)):
+    for index, (score, (low, high)) in enumerate(shown):
         if math.isnan(score.value):
             continue
         y = 14 + 22 * index
-        parts.append(el("line", class_="grid", x1=90, x2=410, y1=y, y2=y, stroke_width=6))
-        at = {"x1": 90 + 320 * (low - least) / width, "x2": 90 + 320 * (high - least) / width}
-        parts.append(el("line", class_=f"c{1 - index}", y1=y, y2=y, stroke_width=6, **at))
-        middle = 90 + 320 * (score.value - least) / width
-        parts.append(el("circle", class_=f"mark c{1 - index}", cx=middle, cy=y, r=5))
-        parts.append(el("text", f"step {score.step:,}", class_="end", x=78, y=y + 4))
-        ends_text = "" if score.interval is None else f"{low:.3f} to {high:.3f}"
-        parts.append(el("text", ends_text, x=422, y=y + 4))
-    return el("svg", parts, class_="intervals", viewBox=f"0 0 520 {22 * len(scores) + 6}", role="img")
+        parts.append(line("grid", (90, 410), (y, y), stroke_width=6))
+        parts.append(line(f"c{1 - index}", (scale(low), scale(high)), (y, y), stroke_width=6))
+        parts.append(el("circle", class_=f"mark c{1 - index}", cx=scale(score.value), cy=y, r=5))
+        parts.append(text(78, y + 4, f"step {score.step:,}", "end"))
+        parts.append(text(422, y + 4, "" if score.interval is None else f"{low:.3f} to {high:.3f}", ""))
+    return svg("intervals", 520, 22 * len(scores) + 6, parts)
 
 
 def _details(data: RunData) -> list[Html]:
     others = curves.other_cards(data)
-    parts = []
-    if others:
-        parts.append(
-            el(
-                "details",
-                el("summary", f"Other metrics ({len(others)})"),
-                el("div", others, class_="grid-cards"),
-            )
-        )
-    if data.starts:
-        title = "Environment" if len(data.starts) == 1 else f"Environment, {len(data.starts)} starts"
-        parts.append(el("details", el("summary", title), el("pre", _pretty(list(data.starts)))))
-    parts.append(el("details", el("summary", "Config"), el("pre", _pretty(data.config))))
-    return parts
+    start = "Environment" if len(data.starts) == 1 else f"Environment, {len(data.starts)} starts"
+    parts = {f"Other metrics ({len(others)})": el("div", others, class_="grid-cards")} if others else {}
+    parts |= {start: el("pre", _pretty(list(data.starts)))} if data.starts else {}
+    parts["Config"] = el("pre", _pretty(data.config))
+    return [el("details", el("summary", title), body) for title, body in parts.items()]
 
 
 def _pretty(value: JSON) -> str:

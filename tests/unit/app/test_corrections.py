@@ -42,17 +42,35 @@ def test_every_algorithm_of_the_policy_loss_is_covered() -> None:
     assert {"grpo", "ppo", "dapo", "gspo", "cispo", "rloo", "remax", "safe_rlhf"} <= {*WEIGHTED}
 
 
-@pytest.mark.parametrize("name", WEIGHTED)
-def test_a_policy_loss_of_stale_rows_is_corrected_by_default(name: str) -> None:
-    assert correction(recipe(name=name)) == "tis"
-    assert correction(recipe(name=name, freshness=0)) == "none"
+UNCLIPPED = ["gspo", "cispo"]
+"""A ratio for whole rows; a clipped weight instead of a clipped ratio."""
 
 
 @pytest.mark.parametrize("name", WEIGHTED)
-def test_the_default_changes_the_correction_alone(name: str) -> None:
+def test_a_policy_loss_of_stale_rows_is_bounded_by_default(name: str) -> None:
+    """Where it clips token ratios, they are those to the sampler; elsewhere it has importance weights."""
+    made = recipe(name=name)
+    assert isinstance(made.algorithm, OnlineConfig)
+    expected = ("tis", "trainer") if name in UNCLIPPED else ("none", "sampler")
+    assert (correction(made), made.algorithm.old_logprobs) == expected
+    fresh = recipe(name=name, freshness=0).algorithm
+    assert isinstance(fresh, OnlineConfig)
+    assert (fresh.loss.correction, fresh.old_logprobs) == ("none", "trainer")
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_the_default_changes_one_setting(name: str) -> None:
     chosen = recipe('algorithm.loss.correction="none"', name=name).model_dump()
-    chosen["algorithm"]["loss"]["correction"] = "tis"
+    if name in UNCLIPPED:
+        chosen["algorithm"]["loss"]["correction"] = "tis"
+    else:
+        chosen["algorithm"]["old_logprobs"] = "sampler"
     assert recipe(name=name).model_dump() == chosen
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_the_trainers_log_probabilities_bring_importance_weights(name: str) -> None:
+    assert correction(recipe("algorithm.old_logprobs=trainer", name=name)) == "tis"
 
 
 @pytest.mark.parametrize("name", UNWEIGHTED)
@@ -68,7 +86,7 @@ def test_a_correction_that_the_recipe_names_is_kept(chosen: str) -> None:
 
 
 def test_bounds_without_a_correction_are_those_of_the_default() -> None:
-    made = recipe("algorithm.loss.correction_bounds=[0, 5]")
+    made = recipe("algorithm.loss.correction_bounds=[0, 5]", "algorithm.old_logprobs=trainer")
     assert isinstance(made.algorithm, OnlineConfig)
     assert (made.algorithm.loss.correction, made.algorithm.loss.bounds) == ("tis", (0, 5))
 
@@ -80,7 +98,8 @@ def test_the_samplers_own_log_probabilities_leave_nothing_to_correct() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ([], ['correction = "tis" with bounds [0, 2]', '"none" turns that off']),
+        ([], ['old_logprobs is "sampler"', "the clip bounds the ratio"]),
+        (["algorithm.old_logprobs=trainer"], ['"tis" with bounds [0, 2]', '"none" turns that off']),
         (["algorithm.loss.correction=m2po"], ['correction = "m2po" with bounds [0, 0.04]']),
         (["algorithm.loss.correction=none"], ["warning: ", 'correction is "none"', "clip never binds"]),
         (["algorithm.old_logprobs=sampler"], ['old_logprobs is "sampler"', "the clip bounds the ratio"]),

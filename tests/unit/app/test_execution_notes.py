@@ -9,7 +9,7 @@ import pytest
 
 from rillflow.app.doctor import sandbox
 from rillflow.cli.main import main
-from rillflow.rewards.isolation_levels import SENTENCES, Level
+from rillflow.rewards.sandbox import SENTENCES, Level
 
 ROOT = Path(__file__).parents[3]
 RUNS_TEXT = "import subprocess\nSTART = subprocess.run\n"

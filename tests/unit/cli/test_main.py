@@ -6,6 +6,7 @@ import argparse
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,7 +178,7 @@ def test_a_signal_ends_a_command_with_130_unless_the_process_ignores_it(
         signal.raise_signal(number)
         return 0
 
-    monkeypatch.setitem(COMMANDS, "doctor", (signalled, *COMMANDS["doctor"][1:]))
+    monkeypatch.setitem(COMMANDS, "doctor", replace(COMMANDS["doctor"], run=signalled))
     before = signal.signal(number, signal.default_int_handler)
     try:
         assert main(["doctor"]) == 130

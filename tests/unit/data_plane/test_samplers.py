@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.service.tests.streams import diamond
 from rillflow.data_plane.instructions import Lease
 from rillflow.data_plane.samplers import BLOCKED, DONE, READY, TAKEN, in_order, ready_first, within
 from rillflow.data_plane.table import Table
+from tests.unit.data_plane.streams import diamond
 
 STATES = st.lists(st.sampled_from([BLOCKED, READY, TAKEN, DONE]), max_size=20)
 TOKENS = st.lists(st.integers(0, 50), min_size=1, max_size=12)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from plugins.service.tests.streams import NUMBER, diamond
 from rillflow.data_plane.instructions import Begun, Delete, Dropped, Finished, Instruction, Lease, Ready, Room
 from rillflow.data_plane.schema import ColumnType, Schema, StageColumns
 from rillflow.data_plane.table import Table
 from rillflow.errors import StreamError
+from tests.unit.data_plane.streams import NUMBER, diamond
 
 
 def ids(*numbers: int) -> NDArray[np.int64]:

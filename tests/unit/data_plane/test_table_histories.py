@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from plugins.service.tests.streams import diamond
 from rillflow.data_plane.instructions import Begun, Delete, Dropped, Instruction, Lease
 from rillflow.data_plane.table import Table
 from rillflow.errors import StreamError
+from tests.unit.data_plane.streams import diamond
 
 CAPACITY = 5
 STAGES = ("sample", "score", "critic", "train")

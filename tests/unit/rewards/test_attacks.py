@@ -10,9 +10,8 @@ import pytest
 
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.isolation_levels import Level
 from rillflow.rewards.outcome import Outcome
-from rillflow.rewards.supervised import Containment
+from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
@@ -76,13 +75,11 @@ def test_no_attack_of_a_sample_succeeds_at_the_default_level(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("containment", [Containment.SANDBOX, Containment.SHARED_USER])
+@pytest.mark.parametrize("level", [Level.FULL, Level.SHARED_USER])
 @pytest.mark.parametrize("way", attacks.WAYS)
-def test_no_attack_succeeds_at_any_level_of_the_sandbox(
-    target: Target, way: str, containment: Containment
-) -> None:
+def test_no_attack_succeeds_at_any_level_of_the_sandbox(target: Target, way: str, level: Level) -> None:
     seen_by_the_function = {"read the function's file"} if way == "by_subprocess" else set()
-    found = attack(target, way, ATTACKS, containment=containment)
+    found = attack(target, way, ATTACKS, level=level)
     assert set(found.won) == seen_by_the_function
 
 

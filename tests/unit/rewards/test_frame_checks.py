@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from rillflow.errors import RewardError
-from rillflow.rewards.child import CALL_BYTES, ROW_BYTES, Answer, Child, Failure, State
+from rillflow.rewards.cells import CELL_BYTES
+from rillflow.rewards.child import CALL_BYTES, ROW_BYTES, Answer, Child, State
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, parse_function
-from rillflow.rewards.outcome import Outcome
-from rillflow.rewards.rows import CELL_BYTES
-from rillflow.rewards.supervised import Containment
+from rillflow.rewards.outcome import Outcome, Score
+from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]
@@ -115,14 +115,14 @@ def answered(child: Child, until: Callable[[], bool]) -> Answer | None:
 def test_an_agents_forged_frame_is_an_error_that_names_the_value(
     write: Write, written: str, told: str
 ) -> None:
-    child = Child(write(FORGER, "forge"), memory_bytes=10**9, containment=Containment.NAMESPACE)
+    child = Child(write(FORGER, "forge"), memory_bytes=10**9, level=Level.NONE)
     try:
         answered(child, lambda: child.state is State.IDLE)
-        child.send({"type": "run", "columns": {"completions": [written]}}, num_rows=1, limit_s=20)
+        child.send({"type": "run", "rows": 1, "columns": {"completions": [written]}}, limit_s=20)
         answer = answered(child, lambda: False)
     finally:
         child.stop()
-    assert isinstance(answer, Failure) and answer.outcome is Outcome.ERROR
+    assert isinstance(answer, Score) and answer.outcome is Outcome.ERROR
     assert told in answer.message
 
 

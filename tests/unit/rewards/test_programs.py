@@ -10,8 +10,7 @@ import pytest
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome
-from rillflow.rewards.programs import FinishedProgram, run_python
-from rillflow.rewards.runner import OUTPUT_BYTES
+from rillflow.rewards.programs import OUTPUT_BYTES, FinishedProgram, run_python
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]

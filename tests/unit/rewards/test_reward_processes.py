@@ -18,12 +18,12 @@ from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome
-from rillflow.rewards.supervised import Containment
+from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]
 
-CONTAINMENTS = [Containment.NAMESPACE, Containment.DESCENDANTS]
+LEVELS = [Level.NONE, Level.NO_NAMESPACE]
 
 SPAWNING = """
 import os, subprocess, sys, time
@@ -93,27 +93,21 @@ def mine() -> Callable[[], list[psutil.Process]]:
     return lambda: [process for process in below(os.getpid()) if process.pid not in before]
 
 
-@pytest.mark.parametrize("containment", CONTAINMENTS)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", ["hang", "die"])
-def test_detached_processes_end_with_the_call_that_fails(
-    write: Write, containment: Containment, kind: str
-) -> None:
+def test_detached_processes_end_with_the_call_that_fails(write: Write, level: Level, kind: str) -> None:
     marker = f"marker-{uuid.uuid4()}"
-    with RewardWorkers(
-        write(SPAWNING), RewardConfig(sandbox=False, timeout_s=1.0), containment=containment
-    ) as rewards:
+    with RewardWorkers(write(SPAWNING), RewardConfig(sandbox=False, timeout_s=1.0), level=level) as rewards:
         (score,) = rewards.score(["p"], [kind], {"marker": [marker]})
         assert score.outcome is (Outcome.TIMEOUT if kind == "hang" else Outcome.ERROR)
         assert not alive(marker)
 
 
-@pytest.mark.parametrize("containment", CONTAINMENTS)
-def test_nothing_is_left_after_close(write: Write, containment: Containment) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_nothing_is_left_after_close(write: Write, level: Level) -> None:
     marker = f"marker-{uuid.uuid4()}"
     before = {process.pid for process in below(os.getpid())}
-    with RewardWorkers(
-        write(SPAWNING), RewardConfig(sandbox=False, workers=2), containment=containment
-    ) as rewards:
+    with RewardWorkers(write(SPAWNING), RewardConfig(sandbox=False, workers=2), level=level) as rewards:
         scores = rewards.score(["p"], ["c"], {"marker": [marker]})
         assert scores[0].outcome is Outcome.SCORE, scores[0].message
         assert len(alive(marker)) == 3
@@ -126,12 +120,12 @@ import sys
 from pathlib import Path
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.supervised import Containment
+from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 function = parse_function("rewards.py:reward", Path(sys.argv[1]))
 config = RewardConfig(sandbox=False, workers=2, timeout_s=600)
-with RewardWorkers(function, config, containment=Containment(sys.argv[2])) as rewards:
+with RewardWorkers(function, config, level=Level(sys.argv[2])) as rewards:
     rewards.score(["p"] * 2, ["c", "c"], {"marker": [sys.argv[3]] * 2})
     print("idle", flush=True)
     if sys.argv[4] == "idle":
@@ -140,14 +134,12 @@ with RewardWorkers(function, config, containment=Containment(sys.argv[2])) as re
 """
 
 
-@pytest.mark.parametrize(
-    ("containment", "when"), [*((each, "busy") for each in CONTAINMENTS), (Containment.NAMESPACE, "idle")]
-)
-def test_nothing_is_left_when_the_driver_is_killed(write: Write, containment: Containment, when: str) -> None:
+@pytest.mark.parametrize(("level", "when"), [*((each, "busy") for each in LEVELS), (Level.NONE, "idle")])
+def test_nothing_is_left_when_the_driver_is_killed(write: Write, level: Level, when: str) -> None:
     marker = f"marker-{uuid.uuid4()}"
     folder = write(SPAWNING).file.parent
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(folder), containment, marker, when],
+        [sys.executable, "-c", DRIVER, str(folder), level, marker, when],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
@@ -166,9 +158,9 @@ def test_nothing_is_left_when_the_driver_is_killed(write: Write, containment: Co
     assert gone_within(5.0, lambda: alive(marker) + [each for each in tree if runs(each)])
 
 
-@pytest.mark.parametrize("containment", CONTAINMENTS)
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_killed_supervisor_takes_its_child_along(
-    write: Write, containment: Containment, mine: Callable[[], list[psutil.Process]]
+    write: Write, level: Level, mine: Callable[[], list[psutil.Process]]
 ) -> None:
     function = write(
         """
@@ -179,9 +171,7 @@ def test_a_killed_supervisor_takes_its_child_along(
             while True: pass
         """
     )
-    with RewardWorkers(
-        function, RewardConfig(sandbox=False, timeout_s=30), containment=containment
-    ) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False, timeout_s=30), level=level) as rewards:
         columns = {"marker": ["m"]}
         assert rewards.score(["p"], ["c"], columns)[0].value == 1.0
         tree = mine()
@@ -196,9 +186,9 @@ def test_a_killed_supervisor_takes_its_child_along(
         assert rewards.score(["p"], ["c"], columns)[0].value == 1.0
 
 
-@pytest.mark.parametrize("containment", CONTAINMENTS)
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_fork_bomb_is_ended_and_its_neighbours_are_scored(
-    write: Write, containment: Containment, mine: Callable[[], list[psutil.Process]]
+    write: Write, level: Level, mine: Callable[[], list[psutil.Process]]
 ) -> None:
     function = write(
         """
@@ -213,9 +203,7 @@ def test_a_fork_bomb_is_ended_and_its_neighbours_are_scored(
             return [1.0] * len(completions)
         """
     )
-    with RewardWorkers(
-        function, RewardConfig(sandbox=False, timeout_s=20), containment=containment
-    ) as rewards:
+    with RewardWorkers(function, RewardConfig(sandbox=False, timeout_s=20), level=level) as rewards:
         rewards.score(["p"], ["c"], {})
         before, bomb, after = rewards.score(["p"] * 3, ["c", "bomb", "c"], {})
         assert (before.value, after.value) == (1.0, 1.0)

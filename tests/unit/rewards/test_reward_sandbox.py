@@ -12,14 +12,13 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RewardError
+from rillflow.rewards.cells import fork
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
-from rillflow.rewards.isolation import fork
-from rillflow.rewards.isolation_levels import Level
 from rillflow.rewards.kernel import NETWORK, USERS, ask
 from rillflow.rewards.outcome import Outcome
+from rillflow.rewards.sandbox import Level
 from rillflow.rewards.source import shipped
-from rillflow.rewards.supervised import Containment
 from rillflow.rewards.supervisor import _open_door
 from rillflow.rewards.workers import RewardWorkers
 
@@ -220,7 +219,7 @@ def test_a_kernel_that_refuses_the_sandbox_is_an_error_and_nothing_runs(
     monkeypatch.setattr("rillflow.rewards.supervised._INTERPRETER", interpreter)
     with (
         pytest.raises(RewardError, match=r"could not be sandboxed: .*unshare"),
-        RewardWorkers(function, RewardConfig(), containment=Containment.SANDBOX) as workers,
+        RewardWorkers(function, RewardConfig(), level=Level.FULL) as workers,
     ):
         workers.score(["p"], ["a"], {})
     assert not (tmp_path / "ran").exists()

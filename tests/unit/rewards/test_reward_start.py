@@ -10,7 +10,7 @@ import pytest
 from rillflow.rewards import child
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import parse_function
-from rillflow.rewards.supervised import Containment
+from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 CODE = """
@@ -42,7 +42,7 @@ def test_the_time_to_load_is_the_childs_own(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(CODE)
     function = parse_function("reward.py:one", tmp_path)
     begun = time.monotonic()
-    started = child.Child(function, memory_bytes=10**9, containment=Containment.NAMESPACE)
+    started = child.Child(function, memory_bytes=10**9, level=Level.NONE)
     wait_for(tmp_path / "loaded")
     loaded_s = time.monotonic() - begun
     time.sleep(2.5)

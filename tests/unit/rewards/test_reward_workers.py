@@ -19,7 +19,7 @@ from rillflow.rewards.child import START_LIMIT_S, Child
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.supervised import Containment
+from rillflow.rewards.sandbox import Level
 from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]
@@ -210,7 +210,7 @@ def test_a_file_that_cannot_be_used_is_an_error_at_once(write: Write, source: st
 
 def test_a_file_that_does_not_finish_loading_is_an_error(write: Write) -> None:
     function = write("def reward(completions): ...\nwhile True: pass")
-    child = Child(function, memory_bytes=10**9, containment=Containment.NAMESPACE)
+    child = Child(function, memory_bytes=10**9, level=Level.NONE)
     assert 0 < child.deadline - time.monotonic() <= START_LIMIT_S
     with pytest.raises(RewardError, match="was not loaded within 60 s"):
         child.expire()
@@ -265,7 +265,7 @@ def test_after_close_nothing_is_scored(write: Write) -> None:
 
 
 def test_what_does_not_hold_is_said(write: Write, caplog: pytest.LogCaptureFixture) -> None:
-    with RewardWorkers(write(LENGTHS), RewardConfig(), containment=Containment.DESCENDANTS) as rewards:
+    with RewardWorkers(write(LENGTHS), RewardConfig(), level=Level.NO_NAMESPACE) as rewards:
         rewards.score(["p"], ["c"], {})
         assert "no pid namespace" in rewards.shortcomings
     assert rewards.shortcomings in caplog.text

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from rillflow.rewards.seccomp import Line, lines
+from rillflow.rewards.kernel import Line, lines
 
 X86_64, I386, ALLOWED = 0xC000003E, 0x40000003, 0x7FFF0000
 NEW_USER_NAMESPACE, SIGCHLD = 0x10000000, 17

@@ -9,7 +9,7 @@ import pytest
 
 from rillflow.errors import RewardError
 from rillflow.rewards.function import FunctionPath, parse_files
-from rillflow.rewards.text_execution import is_shut_in, source_files, text_uses
+from rillflow.rewards.text_execution import is_shut_in, text_uses, visible_to
 
 Write = Callable[..., FunctionPath]
 
@@ -83,7 +83,7 @@ def test_modules_beside_the_function_are_read_too(write: Write, tmp_path: Path) 
     (tmp_path / "unused.py").write_text("exec(open('x').read())\n")
     function = write("import grading.run\ndef reward(completions): return [1.0]\n")
     assert [str(use) for use in text_uses(function)] == ["run.py:3 os.system"]
-    names = {str(file.relative_to(tmp_path)) for file in source_files(function)}
+    names = {str(Path(file).relative_to(tmp_path)) for file in visible_to(function).copies}
     assert names == {"rewards.py", "grading/__init__.py", "grading/run.py"}
 
 

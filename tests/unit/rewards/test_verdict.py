@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rillflow.rewards.calling import MESSAGE_CHARACTERS, _called, _Loaded, describe
-from rillflow.rewards.verdict import is_verdict, shown_value, verdict_of
+from rillflow.rewards.calling import MESSAGE_CHARACTERS, _called, describe
+from rillflow.rewards.outcome import is_verdict, shown_value, verdict_of
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -29,13 +29,13 @@ def test_all_else_is_said_to_be_none(value: object) -> None:
 
 @pytest.mark.parametrize("result", [[0, 1], (0, 1), iter([0, 1]), np.array([0, 1])])
 def test_scores_are_read_from_any_iterable(result: object) -> None:
-    told = _called(_Loaded(function=lambda: result, file=Path()), {"type": "call", "rows": 2, "columns": {}})
+    told = _called(lambda: result, Path(), {"type": "call", "rows": 2, "columns": {}})
     assert told == {"type": "scores", "scores": [0, 1]}
 
 
 @pytest.mark.parametrize("result", ["01", b"01", {0: 1, 1: 0}, {0, 1}, 1.0, np.array(1.0)])
 def test_what_has_no_entry_for_each_row_is_malformed(result: object) -> None:
-    told = _called(_Loaded(function=lambda: result, file=Path()), {"type": "call", "rows": 2, "columns": {}})
+    told = _called(lambda: result, Path(), {"type": "call", "rows": 2, "columns": {}})
     assert told == {"type": "malformed", "what": f"returned {shown_value(result)}"}
 
 

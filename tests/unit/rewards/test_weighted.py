@@ -11,7 +11,7 @@ from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.weighted import WeightedWorkers
+from rillflow.rewards.workers import WeightedWorkers
 
 ONE = "def one(completions): return [float(text) if text.isdigit() else None for text in completions]"
 TWO = """

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import RunDirectoryError
+from rillflow.records.metrics import Sum
 from rillflow.runs.evidence import Evidence, damage, digest
 from rillflow.runs.reader import Evaluation
 from rillflow.runs.run_directory import RunDirectory
-from rillflow.records.metrics import Sum
 
 CONFIG = {"run": {"seed": 3}}
 ROLLOUTS = "rollouts/step-000002-0001-of-0001.safetensors"

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.runs.progress import Progress
-from rillflow.runs.time_left import Estimate, TimeLeft
-from rillflow.runs.formatting import duration, number, size
 from rillflow.records.metrics import Max, Mean, Metrics, Min, Sum
+from rillflow.runs.formatting import duration, number, size
+from rillflow.runs.progress import Estimate, Progress, TimeLeft
 
 STEPS = {"sft": 3, "grpo": 2}
 METRICS = {"reward/score/mean": Mean(total=3.0, count=4), "rollout/tokens/sum": Sum(value=9.0)}

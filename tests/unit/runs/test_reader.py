@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import RunDirectoryError
+from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Min, Sum, Variance
+from rillflow.records.row import RowId
 from rillflow.runs.json_lines import encode, read_lines
 from rillflow.runs.layout import rollout_files
 from rillflow.runs.reader import (
@@ -29,8 +31,6 @@ from rillflow.runs.reader import (
     rollout_columns,
 )
 from rillflow.runs.run_directory import RunDirectory
-from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Min, Sum, Variance
-from rillflow.records.row import RowId
 from tests.unit.written_rollouts import write_rollouts
 
 ROW = {
@@ -172,6 +172,16 @@ def test_an_older_run_s_rollouts_are_lines_of_json(tmp_path: Path) -> None:
         (older,), (newer,) = (read_rollouts(run.path, step) for step in (1, 2))
     assert older == newer
     assert rollout_columns(run.path, 1)["prompt"] == rollout_columns(run.path, 2)["prompt"] == ["17+25="]
+
+
+def test_an_older_run_s_row_whose_reward_is_no_number_has_no_reward(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        (run.path / "rollouts").mkdir()
+        row = {**ROW, "reward": math.nan, "logprobs": [0.0, -math.inf, -0.25, -0.125]}
+        (run.path / "rollouts" / "step-000001.jsonl").write_bytes(encode(row))
+        (record,) = read_rollouts(run.path, 1)
+        assert record.reward is None and record.logprobs[1] == -math.inf
+        assert rollout_columns(run.path, 1)["reward"] == [None]
 
 
 def test_a_step_of_which_a_file_is_missing_is_as_if_it_had_none(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RunDirectoryError
+from rillflow.records.metrics import Mean
 from rillflow.runs.environment import environment, git_revision
 from rillflow.runs.reader import (
     Evaluation,
@@ -24,7 +25,6 @@ from rillflow.runs.reader import (
     read_starts,
 )
 from rillflow.runs.run_directory import RunDirectory, set_aside
-from rillflow.records.metrics import Mean
 from tests.unit.written_rollouts import write_rollouts
 
 CONFIG = {"policy": {"lr": 1e-5, "betas": (0.9, 0.95)}, "run": {"dir": "runs/a", "threads": 2}}

@@ -82,14 +82,12 @@ def door(model: LanguageModel) -> Iterator[tuple[str, Passes]]:
         lanes=1,
         replay_after=1e9,
     )
-    engine.load(7, {})
     queue = EngineQueue(engine, model.tokenizer, max_rows=usual.max_rows)
+    queue.load(7, {})
     visitor = NewRows(Encoder(tokenizer=model.tokenizer, context=model.context), usual)
     app = Door(
         queue,
-        tokenizer=model.tokenizer,
         model="tiny",
-        version=lambda: 7,
         visitor=lambda key: visitor if key == KEY else None,
     ).app()
     going = True

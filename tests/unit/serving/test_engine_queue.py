@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,13 @@ def queue(engine: Faulty, model: LanguageModel) -> Iterator[EngineQueue]:
     made.close()
 
 
-def wanted(told: dict[int, Told], prompt: int, sample: int = 0, max_tokens: int = 20) -> Wanted:
+def wanted(
+    told: dict[int, Told],
+    prompt: int,
+    sample: int = 0,
+    max_tokens: int = 20,
+    is_left: Callable[[], bool] = lambda: False,
+) -> Wanted:
     def tell(what: Told, is_over: bool) -> None:
         assert is_over and told.setdefault(100 * sample + prompt, what) is what, "told once"
 
@@ -83,6 +89,7 @@ def wanted(told: dict[int, Told], prompt: int, sample: int = 0, max_tokens: int 
         stops=(),
         is_streamed=False,
         tell=tell,
+        is_left=is_left,
     )
 
 
@@ -119,8 +126,10 @@ def test_a_small_request_is_admitted_after_one_row_of_each_large_one(
     queue: EngineQueue, engine: Faulty
 ) -> None:
     told: dict[int, Told] = {}
+    left: list[bool] = []
     for client in range(20):
-        queue.put(*(wanted(told, client, sample, max_tokens=1 + sample % 3) for sample in range(64)))
+        rows = [wanted(told, client, each, 1 + each % 3, is_left=lambda: bool(left)) for each in range(64)]
+        queue.put(*rows)
     queue.turn()
     queue.put(wanted(told, 99))
     small = RowId(0, 99, 0)
@@ -128,16 +137,19 @@ def test_a_small_request_is_admitted_after_one_row_of_each_large_one(
         queue.turn()
     place = engine.order.index(small)
     assert ROWS <= place <= ROWS + 20, "each of the others had one turn at most before it"
-    queue.put(*(RowId(0, client, sample) for client in range(20) for sample in range(64)))
+    left.append(True)
+    queue.wake()
     assert drained(queue) == []
     assert isinstance(told[99], Rollout)
 
 
 def test_a_dropped_request_leaves_before_it_was_admitted(queue: EngineQueue, engine: Faulty) -> None:
     told: dict[int, Told] = {}
-    queue.put(*(wanted(told, 0, sample) for sample in range(20)))
+    left: list[bool] = []
+    queue.put(wanted(told, 0), *(wanted(told, 0, each, is_left=lambda: bool(left)) for each in range(1, 20)))
     queue.turn()
-    queue.put(*(RowId(0, 0, sample) for sample in range(1, 20)))
+    left.append(True)
+    queue.wake()
     assert drained(queue) == []
     assert set(told) == {0} and len(engine.order) == ROWS
 
@@ -244,3 +256,39 @@ def test_an_engine_s_lack_is_told_in_the_request_s_words(queue: EngineQueue) -> 
     queue.put(row)
     assert drained(queue) == []
     assert isinstance(told[0], StreamError) and told[0].what == "prompt 2 of the request has 64 tokens"
+
+
+def test_a_client_that_has_left_leaves_the_row_that_another_began_with_its_id(queue: EngineQueue) -> None:
+    """A tail-batched run aborts an agent's row and begins it again; the old client's end is seen later."""
+    told: dict[int, Told] = {}
+    left: list[bool] = []
+    queue.put(wanted({}, 1, is_left=lambda: bool(left)))
+    assert queue.turn(), "the old row runs"
+    left.append(True)
+    queue.put(wanted(told, 1))
+    queue.turn()
+    queue.wake()
+    drained(queue)
+    assert isinstance(told[1], Rollout)
+
+
+def test_a_request_of_a_client_whose_row_was_given_up_samples_nothing(
+    queue: EngineQueue, engine: Faulty
+) -> None:
+    told: dict[int, Told] = {}
+    queue.put(wanted(told, 1, is_left=lambda: True))
+    drained(queue)
+    assert told == {} and engine.order == []
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_client_that_leaves_ends_its_own_row(queue: EngineQueue, engine: Faulty, passes: int) -> None:
+    told: dict[int, Told] = {}
+    left: list[bool] = []
+    queue.put(wanted(told, 1, is_left=lambda: bool(left)), wanted(told, 2))
+    for _ in range(passes):
+        queue.turn()
+    left.append(True)
+    queue.wake()
+    drained(queue)
+    assert [*told] == [2] and len(engine.order) == 1 + passes

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from rillflow.records.metrics import Max, Mean, Metric, Sum
 from rillflow.runs.reader import Evaluation, SpanRecord
 from rillflow.runs.run_directory import RunDirectory
-from rillflow.records.metrics import Max, Mean, Metric, Sum
 from tests.unit.written_rollouts import write_rollouts
 
 CONFIG = {

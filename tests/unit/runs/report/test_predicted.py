@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
-from rillflow.runs import layout
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit, plan_text
+from rillflow.runs import layout
 from rillflow.runs.report.predicted import compare, render_comparison
 from rillflow.runs.report.write import render
 from rillflow.runs.run_data import RunData, load

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RunDirectoryError
-from rillflow.runs.reader import Evaluation, SpanRecord
-from rillflow.runs.run_directory import RunDirectory
 from rillflow.records.metrics import Max, Mean
+from rillflow.runs.reader import Evaluation, SpanRecord
 from rillflow.runs.report.chart import MAX_POINTS
+from rillflow.runs.report.html import style
 from rillflow.runs.report.write import write_report
-from rillflow.runs.report.style import STYLE
+from rillflow.runs.run_directory import RunDirectory
 from tests.unit.written_rollouts import write_rollouts
 
 MakeRun = Callable[..., Path]
@@ -125,7 +125,7 @@ def test_axes_are_named_and_wide_things_show_that_they_scroll(make_run: MakeRun)
     charts = re.findall(r'<svg[^>]*class="chart".*?</svg>', text)
     assert charts and all('class="axis end"' in chart for chart in charts)
     assert "nats per token" in page.text and "share of tokens" in page.text
-    scroll = STYLE[STYLE.index(".scroll {") :].split("}")[0]
+    scroll = style()[style().index(".scroll {") :].split("}")[0]
     assert "overflow-x: auto" in scroll and "var(--edge)" in scroll
 
 

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rillflow.runs.rollouts import RolloutRecord
-from rillflow.runs.run_directory import RunDirectory
 from rillflow.records.row import RowId
 from rillflow.runs.report.html import el, markup
 from rillflow.runs.report.samples import (
@@ -21,6 +19,8 @@ from rillflow.runs.report.samples import (
     read_samples,
     worst,
 )
+from rillflow.runs.rollouts import RolloutRecord
+from rillflow.runs.run_directory import RunDirectory
 from tests.unit.written_rollouts import write_rollouts
 
 ROW = RolloutRecord(

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from rillflow.errors import RunDirectoryError
-from rillflow.runs.reader import Evaluation, EvaluationRecord
-from rillflow.runs.run_directory import RunDirectory
 from rillflow.records.metrics import Mean
+from rillflow.runs.reader import Evaluation, EvaluationRecord
 from rillflow.runs.report.write import write_report
+from rillflow.runs.run_directory import RunDirectory
 from rillflow.runs.summary import render_text, summarise, verdict
 from tests.unit.written_rollouts import write_rollouts
 

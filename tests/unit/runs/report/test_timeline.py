@@ -11,11 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.runs.report.html import markup
+from rillflow.runs.report.html import COLOURS, markup, style
 from rillflow.runs.report.measured import last_steps, measured_bars
-from rillflow.runs.report.write import write_report
-from rillflow.runs.run_data import load
-from rillflow.runs.report.style import COLOURS, STYLE
 from rillflow.runs.report.timeline import (
     LEFT,
     RIGHT,
@@ -26,6 +23,8 @@ from rillflow.runs.report.timeline import (
     draw_timeline,
     merged,
 )
+from rillflow.runs.report.write import write_report
+from rillflow.runs.run_data import load
 
 MakeRun = Callable[..., Path]
 BAR = Bar(pool="main", lane="policy", stage="policy.update", start_s=10.0, end_s=12.0, step=1)
@@ -84,8 +83,8 @@ def test_the_longest_stages_have_colours_of_their_own() -> None:
 
 
 def test_every_colour_of_a_page_is_another() -> None:
-    rules = dict(re.findall(r"\.k(\d+) \{--kc:([^}]+)\}", STYLE))
-    shades = {name: re.findall(rf"--k{name}:(#\w+)", STYLE) for name in rules}
+    rules = dict(re.findall(r"\.k(\d+) \{--kc:([^}]+)\}", style()))
+    shades = {name: re.findall(rf"--k{name}:(#\w+)", style()) for name in rules}
     assert list(map(int, rules)) == list(range(COLOURS))
     assert len({str(shades[name] or rules[name]) for name in rules}) == COLOURS
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.runs.reader import SpanRecord
-from rillflow.runs.report.outcomes import outcome_counts
+from rillflow.runs.report.measured import covered
+from rillflow.runs.report.shares import REST, draw_stages, outcome_counts, stage_times
 from rillflow.runs.run_data import load
-from rillflow.runs.report.stages import REST, covered, draw_stages, stage_times
 
 MakeRun = Callable[..., Path]
 

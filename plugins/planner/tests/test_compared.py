@@ -11,11 +11,18 @@ import pytest
 from rillflow.cli.main import main
 from rillflow.placement.plan import open_plan
 from rillflow.runs import layout
+from tests.flows.conftest import written
 
 CLUSTER = '[[fleet]]\nname = "cores"\ndevice = "cpu"\ndevices = 2\nper_machine = 2\n'
 TITLE = "predicted and measured, medians of"
 LEFT = "not placed as"
 TWO = ("--set", "placement.backend=inline", "--set", "placement.pools.main=2")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """The path of a recipe in a folder of its own."""
+    return written(tmp_path)
 
 
 def forget(run: Path, step: int) -> None:

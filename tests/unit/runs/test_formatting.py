@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rillflow.runs.report.columns import columns
+from rillflow.runs.formatting import columns
 
 
 def test_words_are_flush_left_at_both_ends() -> None:

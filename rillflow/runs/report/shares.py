@@ -1,23 +1,32 @@
-"""Stages: draw the time of each phase by stage, as one bar and one table.
+"""Shares: draw the time of each phase by stage, and the scored rows by outcome, as one bar and one table.
 
 spans ─ by phase and stage ─> seconds, share, median step, rows and tokens per second
 time of the phase less the time under any span ─> evaluation, checkpoints and the rest
+metrics reward/OUTCOME/share ─> rows by outcome; a failure is not a reward of 0
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from rillflow.runs.reader import SpanRecord
+from rillflow.records.metrics import Mean
 from rillflow.runs.formatting import duration, number
-from rillflow.runs.report.html import Html, el, table
+from rillflow.runs.reader import SpanRecord
+from rillflow.runs.report.html import COLOURS, Html, card, el, share_bar, table
+from rillflow.runs.report.measured import covered
 from rillflow.runs.run_data import PhaseSpan, RunData
-from rillflow.runs.report.style import COLOURS
 
 REST = "evaluation, checkpoints and the rest"
+OUTCOMES = {
+    "score": "scored",
+    "abstain": "abstained: the reward gave no score",
+    "timeout": "timed out: the reward was stopped at its time limit",
+    "error": "failed: the reward raised an error or died",
+}
+"""Meaning of each reward outcome."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +63,6 @@ def stage_times(data: RunData, first: int, last: int) -> list[StageTime]:
     return found
 
 
-def covered(spans: Sequence[SpanRecord], start_s: float, end_s: float) -> float:
-    """Return the seconds between two times during which at least one span ran."""
-    total, reached = 0.0, start_s
-    for span in sorted(spans, key=lambda one: one.start_s):
-        stop = min(span.start_s + span.duration_s, end_s)
-        total += max(0.0, stop - max(span.start_s, reached))
-        reached = max(reached, stop)
-    return total
-
-
 def draw_stages(data: RunData) -> list[Html]:
     """Draw a card for every phase: its stages, and the time outside any stage."""
     colours: dict[str, int] = {}
@@ -79,21 +78,43 @@ def draw_stages(data: RunData) -> list[Html]:
     return cards
 
 
-def _card(phase: PhaseSpan, times: Sequence[StageTime], colours: dict[str, int]) -> Html:
+def _card(phase: PhaseSpan, times: Sequence[StageTime], colours: Mapping[str, int]) -> Html:
     total = sum(one.seconds for one in times) or 1.0
-    bar: list[Html] = []
-    rows: list[Sequence[str]] = [("stage", "time", "share", "median step", "rows/s", "tokens/s")]
-    for one in times:
-        kind = f"k{colours[one.stage]}" if one.stage in colours else "k-rest"
-        share = one.seconds / total
-        if one.seconds > 0:
-            bar.append(el("i", class_=kind, style=f"width:{100 * share:.2f}%", title=one.stage))
-        speeds = (
+    kinds = [f"k{colours[one.stage]}" if one.stage in colours else "k-rest" for one in times]
+    rows: list[Sequence[str]] = []
+    for one, kind in zip(times, kinds, strict=True):
+        speeds = [
             number(count / one.seconds) if count and one.seconds else "" for count in (one.rows, one.tokens)
-        )
+        ]
         usual = "" if one.stage == REST else duration(one.median_s)
         name = el("span", one.stage, class_=f"key {kind}")
-        rows.append((name, duration(one.seconds), f"{share:.1%}", usual, *speeds))
-    count = phase.last - phase.first + 1
-    title = f"{phase.name}: {count:,} steps in {duration(phase.end_s - phase.start_s)}"
-    return el("section", el("h3", title), el("div", bar, class_="bar"), table(rows), class_="card wide")
+        rows.append((name, duration(one.seconds), f"{one.seconds / total:.1%}", usual, *speeds))
+    shares = [(kind, one.seconds / total, one.stage) for one, kind in zip(times, kinds, strict=True)]
+    title = f"{phase.name}: {phase.last - phase.first + 1:,} steps in {duration(phase.end_s - phase.start_s)}"
+    head = ("stage", "time", "share", "median step", "rows/s", "tokens/s")
+    return card(title, share_bar(shares), table(rows, head), kind="card wide")
+
+
+def outcome_counts(data: RunData) -> dict[str, int]:
+    """Return the number of rows in the run by outcome; empty if no step scored rows."""
+    counts: dict[str, float] = {}
+    for record in data.steps:
+        for outcome in OUTCOMES:
+            metric = record.metrics.get(f"reward/{outcome}/share")
+            if isinstance(metric, Mean):
+                counts[outcome] = counts.get(outcome, 0.0) + metric.total
+    return {outcome: round(count) for outcome, count in counts.items()}
+
+
+def draw_outcomes(data: RunData) -> list[Html]:
+    """Draw a card with the counts; return no card if no step scored rows."""
+    counts = outcome_counts(data)
+    total = sum(counts.values())
+    if not total:
+        return []
+    shares = [(f"o-{outcome}", count / total, outcome) for outcome, count in counts.items()]
+    rows = [
+        (el("span", OUTCOMES[outcome], class_=f"key o-{outcome}"), f"{count:,}", f"{count / total:.2%}")
+        for outcome, count in counts.items()
+    ]
+    return [card(f"Rewards of {total:,} rows", share_bar(shares), table(rows), kind="card wide")]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import rillflow
 from rillflow.cli.main import main
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "warp"
+RECIPE = Path(__file__).parents[3] / "recipes" / "warp"
 SMALL = {
     "algorithm.steps": 1,
     "algorithm.prompts_per_step": 4,

@@ -21,12 +21,21 @@ from hypothesis import strategies as st
 from rillflow.cli.main import main
 from rillflow.runs import layout
 from rillflow.runs.reader import RankSpan, SpanRecord, read_spans
-from rillflow.runs.run_directory import RunDirectory
 from rillflow.runs.report.html import markup
-from rillflow.runs.report.measured import measured, measured_bars, measured_lines, trace_of
-from rillflow.runs.run_data import load
+from rillflow.runs.report.measured import (
+    END,
+    RankName,
+    measured,
+    measured_bars,
+    measured_lines,
+    rank_times,
+    trace_of,
+    waits_of,
+    works_of,
+)
 from rillflow.runs.report.timeline import MOST_LANES, draw_timeline
-from rillflow.runs.report.waits import END, RankName, rank_times, waits_of, works_of
+from rillflow.runs.run_data import load
+from rillflow.runs.run_directory import RunDirectory
 
 UPDATED = ("policy.generate", "reward.score")
 MAIN, SECOND = RankName("main", 0), RankName("main", 1)

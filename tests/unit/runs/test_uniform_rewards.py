@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rillflow.runs.uniform_rewards import Streak, streaks, without_lesson
 from rillflow.records.metrics import Max, Mean, Metrics, Min
+from rillflow.runs.uniform_rewards import Streak, streaks, without_lesson
 
 
 def scored(low: float | None, high: float | None) -> Metrics:

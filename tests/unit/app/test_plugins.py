@@ -1,0 +1,120 @@
+"""Plugins: distributions on the path add commands; the error of a missing or broken one says what to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rillflow.app.plugins import SHIPPED, commands, install_line, installed, missing, predict_steps
+from rillflow.cli.main import COMMANDS, main
+from rillflow.errors import ConfigError
+
+GREETING = """
+from rillflow.app.plugins import Command, Plugin
+
+def greet(arguments):
+    print(f"hello {arguments.name}")
+    return 0
+
+def arguments(parser):
+    parser.add_argument("name")
+
+PLUGIN = Plugin(commands={"COMMAND": Command(help="greet somebody", run=greet, add_arguments=arguments)})
+"""
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Put a distribution on the path, as pip does: its metadata, and its module unless the text is None."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def put(name: str, text: str | None) -> None:
+        module = f"plugin_of_test_{name}"
+        if text is not None:
+            (tmp_path / f"{module}.py").write_text(text)
+        metadata = tmp_path / f"{module}-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 1.0\n")
+        (metadata / "entry_points.txt").write_text(f"[rillflow.plugins]\n{name} = {module}:PLUGIN\n")
+        installed.cache_clear()
+
+    yield put
+    installed.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("plugin_of_test_")]:
+        del sys.modules[name]
+
+
+def test_a_command_of_an_installed_plugin_runs(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install("greeter", GREETING.replace("COMMAND", "greet"))
+    assert "greeter" in installed()
+    assert main(["greet", "Ada"]) == 0
+    assert capsys.readouterr().out == "hello Ada\n"
+
+
+def test_a_plugin_whose_folder_is_gone_is_not_installed(install: Install) -> None:
+    install("gone", None)
+    assert "gone" not in installed()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import no_such_dependency", ("cannot be loaded", "no_such_dependency")),
+        ("from rillflow.app.plugins import NoSuchName", ("cannot be loaded", "NoSuchName")),
+        ("", ("cannot be loaded", "no attribute 'PLUGIN'")),
+        ("PLUGIN = 3", ("is no Plugin", "its type is int")),
+    ],
+)
+def test_a_broken_plugin_ends_every_command_with_2(
+    install: Install, capsys: pytest.CaptureFixture[str], text: str, words: tuple[str, ...]
+) -> None:
+    install("broken", text)
+    with pytest.raises(ConfigError, match="the plugin broken"):
+        installed()
+    assert main(["doctor"]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in (*words, "the plugin broken", "fix: ")) and "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", ["run", "greet"])
+def test_two_commands_of_one_name_are_refused(
+    install: Install, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    install("first", GREETING.replace("COMMAND", "greet"))
+    install("second", GREETING.replace("COMMAND", name))
+    assert main(["doctor"]) == 2
+    assert f"adds the command {name}" in capsys.readouterr().err
+
+
+def test_the_error_of_a_missing_plugin_names_the_line_that_installs_it() -> None:
+    said = str(missing("--cluster", "planner"))
+    assert "--cluster needs the plugin planner" in said and "it is not installed" in said
+    assert install_line("planner") in said and "pip install ./plugins/planner" in said
+
+
+def test_the_command_of_a_missing_plugin_exits_with_2(
+    without_plugins: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict_steps() is None
+    names = [name for of_plugin in SHIPPED.values() for name in of_plugin]
+    assert list(commands(taken=COMMANDS)) == names
+    for name in names:
+        for words in ([], ["--model", "a"], ["run.toml", "--cluster", "b", "--debug"], ["--", "-x"]):
+            assert main([name, *words]) == 2
+            assert f"rillflow {name} needs the plugin" in capsys.readouterr().err
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0 and "not installed" in capsys.readouterr().out
+
+
+@pytest.fixture
+def without_plugins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Find no distribution: the path has no metadata."""
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    installed.cache_clear()
+    yield
+    installed.cache_clear()
