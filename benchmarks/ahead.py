@@ -33,7 +33,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.app.launch import launch
 from rillflow.app.phases import phase_plans
@@ -253,7 +253,7 @@ def step(flow: Flow, prompts: Batch, config: SleepingConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=SleepingConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=SleepingConfig, step=step)
 
 
 def run_of(recipe: Path, folder: Path, *settings: str) -> Path:

@@ -176,10 +176,10 @@ def rillflow_step(
     """A function that makes one step of ours: its seconds, and those of all its threads."""
     import torch
 
-    from rillflow.formulas.config import PairLossConfig
+    from rillflow.formulas.preferences import PairLossConfig
     from rillflow.roles.answer_totals import totals_of
+    from rillflow.training.answers import AnswerLoss
     from rillflow.training.config import TrainConfig
-    from rillflow.training.pairs import PolicyPairLoss
     from rillflow.training.scorer import Scorer
     from rillflow.training.trainer import Trainer
 
@@ -187,7 +187,7 @@ def rillflow_step(
     trainer = Trainer(load(folder, "policy"), TrainConfig(lr=RATE), total_steps=1000)
     reference, loss = (
         Scorer(load(folder, "reference"), TrainConfig()),
-        PolicyPairLoss(PairLossConfig(beta=BETA)),
+        AnswerLoss(PairLossConfig(beta=BETA)),
     )
 
     def step(index: int) -> tuple[float, float]:
@@ -256,28 +256,23 @@ def gradients(folder: Path, arguments: argparse.Namespace) -> list[str]:
 
 def our_gradient(folder: Path, name: str) -> dict[str, Any]:
     """By weight, of the first step's loss, in micro-batches."""
-    from functools import partial
-
-    from rillflow.formulas.config import PairLossConfig, UnpairedLossConfig
+    from rillflow.formulas.preferences import PairLossConfig
+    from rillflow.formulas.unpaired import UnpairedLossConfig
     from rillflow.roles.answer_totals import totals_of
+    from rillflow.training.answers import AnswerLoss
     from rillflow.training.config import TrainConfig
     from rillflow.training.guards import loss_tokens
-    from rillflow.training.pairs import PolicyPairLoss
     from rillflow.training.scorer import LogprobReader, Scorer, micro_batches
-    from rillflow.training.unpaired import UnpairedLoss
     from rillflow.workers.collectives import SingleRank
 
     module, settings, single = load(folder, "policy", "float64"), LOSSES[name][0], name == "kto"
     scorer, rows = Scorer(module, TrainConfig()), batch_of(0, SMALL, single=single)
     known = totals_of(Scorer(load(folder, "reference", "float64"), TrainConfig()), rows, 1.0)
     rows = rows.with_fields(reference_totals=known)
-    loss: Any
-    if single:
-        loss = UnpairedLoss(UnpairedLossConfig(beta=BETA))
-        prepared = loss.settled(loss.prepare(rows), rows, partial(scorer.logprobs), SingleRank())
-    else:
-        loss = PolicyPairLoss(PairLossConfig(**{"beta": 2.0 if name == "simpo" else BETA, **settings}))
-        prepared = loss.prepare(rows)
+    paired = {"beta": 2.0 if name == "simpo" else BETA, **settings}
+    loss = AnswerLoss(UnpairedLossConfig(beta=BETA) if single else PairLossConfig(**paired))
+    prepared = loss.settled(loss.prepare(rows), rows, scorer.logprobs, SingleRank())
+    assert prepared is not None, "there are rows"
     for index in micro_batches(prepared, 100, prepared.fields.get("loss_units")):
         part = prepared.select(index)
         terms = loss(scorer.forward(part, LogprobReader()), loss_tokens(part)).terms

@@ -181,7 +181,7 @@ def load_seconds(base: Path, server: str) -> float:
     from rillflow.models.language_model import load_model
     from rillflow.roles.logprob_check import canary_texts
     from rillflow.rollout.config import RolloutConfig
-    from rillflow.rollout.stops import Stops
+    from rillflow.rollout.engine import Stops
     from rillflow.rollout.vllm.engine import VllmEngine
     from rillflow.workers.collectives import SingleRank
 

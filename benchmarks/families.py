@@ -44,8 +44,8 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.roles.logprob_check import canary_rows, canary_texts
 from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.engine import Stops
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.stops import Stops
 from rillflow.rollout.vllm.engine import VllmEngine
 from rillflow.training.config import TrainConfig
 from rillflow.training.scorer import LogprobReader, Scorer

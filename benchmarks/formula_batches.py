@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from rillflow import formulas
-from rillflow.formulas.aggregation import Aggregation
 from rillflow.formulas.config import Estimator, PolicyLossConfig
-from rillflow.formulas.ratios import correction_weights
+from rillflow.formulas.losses import Aggregation, correction_weights
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 

@@ -193,14 +193,14 @@ def native_engines(module: Any) -> dict[str, Run]:
     from rillflow.rollout.config import RolloutConfig, SamplingConfig
     from rillflow.rollout.native.engine import NativeEngine
 
-    def engine(deterministic: bool = False, replay_after: float = 64) -> Run:
+    def engine(deterministic: bool = False, record_after: float = 64) -> Run:
         native = NativeEngine(
             module,
             RolloutConfig(max_rows=SLOTS, deterministic=deterministic),
             stop_tokens=frozenset(),
             seed=0,
             context=CONTEXT,
-            replay_after=replay_after,
+            record_after=record_after,
         )
 
         def run(workload: Workload) -> Timing:
@@ -222,7 +222,7 @@ def native_engines(module: Any) -> dict[str, Run]:
 
     return {
         "native": engine(),
-        "native, never recorded": engine(replay_after=float("inf")),
+        "native, never recorded": engine(record_after=float("inf")),
         "native, deterministic": engine(deterministic=True),
     }
 

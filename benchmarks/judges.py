@@ -41,7 +41,8 @@ from rillflow.roles.trained_role import Training
 from rillflow.runs.layout import rollout_files
 from rillflow.runs.reader import read_metrics, read_rollouts
 from rillflow.tasks.config import TaskConfig
-from rillflow.tasks.task import open_preferences
+from rillflow.tasks.preference import PREFERENCES
+from rillflow.tasks.task import open_task
 from rillflow.training.config import TrainConfig
 from rillflow_merging.command import merge_models
 from rillflow_merging.merge import MergeSettings
@@ -118,12 +119,12 @@ def position(folder: Path, wanted: Mapping[str, Any]) -> dict[str, float]:
     assert frame is not None
     judge = Judge(ModelShard.whole(loaded), Training(config=TrainConfig(), seed=0), frame=frame)
     source = TaskConfig(source=str(RECIPES / "preference/pairs.jsonl"), held_out=10)
-    task = open_preferences(source, base=Path(), seed=seed)
+    task = open_task(source, PREFERENCES, base=Path(), seed=seed)
     apart = {pair.key for pair in task.held_out}
-    whole = open_preferences(source.model_copy(update={"held_out": 0}), base=Path(), seed=seed).train
+    whole = open_task(source.model_copy(update={"held_out": 0}), PREFERENCES, base=Path(), seed=seed).train
     pairs = [pair for pair in whole if pair.key in apart]
     texts = ([str(pair.prompt) for pair in pairs], [str(pair.completion) for pair in pairs])
-    _, said = judge.compared(*texts, [pair.rejected for pair in pairs])
+    _, said = judge.compared(*texts, [pair.others[0] for pair in pairs])
     first, second = said.likely + said.bias, said.likely - said.bias
     return {
         "pairs": len(pairs),

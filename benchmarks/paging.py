@@ -30,7 +30,7 @@ from torch import nn
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.native import layout
+from rillflow.rollout.native import cache_layout
 from rillflow.rollout.native.cache import Cache, LayerShape
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.rollout.native.scheduler import Scheduler, Sequence
@@ -161,7 +161,7 @@ def counted(rows: Rows[tuple[int, int]]) -> int:
         scheduler.add(Sequence(rollout=start, sampling=SamplingConfig(), prefix=prefix, limit=CONTEXT))
     while scheduler.has_work:
         step = scheduler.schedule()
-        cache.arrange(step.bands, step.copies)
+        cache.arrange(step.buckets, step.copies)
         scheduler.leave(
             row for row in step.rows if step.clock - row.start_step + 2 >= sum(rows[row.rollout.row.prompt])
         )
@@ -197,21 +197,21 @@ def preempted(arguments: argparse.Namespace) -> list[str]:
 
 def ran(engine: NativeEngine, load: Load) -> Ran:
     """One run."""
-    (lane,) = engine._lanes
-    requeue, taken_back = lane._scheduler.requeue, [0]
+    (worker,) = engine._workers
+    requeue, taken_back = worker._scheduler.requeue, [0]
 
     def counting(rows: Rows[object]) -> None:
         taken_back[0] += len(rows)
         requeue(rows)  # type: ignore[arg-type]
 
-    lane._scheduler.requeue = counting  # type: ignore[method-assign, assignment]
+    worker._scheduler.requeue = counting  # type: ignore[method-assign, assignment]
     rollouts = dict[RowId, Rollout]()
     begin = time.process_time()
     load.add_to(engine)
     while engine.has_work:
         rollouts |= {each.row: each for each in engine.step()}
     seconds = time.process_time() - begin
-    lane._scheduler.requeue = requeue  # type: ignore[method-assign]
+    worker._scheduler.requeue = requeue  # type: ignore[method-assign]
     return Ran(seconds=seconds, peak_bytes=engine.peak_bytes, taken_back=taken_back[0], rollouts=rollouts)
 
 
@@ -221,19 +221,19 @@ def _made(rows: int, **more: float) -> dict[str, object]:
         "stop_tokens": frozenset(),
         "seed": 0,
         "context": CONTEXT,
-        "lanes": 1,
+        "workers": 1,
     }
 
 
 @contextmanager
 def _one_band(is_on: bool = True) -> Iterator[None]:
     """No further band is worth it meanwhile."""
-    before = layout.WORTH
-    layout.WORTH = sys.maxsize if is_on else before
+    before = cache_layout.WORTH
+    cache_layout.WORTH = sys.maxsize if is_on else before
     try:
         yield
     finally:
-        layout.WORTH = before
+        cache_layout.WORTH = before
 
 
 def _same(one: Ran, other: Ran) -> bool:

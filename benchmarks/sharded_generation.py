@@ -136,8 +136,8 @@ def measure(ranks: Any, name: str, recorded: bool, rounds: int) -> dict[str, Any
         stop_tokens=frozenset(),
         seed=0,
         context=CONTEXT,
-        replay_after=64 if recorded else float("inf"),
-        lanes=1,
+        record_after=64 if recorded else float("inf"),
+        workers=1,
         tp=ranks,
     )
     workload = workloads()[0]

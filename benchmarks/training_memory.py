@@ -35,8 +35,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.saving import Saving
-from rillflow.sharding.gradients import EarlySums, Gradients
-from rillflow.sharding.mesh import RankGroups
+from rillflow.sharding.mesh import EarlySums, Gradients, RankGroups
 from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import SupervisedLoss

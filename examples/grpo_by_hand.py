@@ -19,6 +19,7 @@ from rillflow.records.metrics import Mean, merge_metrics
 from rillflow.records.rollout import completions
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.tasks import kinds
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.prompts import PromptStream, prompt_batch
@@ -51,7 +52,7 @@ def main() -> list[dict[str, float]]:
     )
     trainer = Trainer(model.module, SPLIT_DP_REDUCE, total_steps=STEPS * MINIBATCHES)
     loss = PolicyLoss(PolicyLossConfig(), max_tokens=MAX_TOKENS)
-    task = open_task(TASK, base=Path(), seed=SEED)
+    task = open_task(TASK, kinds.PROMPTS, base=Path(), seed=SEED)
     stream = PromptStream(Encoder(tokenizer=model.tokenizer).rows(task.train), seed=SEED)
     found = []
     for step in range(STEPS):

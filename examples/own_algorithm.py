@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.cli.main import main
 from rillflow.controller.flow import Flow
@@ -55,7 +55,7 @@ def step(flow: Flow, prompts: Batch, config: AboveMeanConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=AboveMeanConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=AboveMeanConfig, step=step)
 
 if __name__ == "__main__":
     words = sys.argv[1:] or ["run", str(Path(__file__).with_suffix(".toml"))]

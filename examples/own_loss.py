@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import with_logprobs
 from rillflow.cli.main import main
@@ -77,7 +77,7 @@ def step(flow: Flow, prompts: Batch, config: RankedConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=RankedConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=RankedConfig, step=step)
 
 if __name__ == "__main__":
     raise SystemExit(main(algorithms=[ALGORITHM]))

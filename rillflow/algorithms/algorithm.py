@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from rillflow.graph.handle import Handle
 from rillflow.rollout.config import answering
+from rillflow.tasks.kinds import PROMPTS, DataKind
 
 if TYPE_CHECKING:
     from rillflow.algorithms.config import AlgorithmConfig
     from rillflow.graph.trace import Listener
-
-
-class Data(StrEnum):
-    """Kind of data of one iteration."""
-
-    PROMPTS = "prompts"
-    """Prompts to sample answers for."""
-    DEMONSTRATIONS = "demonstrations"
-    """Prompts with an answer to learn."""
-    PREFERENCES = "preferences"
-    """Pairs of answers to one prompt, the better one first."""
-    LABELLED = "labelled answers"
-    """Single answers, each good or bad, and each prompt again with another row's answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +20,7 @@ class Algorithm:
     """An algorithm as the rest of the system sees it.
 
     Example:
-        Algorithm(config=GRPOConfig, step=step, data=Data.PROMPTS)
+        Algorithm(config=GRPOConfig, step=step)
     """
 
     config: type[AlgorithmConfig]
@@ -43,10 +30,10 @@ class Algorithm:
 
     A second batch, if there is one, is the fourth argument.
     """
-    data: Data
-    """Data of an iteration."""
-    beside: Callable[[Any], Data | None] = lambda _: None
-    """Data of the second batch, from the settings: as many rows, in an order of their own."""
+    data: DataKind = PROMPTS
+    """Kind of data of an iteration."""
+    beside: Callable[[Any], DataKind | None] = lambda _: None
+    """Kind of data of the second batch, from the settings: as many rows, in an order of their own."""
     score: Callable[..., Any] | None = None
     """Scorer of held-out answers: ``score(flow, rows, config)`` returns their field ``rewards``."""
     brings: Mapping[str, type | str] = field(default_factory=dict)

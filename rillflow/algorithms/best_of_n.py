@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, model_validator
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import SampledConfig
 from rillflow.algorithms.steps import missing_end_penalised, trained_rows
 
@@ -64,4 +64,4 @@ def step(flow: Flow, prompts: Batch, config: BestOfNConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=BestOfNConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=BestOfNConfig, step=step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GroupScaleConfig, step
 from rillflow.formulas.config import PolicyLossConfig
 
@@ -20,4 +20,4 @@ class CISPOConfig(GroupScaleConfig):
     loss: PolicyLossConfig = PolicyLossConfig(surrogate="weight", clip_low=1.0, clip_high=4.0)
 
 
-ALGORITHM = Algorithm(config=CISPOConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=CISPOConfig, step=step)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.rewards.judge_prompt import FrameConfig
 from rillflow.training.config import PassesConfig, RateConfig, UpdateConfig

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GroupScaleConfig
 from rillflow.algorithms.steps import group_relative_advantages, update_and_publish, with_logprobs
 from rillflow.formulas.config import PolicyLossConfig
@@ -70,4 +70,4 @@ def step(flow: Flow, prompts: Batch, config: DAPOConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=DAPOConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=DAPOConfig, step=step)

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
-from rillflow.formulas.config import PairLossConfig
+from rillflow.formulas.preferences import PairLossConfig
+from rillflow.tasks.preference import PREFERENCES
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -45,4 +46,4 @@ def score(flow: Flow, pairs: Batch, config: DPOConfig) -> Handle:
     return flow.compute(formulas.implicit_rewards, *given, into="rewards", config=config.loss)
 
 
-ALGORITHM = Algorithm(config=DPOConfig, step=step, data=Data.PREFERENCES, score=score)
+ALGORITHM = Algorithm(config=DPOConfig, step=step, data=PREFERENCES, score=score)

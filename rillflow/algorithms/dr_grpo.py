@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GroupScaleConfig, ScaleSetting, step
 from rillflow.formulas.config import PolicyLossConfig
 
@@ -21,4 +21,4 @@ class DrGRPOConfig(GroupScaleConfig):
     loss: PolicyLossConfig = PolicyLossConfig(aggregation="constant")
 
 
-ALGORITHM = Algorithm(config=DrGRPOConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=DrGRPOConfig, step=step)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import group_relative_advantages, update_and_publish, with_logprobs
 
@@ -47,4 +47,4 @@ def step(flow: Flow, prompts: Batch, config: GroupScaleConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=GRPOConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=GRPOConfig, step=step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GroupScaleConfig, step
 from rillflow.formulas.config import PolicyLossConfig
 
@@ -22,4 +22,4 @@ class GSPOConfig(GroupScaleConfig):
     )
 
 
-ALGORITHM = Algorithm(config=GSPOConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=GSPOConfig, step=step)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
-from rillflow.formulas.config import PairLossConfig, UnpairedLossConfig
+from rillflow.formulas.preferences import PairLossConfig
+from rillflow.formulas.unpaired import UnpairedLossConfig
+from rillflow.tasks.labelled import LABELLED
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -41,4 +43,4 @@ def score(flow: Flow, answers: Batch, config: KTOConfig) -> Handle:
     return flow.compute(formulas.implicit_rewards, *given, into="rewards", config=same)
 
 
-ALGORITHM = Algorithm(config=KTOConfig, step=step, data=Data.LABELLED, score=score)
+ALGORITHM = Algorithm(config=KTOConfig, step=step, data=LABELLED, score=score)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AnchoredConfig
 from rillflow.algorithms.steps import missing_end_penalised, publish
-from rillflow.formulas.config import PairLossConfig, Selector
+from rillflow.formulas.config import Selector
+from rillflow.formulas.preferences import PairLossConfig
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -95,4 +96,4 @@ def with_totals(flow: Flow, pairs: Handle, config: OnlineDPOConfig) -> Handle:
     return flow.compute(formulas.kept_totals, pairs, totals, into="reference_totals")
 
 
-ALGORITHM = Algorithm(config=OnlineDPOConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=OnlineDPOConfig, step=step)

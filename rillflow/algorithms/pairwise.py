@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.rewards.judge_prompt import FrameConfig
+from rillflow.tasks.preference import PREFERENCES
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -46,4 +47,4 @@ def score(flow: Flow, pairs: Batch, config: PairwiseConfig) -> Handle:
     return flow.judge.score(pairs)
 
 
-ALGORITHM = Algorithm(config=PairwiseConfig, step=step, data=Data.PREFERENCES, score=score)
+ALGORITHM = Algorithm(config=PairwiseConfig, step=step, data=PREFERENCES, score=score)

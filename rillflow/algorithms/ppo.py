@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import TokenConfig
 from rillflow.algorithms.steps import (
     bootstrapped,
@@ -28,6 +28,7 @@ from rillflow.algorithms.steps import (
 )
 from rillflow.formulas.config import ValueLossConfig
 from rillflow.graph.loss import over
+from rillflow.tasks.kinds import DEMONSTRATIONS, DataKind
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -130,9 +131,9 @@ def kl_weight(flow: Flow, batches: list[Handle], config: CriticTrainedConfig) ->
     return weight
 
 
-def beside(config: CriticTrainedConfig) -> Data | None:
+def beside(config: CriticTrainedConfig) -> DataKind | None:
     """Return demonstrations as the second batch, if they count."""
-    return Data.DEMONSTRATIONS if config.pretrain_weight else None
+    return DEMONSTRATIONS if config.pretrain_weight else None
 
 
-ALGORITHM = Algorithm(config=PPOConfig, step=step, data=Data.PROMPTS, beside=beside)
+ALGORITHM = Algorithm(config=PPOConfig, step=step, beside=beside)

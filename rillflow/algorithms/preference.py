@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
+from rillflow.tasks.preference import PREFERENCES
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -52,4 +53,4 @@ def score(flow: Flow, pairs: Batch, config: PreferenceConfig) -> Handle:
     return flow.reward_model.score(pairs)
 
 
-ALGORITHM = Algorithm(config=PreferenceConfig, step=step, data=Data.PREFERENCES, score=score)
+ALGORITHM = Algorithm(config=PreferenceConfig, step=step, data=PREFERENCES, score=score)

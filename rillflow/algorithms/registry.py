@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-from rillflow.algorithms import (
-    best_of_n,
-    cispo,
-    dapo,
-    dpo,
-    dr_grpo,
-    grpo,
-    gspo,
-    kto,
-    online_dpo,
-    pairwise,
-    ppo,
-    preference,
-    reinforce_pp,
-    remax,
-    rloo,
-    safe_rlhf,
-    sft,
-)
+from importlib import import_module
+
+from rillflow.algorithms import sft
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig, WarmStartConfig
 
 _SHIPPED = (
-    grpo,
-    dr_grpo,
-    dapo,
-    rloo,
-    remax,
-    reinforce_pp,
-    gspo,
-    cispo,
-    ppo,
-    safe_rlhf,
-    best_of_n,
-    online_dpo,
-    dpo,
-    kto,
-    preference,
-    pairwise,
-    sft,
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "rloo",
+    "remax",
+    "reinforce_pp",
+    "gspo",
+    "cispo",
+    "ppo",
+    "safe_rlhf",
+    "best_of_n",
+    "online_dpo",
+    "dpo",
+    "kto",
+    "preference",
+    "pairwise",
+    "sft",
 )
 ALGORITHMS: dict[str, Algorithm] = {
-    module.__name__.rpartition(".")[2]: module.ALGORITHM for module in _SHIPPED
+    name: import_module(f"rillflow.algorithms.{name}").ALGORITHM for name in _SHIPPED
 }
 """Algorithms by name, which is the name of their file."""
 

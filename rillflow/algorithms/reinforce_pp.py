@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import TokenConfig
 from rillflow.algorithms.steps import token_level_rewards, update_and_publish, with_logprobs
 
@@ -37,4 +37,4 @@ def step(flow: Flow, prompts: Batch, config: ReinforcePPConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=ReinforcePPConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=ReinforcePPConfig, step=step)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import model_validator
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.algorithms.steps import (
     kl_penalised_rewards,
@@ -54,4 +54,4 @@ def step(flow: Flow, prompts: Batch, config: ReMaxConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=ReMaxConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=ReMaxConfig, step=step)

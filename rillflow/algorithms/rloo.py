@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import kl_penalised_rewards, update_and_publish, with_logprobs
 
@@ -37,4 +37,4 @@ def step(flow: Flow, prompts: Batch, config: RLOOConfig) -> Handle:
     return update_and_publish(flow, [*batches, advantages], config)
 
 
-ALGORITHM = Algorithm(config=RLOOConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=RLOOConfig, step=step)

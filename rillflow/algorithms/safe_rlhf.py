@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.ppo import CriticTrainedConfig, beside, kl_weight, update_with_pretraining
 from rillflow.algorithms.steps import (
     bootstrapped,
@@ -98,4 +98,4 @@ def step(
     return critic, cost_critic, policy
 
 
-ALGORITHM = Algorithm(config=SafeRLHFConfig, step=step, data=Data.PROMPTS, beside=beside)
+ALGORITHM = Algorithm(config=SafeRLHFConfig, step=step, beside=beside)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
+from rillflow.tasks.kinds import DEMONSTRATIONS
 
 if TYPE_CHECKING:
     from rillflow.controller.flow import Flow
@@ -30,4 +31,4 @@ def step(flow: Flow, demonstrations: Batch, config: SFTConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=SFTConfig, step=step, data=Data.DEMONSTRATIONS)
+ALGORITHM = Algorithm(config=SFTConfig, step=step, data=DEMONSTRATIONS)

@@ -26,8 +26,8 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.engine import Stops
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.stops import Stops
 from rillflow.runs import layout
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.reader import read_config, rollout_columns

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from rillflow.algorithms.algorithm import Data
 from rillflow.app.recipe import Recipe
 from rillflow.errors import ConfigError
 from rillflow.models.language_model import LanguageModel, outline
@@ -34,7 +33,7 @@ def decoder_notes(recipe: Recipe, base: Path) -> list[str]:
     name = type(tried.module).__name__
     if not recipe.placement.mesh_of(recipe.trained_role).is_plain:
         raise ConfigError(*own_attention_is_whole(name))
-    answers = recipe.chosen.data is Data.PROMPTS or recipe.evaluate.problems > 0
+    answers = not recipe.chosen.data.answers or recipe.evaluate.problems > 0
     if recipe.has_policy and answers and recipe.rollout.engine == NATIVE:
         raise ConfigError(
             f"{name} trains with its own attention, and cannot be sampled by the native engine",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rillflow.algorithms.algorithm import Data
 from rillflow.algorithms.config import SampledConfig
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ def step_rows(recipe: Recipe) -> str:
     if isinstance(config, SampledConfig):
         prompts, samples = config.prompts_per_step, config.samples_per_prompt
         return f"{prompts:,} prompts x {samples:,} samples = {config.rows_per_step:,} rows"
-    return _many(config.rows_per_step, _row_word(recipe))
+    return _many(config.rows_per_step, recipe.chosen.data.unit)
 
 
 def batch_lines(recipe: Recipe) -> list[str]:
@@ -31,7 +30,7 @@ def batch_lines(recipe: Recipe) -> list[str]:
     passes = f"{_many(config.epochs, 'epoch')} x {_many(config.minibatches, 'minibatch', 'es')}"
     lines.append(
         f"the run: {_many(config.steps, 'step')} x {passes} = {_many(config.updates, 'optimiser step')} "
-        f"on {_many(config.steps * config.rows_per_step, _row_word(recipe))}"
+        f"on {_many(config.steps * config.rows_per_step, recipe.chosen.data.unit)}"
     )
     if isinstance(config, SampledConfig):
         begun, longest = config.begun, recipe.rollout.max_tokens
@@ -50,14 +49,9 @@ def _minibatches(recipe: Recipe) -> str:
     """Return how one pass over a step's rows is split. Example: ``3 minibatches of 171 or 170 rows``."""
     config = recipe.algorithm
     small, larger = divmod(config.rows_per_step, config.minibatches)
-    word = _row_word(recipe)
+    word = recipe.chosen.data.unit
     rows = f"{small + 1:,} or {small:,} {word}s" if larger else _many(small, word)
     return f"{_many(config.minibatches, 'minibatch', 'es')} of {rows}"
-
-
-def _row_word(recipe: Recipe) -> str:
-    """Return the word for one unit of a step."""
-    return "pair" if recipe.chosen.data is Data.PREFERENCES else "row"
 
 
 def _many(count: int, word: str, plural: str = "s") -> str:

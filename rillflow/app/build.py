@@ -18,10 +18,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rillflow.algorithms.algorithm import Data
 from rillflow.algorithms.config import SampledConfig, cuts_tail, is_ready_first
 from rillflow.app.encoding import EncodedTask, encode_task
-from rillflow.app.evaluate import judged, ranked, told_apart
+from rillflow.app.evaluate import judged
 from rillflow.app.phases import PhasePlan, phase_plans
 from rillflow.app.recipe import Recipe
 from rillflow.app.role_table import EVAL_REWARD
@@ -39,19 +38,17 @@ from rillflow.controller.loop import Cadence, Loop
 from rillflow.controller.open_step import DataStream, Phase
 from rillflow.controller.tail_batching import TailBatching
 from rillflow.models.language_model import choose_device
-from rillflow.records.batch import Batch
+from rillflow.records.batch import Batch, load_batch
 from rillflow.records.metrics import Mean
 from rillflow.records.row import HELD_OUT_EPOCH
-from rillflow.records.stored import load_batch
 from rillflow.rollout.config import SamplingConfig
 from rillflow.runs import layout
 from rillflow.runs.progress import Progress
 from rillflow.runs.reader import Evaluation
 from rillflow.runs.run_directory import RunDirectory
 from rillflow.tasks.encoded import Encoded
-from rillflow.tasks.example import Example
-from rillflow.tasks.labelled import is_bad
-from rillflow.tasks.prompts import PromptStream, StreamPosition, answered_batch, prompt_batch, with_others
+from rillflow.tasks.kinds import PROMPTS, DataKind
+from rillflow.tasks.prompts import PromptStream, StreamPosition
 from rillflow.tasks.task import Task
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.start import start_backend
@@ -79,7 +76,7 @@ class Build:
         self,
         recipe: Recipe,
         base: Path,
-        task: Task[Example],
+        task: Task,
         encoded: EncodedTask | None,
         run: RunDirectory,
         checkpoint: Checkpoint | None,
@@ -230,7 +227,7 @@ class Build:
             begun_samples=ceil(samples * config.oversample_samples - 1e-9),
             sampling=asked.get("sampling"),
             replicas=executor.groups[SAMPLER].mesh.groups("tp"),
-            aside=_batch(data, [rows[prompt] for _, prompt in there], [epoch for epoch, _ in there])
+            aside=data.batch([rows[prompt] for _, prompt in there], [epoch for epoch, _ in there])
             if there
             else None,
             deadline_s=self._recipe.placement.deadline_s,
@@ -243,22 +240,17 @@ class Build:
             return None
         return self._stream(data, resumed["beside"] if resumed else None, shift=BESIDE_SEED)
 
-    def _stream(self, data: Data, saved: Mapping[str, int] | None, shift: int = 0) -> DataStream:
+    def _stream(self, data: DataKind, saved: Mapping[str, int] | None, shift: int = 0) -> DataStream:
         """Return the training rows in epoch order from the saved position on; ``shift`` changes the order."""
         position, left_out = StreamPosition(**(saved or {})), self.encoded.left_out[data]
-        there: Sequence[Encoded | None] = self.encoded.train[data]
-        if data is Data.DEMONSTRATIONS:
-            there = [None if row is None or is_bad(row.example) else row for row in there]
+        there = [row if row and data.is_used(row.example) else None for row in self.encoded.train[data]]
         rows = PromptStream(there, seed=self._recipe.run.seed + shift, position=position)
         columns = self._recipe.algorithm.columns if data is self._recipe.chosen.data else ()
 
         def take(count: int) -> Batch:
             drawn = rows.take(count)
-            epochs = [draw.epoch for draw in drawn]
-            taken = [draw.row for draw in drawn]
-            if data is Data.LABELLED:
-                taken = with_others(taken, self.encoded.model_input.context)
-            return _batch(data, taken, epochs, columns)
+            taken = data.arranged([draw.row for draw in drawn], self.encoded.model_input.context)
+            return data.batch(taken, [draw.epoch for draw in drawn], columns)
 
         share = Mean(total=float(left_out), count=float(len(self._task.train)))
         return DataStream(
@@ -267,7 +259,8 @@ class Build:
 
     def _evaluator(self, plan: PhasePlan) -> Callable[[GroupExecutor], Sequence[Evaluation]] | None:
         """Return the evaluator of held-out rows and named sets; None without rows or without a scorer."""
-        most, sets, data = self._recipe.evaluate.problems, self._sets(), Data.PROMPTS
+        most, sets = self._recipe.evaluate.problems, self._sets()
+        data: DataKind = PROMPTS
         judged_alone = self._recipe.reward.judge is not None  # it needs two answers to compare
         scorers = [EVAL_REWARD] if judged_alone else [EVAL_REWARD, "reward"]
         there = [role for role in scorers if role in self._roles]
@@ -278,7 +271,7 @@ class Build:
             return None
         if not most or not sets:
             return None
-        found = {name: _batch(data, rows[:most], HELD_OUT_EPOCH) for name, rows in sets.items()}
+        found = {name: data.batch(rows[:most], HELD_OUT_EPOCH) for name, rows in sets.items()}
         return lambda executor: [replace(evaluate(executor, rows), set=name) for name, rows in found.items()]
 
     def _sets(self) -> dict[str, Sequence[Encoded]]:
@@ -287,11 +280,10 @@ class Build:
         return {name: rows for name, rows in sets.items() if rows}
 
     def _evaluate_ranking(self, plan: PhasePlan, executor: GroupExecutor, rows: Batch) -> Evaluation:
-        """Evaluate whether scores rank held-out pairs correctly, or agree with held-out labels."""
+        """Evaluate an algorithm's own scores of held-out rows, as their kind of data says."""
         assert plan.algorithm.score is not None
         scores = plan.algorithm.score(Flow(executor), rows, plan.config)
-        known = [rows.only("label")] if "label" in rows.fields else []
-        found = executor.apply(told_apart if known else ranked, scores, *known, place=scores.places[0])
+        found = executor.apply(plan.algorithm.data.evaluated, scores, rows, place=scores.places[0])
         evaluation: Evaluation = found.read(self._recipe.placement.deadline_s)
         return evaluation
 
@@ -316,11 +308,3 @@ class Build:
 
 def _with_aside(state: Callable[[], Mapping[str, Any]], cut: TailBatching) -> Mapping[str, Any]:
     return {**state(), ASIDE: cut.aside}
-
-
-def _batch(
-    data: Data, rows: Sequence[Encoded], epoch: int | Sequence[int], columns: Sequence[str] = ()
-) -> Batch:
-    if data is Data.PROMPTS:
-        return prompt_batch(rows, epoch=epoch)
-    return answered_batch(rows, epoch=epoch, columns=columns)

@@ -6,7 +6,7 @@
     freshness above 0 otherwise, or an engine of another kind ──> tis
     anything else ──────────────────────────────────────────────> none: the sampler is the trainer
 
-``benchmarks/results/stale.md`` compares the choices on stale rows. The formulas: ``formulas.ratios``.
+``benchmarks/results/stale.md`` compares the choices on stale rows. The formulas: ``formulas.losses``.
 """
 
 from __future__ import annotations

@@ -13,26 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rillflow.algorithms.algorithm import Data
 from rillflow.app.memory import sizes_of_directory
 from rillflow.app.phases import phase_plans
 from rillflow.app.recipe import Recipe
 from rillflow.app.sources import model_source
 from rillflow.errors import DataError
 from rillflow.models.bare import character_tokenizer
-from rillflow.models.end_tokens import end_tokens
+from rillflow.models.directory_checks import end_tokens
 from rillflow.models.tokenizer import ModelInput, Tokenizer, load_tokenizer
-from rillflow.tasks.encoded import Answers, Encoded, Encoder
+from rillflow.tasks.encoded import Encoded, Encoder
 from rillflow.tasks.example import Example
+from rillflow.tasks.kinds import PROMPTS, DataKind
 from rillflow.tasks.task import Task
 
-ANSWERS = {
-    Data.PROMPTS: Answers.NONE,
-    Data.DEMONSTRATIONS: Answers.LEARNT,
-    Data.PREFERENCES: Answers.PAIR,
-    Data.LABELLED: Answers.LEARNT,
-}
-"""Answers of a row that each kind of data uses."""
 PATIENCE_S = 2.0
 """Seconds between progress messages while rows are encoded."""
 
@@ -43,13 +36,13 @@ class EncodedTask:
 
     model_input: ModelInput
     """Tokeniser and context that the rows are encoded for."""
-    train: Mapping[Data, Sequence[Encoded | None]]
+    train: Mapping[DataKind, Sequence[Encoded | None]]
     """Training rows in the task's order, by kind of data; None for a row that was left out."""
     held_out: Sequence[Encoded]
     """Rows to evaluate on."""
     sets: Mapping[str, Sequence[Encoded]]
     """Further rows to evaluate on, by set name."""
-    left_out: Mapping[Data, int]
+    left_out: Mapping[DataKind, int]
     """Number of training rows left out, by kind of data."""
     problems: Sequence[DataError]
     """Errors about rows that cannot be used, where ``task.too_long`` refuses them."""
@@ -83,7 +76,7 @@ def read_model_input(recipe: Recipe, base: Path, *, as_written: bool) -> ModelIn
 
 
 def encode_task(
-    recipe: Recipe, task: Task[Example], model_input: ModelInput, say: Callable[[str], None] | None = None
+    recipe: Recipe, task: Task, model_input: ModelInput, say: Callable[[str], None] | None = None
 ) -> EncodedTask:
     """Encode every row.
 
@@ -94,12 +87,12 @@ def encode_task(
         say: receives progress messages if encoding takes long.
     """
     uses, sieve = _uses(recipe), _Sieve(recipe, model_input, say)
-    trained = sieve.encoded(task.train, "to train on", max(ANSWERS[use] for use in uses))
+    trained = sieve.encoded(task.train, "to train on", max(uses, key=lambda use: len(use.answers)))
     rows = {use: sieve.fitting(trained, "to train on", use) for use in uses}
-    judged = recipe.chosen.data if recipe.chosen.score is not None else Data.PROMPTS
+    judged = recipe.chosen.data if recipe.chosen.score is not None else PROMPTS
 
     def judging(asked: Sequence[Example], part: str) -> list[Encoded]:
-        found = sieve.encoded(asked if _is_judged(recipe, task) else (), part, ANSWERS[judged])
+        found = sieve.encoded(asked if _is_judged(recipe, task) else (), part, judged)
         return [row for row in sieve.fitting(found, part, judged) if row is not None]
 
     sets = {name: judging(rows, f"of the set {name}") for name, rows in task.sets.items()}
@@ -121,9 +114,9 @@ def longest_row(recipe: Recipe, encoded: EncodedTask) -> int:
     """Return the tokens of the longest row, prompt and answer; an agent's row may fill the context."""
     if recipe.rollout.agent is not None:
         return encoded.model_input.context
-    answers, limit = ANSWERS[recipe.chosen.data], recipe.rollout.max_tokens
-    rows = [row for row in encoded.train[recipe.chosen.data] if row is not None]
-    trained = max((row.length(answers, limit) for row in rows), default=0)
+    kind, limit = recipe.chosen.data, recipe.rollout.max_tokens
+    rows = [row for row in encoded.train[kind] if row is not None]
+    trained = max((row.length(kind, limit) for row in rows), default=0)
     judged = [*encoded.held_out, *(row for rows in encoded.sets.values() for row in rows)]
     asked = max((len(row.prompt) + limit for row in judged), default=0) if recipe.has_policy else 0
     return max(trained, asked)
@@ -144,11 +137,11 @@ class _Sieve:
         self.notes: list[str] = []
         """Notes on rows that were cut or left out."""
 
-    def encoded(self, examples: Sequence[Example], part: str, answers: Answers) -> list[Encoded | None]:
+    def encoded(self, examples: Sequence[Example], part: str, use: DataKind) -> list[Encoded | None]:
         """Encode the rows; None for a row that cannot be encoded."""
         found: list[Encoded | DataError] = []
         told = time.monotonic()
-        for row in self._encoder.encode(examples, answers):
+        for row in self._encoder.encode(examples, use):
             found.append(row)
             if self._say is not None and time.monotonic() - told > PATIENCE_S:
                 told = time.monotonic()
@@ -159,20 +152,20 @@ class _Sieve:
             self._stop(DataError(what, bad[0].why, bad[0].fix), len(found) - len(bad))
         return [row if isinstance(row, Encoded) else None for row in found]
 
-    def fitting(self, rows: Sequence[Encoded | None], part: str, use: Data) -> list[Encoded | None]:
+    def fitting(self, rows: Sequence[Encoded | None], part: str, use: DataKind) -> list[Encoded | None]:
         """Return the rows that fit, each with only the answers that ``use`` needs; None for the others."""
-        answers, context = ANSWERS[use], self._context
+        context = self._context
         if self._task.too_long == "cut":
             rows = self._shortened(rows, part, use)
-        lengths = [0 if row is None else row.length(answers, self._limit) for row in rows]
+        lengths = [0 if row is None else row.length(use, self._limit) for row in rows]
         kept = [
-            None if row is None or length > context else row.cut(answers)
+            None if row is None or length > context else row.cut(use)
             for row, length in zip(rows, lengths, strict=True)
         ]
         length, row = max(zip(lengths, rows, strict=True), key=lambda each: each[0], default=(0, None))
         if row is not None and length > context:
             long = sum(each > context for each in lengths)
-            rest = f"rollout.max_tokens = {self._limit}" if answers is Answers.NONE else "its answer"
+            rest = "its answer" if use.answers else f"rollout.max_tokens = {self._limit}"
             what = (
                 f"{long:,} of {len(rows):,} {use} {part} do not fit into {context:,} tokens; "
                 f"the longest, {row.example}, has {length:,} with {rest}"
@@ -181,14 +174,13 @@ class _Sieve:
             self._stop(DataError(what, why, fix), len(kept) - kept.count(None))
         return kept
 
-    def _shortened(self, rows: Sequence[Encoded | None], part: str, use: Data) -> list[Encoded | None]:
+    def _shortened(self, rows: Sequence[Encoded | None], part: str, use: DataKind) -> list[Encoded | None]:
         """Cut prompts from the left so that rows fit; a row whose answers leave no room stays unchanged."""
-        answers, room, begin = ANSWERS[use], self._context, self._begin
-        if answers is Answers.NONE:
+        room, begin = self._context, self._begin
+        if not use.answers:
             room -= self._limit  # a sampled answer takes up to this many tokens
         found = [
-            row and (row.short(answers, room, begin) or row if row.length(answers, 0) > room else row)
-            for row in rows
+            row and (row.short(use, room, begin) or row if row.length(use, 0) > room else row) for row in rows
         ]
         count = sum(row is not other for row, other in zip(found, rows, strict=True))
         if count:
@@ -204,22 +196,22 @@ class _Sieve:
         self.problems.append(DataError(error.what, error.why, f"{error.fix}{other}"))
 
 
-def _uses(recipe: Recipe) -> list[Data]:
+def _uses(recipe: Recipe) -> list[DataKind]:
     """Return every kind of data that a phase's step receives."""
-    found: list[Data] = []
+    found: list[DataKind] = []
     for plan in phase_plans(recipe):
         beside = plan.algorithm.beside(plan.config)
         found += [plan.algorithm.data, *([] if beside is None else [beside])]
     return [*dict.fromkeys(found)]
 
 
-def _is_judged(recipe: Recipe, task: Task[Example]) -> bool:
+def _is_judged(recipe: Recipe, task: Task) -> bool:
     """Return whether something scores held-out rows."""
     has_scorer = any((recipe.reward.function, recipe.reward.model, recipe.reward.judge, task.reward))
     return recipe.chosen.score is not None or (recipe.has_policy and has_scorer)
 
 
-def _spelling(task: Task[Example], tokenizer: Tokenizer) -> list[str]:
+def _spelling(task: Task, tokenizer: Tokenizer) -> list[str]:
     """Return a note on texts that spell a special token."""
     texts = [row for row in (*task.train, *task.held_out) if isinstance(row.prompt, str)]
     found = [(row, special) for row in texts if (special := tokenizer.special_in(str(row.prompt)))]

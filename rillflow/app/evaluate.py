@@ -1,21 +1,19 @@
 """Evaluation: measure a trained model on held-out rows.
 
 prompts ─ policy.generate ─> rollouts ─ reward.score ─> scores ─ judged ─> Evaluation
-pairs ─ reward_model.score ─> scores of two answers each ─ ranked ─> Evaluation
+pairs ─ reward_model.score ─> scores of two answers each ─ DataKind.evaluated ─> Evaluation
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
-from rillflow.formulas.interval import calibration_error, mean_interval, wilson
+from rillflow.formulas.interval import mean_interval, wilson
 from rillflow.formulas.judging import pass_at
 from rillflow.records.batch import Batch
-from rillflow.runs.json_lines import JSON
 from rillflow.runs.reader import Evaluation
 
 
@@ -76,47 +74,3 @@ def powers_of_two(most: int) -> list[int]:
     """Return 1, 2, 4, ... up to ``most``, and ``most``. Example: ``powers_of_two(6) == [1, 2, 4, 6]``."""
     found = [1 << place for place in range(most.bit_length()) if 1 << place <= most]
     return found if found[-1] == most else [*found, most]
-
-
-def ranked(scores: Batch) -> Evaluation:
-    """Evaluate how scores order held-out pairs, the chosen answer first; equal scores count as wrong.
-
-    Calibration compares the predicted probability sigmoid(s_chosen - s_rejected) with how often the chosen
-    answer is better (``calibration_error``).
-    """
-    chosen, rejected = scores.dense("rewards").view(-1, 2).double().unbind(1)
-    likely, more = (chosen - rejected).sigmoid(), {}
-    if "contradicted" in scores.fields:
-        likely = chosen  # a judge's rewards are probabilities already
-        met = scores.select(range(0, len(scores), 2))
-        more = {
-            name: float(met.dense(field).nanmean())
-            for name, field in (("contradiction", "contradicted"), ("position_bias", "bias"))
-        }
-    margin, error = float((chosen - rejected).mean()), calibration_error(likely.tolist())
-    return _accuracy(chosen > rejected, {"margin_mean": margin, "calibration_error": error, **more})
-
-
-def told_apart(scores: Batch, labels: Batch) -> Evaluation:
-    """Evaluate whether good held-out answers have rewards above 0, and bad ones below 0."""
-    rewards, good = scores.dense("rewards").double(), labels.dense("label")
-    right = torch.where(good, rewards > 0, rewards < 0)
-    sides = {"good": rewards[good], "bad": rewards[~good]}
-    above = (sides["good"][:, None] > sides["bad"]).double()
-    more = {f"{name}_reward_mean": float(each.mean()) for name, each in sides.items() if len(each)}
-    if above.numel():
-        more["good_above_bad"] = float(above.mean())
-    return _accuracy(right, more)
-
-
-def _accuracy(right: Tensor, more: Mapping[str, JSON]) -> Evaluation:
-    """Return the share of held-out rows, or pairs, that are right."""
-    correct, count = int(right.sum()), len(right)
-    return Evaluation(
-        count=count,
-        mean_reward=correct / count,
-        correct=correct,
-        is_accuracy=True,
-        interval=wilson(correct, count),
-        more=more,
-    )

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rillflow.algorithms.algorithm import Data
 from rillflow.app.phases import phase_plans
 from rillflow.app.recipe import Recipe
 from rillflow.app.role_table import RoleSpec, table_of
@@ -25,13 +24,6 @@ from rillflow.workers.transfer import SPLIT_DP_REDUCE
 
 ENDPOINTS = Path(__file__).parent / "endpoints.json"
 """The signatures of every shipped role's endpoints, by the role's class."""
-DATA_FIELDS = {
-    Data.PROMPTS: ("tokens", "columns"),
-    Data.DEMONSTRATIONS: ("tokens", "loss_mask"),
-    Data.PREFERENCES: ("tokens", "loss_mask", "columns"),
-    Data.LABELLED: ("tokens", "loss_mask", "label"),
-}
-"""Fields that a step receives, by kind of data."""
 
 
 def graphs(recipe: Recipe) -> list[Graph]:
@@ -45,12 +37,12 @@ def graphs(recipe: Recipe) -> list[Graph]:
     for plan in phase_plans(recipe):
         step, config = plan.algorithm.step, plan.config
         extra = plan.algorithm.beside(config)
-        beside = {} if extra is None else {str(extra): DATA_FIELDS[extra]}
+        beside = {} if extra is None else {str(extra): extra.fields}
 
         def run(tracer: Tracer, data: Symbol, *more: Symbol, step: Any = step, config: Any = config) -> Any:
             return step(Flow(tracer), data, config, *more)
 
-        given = (*DATA_FIELDS[plan.algorithm.data], *config.columns)
+        given = (*plan.algorithm.data.fields, *config.columns)
         found.append(trace(plan.name, run, Tracer(endpoints), given, beside))
     return found
 

@@ -21,9 +21,9 @@ from rillflow.app.recipe import Recipe
 from rillflow.errors import ConfigError, ModelError
 from rillflow.formulas.config import MOST_LOGITS
 from rillflow.models.config import AdapterConfig, NewModel
-from rillflow.models.weight_files import weight_headers
+from rillflow.models.directory_checks import weight_headers
 from rillflow.rollout.config import VLLM
-from rillflow.rollout.native.layout import PLACES
+from rillflow.rollout.native.cache_layout import ALIGNMENT
 from rillflow.runs.formatting import size
 from rillflow.workers.config import SAMPLER
 
@@ -175,7 +175,7 @@ def cache_bytes(recipe: Recipe, sizes: ModelSizes, longest: int) -> int:
         places = recipe.rollout.max_rows * -(-sizes.context // block) * block + block
         item, tp = _ITEM_BYTES[recipe.policy.model.dtype], 1
     else:
-        places = rows_a_rank(recipe) * -(-min(longest, sizes.context) // PLACES) * PLACES
+        places = rows_a_rank(recipe) * -(-min(longest, sizes.context) // ALIGNMENT) * ALIGNMENT
         item = _cache_item(recipe)
     found = 2 * places * sizes.layers * sizes.kv_width * item // tp
     return found if allowed is None else min(found, int(allowed * 2**30))

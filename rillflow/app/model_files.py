@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.errors import ModelError
-from rillflow.models.bounds import check_files, check_sizes
-from rillflow.models.weight_files import (
+from rillflow.models.directory_checks import (
     WeightHeader,
+    check_files,
+    check_sizes,
     check_weight_files,
     refuse_quantised,
     settings_in,

@@ -27,8 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from rillflow.algorithms.algorithm import Data
-from rillflow.app.encoding import ANSWERS, EncodedTask, longest_row
+from rillflow.app.encoding import EncodedTask, longest_row
 from rillflow.app.memory import SAMPLED_LOGITS, ModelSizes, cache_bytes, rows_a_rank
 from rillflow.app.recipe import Recipe
 from rillflow.app.role_table import RoleSpec, roles_of
@@ -38,7 +37,7 @@ from rillflow.formulas.logprobs import token_logprobs
 from rillflow.models.architecture import has_plain_head, short_copy
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import LanguageModel, ScalarModel, outline
-from rillflow.models.lazy_weights import replace
+from rillflow.models.lazy_weights import replace_parameters
 from rillflow.models.sampling_shard import sampling_module
 from rillflow.models.tensor_plan import tensor_plan
 from rillflow.records.batch import Batch, row_ids
@@ -50,7 +49,7 @@ from rillflow.rollout.config import VLLM
 from rillflow.runs.formatting import size
 from rillflow.sharding.experts import expert_weights
 from rillflow.sharding.module import Output, Parallel
-from rillflow.sharding.stages import layers_of
+from rillflow.sharding.pipeline import layers_of
 from rillflow.training.config import TrainConfig
 from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
@@ -403,7 +402,7 @@ def _cut(module: Any, tp: int, live: _Live) -> nn.Module:
     learns = {name for name, weight in module.named_parameters() if weight.requires_grad}
     local: nn.Module = sampling_module(module, tensor_plan(module), _Others(tp)) if tp > 1 else module
     with live.fake:
-        replace(local, lambda weight: torch.empty(weight.shape, dtype=weight.dtype))
+        replace_parameters(local, lambda weight: torch.empty(weight.shape, dtype=weight.dtype))
     for name, weight in local.named_parameters():
         weight.requires_grad_(name in learns)
     return local
@@ -423,15 +422,15 @@ def _longest(recipe: Recipe, encoded: EncodedTask) -> tuple[Batch, Batch]:
     """Return the longest rows, enough for a micro-batch, and the prompts with one token to predict."""
     data = recipe.chosen.data
     known = [row for row in encoded.train[data] if row is not None]
-    known.sort(key=lambda row: row.length(ANSWERS[data], recipe.rollout.max_tokens), reverse=True)
+    known.sort(key=lambda row: row.length(data, recipe.rollout.max_tokens), reverse=True)
     samples = recipe.algorithm.rows_per_step // recipe.algorithm.prompts_per_step
     rows: list[tuple[list[int], int, RowId]] = []
     size, budget = 0, recipe.policy.tokens_per_micro_batch
     for number, row in enumerate(known[: recipe.algorithm.prompts_per_step]):
         sampled = [array("i", [number % 2, *[0] * (recipe.rollout.max_tokens - 1)])] * samples
-        for place, answer in enumerate(row.answers if data is not Data.PROMPTS else sampled):
+        for place, answer in enumerate(row.answers if data.answers else sampled):
             text = [*row.prompt, *answer]
-            if place and data is Data.PROMPTS:
+            if place and not data.answers:
                 text[len(row.prompt)] = place  # samples share their prompt and nothing else
             rows.append((text, len(row.prompt), RowId(0, number, place)))
             size += len(text)

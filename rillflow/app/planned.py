@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rillflow.app.recipe import LoadedRecipe
-from rillflow.config.overrides import parse_override
+from rillflow.config.load import parse_override
 from rillflow.config.toml_text import inline_text
 from rillflow.errors import ConfigError, PlanError, nearest
 from rillflow.placement.grid import Grid

@@ -47,10 +47,10 @@ from rillflow.app.sources import (
 )
 from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, RewardError, RillflowError, nearest
-from rillflow.models.end_tokens import require_ends
+from rillflow.models.directory_checks import require_ends
 from rillflow.models.locate import base_of
+from rillflow.models.probes import probe_tokenizer
 from rillflow.models.tokenizer import require_rows
-from rillflow.models.tokenizer_probe import probe_tokenizer
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, Text, place_of
 from rillflow.rewards.outcome import RETURNED, Outcome, Score
@@ -96,7 +96,7 @@ class Report:
     """Behaviour of the run that its author may not expect."""
     problems: list[RillflowError] = field(default_factory=list)
     """Errors that would stop a run."""
-    task: Task[Example] | None = None
+    task: Task | None = None
     """The rows, if they could be read."""
     encoded: EncodedTask | None = None
     """The rows as tokens, if the model's tokeniser and context are available."""
@@ -104,7 +104,7 @@ class Report:
     """Sizes of the section ``policy``'s model, if its files are available."""
 
     @property
-    def rows(self) -> Task[Example]:
+    def rows(self) -> Task:
         """The rows of a recipe without a problem."""
         assert self.task is not None, "a recipe without rows is not sound"
         return self.task
@@ -269,7 +269,7 @@ def _look_at_tokens(recipe: Recipe, base: Path, report: Report, say: Callable[[s
             require_row(recipe, report.sizes, len(longest.prompt))
 
 
-def _require_few_repeats(recipe: Recipe, task: Task[Example]) -> None:
+def _require_few_repeats(recipe: Recipe, task: Task) -> None:
     drawn, there = recipe.algorithm.prompts_per_step, len(task.train)
     if drawn > MOST_REPEATS * there:
         raise ConfigError(
@@ -279,7 +279,7 @@ def _require_few_repeats(recipe: Recipe, task: Task[Example]) -> None:
         )
 
 
-def _data_lines(recipe: Recipe, task: Task[Example], report: Report) -> list[str]:
+def _data_lines(recipe: Recipe, task: Task, report: Report) -> list[str]:
     judged = min(recipe.evaluate.problems, len(task.held_out))
     word = "prompts" if recipe.has_policy else "pairs"
     temperature = recipe.evaluate.temperature
@@ -366,7 +366,7 @@ def _look_at_memory(recipe: Recipe, report: Report) -> None:
         report.notes.append(f"about {size(found.total)} are needed and {size(free)} are free in main memory")
 
 
-def _has_chat(task: Task[Example] | None) -> bool:
+def _has_chat(task: Task | None) -> bool:
     """Return whether a prompt is a conversation, which a model without a chat template cannot read."""
     return task is not None and any(not isinstance(row.prompt, str) for row in (*task.train, *task.held_out))
 

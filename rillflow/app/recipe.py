@@ -22,11 +22,9 @@ from rillflow.app.corrections import with_correction
 from rillflow.app.phases import phase_plans
 from rillflow.app.role_table import ROLES, Start
 from rillflow.app.trained import named_model
-from rillflow.config.load import read_toml, validate
-from rillflow.config.overrides import Override, apply_overrides, parse_override
+from rillflow.config.load import Override, apply_overrides, parse_override, read_toml, validate
 from rillflow.config.problems import together
-from rillflow.config.schema import tags
-from rillflow.config.section import Section
+from rillflow.config.schema import Section, tags
 from rillflow.models.config import ModelConfig
 from rillflow.rewards.config import CostConfig, RewardConfig
 from rillflow.rollout.config import RolloutConfig, Temperature

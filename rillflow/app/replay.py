@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -20,23 +21,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.errors import NotFiniteError, RunDirectoryError, TrainingError
-from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, UnpairedLossConfig, ValueLossConfig
+from rillflow.graph.loss import LossSection, LossTerm
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import load_model, load_scalar_model
-from rillflow.records.batch import Batch, concatenate
-from rillflow.records.stored import load_batch
+from rillflow.records.batch import Batch, concatenate, load_batch
 from rillflow.runs import layout
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import describe_token, loss_tokens
-from rillflow.training.loss import Loss, PolicyLoss, SupervisedLoss, TokenLoss, ValueLoss, are_sampled
-from rillflow.training.pairs import PairLoss, PolicyPairLoss
+from rillflow.training.loss import are_sampled, loss_of
 from rillflow.training.skipping import ABOUT
 from rillflow.training.trainer import Objective, Trainer
-from rillflow.training.unpaired import UnpairedLoss
+from rillflow.workers.collectives import SingleRank
 
-Functions = Mapping[str, Callable[..., Any]]
+Losses = Mapping[str, Any]
+"""Functions and sections of losses, by module and name."""
 
 
 class Replayed(NamedTuple):
@@ -55,7 +56,7 @@ def replay(bundle: Path, algorithms: Sequence[Algorithm] = ()) -> list[Replayed]
 
     Args:
         bundle: the bundle's folder.
-        algorithms: custom algorithms; an update's loss may be a function in one of their files.
+        algorithms: custom algorithms; an update's loss may be a function or a section in one of their files.
 
     Raises:
         RunDirectoryError: the folder is not a bundle, or is damaged.
@@ -68,7 +69,7 @@ def replay(bundle: Path, algorithms: Sequence[Algorithm] = ()) -> list[Replayed]
             why=f"no folder in it has a {ABOUT}",
             fix="name a folder such as RUN/bundles/step-000012; a run lists what it left out in skips.jsonl",
         )
-    own = _functions(algorithms)
+    own = _losses(algorithms)
     try:
         config = json.loads((bundle / layout.CONFIG).read_text())
         return [_replayed(folder, config, own) for folder in folders]
@@ -78,19 +79,23 @@ def replay(bundle: Path, algorithms: Sequence[Algorithm] = ()) -> list[Replayed]
         ) from error
 
 
-def _functions(algorithms: Sequence[Algorithm]) -> Functions:
-    """Return the functions in the files of these algorithms, by module and name."""
+def _losses(algorithms: Sequence[Algorithm]) -> Losses:
+    """Return the functions and the loss sections in the files of these algorithms, by module and name."""
     known = [each for one in algorithms for each in vars(sys.modules[one.step.__module__]).values()]
-    named = [each for each in known if isinstance(each, FunctionType)]
+    named = [each for each in known if isinstance(each, FunctionType) or _is_section(each)]
     return {f"{each.__module__}:{each.__qualname__}": each for each in named}
 
 
-def _replayed(folder: Path, config: Mapping[str, Any], own: Functions) -> Replayed:
+def _is_section(found: object) -> bool:
+    return isinstance(found, type) and issubclass(found, LossSection)
+
+
+def _replayed(folder: Path, config: Mapping[str, Any], own: Losses) -> Replayed:
     about = json.loads((folder / ABOUT).read_text())
     rows = [bundled_rows(folder, index) for index in range(len(about["aims"]))]
     first = _odd_weight(folder / folder.name)
     if first is None:
-        trainer, module = _trainer(folder, about["aims"][0]["model_outputs"], config)
+        trainer, module = _trainer(folder, config, is_scalar=about["aims"][0]["is_scalar"])
         saved = zip(rows, about["aims"], strict=True)
         aims = [_aim(trainer, batch, each, config, own) for batch, each in saved]
         try:
@@ -105,15 +110,13 @@ def bundled_rows(folder: Path, aim: int) -> Batch:
     return concatenate([load_batch(file) for file in sorted(folder.glob(f"rows-{aim}-*.safetensors"))])
 
 
-def _trainer(
-    folder: Path, model_outputs: Sequence[str], config: Mapping[str, Any]
-) -> tuple[Trainer, nn.Module]:
+def _trainer(folder: Path, config: Mapping[str, Any], *, is_scalar: bool) -> tuple[Trainer, nn.Module]:
     """Return a trainer of the role's weights; its learning rate is 0, so a finite update changes nothing."""
     given = {name: config["policy"][name] for name in TrainConfig.model_fields}
     train = TrainConfig.model_validate(given).model_copy(update={"lr": 0.0})
     path, dtype = str((folder / folder.name).absolute()), config["policy"]["model"]["dtype"]
     model, where = ModelConfig(path=path, dtype=dtype), {"device": torch.device("cpu"), "base": Path()}
-    if {"values", "chosen"} & {*model_outputs}:
+    if is_scalar:
         scalar = load_scalar_model(model, seed=0, section="bundle", **where)  # type: ignore[arg-type]
         return Trainer(scalar.module, train, total_steps=1), scalar.module
     language = load_model(model, seed=0, **where)  # type: ignore[arg-type]
@@ -121,35 +124,20 @@ def _trainer(
 
 
 def _aim(
-    trainer: Trainer, rows: Batch, about: Mapping[str, Any], config: Mapping[str, Any], own: Functions
+    trainer: Trainer, rows: Batch, about: Mapping[str, Any], config: Mapping[str, Any], own: Losses
 ) -> Objective:
-    """Rebuild an aim with the loss from the run's settings, or from the file that defines it."""
-    algorithm: Mapping[str, Any] = {"loss": {}, "value_loss": {}, **config["algorithm"]}
-    where, function = about["function"], own.get(about["function"])
-    loss: Loss
-    if function is None and not where.startswith("rillflow."):
+    """Rebuild an aim from the facts that the bundle keeps about its loss; see ``Loss.about``."""
+    source, options = own.get(about["source"]) or formulas.named(about["source"]), about["options"]
+    if source is None:
         raise RunDirectoryError(
-            f"the update's loss was {where.replace(':', '.')}",
+            f"the update's loss was {about['source'].replace(':', '.')}",
             why="only the file that has it knows it, and nothing from a bundle is executed",
             fix="let that file replay it: python FILE.py replay BUNDLE",
         )
-    if function is not None and about["model_outputs"] == [*PairLoss.model_outputs]:
-        loss = PairLoss(function, about["options"])
-    elif function is not None:
-        loss = TokenLoss(
-            function, model_outputs=about["model_outputs"], name=about["loss"], options=about["options"]
-        )
-    elif about["model_outputs"] == ["values"]:
-        loss = ValueLoss(ValueLossConfig.model_validate(algorithm["value_loss"]))
-    elif where.endswith(":policy_loss"):
-        settings = PolicyLossConfig.model_validate(algorithm["loss"])
-        loss = PolicyLoss(settings, max_tokens=config["rollout"]["max_tokens"])
-    elif where.endswith(":unpaired_loss"):
-        loss = UnpairedLoss(UnpairedLossConfig.model_validate(algorithm["loss"]))
-    elif where.endswith(":pair_loss"):
-        loss = PolicyPairLoss(PairLossConfig.model_validate(algorithm["loss"]))
-    else:
-        loss = PairLoss() if about["model_outputs"] == [*PairLoss.model_outputs] else SupervisedLoss()
+    if _is_section(source):
+        source, options = source.model_validate(options), {}
+    term = LossTerm(loss=source, count=1, options=options, name=about["loss"])
+    loss = loss_of(term, about["model_outputs"], about["loss"], config["rollout"]["max_tokens"])
     sampled = not loss.is_scalar and are_sampled(rows)
     return trainer.aim(
         rows, loss, config["rollout"]["temperature"] if sampled else 1.0, weight=about["weight"]
@@ -167,14 +155,14 @@ def _odd_weight(folder: Path) -> str | None:
 
 
 def _first(trainer: Trainer, module: nn.Module, aims: list[Objective]) -> str | None:
-    """Return the first non-finite tensor, with each row, or pair, run alone."""
+    """Return the first non-finite tensor, with each row, or unit of rows, run alone."""
     for look in (_forward, _backward):
         for aim in aims:
-            step = 2 if isinstance(aim.loss, PairLoss | PolicyPairLoss) else 1
+            step = aim.loss.rows_together
             for start in range(0, len(aim.rows), step):
                 rows = aim.rows.slice(start, start + step)
                 try:
-                    found = look(trainer, module, aim, rows)
+                    found = look(trainer, module, replace(aim, rows=rows))
                 except NotFiniteError as error:
                     found = f"row ({rows.row_id(0)}): {error.what}"
                 except TrainingError:  # it has no loss token
@@ -184,13 +172,14 @@ def _first(trainer: Trainer, module: nn.Module, aims: list[Objective]) -> str | 
     return None
 
 
-def _forward(trainer: Trainer, module: nn.Module, aim: Objective, rows: Batch) -> str | None:
+def _forward(trainer: Trainer, module: nn.Module, aim: Objective) -> str | None:
     """Return the first non-finite value up to the terms of the loss; None if all are finite."""
-    part = aim.loss.prepare(rows)
+    part = aim.loss.settled(aim.loss.prepare(aim.rows), aim.rows, aim.score, SingleRank())
+    assert part is not None, "there are rows"
     tokens, seen = loss_tokens(part), list[str]()
     with ExitStack() as stack, torch.no_grad():
         for name, each in module.named_modules():
-            stack.callback(each.register_forward_hook(_look(name, rows, seen)).remove)
+            stack.callback(each.register_forward_hook(_look(name, part, seen)).remove)
         read = trainer.scorer.forward(part, aim.reader)
     odd = (~aim.loss(read, tokens).terms.isfinite()).nonzero()
     if not len(odd) or seen:
@@ -199,8 +188,8 @@ def _forward(trainer: Trainer, module: nn.Module, aim: Objective, rows: Batch) -
     return f"the loss at {describe_token(tokens, index)}: {aim.reader.describe(read, index)}"
 
 
-def _backward(trainer: Trainer, _: nn.Module, aim: Objective, rows: Batch) -> None:
-    trainer.step(Objective(rows=rows, loss=aim.loss, reader=aim.reader, weight=aim.weight))
+def _backward(trainer: Trainer, _: nn.Module, aim: Objective) -> None:
+    trainer.step(aim)
 
 
 def _look(name: str, rows: Batch, seen: list[str]) -> Callable[[nn.Module, Any, Any], None]:

@@ -24,7 +24,6 @@ from rillflow.runs.json_lines import JSON, encode, read_json
 from rillflow.runs.layout import kept_steps
 from rillflow.runs.run_data import RunData
 from rillflow.runs.run_directory import holds_step
-from rillflow.tasks.example import Example
 from rillflow.tasks.fingerprint import first_changed
 from rillflow.tasks.task import Task
 
@@ -60,14 +59,14 @@ BESIDE_SETTINGS = ("data", "sources")
 """Keys of a run directory's config in addition to the recipe's sections."""
 
 
-def resolved(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, Any]:
+def resolved(recipe: Recipe, task: Task, base: Path) -> dict[str, Any]:
     """Return a run directory's config: every setting, and digests of the data and the functions."""
     sources = {setting: digest(text) for setting, text in sources_of(recipe, task, base).items()}
     data = {"rows": len(task.fingerprint.rows), "digest": task.digest}
     return {**recipe.model_dump(mode="json"), "data": data, "sources": sources}
 
 
-def sources_of(recipe: Recipe, task: Task[Example], base: Path) -> dict[str, bytes]:
+def sources_of(recipe: Recipe, task: Task, base: Path) -> dict[str, bytes]:
     """Return the source files of the recipe's functions by setting, and the texts of those given in Python.
 
     Raises:
@@ -86,7 +85,7 @@ def digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def keep_sources(recipe: Recipe, task: Task[Example], base: Path, run: Path) -> None:
+def keep_sources(recipe: Recipe, task: Task, base: Path, run: Path) -> None:
     """Copy the sources of the run's functions into the run directory, each version once.
 
     Raises:
@@ -104,7 +103,7 @@ def drawn_from(run: Path) -> int | None:
     return _kept_data(run)["drawn"] if file.is_file() and holds_step(run) else None
 
 
-def keep_data(task: Task[Example], run: Path) -> None:
+def keep_data(task: Task, run: Path) -> None:
     """Write the digests of a run's rows into its directory.
 
     Raises:
@@ -126,7 +125,7 @@ def _kept_data(run: Path) -> Mapping[str, Any]:
     return kept
 
 
-def _require_same_rows(task: Task[Example], run: Path) -> None:
+def _require_same_rows(task: Task, run: Path) -> None:
     """Refuse data in which a row of the run has changed or is gone."""
     kept, now = _kept_data(run), task.fingerprint
     apart, drawn = (task.held_out, ()) if now.held_out else ((), task.held_out)
@@ -143,7 +142,7 @@ def _require_same_rows(task: Task[Example], run: Path) -> None:
         )
 
 
-def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task: Task[Example]) -> None:
+def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task: Task) -> None:
     """Refuse a change to an allowed setting whose new value is impossible.
 
     Raises:

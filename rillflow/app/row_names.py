@@ -13,14 +13,13 @@ from contextlib import contextmanager
 
 from rillflow.errors import RillflowError
 from rillflow.records.row import HELD_OUT_EPOCH
-from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
 
 _ID = re.compile(r"epoch (-?\d+) prompt (\d+) sample (-?\d+)")
 
 
 @contextmanager
-def rows_named(task: Task[Example]) -> Iterator[None]:
+def rows_named(task: Task) -> Iterator[None]:
     """Replace row ids by places in the data, in errors that leave this context."""
     try:
         yield
@@ -31,7 +30,7 @@ def rows_named(task: Task[Example]) -> Iterator[None]:
         raise
 
 
-def _name(found: re.Match[str], task: Task[Example]) -> str:
+def _name(found: re.Match[str], task: Task) -> str:
     epoch, prompt, sample = map(int, found.groups())
     rows = task.held_out if epoch == HELD_OUT_EPOCH else task.train
     place = next((row.place for row in rows if row.index == prompt), "")

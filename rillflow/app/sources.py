@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
-from rillflow.algorithms.algorithm import Data
 from rillflow.app.recipe import Recipe
 from rillflow.app.trained import model_directory
 from rillflow.errors import ConfigError, DataError, ModelError
@@ -22,11 +20,9 @@ from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.function import FunctionPath, parse_files, parse_function
 from rillflow.rewards.judge_prompt import KEPT, no_frame
 from rillflow.runs import layout
-from rillflow.tasks.example import Example, example_of, shown
+from rillflow.tasks.example import Example, shown
 from rillflow.tasks.files import Rows
-from rillflow.tasks.labelled import labelled_of
-from rillflow.tasks.preference import preference_of
-from rillflow.tasks.task import Task, open_labelled, open_preferences, open_task, read_sets
+from rillflow.tasks.task import Task, open_task, read_sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,27 +40,22 @@ JUDGE = "reward.judge.model"
 """Setting that names a judge."""
 
 
-def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given = NOTHING) -> Task[Example]:
-    """Return the recipe's or the given rows: prompts, or pairs or labelled answers if those are learnt from.
+def open_rows(recipe: Recipe, base: Path, drawn: int | None = None, given: Given = NOTHING) -> Task:
+    """Return the recipe's or the given rows, of the kind of data that the algorithm trains on.
 
     See ``open_task`` for ``drawn``.
 
     Raises:
         DataError: the source is unknown or its data cannot be used.
     """
-    how: Any = {"base": base, "seed": recipe.run.seed, "drawn": drawn, "rows": given.rows}
-    kinds: Any = {
-        Data.PREFERENCES: (open_preferences, preference_of),
-        Data.LABELLED: (open_labelled, labelled_of),
-    }
-    opened, make = kinds.get(recipe.chosen.data, (open_task, example_of))
-    task: Any = opened(recipe.task, **how)
-    task = replace(task, sets=read_sets(recipe.evaluate.sets, base, make))
+    kind = recipe.chosen.data
+    task = open_task(recipe.task, kind, base=base, seed=recipe.run.seed, drawn=drawn, rows=given.rows)
+    task = replace(task, sets=read_sets(recipe.evaluate.sets, base, kind))
     _require_numbers(task, recipe.algorithm.columns)
     return replace(task, reward=given.reward) if given.reward else task
 
 
-def _require_numbers(task: Task[Example], columns: Sequence[str]) -> None:
+def _require_numbers(task: Task, columns: Sequence[str]) -> None:
     """Refuse rows without a finite number in a column that the algorithm reads as a number."""
     for row, name in ((row, name) for row in (*task.train, *task.held_out) for name in columns):
         value = row.columns.get(name)
@@ -155,7 +146,7 @@ def _existing(setting: str, path: str, base: Path) -> str:
     return source
 
 
-def reward_functions(recipe: Recipe, base: Path, task: Task[Example] | None) -> tuple[FunctionPath, ...]:
+def reward_functions(recipe: Recipe, base: Path, task: Task | None) -> tuple[FunctionPath, ...]:
     """Return the reward functions: the recipe's, or else the task's own; empty if there are none.
 
     Raises:

@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     words = sys.argv[1:] if argv is None else argv
     typed = (*(("python", sys.argv[0]) if algorithms else ("rillflow",)), *words)
     try:
-        arguments = _parsed(words, argparse.Namespace(algorithms=algorithms, typed=typed))
+        choices = known_commands(words)
+        arguments = _parsed(words, argparse.Namespace(algorithms=algorithms, typed=typed), choices)
     except ConfigError as error:  # a plugin that cannot be loaded
         return explain_failure(error, debug=False)
     level = logging.DEBUG if arguments.debug else logging.WARNING
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()
     logging.basicConfig(level=level, handlers=[handler])
     try:
         with _ended_by_signals():
-            code = all_commands()[arguments.command].run(arguments)
+            code = choices[arguments.command].run(arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -97,21 +98,23 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, before[number])
 
 
-def _parsed(words: Sequence[str], known: argparse.Namespace) -> argparse.Namespace:
+def _parsed(
+    words: Sequence[str], known: argparse.Namespace, choices: Mapping[str, Command]
+) -> argparse.Namespace:
     """Parse the arguments; accept a prompt that argparse leaves over because options precede it."""
-    parser = build_parser()
+    parser = build_parser(choices)
     arguments, left = parser.parse_known_args(words, known)
     is_asked = arguments.command == "ask" and arguments.prompt is None
     match left:
         case ["--", prompt] | [prompt] if is_asked and (len(left) == 2 or prompt[:1] != "-"):
             arguments.prompt = prompt
-        case [_, *_] if not all_commands()[arguments.command].ignores_unknown:
+        case [_, *_] if not choices[arguments.command].ignores_unknown:
             parser.error(f"unrecognized arguments: {' '.join(left)}")
     return arguments
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def build_parser(choices: Mapping[str, Command]) -> argparse.ArgumentParser:
+    """Return the parser of some commands."""
     parser = argparse.ArgumentParser(
         prog="rillflow",
         description="RL post-training of language models, written as one dataflow.",
@@ -119,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"rillflow {__version__}")
     words = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for name, command in all_commands().items():
+    for name, command in choices.items():
         inner = words.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
         command.add_arguments(inner)
         inner.add_argument("--debug", action="store_true", help="show log messages and tracebacks")
@@ -256,9 +259,13 @@ def _merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base", choices=("trained", "full"), default="trained", help=told)
 
 
-def all_commands() -> dict[str, Command]:
-    """Return every command by name: the package's own and those of plugins."""
-    return {**COMMANDS, **plugins.commands(taken=COMMANDS)}
+def known_commands(words: Sequence[str]) -> dict[str, Command]:
+    """Return the commands that an invocation may name.
+
+    One of the package's own commands is known alone: it runs without loading a plugin, also a broken one.
+    """
+    first = words[0] if words else ""
+    return {first: COMMANDS[first]} if first in COMMANDS else {**COMMANDS, **plugins.commands(COMMANDS)}
 
 
 COMMANDS: Mapping[str, Command] = {

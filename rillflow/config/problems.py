@@ -12,8 +12,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from rillflow.config.schema import Data, SettingPlace, at, subsections, tags, walk
-from rillflow.config.section import Section
+from rillflow.config.schema import Data, Section, SettingPlace, at, subsections, tags, walk
 from rillflow.errors import ConfigError, RillflowError, nearest
 
 _LONGEST_VALUE = 60

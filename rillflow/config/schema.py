@@ -1,4 +1,4 @@
-"""Schema: list the keys of a Section class, and find a setting in it.
+"""Schema: the base class of every config record; list its keys, and find a setting in it.
 
 Recipe ─ walk ─> policy.lr, policy.model.new.hidden, ...      every key a user may write
        ─ at("policy", "lr") ─> the field and its section      for an error's words
@@ -9,11 +9,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, Literal, TypeAlias, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeAlias, Union, get_args, get_origin
 
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic.fields import FieldInfo
 
-from rillflow.config.section import Section
+
+class Section(BaseModel):
+    """A frozen group of settings; an unknown key or a value of another type is an error.
+
+    Example:
+        class Optimizer(Section):
+            lr: float = Field(1e-5, gt=0, description="Learning rate.")
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """New names of settings by their old names; an error about an old name gives the new one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_defaults(cls, data: object) -> object:
+        """Merge a given inner section over the default that this class has for it."""
+        if not isinstance(data, Mapping):
+            return data
+        presets = {
+            name: field.default.model_dump(exclude_unset=True)
+            for name, field in cls.model_fields.items()
+            if isinstance(field.default, Section) and name in data and isinstance(data[name], Mapping)
+        }
+        return {**data, **{name: {**preset, **data[name]} for name, preset in presets.items()}}
+
 
 Data: TypeAlias = Mapping[str, Any]
 """Plain data as in TOML: texts, numbers, booleans, lists and tables."""

@@ -26,8 +26,7 @@ from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import Formula, Options
 from rillflow.graph.loss import field_parameters
 from rillflow.graph.trace import ROW_FIELDS
-from rillflow.records.batch import Batch, Field, concatenate
-from rillflow.records.stored import load_batch, save_batch
+from rillflow.records.batch import Batch, Field, concatenate, load_batch, save_batch
 from rillflow.runs.durable import write_error
 from rillflow.workers import program
 from rillflow.workers.backend import Backend, Place

@@ -20,10 +20,9 @@ from torch import Tensor
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import StageResult
 from rillflow.formulas.counter import uniform
-from rillflow.records.batch import Batch, Field
+from rillflow.records.batch import Batch, Field, batch_bytes
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish
-from rillflow.records.stored import batch_bytes
 from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS
 from rillflow.runs.durable import replace
 from rillflow.runs.evidence import digest

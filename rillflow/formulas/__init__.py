@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from rillflow.formulas.advantages import *
-    from rillflow.formulas.aggregation import *
+    from rillflow.formulas.config import *
     from rillflow.formulas.controllers import *
     from rillflow.formulas.interval import *
     from rillflow.formulas.logprobs import *
     from rillflow.formulas.losses import *
     from rillflow.formulas.penalty import *
     from rillflow.formulas.preferences import *
-    from rillflow.formulas.ratios import *
     from rillflow.formulas.selection import *
     from rillflow.formulas.shaping import *
     from rillflow.formulas.token_advantages import *
+    from rillflow.formulas.unpaired import *
 
 Formula = TypeVar("Formula", bound=Callable[..., Any])
 _NAMES = {
@@ -35,21 +35,20 @@ _NAMES = {
         "group_advantages lagrangian_advantages leave_one_out over_greedy penalised_group_advantages "
         "varied_groups"
     ),
-    "aggregation": "loss_weights",
+    "config": "PolicyLossConfig ValueLossConfig",
     "controllers": "multiplier next_kl_weight next_log_multiplier",
     "interval": "wilson",
     "logprobs": "token_logprobs",
     "losses": (
-        "clipped_policy_loss cross_entropy divergence label_loss margin_preference_loss policy_loss "
-        "preference_loss TokenLosses value_loss"
+        "clipped_policy_loss cross_entropy divergence label_loss loss_weights m2po_limit "
+        "margin_preference_loss policy_loss preference_loss sequence_log_ratio TokenLosses value_loss"
     ),
     "penalty": (
         "ended kept_totals mean_cost mean_divergence missing_end_rewards overlong_rewards "
         "penalised_rewards penalised_token_costs penalised_token_rewards previous_logprobs "
         "previous_totals token_costs token_rewards"
     ),
-    "preferences": "implicit_rewards logprob_rewards pair_loss unpaired_loss",
-    "ratios": "m2po_limit sequence_log_ratio",
+    "preferences": "implicit_rewards logprob_rewards pair_loss PairLossConfig",
     "selection": (
         "best_of_n_bound best_of_n_divergence best_rows is_paired is_preferred iterations_without_pairs "
         "pair_places paired_groups whole_scores"
@@ -61,6 +60,7 @@ _NAMES = {
     "token_advantages": (
         "bootstrapped_rewards gae lambda_returns returns_to_go value_targets whitened whitened_returns"
     ),
+    "unpaired": "unpaired_loss UnpairedLossConfig",
 }
 """The public names of each module."""
 Granularity = Literal["row", "group", "batch"]
@@ -82,6 +82,12 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return vars(import_module(f"{__name__}.{_HOMES[name]}"))[name]
+
+
+def named(place: str) -> Any:
+    """Return the public formula or settings of a loss at ``module:name``; None if there is none."""
+    module, _, name = place.partition(":")
+    return __getattr__(name) if module == f"{__name__}.{_HOMES.get(name)}" else None
 
 
 def granularity(formula: Callable[..., Any]) -> Granularity:

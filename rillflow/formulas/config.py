@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -19,11 +19,13 @@ Selector = Literal["max_min", "max_random", "max_max", "random"]
 MOST_LOGITS = 1 << 26
 """Logits of one pass that are kept whole: 256 MiB in float32, and as much for their gradient."""
 _BOUNDS = {"tis": (0, 2), "sequence_tis": (0, 5), "icepop": (0.5, 5), "m2po": (0, 0.04), "topr": (0, 1)}
-"""Default bounds of each correction; ``formulas.ratios`` describes what they bound."""
+"""Default bounds of each correction; ``formulas.losses`` describes what they bound."""
 
 
 class PolicyLossConfig(LossSection):
     """The clipped policy loss and its further terms; see docs/algorithms/grpo.md for the equation."""
+
+    loss_kind: ClassVar[str] = "policy"
 
     ratio: Literal["token", "sequence"] = Field(
         "token",
@@ -138,6 +140,8 @@ class PolicyLossConfig(LossSection):
 class ValueLossConfig(LossSection):
     """The loss of a critic."""
 
+    loss_kind: ClassVar[str] = "values"
+
     clip: float = Field(
         0.2,
         ge=0,
@@ -148,109 +152,3 @@ class ValueLossConfig(LossSection):
     def reads(self) -> tuple[str, ...]:
         """Fields that the loss is computed from."""
         return ("returns",)
-
-
-PairKind = Literal["dpo", "ipo", "hinge", "simpo", "orpo"]
-"""Losses of pairs: ``formulas.preferences``."""
-_SCALES: dict[PairKind, float] = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}
-"""Default beta of each kind, from its paper or its own page."""
-
-
-class PairLossConfig(LossSection):
-    """The loss of pairs of answers; see docs/algorithms/dpo.md for the equations."""
-
-    kind: PairKind = Field("dpo", description="Preference loss; simpo and orpo need no reference.")
-    beta: float | None = Field(
-        None,
-        gt=0,
-        description="Scale of the implicit reward; for orpo, the weight of the odds ratio. Left out, the "
-        "paper's value.",
-    )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="Assumed probability that a pair's label is wrong; for dpo and simpo."
-    )
-    nll: float | None = Field(
-        None,
-        ge=0,
-        description="Weight of the chosen answers' mean token loss; left out, 1 for orpo and 0 for the "
-        "others.",
-    )
-    gamma: float | None = Field(None, ge=0, description="Target margin of simpo; left out, 1.")
-    by_length: bool | None = Field(
-        None,
-        description="Whether dpo, ipo and hinge compare token means instead of sums; left out, only ipo "
-        "does.",
-    )
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Fields that the loss is computed from."""
-        return ("reference_totals",) if self.has_reference else ()
-
-    @property
-    def rows_together(self) -> int:
-        """Rows that are never separated: the two of a pair."""
-        return 2
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the policy is compared with a reference."""
-        return self.kind not in ("simpo", "orpo")
-
-    @property
-    def scale(self) -> float:
-        """Beta: the configured value, else the kind's default."""
-        return _SCALES[self.kind] if self.beta is None else self.beta
-
-    @property
-    def by_token(self) -> bool:
-        """Whether answers are compared by their means over tokens."""
-        return self.kind not in ("dpo", "hinge") if self.by_length is None else self.by_length
-
-    @property
-    def nll_weight(self) -> float:
-        """Weight of the chosen answers' own loss."""
-        return float(self.kind == "orpo") if self.nll is None else self.nll
-
-    @property
-    def target_margin(self) -> float:
-        """Margin that is subtracted before the loss."""
-        return 0.0 if self.kind != "simpo" else 1.0 if self.gamma is None else self.gamma
-
-    @model_validator(mode="after")
-    def _is_read(self) -> PairLossConfig:
-        if self.gamma is not None and self.kind != "simpo":
-            raise ValueError(
-                f"gamma is {self.gamma:g} and kind is {self.kind}: only simpo has a target margin"
-            )
-        if self.by_length is False and not self.has_reference:
-            raise ValueError(f"by_length is false and kind is {self.kind}, which uses token means")
-        if self.label_smoothing and self.kind not in ("dpo", "simpo"):
-            raise ValueError(
-                f"label_smoothing is {self.label_smoothing:g} and kind is {self.kind}: "
-                "it applies only to dpo and simpo"
-            )
-        return self
-
-
-class UnpairedLossConfig(LossSection):
-    """The loss of single answers; see docs/algorithms/kto.md for the equation."""
-
-    beta: float = Field(0.1, gt=0, description="Scale of the implicit reward.")
-    good_weight: float = Field(1.0, ge=0, description="Weight of desirable answers (lambda_D in the paper).")
-    bad_weight: float = Field(
-        1.0,
-        ge=0,
-        description="Weight of undesirable answers (lambda_U in the paper). The paper balances the total "
-        "weight of both kinds.",
-    )
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Fields that the loss is computed from."""
-        return ("label", "reference_totals")
-
-    @property
-    def rows_together(self) -> int:
-        """Rows that are never separated: an answer, and its prompt with another answer."""
-        return 2

@@ -12,9 +12,36 @@
 | ``row_lengths`` | [B] int64 number of loss tokens of each row |
 | any other without a default | the field of that name: of tokens, or of rows, repeated for all their tokens |
 
-A correction weights tokens that another policy sampled: ``formulas.ratios``.
 A log ratio is clamped to +-20 before its exponential: a ratio beyond e^20 is finite and has no gradient.
 Only the divergence keeps a gradient there, a bounded one: ``divergence``.
+
+A correction weights tokens that another policy sampled:
+
+    mu ────── sampled the tokens, perhaps some versions ago or in other arithmetic
+     │   w = old / mu       the correction: a weight without a gradient on a token's loss
+    old ───── the trainer's weights before the update: the proximal policy
+     │   r = pi / old       the loss: clipped, with a gradient
+     pi ───── the weights that are being changed
+
+| correction | weight of a token, at the default bounds (low, high) | source |
+|---|---|---|
+| ``tis`` | clip(w, 0, 2): truncated importance sampling | Yao et al. 2025 (below); arXiv 2110.00641 |
+| ``sequence_tis`` | clip(W, 0, 5), W the product of w over the token's row | the same by row |
+| ``icepop`` | w where 0.5 <= w <= 5, else 0 | arXiv 2510.18855 |
+| ``m2po`` | w where (log w)^2 is below the ``m2po_limit`` of 0.04, else 0 | arXiv 2510.01161 |
+| ``topr`` | 1 where A >= 0, else clip(W, 0, 1) | arXiv 2503.14286 |
+
+At w = 1 every weight is 1: rows of the present policy have the gradient of the plain loss. Yao et al. wrote
+"Your efficient RL framework secretly brings you off-policy RL training". Decoupled PPO (arXiv 2110.00641;
+arXiv 2505.24298, equation 5) is ``tis`` over the clipped loss, with an upper bound of 5.
+
+Token losses are combined into one loss that is the same for any partition of the minibatch:
+
+    loss mask ──> weight of every token, one denominator for the whole minibatch
+    micro-batch or rank: sum(weight x loss of its tokens) ── added up ──> / denominator
+
+The denominator is counted before the minibatch is split, so no part divides by a count of its own. A row
+without a loss token counts in no aggregation.
 
 Legend: N loss tokens of one micro-batch (pairs, if the model learns from pairs), B its rows;
 r = pi / old the probability ratio, A the advantage, sg[] no gradient.
@@ -25,14 +52,83 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from rillflow.errors import FormulaError
 from rillflow.formulas.config import Estimator, PolicyLossConfig, Surrogate
-from rillflow.formulas.ratios import LARGEST_LOG_RATIO, correction_weights, held, sequence_log_ratio
 from rillflow.formulas.shapes import known, same_length
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rillflow.records.ragged import Ragged
+
+
+LARGEST_LOG_RATIO = 20.0
+"""Nats at which a log ratio is clamped before its exponential, which overflows float32 above 88."""
+
+
+def held(log_ratio: Tensor) -> Tensor:
+    """Return [N], the log ratio clamped to +-20 nats; it has no gradient beyond."""
+    return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def sequence_log_ratio(log_ratio: Ragged) -> Tensor:
+    """Return [N], the mean log ratio of each token's row, with the gradient of the token's own.
+
+    log s + log pi - sg[log pi], s = exp(mean over the row's loss tokens of log r). Every token of a row has
+    the ratio s. The sum of s A over its tokens, each weighted by 1 / |o|, has the gradient of s A with the
+    row's A (GSPO and GSPO-token, arXiv 2507.18071).
+
+    Args:
+        log_ratio: log pi - log old of the loss tokens only, by row.
+    """
+    fixed = log_ratio.values.detach()
+    mean = log_ratio.with_values(fixed).sums() / log_ratio.lengths.clamp_min(1)
+    return log_ratio.expand(mean) + (log_ratio.values - fixed)
+
+
+def m2po_limit(log_weights: Tensor, *, bound: float) -> float:
+    """Return the least (log w)^2 that M2PO leaves out; infinity if it keeps every token.
+
+    The largest (log w)^2 are left out until the mean of the rest is below the bound. Equal ones are kept or
+    left out together, so the choice depends on no order. The limit is computed for a whole minibatch, before
+    it is split.
+
+    Args:
+        log_weights: [M] log old - log mu of every loss token of a minibatch.
+        bound: upper bound of the mean of the squares.
+    """
+    squares = log_weights.double().square().sort().values
+    means = squares.cumsum(0) / squares.new_ones(squares.shape).cumsum(0)
+    over = (means >= bound).nonzero()
+    return float(squares[over[0]]) if len(over) else float("inf")
+
+
+def correction_weights(
+    log_weights: Ragged, advantages: Tensor, config: PolicyLossConfig, is_kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return [N] the weights of a recipe's correction, and [N] bool where they are not w (of a row W) itself.
+
+    Args:
+        log_weights: log old - log mu of the loss tokens only, by row.
+        advantages: [N] A.
+        config: names the correction and its bounds.
+        is_kept: [N] bool, the tokens below m2po's limit; None: every token.
+    """
+    known, (low, high) = log_weights.values.detach(), config.bounds
+    if config.correction in ("sequence_tis", "topr"):
+        known = log_weights.expand(log_weights.with_values(known).sums())
+    plain = held(known).exp()
+    weights = plain.clamp(low, high)
+    match config.correction:
+        case "icepop":
+            weights = plain * ((plain >= low) & (plain <= high))
+        case "m2po":
+            weights = plain * (1 if is_kept is None else is_kept)
+        case "topr":
+            weights = weights.where(advantages < 0, 1.0)
+    return weights, weights != plain
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -319,3 +415,47 @@ def divergence(log_ratio: Tensor, estimator: Estimator, bound: float = math.inf)
     inside = log_ratio.clamp_min(least)
     exact, slope = (-inside).expm1() + inside, -math.expm1(-least)
     return exact.where(log_ratio >= least, exact.detach() + slope * (log_ratio - least))
+
+
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossWeights:
+    """Weights of a minibatch's loss: sum(values x token losses) / denominator."""
+
+    values: Ragged
+    """float64, aligned to the tokens; 0 where the policy did not sample."""
+    denominator: float
+    """Denominator of the whole minibatch; 0 if it has no loss token."""
+
+
+def loss_weights(loss_mask: Ragged, aggregation: Aggregation, constant: int = 0) -> LossWeights:
+    """Return the weights and the denominator of a minibatch.
+
+    token_mean: weight 1, over the number of loss tokens (DAPO, arXiv 2503.14476). sequence_mean: weight 1 /
+    |o|, over the number of rows with a loss token (GRPO, arXiv 2402.03300). constant: weight 1, over the
+    number of such rows x constant (Dr.GRPO, arXiv 2503.20783).
+
+    Args:
+        loss_mask: bool, True where the policy sampled the token.
+        aggregation: name of the aggregation.
+        constant: divisor of a row; only for ``constant``.
+
+    Raises:
+        FormulaError: the aggregation is unknown, or ``constant`` is chosen without a positive divisor.
+    """
+    known("loss_weights", Aggregation, aggregation=aggregation)
+    if aggregation == "constant" and constant < 1:
+        raise FormulaError(
+            f"loss_weights: constant is {constant}",
+            why="the constant aggregation divides every row's sum by the constant",
+            fix="set it to the longest answer's number of tokens",
+        )
+    weights, count = loss_mask.values.double(), loss_mask.sums()
+    if aggregation == "token_mean":
+        return LossWeights(values=loss_mask.with_values(weights), denominator=float(count.sum()))
+    if aggregation == "sequence_mean":
+        weights, constant = weights / loss_mask.expand(count.double()).clamp_min(1), 1
+    total = float((count > 0).sum() * constant)
+    return LossWeights(values=loss_mask.with_values(weights), denominator=total)

@@ -1,5 +1,6 @@
-"""Preferences: losses and rewards of a policy that learns from pairs or from labelled answers.
+"""Preferences: losses of whole answers, those of pairs among them, and the rewards that they imply.
 
+    totals [B] of answers, policy's and reference's ─ AnswerLossConfig.losses ─> a loss of each unit
     totals [P] of the chosen and of the rejected, policy's and reference's ─ pair_loss ─> [P] losses
     totals [B] of held-out answers ─ implicit_rewards, logprob_rewards ─> rewards [B]
 
@@ -17,18 +18,22 @@ h = (log pi - log ref)(chosen) - (log pi - log ref)(rejected), l = log pi / |ans
 With ``by_length``, dpo and hinge also use h of token means: an answer's log ratio over its tokens. The term
 nll x (-l_chosen) may be added to each, as RPO adds it to dpo (arXiv 2404.19733), and ORPO to its odds.
 
-Legend: P pairs, B rows.
+Legend: P pairs, B answers.
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from rillflow.formulas.config import PairLossConfig, UnpairedLossConfig
+from pydantic import Field, model_validator
+
 from rillflow.formulas.losses import TokenLosses
 from rillflow.formulas.shapes import same_length
+from rillflow.graph.loss import LossSection
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,28 +43,158 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class AnswerTotals:
-    """Totals of one answer of each pair."""
+    """Totals of answers; those of one unit are neighbours, in the order of their places."""
 
     totals: Tensor
-    """[P] log pi of the whole answer, with a gradient."""
+    """[B] log pi of the whole answer, with a gradient."""
     lengths: Tensor
-    """[P] number of its tokens."""
+    """[B] number of its tokens."""
     reference: Tensor | None = None
-    """[P] log ref of the answer; None if a kind has no reference."""
+    """[B] log ref of the answer; None if a loss has no reference."""
+
+    def places(self, unit: int) -> list[AnswerTotals]:
+        """Return the first answers of all units of ``unit`` answers, then the second ones, and so on."""
+        columns = [self.totals, self.lengths, *([] if self.reference is None else [self.reference])]
+        both = zip(*(each.view(-1, unit).unbind(1) for each in columns), strict=True)
+        return [AnswerTotals(*each) for each in both]
 
     @property
     def ratios(self) -> Tensor:
-        """[P] log pi - log ref; log pi if there is no reference."""
+        """[B] log pi - log ref; log pi if there is no reference."""
         return self.totals if self.reference is None else self.totals - self.reference.detach()
 
     @property
     def means(self) -> Tensor:
-        """[P] mean log pi of a token."""
+        """[B] mean log pi of a token."""
         return self.totals / self.lengths
 
     def rewards(self, config: PairLossConfig) -> Tensor:
-        """Return [P], beta x the log ratio of the answer, or of its mean token."""
+        """Return [B], beta x the log ratio of the answer, or of its mean token."""
         return config.scale * (self.ratios / self.lengths if config.by_token else self.ratios)
+
+
+class AnswerLossConfig(LossSection):
+    """A loss of whole answers, whose totals a policy's log probabilities sum to.
+
+    Answers to one prompt form a unit with one loss: sample k is its answer at place k.
+
+    Example:
+        class ListConfig(AnswerLossConfig):
+            area: ClassVar[str] = "lists"
+            unit: ClassVar[int] = 4
+
+            def losses(self, answers, fields): ...
+    """
+
+    loss_kind: ClassVar[str] = "answers"
+    area: ClassVar[str]
+    """Area of its metrics."""
+    unit: ClassVar[int] = 1
+    """Number of answers of a unit."""
+    has_divergence: ClassVar[bool] = False
+    """Whether samples from ``unit`` on are not trained: they measure the field ``divergence``, which is
+    max(0, mean of log pi - log ref) over all of them in the minibatch, at the weights before the step.
+    """
+
+    @property
+    def rows_together(self) -> int:
+        """Rows of one prompt: the answers of a unit, and one more if it measures the divergence."""
+        return self.unit + self.has_divergence
+
+    @abstractmethod
+    def losses(self, answers: AnswerTotals, fields: Mapping[str, Tensor]) -> TokenLosses:
+        """Return the losses of units, [B / unit].
+
+        Args:
+            answers: totals of B answers.
+            fields: [B] the fields that the section reads, and ``divergence`` if it has one.
+        """
+
+
+PairKind = Literal["dpo", "ipo", "hinge", "simpo", "orpo"]
+"""Losses of pairs: ``formulas.preferences``."""
+_SCALES: dict[PairKind, float] = {"dpo": 0.1, "ipo": 0.1, "hinge": 0.1, "simpo": 2.0, "orpo": 0.1}
+"""Default beta of each kind, from its paper or its own page."""
+
+
+class PairLossConfig(AnswerLossConfig):
+    """The loss of pairs of answers; see docs/algorithms/dpo.md for the equations."""
+
+    area: ClassVar[str] = "pairs"
+    unit: ClassVar[int] = 2
+
+    kind: PairKind = Field("dpo", description="Preference loss; simpo and orpo need no reference.")
+    beta: float | None = Field(
+        None,
+        gt=0,
+        description="Scale of the implicit reward; for orpo, the weight of the odds ratio. Left out, the "
+        "paper's value.",
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="Assumed probability that a pair's label is wrong; for dpo and simpo."
+    )
+    nll: float | None = Field(
+        None,
+        ge=0,
+        description="Weight of the chosen answers' mean token loss; left out, 1 for orpo and 0 for the "
+        "others.",
+    )
+    gamma: float | None = Field(None, ge=0, description="Target margin of simpo; left out, 1.")
+    by_length: bool | None = Field(
+        None,
+        description="Whether dpo, ipo and hinge compare token means instead of sums; left out, only ipo "
+        "does.",
+    )
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Fields that the loss is computed from."""
+        return ("reference_totals",) if self.has_reference else ()
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the policy is compared with a reference."""
+        return self.kind not in ("simpo", "orpo")
+
+    @property
+    def scale(self) -> float:
+        """Beta: the configured value, else the kind's default."""
+        return _SCALES[self.kind] if self.beta is None else self.beta
+
+    @property
+    def by_token(self) -> bool:
+        """Whether answers are compared by their means over tokens."""
+        return self.kind not in ("dpo", "hinge") if self.by_length is None else self.by_length
+
+    @property
+    def nll_weight(self) -> float:
+        """Weight of the chosen answers' own loss."""
+        return float(self.kind == "orpo") if self.nll is None else self.nll
+
+    @property
+    def target_margin(self) -> float:
+        """Margin that is subtracted before the loss."""
+        return 0.0 if self.kind != "simpo" else 1.0 if self.gamma is None else self.gamma
+
+    def losses(self, answers: AnswerTotals, fields: Mapping[str, Tensor]) -> TokenLosses:
+        """See AnswerLossConfig."""
+        del fields
+        return pair_loss(*answers.places(self.unit), config=self)
+
+    @model_validator(mode="after")
+    def _is_read(self) -> PairLossConfig:
+        if self.gamma is not None and self.kind != "simpo":
+            raise ValueError(
+                f"gamma is {self.gamma:g} and kind is {self.kind}: only simpo has a target margin"
+            )
+        if self.by_length is False and not self.has_reference:
+            raise ValueError(f"by_length is false and kind is {self.kind}, which uses token means")
+        if self.label_smoothing and self.kind not in ("dpo", "simpo"):
+            raise ValueError(
+                f"label_smoothing is {self.label_smoothing:g} and kind is {self.kind}: "
+                "it applies only to dpo and simpo"
+            )
+        return self
 
 
 def pair_loss(chosen: AnswerTotals, rejected: AnswerTotals, *, config: PairLossConfig) -> TokenLosses:
@@ -99,40 +234,6 @@ def pair_loss(chosen: AnswerTotals, rejected: AnswerTotals, *, config: PairLossC
         metrics["pairs/nll/mean"] = -chosen.means
         losses = losses - config.nll_weight * chosen.means
     return TokenLosses(losses=losses, metrics={name: each.detach() for name, each in metrics.items()})
-
-
-def unpaired_loss(
-    answers: AnswerTotals, is_good: Tensor, divergence: Tensor, *, config: UnpairedLossConfig
-) -> TokenLosses:
-    """Return [B], KTO's losses of single answers (arXiv 2402.01306, 7).
-
-    They are w (1 - s(beta (d - z))) for good answers and w (1 - s(beta (z - d))) for bad ones, with
-    d = log pi - log ref of the answer. The policy's overall drift z is the reward that counts as neither good
-    nor bad. No gradient flows into z.
-
-    Args:
-        answers: totals of single answers.
-        is_good: [B] bool.
-        divergence: [B] z, not below 0.
-        config: beta, and w for good and for bad answers.
-
-    Raises:
-        FormulaError: shapes differ.
-    """
-    import torch
-
-    same_length("unpaired_loss", totals=answers.totals, is_good=is_good, divergence=divergence)
-    ratios, apart = answers.ratios, divergence.detach()
-    side = torch.where(is_good, 1.0, -1.0).to(ratios)
-    weights = torch.where(is_good, config.good_weight, config.bad_weight).to(ratios)
-    losses = weights * (1 - torch.sigmoid(config.beta * side * (ratios - apart)))
-    rewards = config.beta * ratios.detach()
-    metrics = {"answers/accuracy/mean": side * rewards > 0, "answers/divergence/mean": apart}
-    for name, some in (("good", is_good), ("bad", ~is_good)):
-        if some.any():
-            metrics[f"answers/{name}_reward/mean"] = rewards[some]
-            metrics[f"answers/{name}_logprob/mean"] = answers.totals.detach()[some]
-    return TokenLosses(losses=losses, metrics=metrics)
 
 
 def smoothed(margin: Tensor, smoothing: float) -> Tensor:

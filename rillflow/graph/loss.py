@@ -5,7 +5,7 @@
                        passes=config)                                                     several per update
         └─ laid_flat ─> the batches one after the other, loss = (LossTerm, LossTerm)
 
-A loss is either a top-level function or a recipe's section that stands for a shipped loss. The function's
+A loss is either a top-level function or a recipe's section that stands for a loss. The function's
 parameters without a default are fields of the batches, or outputs of the model for each token.
 """
 
@@ -16,14 +16,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 from rillflow.errors import GraphError
 
 
 class LossSection(Section):
-    """Recipe section that stands for a shipped loss."""
+    """Recipe section that stands for a loss."""
+
+    loss_kind: ClassVar[str | type[Any]]
+    """Kind of loss: a name in ``training.loss.KINDS``, or a ``training.terms.Loss`` of your own."""
 
     @property
     @abstractmethod
@@ -37,7 +40,7 @@ class LossSection(Section):
 
 
 AnyLoss = Callable[..., Any] | LossSection
-"""A function with any parameters, or a section that stands for a shipped loss."""
+"""A function with any parameters, or a section that stands for a loss."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -28,11 +28,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rillflow.errors import ModelError, nearest
+from rillflow.models.architecture import head_of, head_weights
 from rillflow.models.config import AdapterConfig
 from rillflow.models.int8 import Int8Linear, full_weight, int8_layers, keep_in_int8
 from rillflow.models.lazy_weights import Read, Source, read_slice
 from rillflow.models.locate import BASE, SETTINGS, WEIGHTS, AdapterSource
-from rillflow.models.scalar_head import head_of, head_weights
 
 ADAPTER = "_adapter"
 """Suffix of an adapter's name after the name of its layer."""

@@ -7,13 +7,31 @@
                        no: a row's outputs depend on no other row and no later token? ─> its own, padded
                        no: refused
 
+    settle_positions ── the last token at position 7, or at the context's last ── do the other logits differ?
+                                             no ──> the module as it is
+                                             yes ─> AtContext ─ still? refused
+
+Some rotary embeddings (``longrope``, ``dynamic``) choose their frequencies by the longest position of a pass.
+Then sampler, trainer and every division into micro-batches would run different models. So these embeddings
+get the context's last position in every pass: every row is computed as if it filled the context.
+
+A scalar head gives one number per token, on top of the decoder's body:
+
+    tokens ── module.base_model ──> hidden states [U, D] ── head, a linear layer to one number ──> [U]
+
+The module is transformers' own, unmodified. Its own forward pass returns one number per row
+(ForSequenceClassification) or has dropout (ForTokenClassification), so body and head are called separately.
+
 A short trial cannot detect chunked attention, whose effect appears only in long contexts. Such layers are
 recognised by name, and the module keeps its own attention.
+
+Legend: U tokens of all rows, laid end to end; D hidden size.
 """
 
 from __future__ import annotations
 
 import copy
+from inspect import signature
 from typing import Any
 
 import torch
@@ -302,3 +320,118 @@ def _not_replaceable(name: str, why: str) -> ModelError:
         why=why,
         fix="choose a decoder, such as qwen2, llama, qwen3 or gpt2",
     )
+
+
+_POSITION_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+"""Largest difference of the outputs over the largest output; other rows change only the last bits."""
+
+
+class AtContext(nn.Module):
+    """A rotary embedding that always gets the context's last position in addition to those of a pass.
+
+    Args:
+        rotary: transformers' embedding; for a tensor and positions [..., T] it returns tensors [..., T, D].
+        context: maximum tokens of a row.
+    """
+
+    def __init__(self, rotary: nn.Module, context: int) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.context = context
+
+    def forward(self, x: Tensor, position_ids: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, ...]:
+        """Return the embedding of these positions."""
+        last = torch.full_like(position_ids[..., :1], self.context - 1)
+        found = self.rotary(x, torch.cat([position_ids, last], -1), *rest, **named)
+        return tuple(part[..., :-1, :] for part in found)
+
+
+def settle_positions(module: PreTrainedModel, tried: PreTrainedModel) -> None:
+    """Make a row's outputs independent of other rows: always those of a full context.
+
+    Args:
+        module: the decoder; it may be on the meta device.
+        tried: its ``architecture.short_copy``, used for the trial.
+
+    Raises:
+        ModelError: the module uses the longest row elsewhere than in its rotary embeddings.
+    """
+    if is_padded(tried) and "position_ids" not in signature(type(tried).forward).parameters:
+        return  # positions cannot be passed to it
+    if _difference(tried) == 0:
+        return
+    for each in (tried, module):
+        for name in [name for name, part in each.named_modules() if _is_rotary(part)]:
+            each.set_submodule(name, AtContext(each.get_submodule(name), context_of(each)))
+    difference = _difference(tried)
+    if not difference <= _POSITION_TOLERANCE[module.dtype]:
+        raise ModelError(
+            f"a longer row in the batch changes a row's outputs of {type(module).__name__}, "
+            f"by {difference:.2g} of the largest",
+            why="sampler and trainer batch rows differently, so their outputs would differ",
+            fix="choose a model whose position embeddings do not depend on the longest row",
+        )
+
+
+def _difference(module: PreTrainedModel) -> float:
+    """Return the relative change of a row's outputs when the pass ends at the context's last position."""
+    far = trial_positions(module)
+    far[:, -1] = context_of(module) - 1
+    return relative_difference(
+        trial(module, position_ids=far)[:, :-1],
+        trial(module, position_ids=trial_positions(module))[:, :-1],
+    )
+
+
+def _is_rotary(part: nn.Module) -> bool:
+    """Return whether the module itself is a rotary embedding: it has a buffer of frequencies."""
+    own = dict(part.named_buffers(recurse=False))
+    return any(name.endswith("inv_freq") for name in own)
+
+
+def head_of(module: Any) -> nn.Linear:
+    """Return the head: the only linear layer outside the body.
+
+    Raises:
+        ModelError: there is none, or it gives more than one number.
+    """
+    body = module.base_model
+    found = [part for part in module.children() if part is not body and isinstance(part, nn.Linear)]
+    if len(found) != 1 or found[0].out_features != 1:
+        shape = [f"{part.in_features} to {part.out_features}" for part in found]
+        raise ModelError(
+            f"{type(module).__name__} has no scalar head",
+            why=f"outside its body it has {len(found)} linear layers {', '.join(shape)}; a head is one, to 1",
+            fix="load it with load_scalar_model",
+        )
+    return found[0]
+
+
+def head_weights(module: PreTrainedModel) -> frozenset[str]:
+    """Return the names of the head's parameters in the module."""
+    own = {id(parameter) for parameter in head_of(module).parameters()}
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in own)
+
+
+def start_head(module: PreTrainedModel) -> None:
+    """Set a new head to return 0 for every token."""
+    for parameter in head_of(module).parameters():
+        nn.init.zeros_(parameter)
+
+
+def require_one_number(config: PreTrainedConfig) -> None:
+    """Set a config to a head of one number, read at a row's last token.
+
+    With a padding token, transformers would skip trailing ones to find the last token. A row's last token may
+    be the end token, which many models also use for padding.
+    """
+    config.num_labels = 1
+    config.get_text_config().pad_token_id = None
+
+
+def token_scores(body: Any, head: nn.Linear, inputs: dict[str, Any]) -> Tensor:
+    """Return [U] the head's number at every token, row after row, in float32 or wider."""
+    hidden = body(**inputs).last_hidden_state.flatten(0, 1)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    bias = None if head.bias is None else head.bias.to(wide)
+    return nn.functional.linear(hidden.to(wide), head.weight.to(wide), bias).squeeze(-1)

@@ -21,7 +21,7 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from rillflow.models.weight_files import settings_in
+from rillflow.models.directory_checks import settings_in
 
 _OTHER_SOURCES = frozenset({"fast_tokenizer_files", "fix_mistral_regex", "post_processor"})
 """Settings that make transformers read another file, or change what it has read."""

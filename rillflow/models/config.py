@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 from rillflow.errors import ConfigError
 from rillflow.placement.mesh import divisors
 

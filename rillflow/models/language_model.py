@@ -32,19 +32,23 @@ from rillflow.models.adapters import (
     trained_beside,
     write_adapter_settings,
 )
-from rillflow.models.architecture import context_of, settle_attention, short_copy
+from rillflow.models.architecture import context_of, settle_attention, settle_positions, short_copy
 from rillflow.models.attention import register
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
-from rillflow.models.end_tokens import listed
+from rillflow.models.directory_checks import listed
 from rillflow.models.int8 import int8_weights
 from rillflow.models.lazy_weights import ALONE, Source, fill, on_device, taken_out
 from rillflow.models.locate import WEIGHTS, AdapterSource, base_of, found_adapter, locate
-from rillflow.models.model_files import METADATA, file_weights, own_weights, shard_file, write_settings
-from rillflow.models.new_model import new_module
-from rillflow.models.positions import settle_positions
-from rillflow.models.pretrained import load_module, load_scalar_module
-from rillflow.models.tensor_file import write_tensors
+from rillflow.models.model_files import (
+    METADATA,
+    file_weights,
+    own_weights,
+    shard_file,
+    write_settings,
+    write_tensors,
+)
+from rillflow.models.modules import load_module, load_scalar_module, new_module
 from rillflow.models.tokenizer import Tokenizer, load_tokenizer, require_rows
 from rillflow.runs.durable import flush, publish_folder
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rillflow.errors import ModelError
-from rillflow.models.weight_files import unusable
+from rillflow.models.directory_checks import unusable
 
 ALONE = threading.RLock()
 """Lock of building or drawing a model: random generator and library settings are global."""
@@ -109,17 +109,17 @@ def taken_out(
     for name, buffer in list(module.named_buffers()):
         owner, _, kind = name.rpartition(".")
         setattr(module.get_submodule(owner), kind, make(buffer).clone())
-    replace(module, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device="meta"))
+    replace_parameters(module, lambda parameter: torch.empty(parameter.shape, dtype=dtype, device="meta"))
     return lambda: iter(readers.items())
 
 
 def on_device(module: nn.Module, device: torch.device) -> None:
     """Allocate a module's parameters and move its buffers, on the device."""
-    replace(module, lambda parameter: torch.empty_like(parameter, device=device))
+    replace_parameters(module, lambda parameter: torch.empty_like(parameter, device=device))
     module.to(device)  # buffers; FSDP also updates its references to parameters here
 
 
-def replace(module: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
+def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], Tensor]) -> None:
     """Replace a module's parameters by the tensors of ``make``; tied parameters stay tied."""
     places: dict[int, list[str]] = defaultdict(list)
     for name, parameter in module.named_parameters(remove_duplicate=False):

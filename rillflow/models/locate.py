@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from rillflow.errors import ModelError
-from rillflow.models.bounds import FILE_BYTES, check_file
 from rillflow.models.config import AdapterConfig
+from rillflow.models.directory_checks import FILE_BYTES, check_file
 
 SETTINGS = "adapter_config.json"
 """The file that marks a directory as an adapter."""

@@ -21,8 +21,7 @@ bitwise equal logits and draw the same token without communication.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +33,7 @@ from rillflow.errors import ModelError
 from rillflow.models.adapters import ADAPTER, AdaptedLinear, join
 from rillflow.models.attention import AttentionPlan, Scores, causal
 from rillflow.models.int8 import Int8Linear, keep_in_int8, product
+from rillflow.models.lazy_weights import replace_parameters
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
@@ -69,7 +69,7 @@ def sampling_module(like: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks)
         require_heads(like, tp.size)
         _shard(module, plan, tp)
         _tie(module, like)
-    return module.eval()
+    return module.eval().requires_grad_(False)
 
 
 def local_bounds(
@@ -107,25 +107,20 @@ def assign(module: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ModelError: a name is missing or unknown, or a shape differs.
     """
-    places: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        places[id(parameter)].append(name)
-    _check_names({names[0] for names in places.values()}, set(tensors))
-    for name, parameter in list(module.named_parameters()):
-        tensor = tensors[name].detach()
-        if tensor.shape != parameter.shape:
+    held = dict(module.named_parameters())
+    _check_names(held.keys(), tensors.keys())
+    for name, parameter in held.items():
+        if tensors[name].shape != parameter.shape:
             raise ModelError(
-                f"the given tensor for {name} has the shape {list(tensor.shape)}",
+                f"the given tensor for {name} has the shape {list(tensors[name].shape)}",
                 why=f"this rank's shard has the shape {list(parameter.shape)}",
                 fix="split the weight by weight_parts, with torch.chunk",
             )
         if not parameter.is_meta:
-            parameter.data = tensor
-            continue
-        new = nn.Parameter(tensor, requires_grad=False)
-        for place in places[id(parameter)]:
-            owner, _, kind = place.rpartition(".")
-            module.get_submodule(owner).register_parameter(kind, new)
+            parameter.data = tensors[name].detach()
+    if any(parameter.is_meta for parameter in held.values()):
+        given = {id(parameter): tensors[name].detach() for name, parameter in held.items()}
+        replace_parameters(module, lambda parameter: given[id(parameter)])
 
 
 def _shard(module: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> None:
@@ -197,7 +192,7 @@ def _tie(module: PreTrainedModel, like: PreTrainedModel) -> None:
         module.get_submodule(owner).register_parameter(kind, found)
 
 
-def _check_names(wanted: set[str], given: set[str]) -> None:
+def _check_names(wanted: Set[str], given: Set[str]) -> None:
     for names, fault in (
         (wanted - given, "is not given"),
         (given - wanted, "is not a parameter of the module"),

@@ -27,8 +27,8 @@ from tokenizers import decoders, pre_tokenizers
 
 from rillflow.errors import ModelError
 from rillflow.models.bare import BareTokenizer, bare_tokenizer, settings_of
-from rillflow.models.bounds import check_files
-from rillflow.models.weight_files import LIBRARY_ERRORS
+from rillflow.models.directory_checks import LIBRARY_ERRORS, check_files
+from rillflow.models.probes import probe_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # the import takes a second or two
@@ -143,7 +143,7 @@ class Tokenizer:
                 fix="give text (a judge: frame.chat = false), or choose a model with a chat template",
             )
         self._refuse_special(chat)
-        from rillflow.models.template_probe import TEMPLATE_ERRORS
+        from rillflow.models.probe_child import TEMPLATE_ERRORS  # imports jinja2
 
         self._probe(chat, opens=opens)
         try:
@@ -165,12 +165,10 @@ class Tokenizer:
         library = self._library
         template = library.get_chat_template(tools=chat.tools)
         if template not in self._probed:
-            from rillflow.models.template_probe import probe
-
             given = {"tools": chat.tools, "add_generation_prompt": opens, **chat.arguments}
             self._probed[template] = None
             try:
-                probe(template, {**library.special_tokens_map, **given}, chat.turns)
+                probe_template(template, {**library.special_tokens_map, **given}, chat.turns)
             except ModelError as error:
                 self._probed[template] = error
         if (refused := self._probed[template]) is not None:  # fails at once for the other rows

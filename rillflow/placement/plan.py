@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import PlanError, nearest
 from rillflow.placement.grid import Grid
-from rillflow.placement.quantities import TABLE, TEXT, Count, Reader, named, number, read, values, whole
+from rillflow.placement.tables import TABLE, TEXT, Count, Reader, named, number, read, values, whole
 
 COMMENT = "Placement of the models and predicted seconds; rillflow run RECIPE --plan FILE launches it."
 SAMPLER = "sampler"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 from rillflow.rewards.judge_prompt import FrameConfig
 
 

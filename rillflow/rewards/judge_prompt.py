@@ -20,7 +20,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from rillflow.config.load import validate
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 from rillflow.errors import ConfigError
 
 KEPT = "judge_frame"

@@ -34,7 +34,7 @@ from rillflow.roles.reward import SCORE_FIELDS, require_readable, reward_metrics
 from rillflow.roles.setting import RoleSetting
 from rillflow.roles.trained_role import TrainedRole, Training
 from rillflow.training.config import PassesConfig
-from rillflow.training.loss import TokenLoss, loss_of
+from rillflow.training.loss import loss_of
 from rillflow.training.minibatches import gathered, prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import GROUPS, SPLIT_PAIRS_REDUCE
@@ -122,7 +122,6 @@ class Judge(TrainedRole[LanguageModel]):
         rows, left = self._lessons(pairs, orders)
         term = only_term("judge.update", loss, options)
         made = loss_of(term, MODEL_OUTPUTS, "judge")
-        assert isinstance(made, TokenLoss), "a loss of labels is one of tokens"
         return self._learn(rows, made, passes) | {"judge/left_out/share": left}
 
     @endpoint(

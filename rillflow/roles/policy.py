@@ -36,14 +36,11 @@ from rillflow.rollout.config import NATIVE, RolloutConfig
 from rillflow.rollout.engine import Capability, engine_class
 from rillflow.training.config import PassesConfig, UpdateConfig
 from rillflow.training.guards import ROUTES, check_freshness
-from rillflow.training.loss import TokenLoss, are_sampled, loss_of
-from rillflow.training.minibatches import prompt_units
+from rillflow.training.loss import are_sampled, loss_of
 from rillflow.training.offload import OnHost
-from rillflow.training.pairs import PolicyPairLoss
 from rillflow.training.scorer import Scorer
 from rillflow.training.terms import SAMPLED
 from rillflow.training.trainer import Objective
-from rillflow.training.unpaired import UnpairedLoss
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import BROADCAST, SPLIT_DP, SPLIT_DP_REDUCE
 
@@ -214,8 +211,11 @@ class Policy(TrainedRole[LanguageModel]):
                 ratio, gap = (passes.ratio_tolerance, None) if self._exact else (None, passes.gap_tolerance)
             if passes.reads_sampler:
                 rows = rows.with_fields(old_logprobs=rows.ragged(SAMPLED))
-            reads = objective.reads if isinstance(objective, TokenLoss) else ()
-            if passes.is_off_policy and "old_logprobs" in reads and "old_logprobs" not in rows.fields:
+            if (
+                passes.is_off_policy
+                and "old_logprobs" in objective.reads
+                and "old_logprobs" not in rows.fields
+            ):
                 raise TrainingError(
                     "the policy's loss reads old_logprobs, and no batch of the update has them",
                     why="a step is on rows of other weights (freshness, minibatches or epochs); against the "
@@ -223,8 +223,7 @@ class Policy(TrainedRole[LanguageModel]):
                     fix='add flow.policy.logprobs(rollouts) to the batches, or set old_logprobs = "sampler"',
                 )
         how: dict[str, Any] = {"weight": term.weight, "ratio_tolerance": ratio, "gap_tolerance": gap}
-        units = prompt_units(rows) if isinstance(objective, PolicyPairLoss | UnpairedLoss) else None
-        for minibatch in self._minibatches(rows, passes, part, units):
+        for minibatch in self._minibatches(rows, passes, part, objective.units(rows)):
             yield self.trainer.aim(minibatch, objective, temperature, **how)
             how = {"weight": term.weight}
 

@@ -18,8 +18,9 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
-from rillflow.tasks.encoded import Answers, Encoded, Encoder
+from rillflow.tasks.encoded import Encoded, Encoder
 from rillflow.tasks.example import Example
+from rillflow.tasks.kinds import DEMONSTRATIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class OtherTokens:
         ]
         tokens: list[array[int]] = []
         why: list[str] = []
-        for answer, row in zip(sampled, self.encoder.encode(examples, Answers.LEARNT), strict=True):
+        for answer, row in zip(sampled, self.encoder.encode(examples, DEMONSTRATIONS), strict=True):
             read = self._short(row) if isinstance(row, Encoded) else None
             is_ended = bool(answer) and answer[-1] in self.wrote.stop_tokens
             tokens.append(array("i", [0]) if read is None else _whole(read, is_ended))
@@ -70,9 +71,9 @@ class OtherTokens:
         return Reread(rows=Batch(ids=rollouts.ids, fields={"tokens": Ragged.from_rows(tokens)}), why=why)
 
     def _short(self, row: Encoded) -> Encoded | None:
-        if row.length(Answers.LEARNT, 0) <= self.context:
+        if row.length(DEMONSTRATIONS, 0) <= self.context:
             return row
-        return row.short(Answers.LEARNT, self.context, self.encoder.tokenizer.begin)
+        return row.short(DEMONSTRATIONS, self.context, self.encoder.tokenizer.begin)
 
 
 def _example(index: int, columns: str, answer: str) -> Example:

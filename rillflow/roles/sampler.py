@@ -25,9 +25,8 @@ from rillflow.roles.logprob_check import canary_texts, check_canary
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights
 from rillflow.roles.setting import RoleSetting
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Engine, engine_class, server_python
+from rillflow.rollout.engine import Engine, Stops, engine_class, server_python
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.stops import Stops
 from rillflow.tasks.encoded import Encoder
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.endpoint import endpoint

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from rillflow.errors import RunDirectoryError
 from rillflow.models.language_model import save_settings
-from rillflow.models.model_files import METADATA, shards, write_index
-from rillflow.models.tensor_file import Digest, on_host, write_tensors
+from rillflow.models.model_files import METADATA, Digest, on_host, shards, write_index, write_tensors
 from rillflow.roles.model_shard import ModelShard
 from rillflow.runs.durable import write_error
 from rillflow.sharding.resharding import gathered

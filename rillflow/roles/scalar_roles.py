@@ -39,8 +39,6 @@ from rillflow.roles.trained_role import TrainedRole, Training
 from rillflow.tasks.encoded import Encoder
 from rillflow.training.config import PassesConfig
 from rillflow.training.loss import loss_of
-from rillflow.training.minibatches import prompt_units
-from rillflow.training.pairs import PairLoss
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import SPLIT_DP, SPLIT_DP_REDUCE, SPLIT_PAIRS_REDUCE
 
@@ -218,9 +216,7 @@ class RewardModel(TrainedRole[ScalarModel]):
             TrainingError: a row has no partner, or a number is not finite.
         """
         term = only_term(f"{self._name}.update", loss, options)
-        return self._learn(
-            pairs, loss_of(term, PairLoss.model_outputs, self._name), passes, prompt_units(pairs)
-        )
+        return self._learn(pairs, loss_of(term, ("chosen", "rejected"), self._name), passes)
 
 
 class SafetyCostModel(RewardModel):

@@ -42,7 +42,7 @@ class RoleSetting:
             @endpoint(DP, reads=("tokens", "loss_mask"), writes=("verdicts",))
             def verify(self, rollouts: Batch) -> Batch: ...
 
-        ALGORITHM = Algorithm(config=..., step=step, data=Data.PROMPTS, brings={"verifier": Verifier})
+        ALGORITHM = Algorithm(config=..., step=step, brings={"verifier": Verifier})
     """
 
     role: str

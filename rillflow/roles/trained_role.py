@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rillflow.errors import RunDirectoryError
 from rillflow.models.language_model import Model
-from rillflow.models.tensor_file import Digest
+from rillflow.models.model_files import Digest
 from rillflow.models.tokenizer import ModelInput
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, merge_metrics
@@ -25,9 +25,9 @@ from rillflow.roles.saving import Saving
 from rillflow.runs.durable import flush, publish_folder, write_error
 from rillflow.sharding.sharded_file import WRITE, together
 from rillflow.training.config import PassesConfig, TrainConfig
-from rillflow.training.loss import Loss
 from rillflow.training.minibatches import minibatches
 from rillflow.training.scorer import Scorer
+from rillflow.training.terms import Loss
 from rillflow.training.trainer import Trainer
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import BROADCAST
@@ -130,11 +130,10 @@ class TrainedRole(StatefulRole, Generic[Model]):
         rows: Batch,
         loss: Loss,
         passes: PassesConfig,
-        units: Tensor | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> dict[str, Metric]:
         """Make optimiser steps over rows, those of one unit together; see ``Policy.update`` for ``part``."""
-        cut = self._minibatches(rows, passes, part, units)
+        cut = self._minibatches(rows, passes, part, loss.units(rows))
         metrics = merge_metrics([self.trainer.update(minibatch, loss) for minibatch in cut])
         self.version += part[0] + 1 == part[1]
         return metrics

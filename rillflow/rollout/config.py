@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 
 LEAST_TEMPERATURE = 1e-3
 """Smallest temperature above 0; below it, divided float32 logits overflow. 0 takes the likeliest token."""

@@ -1,14 +1,18 @@
-"""Engine: the interface between a sampler and a rollout engine.
+"""Engine: the interface between a sampler and a rollout engine, and the checks that all engines share.
 
     wake ─> load, once a version ─> generate, or add, step, abort ─> sleep, while the trainer needs the room
 
 The native engine and vLLM implement it; ``rollout.engine = "package.module:Class"`` selects another one.
+``Stops`` finds the texts that end a row before its limit:
+
+    a text that is one token of the model ─ the engine compares tokens
+    any other text ─ the last tokens are decoded when a new one may complete it
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
@@ -16,13 +20,13 @@ from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
-from rillflow.errors import ConfigError, nearest
+from rillflow.errors import ConfigError, RolloutError, RowError, nearest
+from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
-from rillflow.records.rollout import Rollout, rollout_batch, starts
+from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.rollout.config import NATIVE, VLLM, RolloutConfig, SamplingConfig
 from rillflow.rollout.native.scheduler import check_ids
-from rillflow.rollout.stops import Stops
 from rillflow.workers.collectives import Ranks
 
 _METHODS = ("can", "load", "generate", "add", "step", "abort", "sleep", "wake")
@@ -177,6 +181,125 @@ class RowByRow:
     def _some_steps(self) -> list[Rollout]:
         """Run as many steps as suit the engine; return the rows that ended since the last call."""
         return self.step()
+
+
+class Stops:
+    """Texts that end a row; the text and any rest of its last token stay in the row.
+
+    Args:
+        texts: texts that end a row, in addition to the model's own stop tokens.
+        tokenizer: the model's tokenizer.
+
+    Raises:
+        ModelError: a text is empty.
+
+    Example:
+        Stops(("Observation:", "</s>"), tokenizer).ends([17, 4, 99])
+    """
+
+    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer) -> None:
+        one = {text: tokenizer.token_of(text) for text in texts}
+        self.tokens = tokenizer.stop_tokens | {token for token in one.values() if token is not None}
+        """Tokens that end a row by themselves."""
+        self.longest = max((len(text.encode()) for text, token in one.items() if token is None), default=0)
+        """Maximum tokens of a stop text that is not a single token; 0 if there is none."""
+        self._texts = tuple(text for text, token in one.items() if token is None)
+        self._tokenizer = tokenizer
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last of these tokens, a row's last ``longest`` at most, completes a text."""
+        piece = self._tokenizer.pieces(tokens[-1:])[0]
+        may_complete = [text for text in self._texts if text[-1] in piece or not piece.isascii()]
+        return bool(may_complete) and any(text in self._tokenizer.decode(tokens) for text in may_complete)
+
+
+def check_tokens(rollout: Rollout, context: int, vocabulary: int) -> None:
+    """Check that a row can be continued.
+
+    Raises:
+        RolloutError: the row has ended, is empty, fills the context, or has a token outside the vocabulary.
+    """
+    tokens = rollout.tokens
+    if rollout.finish is not Finish.ABORTED:
+        raise RolloutError(
+            f"row ({rollout.row}) has ended with {rollout.finish.name}",
+            why="a row that has ended cannot continue",
+            fix="append tokens with Rollout.inserted, or make a new row",
+        )
+    if not tokens:
+        raise RolloutError(
+            f"row ({rollout.row}) has an empty prompt",
+            why="the first token is sampled from the logits of the prompt's last token",
+            fix="give every prompt at least one token, such as the tokeniser's begin token",
+        )
+    if len(tokens) >= context:
+        raise RolloutError(
+            f"row ({rollout.row}) has {len(tokens)} tokens",
+            why=f"the context is {context} tokens, and at least one new token must fit",
+            fix="shorten the prompt, or use a model with a longer context",
+        )
+    odd = [token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary]
+    if odd:
+        raise RolloutError(
+            f"row ({rollout.row}) has token {odd[0]}, at position {tokens.index(odd[0])}",
+            why=f"the model's vocabulary is 0 to {vocabulary - 1}",
+            fix="encode the prompt with the model's own tokeniser",
+        )
+
+
+def limit_of(rollout: Rollout, max_tokens: int, context: int) -> int:
+    """Return the length at which a row ends: prompt, inserted tokens and ``max_tokens`` sampled ones.
+
+    Raises:
+        RolloutError: the row already has ``max_tokens`` sampled tokens.
+    """
+    drawn = sum(rollout.loss_mask)
+    if drawn >= max_tokens:
+        raise RolloutError(
+            f"row ({rollout.row}) has {drawn} sampled tokens and max_tokens is {max_tokens}",
+            why="a running row samples at least one more token",
+            fix="raise max_tokens",
+        )
+    return min(len(rollout.tokens) - drawn + max_tokens, context)
+
+
+def check_stop(sampling: SamplingConfig, engine: SamplingConfig) -> None:
+    """Check that a row's stop texts are those the engine was built with.
+
+    Raises:
+        RolloutError: they differ.
+    """
+    if sampling.stop != engine.stop:
+        raise RolloutError(
+            f"a row has the stop strings {list(sampling.stop)}, and the engine has {list(engine.stop)}",
+            why="the engine tokenises stop strings when it is built",
+            fix="build the engine with these stop strings, or use the engine's",
+        )
+
+
+def check_stop_tokens(stop_tokens: frozenset[int], vocabulary: int) -> None:
+    """Check that every stop token is in the vocabulary.
+
+    Raises:
+        RolloutError: one of them is outside it.
+    """
+    for token in sorted(stop_tokens):
+        if not 0 <= token < vocabulary:
+            raise RolloutError(
+                f"stop token {token} is outside the vocabulary",
+                why=f"the model's vocabulary is 0 to {vocabulary - 1}, so it is never sampled",
+                fix="use the tokeniser the model was trained with",
+            )
+
+
+def not_finite(row: RowId, position: int) -> RowError:
+    """Return the error for a row whose logits are not finite."""
+    return RowError(
+        f"the logits of row ({row}) at position {position} are not finite",
+        why="a weight is NaN or infinite, or an activation overflowed",
+        fix="check the weights of the last update for NaN and infinite values",
+        row=row,
+    )
 
 
 def engine_class(name: str) -> type[Engine]:

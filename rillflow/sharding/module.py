@@ -28,29 +28,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from rillflow.errors import ModelError, NotFiniteError, RillflowError, TrainingError
 from rillflow.formulas.config import MOST_LOGITS
 from rillflow.formulas.logprobs import HeadLogits
-from rillflow.models.architecture import has_plain_head, is_padded, short_copy, trial
+from rillflow.models.architecture import has_plain_head, head_of, is_padded, short_copy, token_scores, trial
 from rillflow.models.lazy_weights import on_device
-from rillflow.models.routing import Routers
-from rillflow.models.scalar_head import head_of, token_scores
+from rillflow.models.routing import Routers, Routing
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.placement.sbp import Broadcast, Part
 from rillflow.records.batch import Batch
 from rillflow.sharding.experts import cut_experts, expert_weights
-from rillflow.sharding.gradients import Gradients
-from rillflow.sharding.mesh import RankGroups, require_processes
+from rillflow.sharding.mesh import Gradients, RankGroups, require_processes
 from rillflow.sharding.packed_rows import Reading, empty_reading, lay_out
-from rillflow.sharding.pipeline import run_pipeline
-from rillflow.sharding.routing import Routing
-from rillflow.sharding.sequence import share_tokens
-from rillflow.sharding.stages import (
+from rillflow.sharding.pipeline import (
     anatomy,
     check_cut,
     cut_stage,
     layers_of,
     require_same,
+    run_pipeline,
     weight_stages,
 )
-from rillflow.sharding.tensor import cut_tensors, own
+from rillflow.sharding.tensor import cut_tensors, own, share_tokens
 from rillflow.workers.collectives import Ranks, SingleRank
 
 Output = Tensor | HeadLogits

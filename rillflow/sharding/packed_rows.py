@@ -25,7 +25,7 @@ Legend: B rows, T tokens of all rows, U packed tokens, N loss tokens, L longest 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -37,11 +37,9 @@ from torch.nn.functional import pad
 
 from rillflow.errors import TrainingError
 from rillflow.models.attention import Scores, causal
-from rillflow.models.routing import PLAN
+from rillflow.models.routing import PLAN, Routing
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
-from rillflow.sharding.buckets import bucket_bounds
-from rillflow.sharding.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -358,3 +356,22 @@ class _Gather(torch.autograd.Function):
         pick: _Pick = ctx.pick
         given = gradients[0].contiguous()
         return nn.functional.embedding_bag(pick.order, given, pick.offsets, mode="sum"), None
+
+
+_FILL = 0.75
+"""Minimum length of a row in a bucket, as a share of the bucket's longest row."""
+_SHORT = 32
+"""A bucket whose longest row has at most this length takes all remaining rows."""
+
+
+def bucket_bounds(lengths: Sequence[int]) -> list[int]:
+    """Return the first index of each bucket, for lengths in falling order, and the end; omit empty rows.
+
+    Example: ``bucket_bounds([100, 80, 40, 0]) == [0, 2, 3]``
+    """
+    bounds, least = list[int](), 0.0
+    for place, length in enumerate(filled := [length for length in lengths if length]):
+        if not bounds or length < least:
+            bounds.append(place)
+            least = length * _FILL if length > _SHORT else 0.0
+    return [*bounds, len(filled)]

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rillflow.errors import RillflowError, RunDirectoryError
-from rillflow.models.tensor_file import KINDS, Digest, on_host
+from rillflow.models.model_files import KINDS, Digest, on_host
 from rillflow.placement.slices import Slice, slices
 from rillflow.runs.durable import digest_of, replace, write_error
 from rillflow.sharding.digest import owned

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 
 _TAKEN = {
     *(

@@ -12,7 +12,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from itertools import groupby
 from typing import Any
 
@@ -20,24 +19,12 @@ from rillflow.errors import DataError, ModelError
 from rillflow.models.tokenizer import Chat, Tokenizer
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.example import Example
-from rillflow.tasks.preference import Preference
+from rillflow.tasks.kinds import PROMPTS, DataKind
 
 BATCH = 1000
 """Rows that are encoded at once."""
 LONGEST_TOKEN = 32
 """Characters per token; a text longer than the context at this rate is refused without encoding."""
-_PARTS = (("prompt",), ("prompt", "completion"), ("prompt", "chosen answer", "rejected answer"))
-
-
-class Answers(IntEnum):
-    """Number of answers of a row that are encoded in addition to its prompt."""
-
-    NONE = 0
-    """No answer: answers are sampled."""
-    LEARNT = 1
-    """The answer to learn from."""
-    PAIR = 2
-    """The chosen and the rejected answer, each up to its first end token, where sampling would stop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,32 +38,32 @@ class Encoded:
     answers: tuple[array[int], ...] = ()
     """Tokens of its answers, each with its end token."""
 
-    def length(self, answers: Answers, max_tokens: int) -> int:
-        """Return the tokens of prompt and longest answer; with no answers, ``max_tokens`` count instead."""
-        return len(self.prompt) + max(map(len, self.answers[:answers]), default=max_tokens)
+    def length(self, kind: DataKind, max_tokens: int) -> int:
+        """Return the tokens of prompt and longest answer; without answers, ``max_tokens`` count instead."""
+        return len(self.prompt) + max(map(len, self.answers[: len(kind.answers)]), default=max_tokens)
 
-    def short(self, answers: Answers, room: int, begin: int | None) -> Encoded | None:
+    def short(self, kind: DataKind, room: int, begin: int | None) -> Encoded | None:
         """Return the row with its prompt cut at the beginning to ``room`` tokens in total, its answers uncut.
 
         A begin token is kept. Return None if no token of the prompt would be left.
 
         Args:
-            answers: number of its answers that count.
+            kind: kind of data, whose answers count.
             room: tokens of prompt and answer.
             begin: the model's begin token.
         """
-        kept = room - (self.length(answers, 0) - len(self.prompt))
+        kept = room - (self.length(kind, 0) - len(self.prompt))
         first = self.prompt[:1] if list(self.prompt[:1]) == [begin] else self.prompt[:0]
         if kept <= len(first):
             return None
         prompt = first + self.prompt[len(self.prompt) - (kept - len(first)) :]
         return Encoded(example=self.example, prompt=prompt, answers=self.answers)
 
-    def cut(self, answers: Answers) -> Encoded:
-        """Return the row with only its first ``answers`` answers."""
-        if len(self.answers) == answers:
+    def cut(self, kind: DataKind) -> Encoded:
+        """Return the row with only the answers of a kind."""
+        if len(self.answers) == len(kind.answers):
             return self
-        return Encoded(example=self.example, prompt=self.prompt, answers=self.answers[:answers])
+        return Encoded(example=self.example, prompt=self.prompt, answers=self.answers[: len(kind.answers)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,39 +89,39 @@ class Encoder:
         known, more = task.chat_template_applied, task.template_arguments
         return Encoder(tokenizer=tokenizer, is_rendered=known, template_arguments=more, context=context)
 
-    def rows(self, examples: Sequence[Example], answers: Answers = Answers.NONE) -> list[Encoded]:
+    def rows(self, examples: Sequence[Example], kind: DataKind = PROMPTS) -> list[Encoded]:
         """Return all rows, encoded.
 
         Raises:
             DataError: a row cannot be encoded.
         """
-        found = list(self.encode(examples, answers))
+        found = list(self.encode(examples, kind))
         for error in (row for row in found if isinstance(row, DataError)):
             raise error
         return [row for row in found if isinstance(row, Encoded)]
 
-    def encode(self, examples: Sequence[Example], answers: Answers) -> Iterator[Encoded | DataError]:
+    def encode(self, examples: Sequence[Example], kind: DataKind) -> Iterator[Encoded | DataError]:
         """Yield every row in order, or the error that explains why it cannot be encoded."""
         for _, group in groupby(examples, lambda row: isinstance(row.prompt, str)):
             alike = list(group)
             for start in range(0, len(alike), BATCH):
-                yield from self._halved(alike[start : start + BATCH], answers)
+                yield from self._halved(alike[start : start + BATCH], kind)
 
-    def _halved(self, rows: Sequence[Example], answers: Answers) -> list[Encoded | DataError]:
+    def _halved(self, rows: Sequence[Example], kind: DataKind) -> list[Encoded | DataError]:
         """Encode rows that are all texts or all conversations."""
         try:
-            return [*self._together(rows, answers)]
+            return [*self._together(rows, kind)]
         except ModelError as error:
             if len(rows) == 1:
                 return [DataError(error.what, error.why, error.fix)]
         half = len(rows) // 2
-        return self._halved(rows[:half], answers) + self._halved(rows[half:], answers)
+        return self._halved(rows[:half], kind) + self._halved(rows[half:], kind)
 
-    def _together(self, rows: Sequence[Example], answers: Answers) -> Iterator[Encoded]:
+    def _together(self, rows: Sequence[Example], kind: DataKind) -> Iterator[Encoded]:
         """Encode the rows at once; an error names the first row."""
         encode = self._texts if isinstance(rows[0].prompt, str) else self._chats
-        texts, columns = [_answers(row, answers) for row in rows], list[list[list[int]]]()
-        for number, name in enumerate(_PARTS[answers]):
+        texts, columns = [_answers(row, kind) for row in rows], list[list[list[int]]]()
+        for number, name in enumerate(("prompt", *kind.answers)):
             for row, each in zip(rows, texts, strict=True):
                 self._require_short(name, row, each[number - 1] if number else row.key)
             try:
@@ -142,7 +129,7 @@ class Encoder:
             except ModelError as error:
                 raise ModelError(f"the {name} of {rows[0]}: {error.what}", error.why, error.fix) from error
         for row, prompt, *found in zip(rows, *columns, strict=True):
-            cut = map(self.tokenizer.to_end, found) if answers is Answers.PAIR else found
+            cut = map(self.tokenizer.to_end, found) if kind.stops_early else found
             made = tuple(array("i", each) for each in cut)
             yield Encoded(example=row, prompt=array("i", prompt), answers=made)
 
@@ -166,14 +153,12 @@ class Encoder:
         return self.tokenizer.encode_chats(chats)
 
 
-def _answers(row: Example, answers: Answers) -> tuple[str, ...]:
-    if answers is Answers.NONE:
-        return ()
-    if row.completion is None:
+def _answers(row: Example, kind: DataKind) -> tuple[str, ...]:
+    if kind.answers and not row.answers:
         raise ModelError(
             f"{row} has no answer to learn from",
             why="supervised steps train on the column 'completion', or else 'answer'",
             fix="add the column, or turn these steps off: "
             "--set warm_start=none, --set algorithm.pretrain_weight=0",
         )
-    return (row.completion, row.rejected) if isinstance(row, Preference) else (row.completion,)
+    return row.answers

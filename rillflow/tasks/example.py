@@ -40,6 +40,10 @@ class Example:
     """Text, or messages whose last one is not the assistant's."""
     completion: str | None = None
     """Answer to learn from: the column ``completion``, else ``answer``; None if there is neither."""
+    others: tuple[str, ...] = ()
+    """Further answers to the prompt, in the order of their samples, such as a pair's rejected one."""
+    labels: Mapping[str, bool] = field(default_factory=dict)
+    """Facts about the answer, such as ``label``: whether it is good. They become fields [B] of a batch."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Other columns by name, as JSON values; the reward receives them."""
     place: str = field(default="", compare=False)
@@ -60,9 +64,14 @@ class Example:
         """Tools that a conversation may call: its column ``tools``."""
         return None if isinstance(self.prompt, str) else self.columns.get("tools")
 
+    @property
+    def answers(self) -> tuple[str, ...]:
+        """All answers that the row has."""
+        return () if self.completion is None else (self.completion, *self.others)
+
     def plain(self) -> list[Any]:
         """Return the values that a digest of the data is computed from."""
-        return [self.index, self.prompt, self.completion, self.columns]
+        return [self.index, self.prompt, self.completion, self.columns, *self.others, *self.labels.values()]
 
     def as_json(self) -> str:
         """Return the prompt and the other columns, as the field ``columns`` of a batch holds them."""
@@ -75,8 +84,11 @@ class Example:
 
     @property
     def compared(self) -> frozenset[str]:
-        """Columns that distinguish rows with one prompt; ``id`` only names a row and is excluded."""
-        return frozenset(self.columns) - {"id"}
+        """Columns that distinguish rows with one prompt; ``id`` only names a row and is excluded.
+
+        Compared or labelled answers to one prompt are held out together, so no column distinguishes them.
+        """
+        return frozenset() if self.others or self.labels else frozenset(self.columns) - {"id"}
 
     def identity(self, names: Collection[str]) -> str:
         """Return a text that two rows share if and only if their prompt and these columns are equal."""
@@ -103,12 +115,7 @@ def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
         DataError: the prompt is missing, null, empty, or neither text nor messages; it is messages, and
             ``tools`` is not a list of objects.
     """
-    if "prompt" not in row:
-        raise DataError(
-            "there is no column 'prompt'",
-            why=f"the columns are {', '.join(map(repr, row)) or 'none'}",
-            fix=nearest("prompt", row),
-        )
+    require_column(row, "prompt")
     prompt = _prompt(row.pop("prompt"))
     tools = row.get("tools")
     if not isinstance(prompt, str) and tools is not None and not _are_objects(tools):
@@ -116,6 +123,16 @@ def prompt_of(row: dict[str, Any]) -> str | tuple[Message, ...]:
             f"the column 'tools' has {shown(tools)}", why="with messages it must be a list of objects"
         )
     return prompt
+
+
+def require_column(row: Mapping[str, Any], name: str, fix: str = "") -> None:
+    """Raise DataError for a row without a column; the fix, if there is none, is the nearest name."""
+    if name not in row:
+        raise DataError(
+            f"there is no column {name!r}",
+            why=f"the columns are {', '.join(map(repr, row)) or 'none'}",
+            fix=fix or nearest(name, row),
+        )
 
 
 def check_names(names: Iterable[str]) -> None:

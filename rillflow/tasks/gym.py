@@ -13,8 +13,8 @@ from typing import Any
 from rillflow.errors import DataError, nearest
 from rillflow.rewards.function import FunctionPath
 from rillflow.tasks.example import Example
+from rillflow.tasks.kinds import GYM
 
-PREFIX = "reasoning-gym:"
 REWARD = FunctionPath(file=Path(__file__).resolve().with_name("gym_reward.py"), name="reward")
 """Reward function of every such task."""
 
@@ -36,7 +36,7 @@ def gym_examples(source: str, *, size: int, seed: int) -> list[Example]:
             why="reasoning-gym is not installed",
             fix="pip install rillflow[gym]",
         ) from None
-    name = source.removeprefix(PREFIX)
+    name = source.removeprefix(GYM)
     if name not in DATASETS:
         raise DataError(
             f"task.source is {source!r}",

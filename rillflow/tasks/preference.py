@@ -1,89 +1,92 @@
-"""Preference: a prompt with two answers, one better than the other.
+"""Preference: the kind of data with two answers to a prompt, one better than the other.
 
-    a row of a file ── preference_of ──> Preference(prompt, completion = chosen, rejected, columns)
+    a row of a file ── PREFERENCES.read ──> Example(prompt, completion = chosen, others = rejected)
     a made problem ──── a wrong answer next to the right one ──^
 
-It is an example whose answer to learn from is the chosen one, so it can be split, streamed and imitated like
-any other example.
+Its answer to learn from is the chosen one, so a pair can be split, streamed and imitated like any other
+example.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rillflow.errors import DataError, nearest
-from rillflow.tasks.arithmetic import arithmetic_examples
-from rillflow.tasks.example import Example, Message, answer_of, prompt_of, shown
+from rillflow.errors import DataError
+from rillflow.formulas.interval import calibration_error
+from rillflow.tasks.example import Example, Message, answer_of, prompt_of, require_column, shown
+from rillflow.tasks.kinds import ARITHMETIC, DataKind, accuracy
+
+if TYPE_CHECKING:
+    from rillflow.records.batch import Batch
+    from rillflow.runs.reader import Evaluation
 
 _NEAR = 9
 """Largest difference between a wrong answer and the right one, so that the two are similar."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Preference(Example):
-    """One pair of answers; ``completion`` is the chosen one.
+class Pairs(DataKind):
+    """Pairs of answers to one prompt, the better one first."""
 
-    Example:
-        Preference(index=3, prompt="17+25=", completion="42", rejected="43")
-    """
+    name, fields, unit = "preferences", ("tokens", "loss_mask", "columns"), "pair"
+    columns, answers = ("prompt", "chosen", "rejected"), ("chosen answer", "rejected answer")
+    stops_early, sources = True, (ARITHMETIC,)
 
-    rejected: str
-    """The worse answer."""
+    def read(self, row: dict[str, Any], index: int, place: str) -> Example:
+        """Return a record with ``prompt``, ``chosen``, ``rejected`` as a pair; its dict becomes the columns.
 
-    @property
-    def compared(self) -> frozenset[str]:
-        """See Example; always empty, because all answers to one prompt are held out together."""
-        return frozenset()
+        If both answers are whole conversations, the messages before the last one are the prompt. A separate
+        prompt column must then hold the same messages, or the text of one of the user's messages.
 
-    def plain(self) -> list[Any]:
-        """See Example."""
-        return [*Example.plain(self), self.rejected]
-
-
-def preference_of(row: dict[str, Any], index: int, place: str) -> Preference:
-    """Return a row with ``prompt``, ``chosen`` and ``rejected`` as a pair; its dict becomes the columns.
-
-    If both answers are whole conversations, the messages before the last one are the prompt. A separate
-    prompt column must then hold the same messages, or the text of one of the user's messages.
-
-    Raises:
-        DataError: as ``example_of``; an answer is missing, null, or neither text nor one assistant message;
-            the two are the same; two conversations differ before their last message, or from the prompt. The
-            message does not say where the row is.
-    """
-    prompt = _shared(row) or prompt_of(row)
-    chosen, rejected = (_answer(row, name) for name in ("chosen", "rejected"))
-    if chosen == rejected:
-        raise DataError(
-            f"chosen and rejected are both {shown(chosen)}",
-            why="equal answers express no preference",
-            fix="remove the row",
+        Raises:
+            DataError: as ``example_of``; an answer is missing, null, or neither text nor one assistant
+                message; the two are the same; two conversations differ before their last message, or from the
+                prompt. The message does not say where the row is.
+        """
+        prompt = _shared(row) or prompt_of(row)
+        chosen, rejected = (_answer(row, name) for name in ("chosen", "rejected"))
+        if chosen == rejected:
+            raise DataError(
+                f"chosen and rejected are both {shown(chosen)}",
+                why="equal answers express no preference",
+                fix="remove the row",
+            )
+        return Example(
+            index=index, prompt=prompt, completion=chosen, others=(rejected,), columns=row, place=place
         )
-    return Preference(
-        index=index, prompt=prompt, completion=chosen, rejected=rejected, columns=row, place=place
-    )
+
+    def made(self, problems: Sequence[Example], seed: int) -> list[Example]:
+        """Return the problems of arithmetic, each with its answer and a similar wrong one."""
+        random = Random(seed ^ 0x57524F4E47)
+        gaps = (random.choice((-1, 1)) * random.randint(1, _NEAR) for _ in problems)
+        return [
+            replace(one, others=(str(int(str(one.completion)) + gap),))
+            for one, gap in zip(problems, gaps, strict=True)
+        ]
+
+    def evaluated(self, scores: Batch, rows: Batch) -> Evaluation:
+        """Evaluate how scores order held-out pairs, the chosen answer first; equal scores count as wrong.
+
+        Calibration compares the predicted probability sigmoid(s_chosen - s_rejected) with how often the
+        chosen answer is better (``calibration_error``).
+        """
+        del rows
+        chosen, rejected = scores.dense("rewards").view(-1, 2).double().unbind(1)
+        likely, more = (chosen - rejected).sigmoid(), {}
+        if "contradicted" in scores.fields:
+            likely = chosen  # a judge's rewards are probabilities already
+            met = scores.select(range(0, len(scores), 2))
+            more = {
+                name: float(met.dense(field).nanmean())
+                for name, field in (("contradiction", "contradicted"), ("position_bias", "bias"))
+            }
+        margin, error = float((chosen - rejected).mean()), calibration_error(likely.tolist())
+        return accuracy(chosen > rejected, {"margin_mean": margin, "calibration_error": error, **more})
 
 
-def arithmetic_preferences(*, size: int, digits: int, operators: str, seed: int) -> list[Preference]:
-    """Return the problems of ``arithmetic_examples``, each with its answer and a similar wrong one.
-
-    Raises:
-        DataError: an operator is unknown or repeated.
-    """
-    random = Random(seed ^ 0x57524F4E47)
-    return [
-        Preference(
-            index=example.index,
-            prompt=example.prompt,
-            completion=example.completion,
-            rejected=str(int(str(example.completion)) + random.choice((-1, 1)) * random.randint(1, _NEAR)),
-            columns=example.columns,
-            place=example.place,
-        )
-        for example in arithmetic_examples(size=size, digits=digits, operators=operators, seed=seed)
-    ]
+PREFERENCES = Pairs()
 
 
 def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
@@ -115,12 +118,6 @@ def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
 
 def _answer(row: dict[str, Any], name: str) -> str:
     """Remove an answer from a row and return it."""
-    if name not in row:
-        raise DataError(
-            f"there is no column {name!r}",
-            why=f"the other columns are {', '.join(map(repr, row)) or 'none'}",
-            fix="choose an algorithm that learns from labelled answers, which these rows are"
-            if {"completion", "label"} <= row.keys()
-            else nearest(name, row),
-        )
+    other = "choose an algorithm that learns from labelled answers, which these rows are"
+    require_column(row, name, other * ({"completion", "label"} <= row.keys()))
     return answer_of(row.pop(name), f"answer {name!r}")

@@ -1,17 +1,16 @@
 """Prompts: batches of examples in an order that a resumed run continues exactly.
 
 encoded rows ── PromptStream.take ──> (epoch, row) ─┬─ prompt_batch ───> tokens of the prompt
-    one permutation per epoch                       └─ answered_batch ─> prompt and answer; two rows per pair
+    one permutation per epoch                       └─ answered_batch ─> prompt and each answer
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
 from rillflow.errors import DataError
 from rillflow.formulas.counter import permutation
@@ -20,8 +19,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish
 from rillflow.records.row import RowId
 from rillflow.tasks.encoded import Encoded
-from rillflow.tasks.example import Example
-from rillflow.tasks.labelled import LabelledAnswer
+from rillflow.tasks.kinds import Epochs
 
 Row = TypeVar("Row")
 
@@ -106,7 +104,7 @@ class PromptStream(Generic[Row]):
         return order
 
 
-def prompt_batch(rows: Sequence[Encoded], *, epoch: int | Sequence[int]) -> Batch:
+def prompt_batch(rows: Sequence[Encoded], *, epoch: Epochs) -> Batch:
     """Return prompts to sample answers for: ``tokens`` and ``columns``, ids (epoch, index, 0).
 
     Args:
@@ -123,16 +121,15 @@ def prompt_batch(rows: Sequence[Encoded], *, epoch: int | Sequence[int]) -> Batc
     )
 
 
-def answered_batch(
-    rows: Sequence[Encoded], *, epoch: int | Sequence[int], columns: Sequence[str] = ()
-) -> Batch:
+def answered_batch(rows: Sequence[Encoded], *, epoch: Epochs, columns: Sequence[str] = ()) -> Batch:
     """Return answers to learn from: the fields of ``rollout_batch``, with a loss mask on answer and end.
 
-    A row with two answers, a pair, becomes two rows: sample 0 is chosen, sample 1 rejected. Labelled rows
-    have the field ``label`` [B] bool, which says whether the row's own answer, sample 0, is good.
+    Every answer becomes a row of its own, its place the sample: of a pair, sample 0 is chosen, sample 1
+    rejected. A row's ``labels`` become fields [B], such as ``label`` bool, which says whether the row's own
+    answer, sample 0, is good.
 
     Args:
-        rows: B rows, each with one answer or each with two.
+        rows: rows with B answers, each with as many.
         epoch: epoch of all rows, or of each.
         columns: columns of numbers that become fields [B] float32.
     """
@@ -154,28 +151,13 @@ def answered_batch(
             "versions": tokens.with_values(torch.full(nothing.shape, -1, dtype=torch.int32)),
             "finish": torch.full((len(made),), int(Finish.STOP), dtype=torch.int8),
             "columns": Ragged.from_text(row.example.as_json() for _, row, _ in made),
-            **_labels([row.example for _, row, _ in made]),
+            **{
+                name: torch.tensor([row.example.labels[name] for _, row, _ in made])
+                for name in (rows[0].example.labels if rows else ())
+            },
             **{
                 name: torch.tensor([row.example.columns[name] for _, row, _ in made], dtype=torch.float32)
                 for name in columns
             },
         },
     )
-
-
-def with_others(rows: Sequence[Encoded], context: int) -> list[Encoded]:
-    """Add to each row a second answer, that of the row before it; the first row gets that of the last.
-
-    Each prompt then has an answer to another prompt, and all answers are used once (KTO's estimate of the
-    divergence, arXiv 2402.01306, 4.1). An answer that does not fit into the context is cut.
-    """
-    before = [rows[-1], *rows[:-1]]
-    return [
-        replace(row, answers=(row.answers[0], other.answers[0][: max(1, context - len(row.prompt))]))
-        for row, other in zip(rows, before, strict=True)
-    ]
-
-
-def _labels(examples: Sequence[Example]) -> dict[str, Tensor]:
-    labels = [each.label for each in examples if isinstance(each, LabelledAnswer)]
-    return {"label": torch.tensor(labels)} if labels else {}

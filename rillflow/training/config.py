@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 
 
 class RateConfig(Section):

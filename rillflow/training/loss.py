@@ -4,8 +4,8 @@
     the model's outputs [N], the part's fields at its loss tokens ── function ──> losses x weights: terms [N]
 
 The function is from ``formulas.losses`` or the user's own; its parameters name its inputs. It receives only
-loss tokens, laid end to end, and knows neither modules nor micro-batches.
-Losses of pairs: ``training.pairs``.
+loss tokens, laid end to end, and knows neither modules nor micro-batches. Losses of whole answers:
+``training.answers``.
 
 Legend: B rows, N loss tokens of one micro-batch.
 """
@@ -19,25 +19,39 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import TrainingError
-from rillflow.formulas.aggregation import Aggregation, loss_weights
-from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, UnpairedLossConfig, ValueLossConfig
+from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
-from rillflow.formulas.losses import TokenLosses, cross_entropy, policy_loss, value_loss
-from rillflow.formulas.ratios import m2po_limit
+from rillflow.formulas.losses import (
+    Aggregation,
+    TokenLosses,
+    cross_entropy,
+    loss_weights,
+    m2po_limit,
+    policy_loss,
+    value_loss,
+)
 from rillflow.graph.loss import LossSection, LossTerm, field_parameters
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
+from rillflow.training.answers import AnswerLoss, PairLoss
 from rillflow.training.guards import BEHIND, ROUTES, check_finite, loss_tokens
-from rillflow.training.pairs import PairLoss, PolicyPairLoss
-from rillflow.training.terms import SAMPLED, LossPart, checked_losses, measured, prepared, require_fields
-from rillflow.training.unpaired import UnpairedLoss
+from rillflow.training.terms import (
+    SAMPLED,
+    Loss,
+    LossPart,
+    Score,
+    checked_losses,
+    measured,
+    prepared,
+    require_fields,
+)
 from rillflow.workers.collectives import Ranks
 
 LENGTHS = "row_lengths"
 """Parameter name for the number of loss tokens of each row."""
 
 
-class TokenLoss:
+class TokenLoss(Loss):
     """A loss of each loss token, aggregated.
 
     Args:
@@ -54,8 +68,6 @@ class TokenLoss:
         TokenLoss(cross_entropy, model_outputs=("logprobs", "likeliest"), name="supervised")
     """
 
-    back = 1
-    """Number of tokens before a loss token at which the module's output is read."""
     where_there: tuple[str, ...] = ()
     """Token fields for parameters with a default, used if the rows have them."""
 
@@ -71,28 +83,19 @@ class TokenLoss:
         constant: int = 0,
         resting: str = "",
     ) -> None:
-        self.name, self.function = name, function
+        self.name, self.source, self._function = name, function, function
         self.options = dict(options or {})
         self.reads = (*field_parameters(function, self.options), *optional_fields)
-        """Names of fields and of the model's outputs that the function reads."""
         self.model_outputs, self.is_scalar, self._resting = model_outputs, "values" in model_outputs, resting
         self._aggregation, self._constant = aggregation, constant
 
     def prepare(self, minibatch: Batch) -> Batch:
-        """Return the loss's fields, checked, and three more.
-
-        ``loss_weights`` of the tokens; ``loss_denominator`` [B], the same number in every row;
-        ``loss_active`` [B] bool, False if a row's terms have no gradient and are only measured.
-
-        Raises:
-            NotFiniteError: a number is not finite.
-            TrainingError: the rows lack a field that the function reads, or there is no loss token.
-        """
+        """See Loss."""
         there = minibatch.fields
         old = {f"old_{name}" for name in self.model_outputs} - there.keys()
         names = [each for each in self.reads if each not in {*self.model_outputs, *old, LENGTHS}]
         names += [each for each in (SAMPLED, BEHIND) if each in there and each not in names]
-        require_fields(self.function, names, there, [*self.model_outputs, LENGTHS])
+        require_fields(self._function, names, there, [*self.model_outputs, LENGTHS])
         routed = () if self.is_scalar else ROUTES & there.keys()
         rows = minibatch.only("tokens", "loss_mask", *names, *routed)
         check_finite(loss_tokens(rows), *names)
@@ -107,7 +110,7 @@ class TokenLoss:
         return prepared(rows, weights.values, weights.denominator, active)
 
     def __call__(self, read: TokenLogprobs | Tensor, part: Batch, /) -> LossPart:
-        """Return the terms of one part: ``read`` has the outputs at N tokens, ``part`` their fields."""
+        """See Loss."""
         model_outputs = vars(read) if isinstance(read, TokenLogprobs) else {"values": read}
         weights = part.ragged("loss_weights")
         dtype = model_outputs[next(iter(model_outputs))].dtype
@@ -120,7 +123,8 @@ class TokenLoss:
                 )
         given = {name: known[name] for name in self.reads}
         given |= {name: part.ragged(name).values for name in self.where_there if name in part.fields}
-        found = checked_losses(self.function(**given, **self.options), self.function, len(weights.values))
+        made = self._function(**given, **self.options)
+        found = checked_losses(made, self._function, len(weights.values))
         return LossPart(
             terms=found.losses * weights.values.to(dtype), metrics=measured(found, weights.values)
         )
@@ -159,6 +163,25 @@ class PolicyLoss(TokenLoss):
             constant=config.constant or max_tokens,
             resting="" if near or config.entropy else "advantages",
         )
+        self.source = config
+
+    def settled(self, rows: Batch | None, minibatch: Batch, score: Score, ranks: Ranks) -> Batch | None:
+        """Add ``is_kept``, m2po's selection of tokens over the whole minibatch; see Loss.
+
+        Without ``old_logprobs``, the old policy is the present one, and every token is kept.
+        """
+        del minibatch, score
+        if self.second_moment is None:
+            return rows
+        own = moved = torch.zeros(0, dtype=torch.float64)
+        if rows is not None:
+            mu = rows.ragged(SAMPLED).values
+            moved = (
+                rows.ragged("old_logprobs").values - mu if "old_logprobs" in rows.fields else 0 * mu
+            ).double()
+            own = moved[rows.ragged("loss_mask").values]
+        limit = m2po_limit(torch.cat(ranks.gather(own)), bound=self.second_moment)
+        return rows and rows.with_fields(is_kept=rows.ragged(SAMPLED).with_values(moved.square() < limit))
 
 
 class ValueLoss(TokenLoss):
@@ -170,7 +193,8 @@ class ValueLoss(TokenLoss):
 
     name = "critic"
 
-    def __init__(self, config: ValueLossConfig) -> None:
+    def __init__(self, config: ValueLossConfig, max_tokens: int = 0) -> None:
+        del max_tokens
         also = ("old_values",) if config.clip else ()
         super().__init__(
             value_loss,
@@ -179,10 +203,15 @@ class ValueLoss(TokenLoss):
             options={"clip": config.clip},
             optional_fields=also,
         )
+        self.source = config
 
 
-Loss = TokenLoss | PairLoss | PolicyPairLoss | UnpairedLoss
-"""A loss that a trainer minimises."""
+KINDS: Mapping[str, Callable[[Any, int], Loss]] = {
+    "policy": PolicyLoss,
+    "values": ValueLoss,
+    "answers": AnswerLoss,
+}
+"""Kinds of loss that a section may stand for, by the section's ``loss_kind``."""
 
 
 def loss_of(term: LossTerm, model_outputs: Collection[str], name: str, max_tokens: int = 0) -> Loss:
@@ -197,46 +226,19 @@ def loss_of(term: LossTerm, model_outputs: Collection[str], name: str, max_token
     Raises:
         TrainingError: the section is for another kind of model.
     """
-    match term.loss:
-        case PolicyLossConfig() if "logprobs" in model_outputs:
-            return PolicyLoss(term.loss, max_tokens)
-        case PairLossConfig() if "logprobs" in model_outputs:
-            return PolicyPairLoss(term.loss)
-        case UnpairedLossConfig() if "logprobs" in model_outputs:
-            return UnpairedLoss(term.loss)
-        case ValueLossConfig() if "values" in model_outputs:
-            return ValueLoss(term.loss)
-        case LossSection():
+    section = term.loss
+    if isinstance(section, LossSection):
+        kind = section.loss_kind
+        loss = (KINDS[kind] if isinstance(kind, str) else kind)(section, max_tokens)
+        if set(loss.model_outputs) - set(model_outputs):
             raise TrainingError(
-                f"{name} cannot use the loss {term.loss!r:.60}",
-                why=f"its model outputs {', '.join(model_outputs)}",
+                f"{name} cannot use the loss {section!r:.60}",
+                why=f"its model outputs {', '.join(model_outputs)}, not {', '.join(loss.model_outputs)}",
             )
-    if model_outputs == PairLoss.model_outputs:
-        return PairLoss(term.loss, term.options)
-    return TokenLoss(term.loss, model_outputs=model_outputs, name=term.name or name, options=term.options)
-
-
-def settled(loss: Loss, rows: Batch | None, ranks: Ranks) -> Batch | None:
-    """Add ``is_kept``, m2po's selection of tokens over the whole minibatch; every rank calls it.
-
-    Without ``old_logprobs``, the old policy is the present one, and every token is kept.
-
-    Args:
-        loss: the loss; for any other than m2po the rows are returned unchanged.
-        rows: this rank's prepared part of the minibatch; None if it has none.
-        ranks: the ranks with the other parts.
-    """
-    if not isinstance(loss, PolicyLoss) or loss.second_moment is None:
-        return rows
-    own = moved = torch.zeros(0, dtype=torch.float64)
-    if rows is not None:
-        mu = rows.ragged(SAMPLED).values
-        moved = (
-            rows.ragged("old_logprobs").values - mu if "old_logprobs" in rows.fields else 0 * mu
-        ).double()
-        own = moved[rows.ragged("loss_mask").values]
-    limit = m2po_limit(torch.cat(ranks.gather(own)), bound=loss.second_moment)
-    return rows and rows.with_fields(is_kept=rows.ragged(SAMPLED).with_values(moved.square() < limit))
+        return loss
+    if set(model_outputs) == set(PairLoss.model_outputs):
+        return PairLoss(section, term.options)
+    return TokenLoss(section, model_outputs=model_outputs, name=term.name or name, options=term.options)
 
 
 def are_sampled(rows: Batch) -> bool:
@@ -244,13 +246,6 @@ def are_sampled(rows: Batch) -> bool:
     if "versions" not in rows.fields:
         return SAMPLED in rows.fields
     return bool((rows.ragged("versions").values[rows.ragged("loss_mask").values] >= 0).any())
-
-
-def about(loss: Loss) -> dict[str, Any]:
-    """Return the facts about a loss that a replay needs, as JSON."""
-    plain = {name: value for name, value in loss.options.items() if isinstance(value, int | float | str)}
-    where = f"{loss.function.__module__}:{loss.function.__qualname__}"
-    return {"loss": loss.name, "model_outputs": [*loss.model_outputs], "function": where, "options": plain}
 
 
 def _not_zero(rows: Batch, name: str) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rillflow.errors import NotFiniteError, TrainingError, nearest
-from rillflow.sharding.gradients import EarlySums, Gradients
+from rillflow.sharding.mesh import EarlySums, Gradients
 from rillflow.sharding.tensor import local_gradient, own
 from rillflow.training.adamw import MOMENTS, AdamW
 from rillflow.training.config import OptimizerConfig

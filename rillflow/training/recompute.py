@@ -9,7 +9,7 @@ from typing import Any
 
 from rillflow.errors import ModelError
 from rillflow.models.architecture import recomputing_layers, trial
-from rillflow.sharding.stages import require_same
+from rillflow.sharding.pipeline import require_same
 
 
 class Recompute:

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.formulas.logprobs import TokenLogprobs, token_logprobs
+from rillflow.models.routing import Routing
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric
 from rillflow.records.ragged import Ragged, concatenate_ragged
 from rillflow.records.rollout import completions
 from rillflow.sharding.module import Output, Parallel
 from rillflow.sharding.packed_rows import last_tokens
-from rillflow.sharding.routing import Routing
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import ROUTES, check_gap, check_ratio, loss_tokens
 from rillflow.training.minibatches import gathered

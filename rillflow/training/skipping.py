@@ -21,8 +21,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from rillflow.errors import RillflowError
-from rillflow.records.batch import Batch
-from rillflow.records.stored import save_batch
+from rillflow.records.batch import Batch, save_batch
 
 ABOUT = "bundle.json"
 _log = logging.getLogger(__name__)

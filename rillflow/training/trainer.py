@@ -29,19 +29,18 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.errors import NotFiniteError
+from rillflow.models.routing import Routing
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric, Sum, merge_metrics
 from rillflow.sharding.module import Output, Parallel, first_said
 from rillflow.sharding.packed_rows import routes_of
-from rillflow.sharding.routing import Routing
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import describe_token, loss_tokens
-from rillflow.training.loss import Loss, about, settled
 from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
 from rillflow.training.scorer import LogprobReader, OutputReader, ScalarReader, Scorer, micro_batches
 from rillflow.training.skipping import Skip, Skipped
-from rillflow.training.unpaired import UnpairedLoss
+from rillflow.training.terms import Loss, Score
 
 _ELSEWHERE = "a number is not finite on another rank"
 
@@ -56,6 +55,8 @@ class Objective:
     """The loss to minimise."""
     reader: OutputReader
     """Reader of the module's outputs for the loss."""
+    score: Score
+    """Scorer of rows by the present weights, at the reader's temperature."""
     weight: float = 1.0
     """Factor on its gradient; metrics are of the unweighted loss."""
 
@@ -136,7 +137,8 @@ class Trainer:
         if loss.is_scalar:
             self._parallel.require_head()
             reader = ScalarReader(back=loss.back)
-        return Objective(rows=minibatch, loss=loss, reader=reader, weight=weight)
+        score = partial(self.scorer.logprobs, temperature=temperature)
+        return Objective(rows=minibatch, loss=loss, reader=reader, score=score, weight=weight)
 
     def step(self, *aims: Objective) -> dict[str, Metric]:
         """Do one optimiser step along the weighted sum of the aims' gradients.
@@ -174,7 +176,10 @@ class Trainer:
             prepared.append(rows)
         learning = [place for place, rows in enumerate(prepared) if rows is not None and _learns(rows)]
         denominators, learns = self._agreed(prepared, bool(learning))
-        whole = [self._settled(aim, rows) for aim, rows in zip(aims, prepared, strict=True)]
+        whole = [
+            aim.loss.settled(rows, aim.rows, aim.score, self._ranks)
+            for aim, rows in zip(aims, prepared, strict=True)
+        ]
         pulls = [self._pull(aim, rows) for aim, rows in zip(aims, whole, strict=True)]
         routing = self._routing()
         try:
@@ -202,18 +207,10 @@ class Trainer:
         reason = first_said(groups.everyone, "" if error.what == _ELSEWHERE else error.what)
         own = torch.cat([aim.rows.ids for aim in aims]).flatten()
         ids = torch.cat(self._ranks.gather(own)).view(-1, 3).tolist()
-        told = [{**about(aim.loss), "weight": aim.weight} for aim in aims]
+        told = [{**aim.loss.about(), "weight": aim.weight} for aim in aims]
         rank = self._ranks.rank if groups.speaks else -1
         skipped.add(Skip(reason=reason, rows=ids), [aim.rows for aim in aims], told, rank)
         return {"train/skipped/sum": Sum(value=1 / self._ranks.size)}
-
-    def _settled(self, aim: Objective, rows: Batch | None) -> Batch | None:
-        """Add fields that depend on the whole minibatch; every rank calls it."""
-        if not isinstance(aim.loss, UnpairedLoss):
-            return settled(aim.loss, rows, self._ranks)
-        assert isinstance(aim.reader, LogprobReader)  # as for any loss of log probabilities
-        score = partial(self.scorer.logprobs, temperature=aim.reader.temperature)
-        return aim.loss.settled(rows, aim.rows, score, self._ranks)
 
     def _agreed(self, prepared: Sequence[Batch | None], learns: bool) -> tuple[list[float], bool]:
         """Return the denominator of each aim's sum of terms, and whether any rank has gradients."""

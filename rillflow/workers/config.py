@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 from rillflow.placement.mesh import Mesh
 
 TRAIN_AXES = ("dp", "fsdp", "ep", "pp", "tp")
@@ -38,7 +38,7 @@ class MeshSizes:
     ep: int = 1
     """Consecutive dp ranks that shard one copy of a mixture's experts."""
     sequence: bool = False
-    """Whether tp ranks also shard the tokens in layers that are not sharded (``parallel.sequence``)."""
+    """Whether tp ranks also shard the tokens in layers that are not sharded (``sharding.tensor``)."""
 
     @property
     def mesh(self) -> Mesh:

@@ -20,7 +20,7 @@ from rillflow.app.memory import sizes_of_directory
 from rillflow.app.recipe import load_recipe
 from rillflow.controller.checkpoint import latest_checkpoint, save_checkpoint
 from rillflow.errors import RillflowError
-from rillflow.models.weight_files import check_weight_files
+from rillflow.models.directory_checks import check_weight_files
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
 from rillflow.rewards.frames import FrameError, FrameReader

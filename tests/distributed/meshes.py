@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from rillflow.formulas.config import (
     MOST_LOGITS,
-    PairLossConfig,
     PolicyLossConfig,
-    UnpairedLossConfig,
     ValueLossConfig,
 )
+from rillflow.formulas.preferences import PairLossConfig
+from rillflow.formulas.unpaired import UnpairedLossConfig
 from rillflow.models.attention import ATTENTION, register
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
@@ -24,11 +24,10 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.sharding.mesh import RankGroups, rank_groups
 from rillflow.sharding.module import Parallel
+from rillflow.training.answers import AnswerLoss
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss, ValueLoss
-from rillflow.training.pairs import PolicyPairLoss
 from rillflow.training.trainer import Trainer
-from rillflow.training.unpaired import UnpairedLoss
 from rillflow.workers.collectives import Ranks
 
 NUM_ROWS = 8
@@ -47,7 +46,7 @@ class Case:
     """How many of dp share one copy of the parameters."""
     ep: int = 1
     """How many of dp share one copy of the experts; of a mixture."""
-    balance: float | None = None
+    balance: float = 0.0
     tied: bool = True
     scalar: bool = False
     dtype: str = "float64"
@@ -154,7 +153,7 @@ def update(case: Case, made: Trainer, batch: Batch) -> dict[str, Any]:
     if case.scalar:
         return made.update(batch, ValueLoss(ValueLossConfig(clip=0)))
     if case.loss != "policy":
-        paired = PolicyPairLoss(PairLossConfig(nll=0.1)), UnpairedLoss(UnpairedLossConfig())
+        paired = AnswerLoss(PairLossConfig(nll=0.1)), AnswerLoss(UnpairedLossConfig())
         return made.update(batch, paired[case.loss == "answers"])
     return made.update(batch, PolicyLoss(PolicyLossConfig(), max_tokens=16))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rillflow.models.tensor_file import write_tensors
+from rillflow.models.model_files import write_tensors
 from rillflow.sharding.layout import Layout, Weights
 from rillflow.sharding.sharded_file import WRITE, own_slices, together, write_list
 from rillflow.workers.collectives import Ranks

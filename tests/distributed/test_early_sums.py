@@ -17,13 +17,12 @@ import torch
 from torch import nn
 from torch.distributed import Work
 
-import rillflow.sharding.gradients as gradients
+import rillflow.sharding.mesh as gradients
 import rillflow.workers.collectives as collectives
 from rillflow.errors import RillflowError
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.records.batch import Batch
-from rillflow.sharding.gradients import EarlySums, Gradients
-from rillflow.sharding.mesh import RankGroups
+from rillflow.sharding.mesh import EarlySums, Gradients, RankGroups
 from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import LossPart, PolicyLoss, SupervisedLoss

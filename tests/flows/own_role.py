@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import update_and_publish
 from rillflow.cli.main import main
@@ -59,7 +59,7 @@ def step(flow: Flow, prompts: Batch, config: Any) -> Handle:
     return update_and_publish(flow, [rollouts, advantages], config)
 
 
-ALGORITHM = Algorithm(config=VerifiedConfig, step=step, data=Data.PROMPTS, brings={"verifier": Verifier})
+ALGORITHM = Algorithm(config=VerifiedConfig, step=step, brings={"verifier": Verifier})
 
 if __name__ == "__main__":
     raise SystemExit(main(algorithms=[ALGORITHM]))

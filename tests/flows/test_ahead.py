@@ -20,7 +20,7 @@ from rillflow.cli.main import main
 from rillflow.controller.checkpoint import _problem
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import ConfigError, Interrupted
-from rillflow.models.tensor_file import write_tensors
+from rillflow.models.model_files import write_tensors
 from rillflow.records.batch import Batch
 from rillflow.roles import saving
 from rillflow.rollout.native.engine import NativeEngine

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.grpo import GRPOConfig
 from rillflow.algorithms.steps import group_relative_advantages, publish, with_logprobs
 from rillflow.cli.main import main
@@ -55,7 +55,7 @@ def step(flow: Flow, prompts: Batch, config: GRPOConfig) -> Handle:
     return report
 
 
-ALGORITHM = Algorithm(config=GRPOConfig, step=step, data=Data.PROMPTS)
+ALGORITHM = Algorithm(config=GRPOConfig, step=step)
 
 
 def command(tiny: Tiny, name: str, *settings: str) -> list[str]:

@@ -14,7 +14,7 @@ from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.cli.main import main
 from rillflow.controller.flow import Flow
 from rillflow.errors import TrainingError
-from rillflow.records.stored import load_batch
+from rillflow.records.batch import load_batch
 from tests.flows.conftest import Tiny
 
 SETTINGS = """

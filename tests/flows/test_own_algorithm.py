@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.app.recipe import Recipe, load_recipe
@@ -193,7 +193,7 @@ class OwnConfig(GroupConfig):
 
 def command(word: str, step: Callable[..., Any], *settings: str) -> int:
     """A command with an algorithm of this step."""
-    own = Algorithm(config=OwnConfig, step=step, data=Data.PROMPTS)
+    own = Algorithm(config=OwnConfig, step=step)
     small = ["algorithm.name=own", "warm_start=none", "algorithm.steps=1", "algorithm.prompts_per_step=2"]
     words = [word for setting in (*small, *settings) for word in ("--set", setting)]
     return main([word, str(RECIPE), *words], algorithms=[own])

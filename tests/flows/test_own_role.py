@@ -13,7 +13,7 @@ import pytest
 
 import rillflow
 from rillflow import formulas
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.ppo import PPOConfig
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.algorithms.steps import update_and_publish
@@ -99,14 +99,14 @@ def function(*_: Any) -> None:
 def test_what_is_no_role_is_refused_before_anything_starts(
     brings: dict[str, Any], what: str, recipe: Path
 ) -> None:
-    own = Algorithm(config=own_role.VerifiedConfig, step=own_role.step, data=Data.PROMPTS, brings=brings)
+    own = Algorithm(config=own_role.VerifiedConfig, step=own_role.step, brings=brings)
     with pytest.raises(ConfigError) as caught:
         graphs(load_recipe(recipe, algorithms=[own]).recipe)
     assert what in caught.value.what
 
 
 def test_a_kind_or_a_role_that_is_not_there_is_refused_with_the_nearest(recipe: Path) -> None:
-    settings = {"config": own_role.VerifiedConfig, "step": own_role.step, "data": Data.PROMPTS}
+    settings = {"config": own_role.VerifiedConfig, "step": own_role.step}
     with pytest.raises(ConfigError, match="did you mean 'critic'"):
         load_recipe(recipe, algorithms=[Algorithm(**settings, brings={"verifier": "critc"})])
     with pytest.raises(ConfigError, match="no role 'verifier'"):
@@ -138,9 +138,7 @@ def two_critics(flow: Any, prompts: Any, config: Any) -> Any:
 
 
 def test_one_more_critic_is_made_trained_and_saved_as_the_first_is(recipe: Path) -> None:
-    own = Algorithm(
-        config=TwoCriticsConfig, step=two_critics, data=Data.PROMPTS, brings={"second_critic": "critic"}
-    )
+    own = Algorithm(config=TwoCriticsConfig, step=two_critics, brings={"second_critic": "critic"})
     settings = {"algorithm.name": "two_critics", "run.checkpoint_every": 1, "critic.lr": 1e-2}
     run = rillflow.train(recipe, settings=settings, dir=recipe.parent / "run", algorithms=[own], quiet=True)
     lines = [json.loads(line)["metrics"] for line in (run.path / "metrics.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.app.recipe import load_recipe
 from rillflow.controller.flow import Flow
@@ -56,17 +56,17 @@ class Halting(NativeEngine):
     def step(self) -> list[Rollout]:
         time.sleep(0.002)  # a pass that takes no time would end all rows before the first update
         for row, (rollout, version, since) in list(self._stand.items()):
-            if self._lanes[0].version >= version + self.publishes or time.monotonic() > since + 1:
+            if self._workers[0].version >= version + self.publishes or time.monotonic() > since + 1:
                 del self._stand[row]
                 self.add(rollout)
         ended = super().step()
-        for lane in self._lanes:
+        for worker in self._workers:
             for row in [
-                each.rollout.row for each in lane._scheduler.running if each.rollout.row.prompt % 5 == 0
+                each.rollout.row for each in worker._scheduler.running if each.rollout.row.prompt % 5 == 0
             ]:
                 kept = super().abort(row)
                 if sum(kept.loss_mask) == 1:
-                    self._stand[row] = kept, self._lanes[0].version, time.monotonic()
+                    self._stand[row] = kept, self._workers[0].version, time.monotonic()
                 else:
                     self.add(kept)
         return ended
@@ -221,7 +221,7 @@ def test_an_algorithm_that_samples_more_than_its_prompts_once_is_refused(tmp_pat
     (tmp_path / "run.toml").write_text(RECIPE.replace("NAME", "twice"))
     (tmp_path / "reward.py").write_text(REWARD)
     ahead = ("algorithm.freshness=1", READY, *INLINE, APART)
-    own = Algorithm(config=TwiceConfig, step=twice, data=Data.PROMPTS)
+    own = Algorithm(config=TwiceConfig, step=twice)
     with pytest.raises(ConfigError, match="twice does not sample its step's prompts once"):
         load_recipe(tmp_path / "run.toml", ahead, [own])
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from rillflow.records.batch import Batch, Field, row_ids
+from rillflow.records.batch import Batch, Field, batch_bytes, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.records.stored import batch_bytes
 from rillflow.runs.durable import replace
 from rillflow.runs.layout import rollout_file
 

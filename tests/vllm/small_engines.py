@@ -16,9 +16,8 @@ from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Rollout
 from rillflow.rollout.config import RolloutConfig
-from rillflow.rollout.engine import Engine
+from rillflow.rollout.engine import Engine, Stops
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.stops import Stops
 from rillflow.workers.collectives import SingleRank
 
 CONTEXT = 64

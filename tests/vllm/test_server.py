@@ -115,7 +115,7 @@ def test_a_python_that_is_not_there_is_named() -> None:
 
 def test_weights_cross_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones, of bfloat16 too: the largest weight takes hundreds."""
-    monkeypatch.setattr("rillflow.rollout.vllm.frames.BUCKET_BYTES", 1000)
+    monkeypatch.setattr("rillflow.rollout.vllm.requests.BUCKET_BYTES", 1000)
     of = model()
     of.module.to(torch.bfloat16)
     served, _ = both(of, **SERVED)

@@ -18,6 +18,7 @@ from rillflow.errors import ConfigError, DataError, ModelError, RunDirectoryErro
 from rillflow.models.locate import found_adapter
 from rillflow.runs import layout
 from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.kinds import PROMPTS
 from rillflow.tasks.task import open_task
 from rillflow_merging.merge import MergeSettings, merge
 from rillflow_merging.stream import require_new
@@ -80,7 +81,7 @@ def _require_used(option: str, given: Path | None, method: str, of: str) -> None
 
 def _texts(prompts: Path) -> list[str]:
     """Return the prompts of a file that are texts."""
-    task = open_task(TaskConfig(source=str(prompts.absolute()), held_out=0), base=Path(), seed=0)
+    task = open_task(TaskConfig(source=str(prompts.absolute()), held_out=0), PROMPTS, base=Path(), seed=0)
     found = [example.prompt for example in task.train if isinstance(example.prompt, str)]
     if not found:
         raise DataError(

@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rillflow.errors import ModelError
+from rillflow.models.directory_checks import check_weight_files, settings_in, unusable
 from rillflow.models.locate import SETTINGS
-from rillflow.models.tensor_file import KINDS
-from rillflow.models.weight_files import check_weight_files, settings_in, unusable
+from rillflow.models.model_files import KINDS
 
 PIECE = 2**18
 """Number of elements read of each parent at a time."""

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import ConfigError
-from rillflow.models.model_files import METADATA, shard_file, shards, write_index
-from rillflow.models.tensor_file import header
+from rillflow.models.model_files import METADATA, header, shard_file, shards, write_index
 from rillflow.runs.durable import flush, publish_folder, write_error, write_flushed
 
 MERGE = "merge.json"

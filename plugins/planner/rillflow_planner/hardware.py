@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rillflow.errors import PlanError
-from rillflow.placement import quantities
-from rillflow.placement.quantities import TEXT, Part, Rate, Seconds, Share, named, read, values
+from rillflow.placement import tables
+from rillflow.placement.tables import TEXT, named, read, values
+from rillflow_planner import units
+from rillflow_planner.units import Part, Rate, Seconds, Share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +41,7 @@ class Factors:
     """Share of the bandwidth to host memory, which holds offloaded model state."""
     memory: Share = 0.9
     """Share of the memory that models may use; the rest is for libraries."""
-    touches: Annotated[float, quantities.number(0.0, 1000.0, "it is a number of passes, 0 to 1000")] = 0.0
+    touches: Annotated[float, tables.number(0.0, 1000.0, "it is a number of passes, 0 to 1000")] = 0.0
     """Additional memory passes over each activation in a forward pass; 0 with fused kernels."""
     head_token_s: Seconds = 0.0
     """Additional seconds of attention per head and token of a row, forward, for small blocks."""
@@ -114,21 +116,21 @@ OWN_STACK = "rillflow"
 """Factor set of Rillflow's own runs."""
 UNFITTED = "default"
 """Factor set of a cluster file that names none."""
-_FLEETS = quantities.checked(
+_FLEETS = tables.checked(
     lambda tables: tables if isinstance(tables, list) and tables else None,
     "a cluster has one or more [[fleet]] tables",
     '[[fleet]], device = "H100", devices = 8, per_machine = 8',
 )
 _FLEET = {
     "name": TEXT,
-    **dict.fromkeys(("devices", "machines", "per_machine"), quantities.whole(1)),
-    **dict.fromkeys(("between", "between_machine"), quantities.RATE),
-    "price": quantities.PRICE,
+    **dict.fromkeys(("devices", "machines", "per_machine"), tables.whole(1)),
+    **dict.fromkeys(("between", "between_machine"), units.RATE),
+    "price": units.PRICE,
 }
 
 
 def _dtypes(data: object, where: str) -> dict[str, float]:
-    return values(data, dict.fromkeys(("float8", "bfloat16", "float32"), quantities.FLOPS), where)
+    return values(data, dict.fromkeys(("float8", "bfloat16", "float32"), units.FLOPS), where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,15 +139,15 @@ class Device:
 
     name: str
     """Name, such as ``H100``."""
-    memory_bytes: Annotated[float, quantities.MEMORY, "memory"]
+    memory_bytes: Annotated[float, units.MEMORY, "memory"]
     """Memory in bytes."""
     flops: Annotated[Mapping[str, float], _dtypes]
     """Dense FLOP/s by dtype: ``bfloat16``, ``float32``."""
     memory_bandwidth: Rate
     """Memory bandwidth in bytes per second."""
-    inside_bandwidth: Annotated[float, quantities.RATE, "inside"]
+    inside_bandwidth: Annotated[float, units.RATE, "inside"]
     """Bandwidth to other devices of the machine, in bytes per second in one direction."""
-    host_bandwidth: Annotated[float, quantities.RATE, "host"]
+    host_bandwidth: Annotated[float, units.RATE, "host"]
     """Bandwidth to host memory, in bytes per second."""
     source: str = ""
     """Source of these numbers."""
@@ -262,10 +264,8 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
         PlanError: unknown names, missing or contradictory numbers, missing units, or implausible values.
     """
     stacks = shipped_stacks()
-    readers = {"like": quantities.one_of(stacks), "fleet": _FLEETS} | dict.fromkeys(
-        ("name", "calibrated"), TEXT
-    )
-    readers |= dict.fromkeys(("device", "engine", "factors"), quantities.TABLE)
+    readers = {"like": tables.one_of(stacks), "fleet": _FLEETS} | dict.fromkeys(("name", "calibrated"), TEXT)
+    readers |= dict.fromkeys(("device", "engine", "factors"), tables.TABLE)
     said = values({"fleet": [], "like": UNFITTED, **data}, readers, name)
     stack, factors, engine = stacks[said["like"]], said.get("factors", {}), said.get("engine", {})
     changed = bool(engine) or bool(set(factors) - _OVERHEADS)
@@ -301,7 +301,7 @@ def _devices(data: Mapping[str, Any], where: str) -> dict[str, Device]:
 def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -> Fleet:
     told = f"known devices are {', '.join(devices)}; a table [device.NAME] describes others"
     readers = {
-        "device": quantities.checked(lambda label: devices.get(str(label)), told, known=devices),
+        "device": tables.checked(lambda label: devices.get(str(label)), told, known=devices),
         **_FLEET,
     }
     said = values(data, readers, where, needed={"device"})

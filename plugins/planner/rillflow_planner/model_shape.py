@@ -14,7 +14,7 @@ import numpy as np
 
 from rillflow.errors import PlanError, nearest
 from rillflow.placement.grid import Numbers
-from rillflow.placement.quantities import YES, checked, whole
+from rillflow.placement.tables import YES, checked, whole
 
 _MOST = 100_000_000
 """Largest accepted size."""

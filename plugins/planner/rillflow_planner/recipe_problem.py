@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.app.graphs import graphs
 from rillflow.app.phases import PhasePlan, phase_plans
 from rillflow.app.planned import grid_of
@@ -221,7 +221,7 @@ def observe(
     for phase, graph in zip(phase_plans(recipe), graphs(recipe), strict=True):
         if phase.name not in made:
             continue
-        is_sampled = phase.algorithm.data is Data.PROMPTS
+        is_sampled = not phase.algorithm.data.answers
         first, last = max(made[phase.name].first, data.placed_from) + WARM_UP, made[phase.name].last
         if first <= last:
             one = Observation(

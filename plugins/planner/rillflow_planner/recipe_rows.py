@@ -15,7 +15,6 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from rillflow.algorithms.algorithm import Data
 from rillflow.algorithms.config import SampledConfig
 from rillflow.app.phases import PhasePlan
 from rillflow.app.recipe import LoadedRecipe, Recipe
@@ -24,7 +23,6 @@ from rillflow.errors import PlanError
 from rillflow.runs import layout
 from rillflow.runs.reader import read_rollouts, read_spans, require_run
 from rillflow.tasks.example import Example
-from rillflow.tasks.preference import Preference
 from rillflow_planner.workload import Lengths, Packing, Workload
 
 CHARACTERS_PER_TOKEN = 4
@@ -58,7 +56,7 @@ def workload_of(loaded: LoadedRecipe, phase: PhasePlan, run: Path | None = None)
     rows: _Rows = partial(
         Workload,
         prompts=config.prompts_per_step,
-        samples=2 if phase.algorithm.data is Data.PREFERENCES else samples,
+        samples=max(samples, len(phase.algorithm.data.answers)),
         epochs=config.epochs,
         minibatches=config.minibatches,
         tokens_per_micro_batch=recipe.policy.tokens_per_micro_batch,
@@ -82,7 +80,7 @@ def _learnt(
     rows: _Rows, examples: Sequence[Example], per_token: int, prompts: int, minibatches: int
 ) -> Workload:
     """Return the workload of rows with answers in the data: prompt, answer and end token."""
-    answers = [len(text) for one in examples for text in _answers(one)]
+    answers = [len(text) for one in examples for text in one.answers]
     drawn = Random(0).sample(examples, len(examples))
     steps = [drawn[start : start + prompts] for start in range(0, len(drawn), prompts)][:READ_STEPS]
     return rows(
@@ -166,20 +164,12 @@ def _common(one: _Row, other: _Row) -> int:
 def _texts(examples: Sequence[Example], per_token: int) -> list[_Row]:
     """Return the examples' rows, with texts cut into pieces in place of tokens."""
     return [
-        [*_cut(one.key, per_token), *_cut(text, per_token), _END]
-        for one in examples
-        for text in _answers(one)
+        [*_cut(one.key, per_token), *_cut(text, per_token), _END] for one in examples for text in one.answers
     ]
 
 
 def _cut(text: str, per_token: int) -> list[str]:
     return [text[start : start + per_token] for start in range(0, len(text), per_token)]
-
-
-def _answers(example: Example) -> Iterable[str]:
-    if isinstance(example, Preference):
-        return str(example.completion), example.rejected
-    return (str(example.completion),)
 
 
 def _tokens(characters: Iterable[int], per_token: int) -> list[int]:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rillflow.placement.grid import Option
 from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.evaluate import predicted
 from rillflow_planner.problem import Problem
 from rillflow_planner.ranking import Floats, Objective, Ranked

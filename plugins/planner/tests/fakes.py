@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.graph.graph import Edge, Graph, Stage
-from rillflow.placement.grid import Grid, Option
+from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.hardware import Device, EngineFactors, Factors, Fleet, Hardware
 from rillflow_planner.model_shape import ModelShape

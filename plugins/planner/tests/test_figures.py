@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 
 from plugins.planner.tests.cost_model.settings import FLEET, MIXTURE, WORKLOAD, problem, seat, setting
-from rillflow.placement.grid import Grid, grids_of
+from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model import compute, memory, transfers
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.generation import decoder_of
+from rillflow_planner.cost_model.grids import grids_of
 from rillflow_planner.cost_model.links import all_gather_s, all_reduce_s, all_to_all_s, send_s
 from rillflow_planner.hardware import Factors
 from rillflow_planner.problem import Problem

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
-from rillflow.placement.quantities import DURATION, FLOPS, MEMORY, PRICE, RATE
 from rillflow_planner.hardware import Factors, read_hardware, shipped_devices, shipped_stacks
+from rillflow_planner.units import DURATION, FLOPS, MEMORY, PRICE, RATE
 
 FLEET: dict[str, Any] = {"device": "H100", "devices": 16, "per_machine": 8, "between": "50 GB/s"}
 CLUSTERS = sorted((Path(__file__).parents[3] / "clusters").glob("*.toml"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from plugins.planner.tests.toys import ToyCosts, toy_fleet, toy_problem
 from rillflow.errors import PlanError
-from rillflow.placement.grid import Option
+from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.hardware import Fleet
 from rillflow_planner.problem import Problem, Unit
 from rillflow_planner.ranking import Cause, Goal, Objective, order_as_shown

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from rillflow.errors import PlanError
 from rillflow.graph.graph import CONTROLLER, Edge, Graph, Stage
-from rillflow.placement.grid import Grid, Option
+from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.evaluate import evaluate
 from rillflow_planner.hardware import Device, Factors, Fleet, Hardware

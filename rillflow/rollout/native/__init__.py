@@ -4,6 +4,6 @@ add ──> Sequence ──> Scheduler ── Step ──> Runner <── Cache 
          a row        no torch:   what to   the module, its             schedule
                       events in   run now   attention over the cache    run
                                               │ logits                  postprocess
-finished rows <── Lane   <── tokens ── sampling <──┘
+finished rows <── BatchWorker   <── tokens ── sampling <──┘
                     └── Slots: the running rows' state on the device
 """

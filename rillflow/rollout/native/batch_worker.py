@@ -1,4 +1,4 @@
-"""Lane: continuous batching of rows over the trainer's own module, in one thread.
+"""BatchWorker: continuous batching of rows over the trainer's own module, in one thread.
 
     add ────────────┐                      ┌──────────── step ────────────┐
                     ├─> Scheduler ─ Step ──> Runner ─ logits ─> draw ─┐   │
@@ -11,7 +11,12 @@ rounding of matrix products depends on the other rows, so equal bits are guarant
 mode, where every shape is fixed.
 
 The ranks of a tensor-parallel group step together. The schedule depends only on the added rows and the drawn
-tokens, never on time, so all ranks compute the same one (see consistency).
+tokens, never on time, so all ranks compute the same one without communication. ``RankConsistency`` detects
+ranks that diverge:
+
+    step s     rank 0   notes of new rows and drawn tokens ─ digest ─┐
+               rank 1   notes ...                          ─ digest ─┴─ all equal? ─> the pass of step s
+                                                                          └ no ─> notes compared, row named
 
 The weights are the module's own and may change between calls; everything computed from them is freed with the
 last row. When ``version`` changes while rows run, their tokens are prefilled again with the new weights.
@@ -21,29 +26,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
+from collections.abc import Sequence as Rows
 from dataclasses import replace
 from math import isfinite
 
 import torch
 from torch import Tensor, nn
 
-from rillflow.errors import RolloutError, RowError
+from rillflow.errors import RolloutError
 from rillflow.models.architecture import vocabulary_of
 from rillflow.models.routing import Routers
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import Stops, check_stop, check_stop_tokens, check_tokens, limit_of, not_finite
 from rillflow.rollout.native.cache import Cache, LayerShape
+from rillflow.rollout.native.cache_layout import ALIGNMENT, CacheLayout
 from rillflow.rollout.native.compatibility import check_compatible, check_fixed_shapes
-from rillflow.rollout.native.consistency import RankConsistency
-from rillflow.rollout.native.layout import PLACES, BandLayout
-from rillflow.rollout.native.recording import RecordedModule
-from rillflow.rollout.native.routes import ROUTES, read_routes, route_shape
-from rillflow.rollout.native.runner import BLOCK, CACHE_BLOCK, Runner, evaluating
+from rillflow.rollout.native.passes import ROUTES, read_routes, route_shape
+from rillflow.rollout.native.runner import BLOCK, CACHE_BLOCK, RecordedModule, Runner, evaluating
 from rillflow.rollout.native.sampling import Drawn, DrawSettings, Seen, draw
 from rillflow.rollout.native.scheduler import Scheduler, Sequence, Step
 from rillflow.rollout.native.slots import BULK, Slots
-from rillflow.rollout.stops import Stops
 from rillflow.runs.formatting import size
 from rillflow.workers.collectives import Ranks
 
@@ -51,7 +55,7 @@ _IDLE = SamplingConfig()
 """Sampling settings of a slot without a row."""
 
 
-class Lane:
+class BatchWorker:
     """Rows that run together; each step draws one token for each.
 
     Args:
@@ -62,7 +66,7 @@ class Lane:
         stop_tokens: token ids that end a row.
         seed: the run's seed.
         context: maximum tokens of a row, prompt included.
-        replay_after: passes of the same kind before the module is recorded (see recording); infinity for
+        record_after: passes of the same kind before the module is recorded (see runner); infinity for
             never.
         routers: the module's routers; NativeEngine watches them during a step if routing is recorded.
 
@@ -79,7 +83,7 @@ class Lane:
         stop_tokens: frozenset[int],
         seed: int,
         context: int,
-        replay_after: float,
+        record_after: float,
         stops: Stops | None,
         routers: Routers,
     ) -> None:
@@ -94,10 +98,10 @@ class Lane:
         self._fixed_rows = -(-config.max_rows // BLOCK) * BLOCK if config.deterministic else None
         self._module, self._routers = module, routers
         self._shapes = dict[int, LayerShape]()
-        self._replay_after = replay_after
+        self._record_after = record_after
         self._consistency = RankConsistency(tp, self._device)
         self._runner: Runner | None = None
-        layout = BandLayout[Sequence](self._fixed_rows, CACHE_BLOCK if config.deterministic else PLACES)
+        layout = CacheLayout[Sequence](self._fixed_rows, CACHE_BLOCK if config.deterministic else ALIGNMENT)
         self._scheduler = Scheduler(config.max_rows, layout=layout, shares_parts=not config.deterministic)
         self._slots = Slots(self._device, seed)
         check_stop_tokens(stop_tokens, self._vocabulary)
@@ -226,9 +230,9 @@ class Lane:
         """Return the experts of the row's tokens; None if routing is not recorded."""
         if ROUTES not in self._shapes:
             return None
-        assert row.place is not None, "a row that has just ended is still there"
-        keys = self._driven().cache.layers[ROUTES][row.place.band].keys
-        return read_routes(keys, row.place.row, len(row.rollout.tokens))
+        assert row.cache_row is not None, "a row that has just ended is still there"
+        keys = self._driven().cache.layers[ROUTES][row.cache_row.bucket].keys
+        return read_routes(keys, row.cache_row.row, len(row.rollout.tokens))
 
     def _completes(self, rollout: Rollout, token: int) -> bool:
         """Return whether this token completes a stop text of several tokens."""
@@ -264,7 +268,7 @@ class Lane:
                 check_fixed_shapes(self._module, shapes, self._fixed_rows)
             if self._config.replay_routing:
                 shapes[ROUTES] = route_shape(self._module, self._routers, self._dtype)
-            recorded = RecordedModule(self._module, shapes, self._replay_after)
+            recorded = RecordedModule(self._module, shapes, self._record_after)
             cache = Cache(shapes, self._device, self._dtype)
             self._runner = Runner(recorded, cache, self._fixed_rows)
             if self._config.cache_gib is not None:
@@ -279,7 +283,7 @@ class Lane:
         if needed > self._scheduler.room:
             raise RolloutError(
                 f"row ({rollout.row}) may reach {limit:,} tokens and needs {size(needed * taken)}, but a "
-                f"lane's share of rollout.cache_gib is {size(int(cache_gib * 2**30))}",
+                f"worker's share of rollout.cache_gib is {size(int(cache_gib * 2**30))}",
                 why="a running row keeps its keys and values in memory, and one layer's twice while the "
                 "cache is rearranged",
                 fix="raise rollout.cache_gib, or lower rollout.max_tokens",
@@ -295,7 +299,7 @@ class Lane:
             self._requeue(running)
             self._scheduler.forget()
             self._release()
-        self._scheduler.drop_contents()
+        self._scheduler.drop_index()
         self._sampled_version = self.version
 
     def _requeue(self, rows: Collection[Sequence]) -> None:
@@ -330,16 +334,6 @@ class Lane:
         raise not_finite(row.rollout.row, position)
 
 
-def not_finite(row: RowId, position: int) -> RowError:
-    """Return the error for a row whose logits are not finite."""
-    return RowError(
-        f"the logits of row ({row}) at position {position} are not finite",
-        why="a weight is NaN or infinite, or an activation overflowed",
-        fix="check the weights of the last update for NaN and infinite values",
-        row=row,
-    )
-
-
 def _sampled(rollout: Rollout) -> list[int]:
     """Return the sampled tokens of a row."""
     pairs = zip(rollout.tokens, rollout.loss_mask, strict=True)
@@ -354,80 +348,71 @@ def _no_room(rows: int, config: RolloutConfig, error: RuntimeError) -> RolloutEr
     )
 
 
-def check_tokens(rollout: Rollout, context: int, vocabulary: int) -> None:
-    """Check that a row can be continued.
+_Note = tuple[int, int, int, int]
+"""A row's id, and a number that must be equal on all ranks."""
 
-    Raises:
-        RolloutError: the row has ended, is empty, fills the context, or has a token outside the vocabulary.
+
+class RankConsistency:
+    """Records of this rank's work since the last comparison.
+
+    Args:
+        ranks: the ranks that run the same rows; with a single rank nothing is recorded.
+        device: the device of the exchanged tensors.
     """
-    tokens = rollout.tokens
-    if rollout.finish is not Finish.ABORTED:
-        raise RolloutError(
-            f"row ({rollout.row}) has ended with {rollout.finish.name}",
-            why="a row that has ended cannot continue",
-            fix="append tokens with Rollout.inserted, or make a new row",
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._notes: list[_Note] = []
+
+    def note(self, rows: Rows[Sequence], numbers: Rows[int]) -> None:
+        """Record a number for each of these rows, such as its drawn token."""
+        if self._ranks.size > 1:
+            self._notes += [(*row.rollout.row, said) for row, said in zip(rows, numbers, strict=True)]
+
+    def check(self, *state: int) -> None:
+        """Compare the notes of all ranks; every rank calls it.
+
+        Args:
+            state: more numbers that must be equal on all ranks: the version, the rows, the lengths.
+
+        Raises:
+            RolloutError: the ranks differ; it names the first row that differs, and all ranks raise it.
+        """
+        if self._ranks.size == 1:
+            return
+        notes, self._notes = self._notes, []
+        digest = torch.tensor([hash((state, tuple(notes)))], device=self._device)
+        if len(set(self._ranks.stack(digest).flatten().tolist())) > 1:
+            self._fail(notes, state)
+
+    def clear(self) -> None:
+        """Discard all notes; called when all rows are removed."""
+        self._notes = []
+
+    def _fail(self, notes: list[_Note], state: tuple[int, ...]) -> None:
+        own = torch.tensor([*notes, (-1, -1, -1, hash(state))], device=self._device)
+        everyone = [part.tolist() for part in self._ranks.gather(own)]
+        for rank, theirs in enumerate(everyone):
+            for one, other in zip(everyone[0], theirs, strict=False):
+                if one != other:
+                    raise _apart(one, other, rank)
+        raise AssertionError("digests of equal notes are equal")
+
+
+def _apart(one: Rows[int], other: Rows[int], rank: int) -> RolloutError:
+    first, second = (RowId(*note[:3]) for note in (one, other))
+    if -1 in (first.prompt, second.prompt):
+        what = (
+            f"rank {rank} of a tensor-parallel group has other rows, or another weight version, than rank 0"
         )
-    if not tokens:
-        raise RolloutError(
-            f"row ({rollout.row}) has an empty prompt",
-            why="the first token is sampled from the logits of the prompt's last token",
-            fix="give every prompt at least one token, such as the tokeniser's begin token",
-        )
-    if len(tokens) >= context:
-        raise RolloutError(
-            f"row ({rollout.row}) has {len(tokens)} tokens",
-            why=f"the context is {context} tokens, and at least one new token must fit",
-            fix="shorten the prompt, or use a model with a longer context",
-        )
-    odd = [token for token in (min(tokens), max(tokens)) if not 0 <= token < vocabulary]
-    if odd:
-        raise RolloutError(
-            f"row ({rollout.row}) has token {odd[0]}, at position {tokens.index(odd[0])}",
-            why=f"the model's vocabulary is 0 to {vocabulary - 1}",
-            fix="encode the prompt with the model's own tokeniser",
-        )
-
-
-def limit_of(rollout: Rollout, max_tokens: int, context: int) -> int:
-    """Return the length at which a row ends: prompt, inserted tokens and ``max_tokens`` sampled ones.
-
-    Raises:
-        RolloutError: the row already has ``max_tokens`` sampled tokens.
-    """
-    drawn = sum(rollout.loss_mask)
-    if drawn >= max_tokens:
-        raise RolloutError(
-            f"row ({rollout.row}) has {drawn} sampled tokens and max_tokens is {max_tokens}",
-            why="a running row samples at least one more token",
-            fix="raise max_tokens",
-        )
-    return min(len(rollout.tokens) - drawn + max_tokens, context)
-
-
-def check_stop(sampling: SamplingConfig, engine: SamplingConfig) -> None:
-    """Check that a row's stop texts are those the engine was built with.
-
-    Raises:
-        RolloutError: they differ.
-    """
-    if sampling.stop != engine.stop:
-        raise RolloutError(
-            f"a row has the stop strings {list(sampling.stop)}, and the engine has {list(engine.stop)}",
-            why="the engine tokenises stop strings when it is built",
-            fix="build the engine with these stop strings, or use the engine's",
-        )
-
-
-def check_stop_tokens(stop_tokens: frozenset[int], vocabulary: int) -> None:
-    """Check that every stop token is in the vocabulary.
-
-    Raises:
-        RolloutError: one of them is outside it.
-    """
-    for token in sorted(stop_tokens):
-        if not 0 <= token < vocabulary:
-            raise RolloutError(
-                f"stop token {token} is outside the vocabulary",
-                why=f"the model's vocabulary is 0 to {vocabulary - 1}, so it is never sampled",
-                fix="use the tokeniser the model was trained with",
-            )
+    elif first != second:
+        what = f"rank {rank} of a tensor-parallel group runs row ({second}) where rank 0 runs row ({first})"
+    else:
+        what = f"row ({first}) has other tokens on rank {rank} of a tensor-parallel group than on rank 0"
+    return RolloutError(
+        what,
+        why="the ranks of a group sample the same tokens independently, without communication",
+        fix="make the same calls with the same prompts on every rank of the group, and use the same weights, "
+        "thread count, processor and library versions",
+    )

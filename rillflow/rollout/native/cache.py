@@ -1,9 +1,9 @@
-"""Cache: the keys and values of every layer, by bands (see layout).
+"""Cache: the keys and values of every layer, by buckets (see layout).
 
-    layer l, band b     keys   [rows, K, length, D]        rows 0 .. n-1 run, so a pass reads
+    layer l, bucket b     keys   [rows, K, length, D]        rows 0 .. n-1 run, so a pass reads
                         values [rows, K, length, E]        keys[:n, :, :longest], a view: nothing is copied
 
-A band is reallocated, one layer after the other, when the layout changes its length or its number of rows.
+A bucket is reallocated, one layer after the other, when the layout changes its length or its number of rows.
 All memory is freed when no row runs, so that the trainer can use it between two calls.
 
 On a CPU the cache of a module in a narrower type is float32: a batched product in bfloat16 takes 1.1 times as
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rillflow.rollout.native.layout import Band, Copy
+from rillflow.rollout.native.cache_layout import Copy, LengthBucket
 
 _AT_ONCE = 64
 """Rows that are copied together; the copy temporarily holds them a second time."""
@@ -43,7 +43,7 @@ class LayerShape:
 
 
 class Layer(NamedTuple):
-    """One layer's keys and values in one band."""
+    """One layer's keys and values in one bucket."""
 
     keys: Tensor
     """[rows, K, length, D]."""
@@ -62,12 +62,12 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Group:
-    """Copies from rows of one band to rows of one band."""
+    """Copies from rows of one bucket to rows of one bucket."""
 
     source: int
-    """The band to read."""
+    """The bucket to read."""
     target: int
-    """The band to write."""
+    """The bucket to write."""
     sources: Tensor
     """[n] int64 rows to read."""
     targets: Tensor
@@ -90,14 +90,14 @@ class Cache:
         self._device = device
         self._dtype = torch.float32 if device.type == "cpu" and dtype.itemsize < 4 else dtype
         self.layers: dict[int, dict[int, Layer]] = {index: {} for index in shapes}
-        """Layers by index, then by name of the band."""
+        """Layers by index, then by name of the bucket."""
         self.peak_bytes = 0
         """Most bytes ever held at once, including both copies of a layer during reallocation."""
 
     @property
     def held_bytes(self) -> int:
         """Bytes of keys and values, unused rows included."""
-        return sum(band.nbytes for layer in self.layers.values() for band in layer.values())
+        return sum(bucket.nbytes for layer in self.layers.values() for bucket in layer.values())
 
     @property
     def position_bytes(self) -> list[int]:
@@ -114,21 +114,21 @@ class Cache:
         """Free all memory."""
         self.layers = {index: {} for index in self._shapes}
 
-    def arrange(self, bands: Sequence[Band[Any]], copies: Sequence[Copy] = ()) -> None:
-        """Allocate exactly these bands; rows keep their contents.
+    def arrange(self, buckets: Sequence[LengthBucket[Any]], copies: Sequence[Copy] = ()) -> None:
+        """Allocate exactly these buckets; rows keep their contents.
 
         All copies happen at once: they read the contents from before the call. A copy may extend beyond its
         row's valid positions, to the length of the longest one; a row reads no position before it has written
         it.
         """
         some = next(iter(self.layers.values()))
-        shapes = {name: (band.keys.shape[0], band.keys.shape[2]) for name, band in some.items()}
-        if not copies and shapes == {band.name: (band.rows, band.length) for band in bands}:
+        shapes = {name: (bucket.keys.shape[0], bucket.keys.shape[2]) for name, bucket in some.items()}
+        if not copies and shapes == {bucket.name: (bucket.rows, bucket.length) for bucket in buckets}:
             return
         parts = self._parts(copies)
         for index, shape in self._shapes.items():
             before = self.layers[index]
-            after = {band.name: self._sized(before.get(band.name), shape, band) for band in bands}
+            after = {bucket.name: self._sized(before.get(bucket.name), shape, bucket) for bucket in buckets}
             self.layers[index] = after
             twice = sum(each.nbytes for name, each in before.items() if after.get(name) is not each)
             self.peak_bytes = max(self.peak_bytes, self.held_bytes + twice)
@@ -144,15 +144,15 @@ class Cache:
 
     def _parts(self, copies: Sequence[Copy]) -> list[list[_Group]]:
         """Return the copies that run together: all of them if some read rows that others write."""
-        by_bands = defaultdict(list)
+        by_buckets = defaultdict(list)
         for copy in copies:
-            by_bands[copy.source.band, copy.target.band].append(copy)
+            by_buckets[copy.source.bucket, copy.target.bucket].append(copy)
         at_once = _AT_ONCE
         if {copy.source for copy in copies} & {copy.target for copy in copies}:
             at_once = len(copies)
         groups = [
             self._group(some[first : first + at_once])
-            for some in by_bands.values()
+            for some in by_buckets.values()
             for first in range(0, len(some), at_once)
         ]
         return [groups] if at_once == len(copies) else [[group] for group in groups]
@@ -160,25 +160,27 @@ class Cache:
     def _group(self, copies: Sequence[Copy]) -> _Group:
         rows = torch.tensor([(copy.source.row, copy.target.row) for copy in copies], device=self._device)
         return _Group(
-            source=copies[0].source.band,
-            target=copies[0].target.band,
+            source=copies[0].source.bucket,
+            target=copies[0].target.bucket,
             sources=rows[:, 0],
             targets=rows[:, 1],
             length=max(copy.length for copy in copies),
         )
 
-    def _sized(self, old: Layer | None, shape: LayerShape, band: Band[Any]) -> Layer:
-        """Return the layer of a band: unchanged if the size fits, else a new one with the old contents."""
-        if old is not None and (old.keys.shape[0], old.keys.shape[2]) == (band.rows, band.length):
+    def _sized(self, old: Layer | None, shape: LayerShape, bucket: LengthBucket[Any]) -> Layer:
+        """Return the layer of a bucket: unchanged if the size fits, else a new one with the old contents."""
+        if old is not None and (old.keys.shape[0], old.keys.shape[2]) == (bucket.rows, bucket.length):
             return old
         new = Layer(
             *(
-                torch.zeros(band.rows, shape.heads, band.length, size, dtype=self._dtype, device=self._device)
+                torch.zeros(
+                    bucket.rows, shape.heads, bucket.length, size, dtype=self._dtype, device=self._device
+                )
                 for size in (shape.key_size, shape.value_size)
             )
         )
         if old is not None:
-            rows, length = min(old.keys.shape[0], band.rows), min(old.keys.shape[2], band.length)
+            rows, length = min(old.keys.shape[0], bucket.rows), min(old.keys.shape[2], bucket.length)
             new.keys[:rows, :, :length] = old.keys[:rows, :, :length]
             new.values[:rows, :, :length] = old.values[:rows, :, :length]
         return new

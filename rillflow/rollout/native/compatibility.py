@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rillflow.errors import ModelError
 from rillflow.models.architecture import Witness, relative_difference, vocabulary_of
 from rillflow.rollout.native.cache import Cache, LayerShape
-from rillflow.rollout.native.layout import Band, CachePlace
+from rillflow.rollout.native.cache_layout import CacheRow, LengthBucket
 from rillflow.rollout.native.passes import Prefixes, Segment, call, forward
 from rillflow.rollout.native.runner import CACHE_BLOCK
 from rillflow.rollout.native.scheduler import Prefill
@@ -63,10 +63,10 @@ def check_compatible(module: nn.Module, context: int) -> dict[int, LayerShape]:
         for layer, (key, value) in witness.states.items()
     }
     cache = Cache(shapes, device, embedding.dtype)
-    cache.arrange([Band(name=0, length=count, rows=1)])
+    cache.arrange([LengthBucket(name=0, length=count, rows=1)])
     parts = []
     for last in (count - 2, count - 1):
-        prefill = Prefill(tokens=tuple(tokens[:last].tolist()), places=[CachePlace(0, 0)])
+        prefill = Prefill(tokens=tuple(tokens[:last].tolist()), cache_rows=[CacheRow(0, 0)])
         reads = [prefill] if last == count - 2 and last else []
         segments = Segment.of([0], [count], [positions[last : last + 1]], reads)
         prefixes = Prefixes.of(reads, device) if reads else None
@@ -85,7 +85,7 @@ def check_fixed_shapes(module: nn.Module, shapes: dict[int, LayerShape], rows: i
     device, name = embedding.device, type(module).__name__
     short, long = CACHE_BLOCK, 4 * CACHE_BLOCK
     cache = Cache(shapes, device, embedding.dtype)
-    cache.arrange([Band(name=0, length=long, rows=rows)])
+    cache.arrange([LengthBucket(name=0, length=long, rows=rows)])
     for layer in cache.layers.values():
         for states in layer[0]:
             wave = torch.arange(states[0].numel(), device=device).sin().view_as(states[0])

@@ -1,18 +1,18 @@
 """NativeEngine: prompts in, rollouts out, on the trainer's own module.
 
-    prompts ─ dealt out in turn ─┬─> Lane 0: its own thread, its share of slots and cores ─┐
-                                 └─> Lane 1: ...                                          ─┴─> rollouts
+    prompts ─ dealt out in turn ─┬─> BatchWorker 0: its thread, its share of slots and cores ─┐
+                                 └─> BatchWorker 1: ...                                      ─┴─> rollouts
 
-On a CPU, two threads inside every small operation synchronise hundreds of times a pass; two lanes
-synchronise once, at the end. A row stays in its lane. The lane depends only on the prompt's place in the
+On a CPU, two threads inside every small operation synchronise hundreds of times a pass; two workers
+synchronise once, at the end. A row stays in its worker. The worker depends only on the prompt's index in the
 batch, never on timing, so a repeated run gives the same bits.
 
-Loop of a lane (``_drain``, in a thread of its own)
-    consumes      the rows added to the lane
-    waits for     nothing: lanes share only the module's weights, which nothing writes during generation
+Loop of a worker (``_drain``, in a thread of its own)
+    consumes      the rows added to the worker
+    waits for     nothing: workers share only the module's weights, which nothing writes during generation
     produces      its rollouts
-    shuts down    healthy: its rows ended. If a lane fails, or on Ctrl-C, the others stop between two
-                  steps; then all lanes are emptied
+    shuts down    healthy: its rows ended. If a worker fails, or on Ctrl-C, the others stop between two
+                  steps; then all workers are emptied
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Capability
-from rillflow.rollout.native.batch_worker import Lane
+from rillflow.rollout.engine import Capability, Stops
+from rillflow.rollout.native.batch_worker import BatchWorker
 from rillflow.rollout.native.runner import evaluating
 from rillflow.rollout.native.scheduler import check_ids
-from rillflow.rollout.stops import Stops
 from rillflow.workers.collectives import Ranks, SingleRank
 
-LANE_ROWS = 32
-"""Minimum slots of a lane: with fewer, reading the weights in every lane costs more than lanes save."""
+WORKER_ROWS = 32
+"""Minimum slots of a worker: with fewer, reading the weights in every worker costs more than workers save."""
 
 _T = TypeVar("_T")
 
@@ -61,21 +60,21 @@ class NativeEngine:
     Args:
         module: a transformers causal language model built with Rillflow's attention; over several ranks, this
             rank's shard of one (see models.sampling_shard).
-        config: settings of sampling and of the engine; ``max_rows`` counts the rows of all lanes together.
+        config: settings of sampling and of the engine; ``max_rows`` counts the rows of all workers together.
         stop_tokens: token ids that end a row.
         seed: the run's seed.
         context: maximum tokens of a row, prompt included.
-        replay_after: passes of the same kind before the module is recorded (see recording); infinity for
+        record_after: passes of the same kind before the module is recorded (see runner); infinity for
             never.
-        lanes: number of lanes; None for one per torch thread, each with at least ``LANE_ROWS`` slots. None
-            means one lane in deterministic mode, where shapes cover all slots, over several ranks, and on
-            devices other than CPUs.
+        workers: number of batch workers; None for one per torch thread, each with at least ``WORKER_ROWS``
+            slots. None means one worker in deterministic mode, where shapes cover all slots, over several
+            ranks, and on devices other than CPUs.
         tp: the ranks that together hold one replica of the module; None for a whole module. All of them
             receive the same calls with the same rows, and return the same.
         stops: texts that end a row; the engine searches for those that are not a single token.
 
     Raises:
-        RolloutError: a stop token is outside the vocabulary, or there are several lanes over several ranks.
+        RolloutError: a stop token is outside the vocabulary, or there are several workers over several ranks.
     """
 
     def __init__(
@@ -86,50 +85,50 @@ class NativeEngine:
         stop_tokens: frozenset[int],
         seed: int,
         context: int,
-        replay_after: float = 64,
-        lanes: int | None = None,
+        record_after: float = 64,
+        workers: int | None = None,
         tp: Ranks | None = None,
         stops: Stops | None = None,
     ) -> None:
         tp = tp or SingleRank()
         weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
-        if lanes is None:
+        if workers is None:
             alone = config.deterministic or weight.device.type != "cpu" or tp.size > 1
-            lanes = 1 if alone else max(1, min(torch.get_num_threads(), config.max_rows // LANE_ROWS))
+            workers = 1 if alone else max(1, min(torch.get_num_threads(), config.max_rows // WORKER_ROWS))
         if tp.size > 1:
-            replay_after = inf  # a recording would not wait for the data of other ranks
-            if lanes > 1:
+            record_after = inf  # a recording would not wait for the data of other ranks
+            if workers > 1:
                 raise RolloutError(
-                    f"the engine has {lanes} lanes and {tp.size} tensor-parallel ranks",
+                    f"the engine has {workers} workers and {tp.size} tensor-parallel ranks",
                     why="collectives need one order on all ranks, and two threads would mix theirs",
-                    fix="leave lanes at None",
+                    fix="leave workers at None",
                 )
-        room = None if config.cache_gib is None else config.cache_gib / lanes
-        share = config.model_copy(update={"max_rows": -(-config.max_rows // lanes), "cache_gib": room})
+        room = None if config.cache_gib is None else config.cache_gib / workers
+        share = config.model_copy(update={"max_rows": -(-config.max_rows // workers), "cache_gib": room})
         self._module, self._records, self._routers = module, config.replay_routing, Routers(module)
-        self._lanes = [
-            Lane(
+        self._workers = [
+            BatchWorker(
                 module,
                 share,
                 stop_tokens=stop_tokens,
                 seed=seed,
                 context=context,
-                replay_after=replay_after,
+                record_after=record_after,
                 tp=tp,
                 stops=stops if stops is not None and stops.longest else None,
                 routers=self._routers,
             )
-            for _ in range(lanes)
+            for _ in range(workers)
         ]
-        self._threads = _threads(self, lanes) if lanes > 1 else None
+        self._threads = _threads(self, workers) if workers > 1 else None
 
     can: ClassVar = frozenset(Capability) - {Capability.SCORE}  # it samples with the trainer's own weights
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See Engine; the module already has the weights."""
         del weights
-        for lane in self._lanes:
-            lane.version = version
+        for worker in self._workers:
+            worker.version = version
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See Engine; the trainer uses its own module instead."""
@@ -144,17 +143,17 @@ class NativeEngine:
     @property
     def has_work(self) -> bool:
         """Whether a row waits or runs."""
-        return any(lane.has_work for lane in self._lanes)
+        return any(worker.has_work for worker in self._workers)
 
     @property
     def held_bytes(self) -> int:
         """See Engine."""
-        return sum(lane.held_bytes for lane in self._lanes)
+        return sum(worker.held_bytes for worker in self._workers)
 
     @property
     def peak_bytes(self) -> int:
-        """Sum of the lanes' peak bytes, including both copies of a layer during reallocation."""
-        return sum(lane.peak_bytes for lane in self._lanes)
+        """Sum of the workers' peak bytes, including both copies of a layer during reallocation."""
+        return sum(worker.peak_bytes for worker in self._workers)
 
     def generate(
         self,
@@ -206,20 +205,20 @@ class NativeEngine:
                 why="all prompts use one setting, or each prompt has its own",
                 fix="give one SamplingConfig, or one per prompt",
             )
-        used = self._lanes[: max(1, min(len(self._lanes), len(prompts)))]
+        used = self._workers[: max(1, min(len(self._workers), len(prompts)))]
         try:
             begun = starts(prompts, samples)
             groups = [begun[first : first + samples] for first in range(0, len(begun), samples)]
-            for place, group in enumerate(groups):
+            for index, group in enumerate(groups):
                 for rollout in group:
-                    used[place % len(used)].add(rollout, chosen[place])
+                    used[index % len(used)].add(rollout, chosen[index])
             finished, begin = dict[RowId, Rollout](), 0
             for part in parts:
                 stop, end, work = Event(), begin + len(part), []
-                for index, lane in enumerate(used):
+                for index, worker in enumerate(used):
                     first = begin + (index - begin) % len(used)
                     wanted = {each.row for group in groups[first : end : len(used)] for each in group}
-                    work.append(partial(_drain, lane, stop, wanted - finished.keys()))
+                    work.append(partial(_drain, worker, stop, wanted - finished.keys()))
                 finished |= {each.row: each for each in chain.from_iterable(self._together(work, stop))}
                 yield self._batch([finished.pop(each.row) for group in groups[begin:end] for each in group])
                 begin = end
@@ -236,7 +235,7 @@ class NativeEngine:
         Raises:
             RolloutError: the row has ended, cannot be continued, or is in the engine already.
         """
-        self._lane_of(rollout.row).add(rollout, sampling)
+        self._worker_of(rollout.row).add(rollout, sampling)
 
     def abort(self, row: RowId) -> Rollout:
         """Remove a waiting or running row and return it with its tokens; ``add`` continues it.
@@ -244,11 +243,11 @@ class NativeEngine:
         Raises:
             RolloutError: the row is not in the engine.
         """
-        return self._lane_of(row).abort(row)
+        return self._worker_of(row).abort(row)
 
     def look(self, row: RowId) -> Rollout:
         """See Engine."""
-        return self._lane_of(row).look(row)
+        return self._worker_of(row).look(row)
 
     def step(self) -> list[Rollout]:
         """Draw one token for every running row; return the rows that ended.
@@ -258,7 +257,9 @@ class NativeEngine:
             RolloutError: the logits of a row are not finite; the engine is empty afterwards.
         """
         try:
-            return list(chain.from_iterable(self._together([lane.step for lane in self._lanes], Event())))
+            return list(
+                chain.from_iterable(self._together([worker.step for worker in self._workers], Event()))
+            )
         except BaseException:
             self._clear()
             raise
@@ -272,16 +273,16 @@ class NativeEngine:
             routes=Ragged(values=torch.zeros(0, dtype=torch.int16), lengths=made.ids[:, 0])
         )
 
-    def _lane_of(self, row: RowId) -> Lane:
-        """Return the row's lane; samples of one prompt share a lane, and so the prompt's keys and values."""
-        return self._lanes[row.prompt % len(self._lanes)]
+    def _worker_of(self, row: RowId) -> BatchWorker:
+        """Return the row's worker; samples of a prompt share one, and so the prompt's keys and values."""
+        return self._workers[row.prompt % len(self._workers)]
 
     def _clear(self) -> None:
-        for lane in self._lanes:
-            lane.clear()
+        for worker in self._workers:
+            worker.clear()
 
     def _together(self, work: Sequence[Callable[[], _T]], stop: Event) -> list[_T]:
-        """Return all results; after the first failure, stop the other lanes, wait for them, and raise it."""
+        """Return all results; after the first failure, stop the other workers, wait for them, raise it."""
         watched = self._routers.watched() if self._records else nullcontext()
         with evaluating(self._module), watched:
             if self._threads is None or len(work) == 1:
@@ -296,23 +297,23 @@ class NativeEngine:
         return [each.result() for each in running]
 
 
-def _drain(lane: Lane, stop: Event, wanted: set[RowId]) -> list[Rollout]:
-    """Step until the wanted rows of a lane have ended or ``stop`` is set; return the ended rows."""
+def _drain(worker: BatchWorker, stop: Event, wanted: set[RowId]) -> list[Rollout]:
+    """Step until the wanted rows of a worker have ended or ``stop`` is set; return the ended rows."""
     ended: list[Rollout] = []
     while wanted and not stop.is_set():
-        now = lane.step()
+        now = worker.step()
         wanted.difference_update(each.row for each in now)
         ended += now
     return ended
 
 
-def _threads(engine: NativeEngine, lanes: int) -> ThreadPoolExecutor:
-    """Return one thread per lane, each with its share of torch's threads; they end with the engine."""
+def _threads(engine: NativeEngine, workers: int) -> ThreadPoolExecutor:
+    """Return one thread per worker, each with its share of torch's threads; they end with the engine."""
     cores = torch.get_num_threads()
     pool = ThreadPoolExecutor(
-        lanes,
-        thread_name_prefix="rillflow-lane",
-        initializer=partial(torch.set_num_threads, max(1, cores // lanes)),
+        workers,
+        thread_name_prefix="rillflow-worker",
+        initializer=partial(torch.set_num_threads, max(1, cores // workers)),
     )
     weakref.finalize(engine, pool.shutdown, wait=False)
     return pool

@@ -10,11 +10,20 @@
         3. each row's one query over its cache row ── [n, H, E] ┴─> [1, T, H, E]
 
 So a new row reads its prefix and draws its first token in one pass. No Python code here loops over rows or
-tokens, or reads values of tensors other than their shapes, so a pass can be recorded (see recording).
+tokens, or reads values of tensors other than their shapes, so a pass can be recorded (see runner).
 
-Legend: T tokens of a pass, t of them in prefixes, n rows, P prefixes, X the longest prefix, m cache
-places that prefixes fill, L cache positions read; H query heads, K key/value heads; D, E head sizes
-of keys and values; V vocabulary.
+The experts that tokens take are one more layer of the cache:
+
+    a pass ── chosen [T, k] by each router ──> keys of the layer ROUTES [rows, R, length, k]
+    a row ends ── its part of that layer ──> rollout.routes [T, R, k] int16
+
+So routes are shared, copied, moved and recomputed together with keys and values: a row's routes come from
+the passes that computed the keys and values its later tokens attended to. Expert numbers are stored in the
+cache's dtype; a narrow one represents integers up to 256 exactly.
+
+Legend: T tokens of a pass, t of them in prefixes, n rows, P prefixes, X the longest prefix, m cache positions
+that prefixes fill, L cache positions read; H query heads, K key/value heads; D, E head sizes of keys and
+values; R routers, k experts of a token; V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,11 +35,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from rillflow.errors import ModelError
+from rillflow.models.architecture import trial
 from rillflow.models.attention import AttentionPlan, Scores, causal
-from rillflow.models.routing import PLAN
-from rillflow.rollout.native.cache import Layer
-from rillflow.rollout.native.routes import ROUTES, RoutePlan
+from rillflow.models.routing import PLAN, RoutePlan, Routers
+from rillflow.rollout.native.cache import Layer, LayerShape
 from rillflow.rollout.native.scheduler import Prefill
 
 
@@ -46,33 +57,33 @@ class Feed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """The reads and writes of a pass in one band."""
+    """The reads and writes of a pass in one bucket."""
 
-    places: Tensor
+    read: Tensor
     """[L] int64 the cache positions to read, 0 to L - 1."""
     positions: Tensor
-    """[n] int64 positions of this band's fed tokens in their rows."""
+    """[n] int64 positions of this bucket's fed tokens in their rows."""
     filled: Tensor
-    """[3, m] int64 row and position of every cache place that prefixes fill, and index of its token."""
+    """[3, m] int64 row and position of every cache position that prefixes fill, and index of its token."""
 
     @staticmethod
     def of(
         names: Sequence[int], reaches: Sequence[int], positions: Sequence[Tensor], prefills: Sequence[Prefill]
     ) -> dict[int, Segment]:
-        """Return the segments of a pass, by the name of the band; prefixes are laid end to end in order."""
+        """Return the segments of a pass, by the name of the bucket; prefixes are laid end to end in order."""
         filled: dict[int, list[list[int]]] = {name: [[], [], []] for name in names}
         start, device = 0, positions[0].device
         for prefill in prefills:
             size = len(prefill.tokens)
-            for place in prefill.places:
-                rows, places, sources = filled[place.band]
-                rows += [place.row] * size
-                places += range(prefill.begin, prefill.begin + size)
+            for cache_row in prefill.cache_rows:
+                rows, positions_of_rows, sources = filled[cache_row.bucket]
+                rows += [cache_row.row] * size
+                positions_of_rows += range(prefill.begin, prefill.begin + size)
                 sources += range(start, start + size)
             start += size
         return {
             name: Segment(
-                places=torch.arange(reach, device=device),
+                read=torch.arange(reach, device=device),
                 positions=own,
                 filled=torch.tensor(filled[name], dtype=torch.int64, device=device),
             )
@@ -142,20 +153,20 @@ class Continued:
     def of(prefills: Sequence[Prefill], device: torch.device, fill: int = 0) -> Continued:
         """Return the parts of a step, with ``fill`` padding tokens that nothing attends to."""
         tokens = [*chain.from_iterable(prefill.tokens for prefill in prefills), *[0] * fill]
-        places = [range(prefill.begin, prefill.begin + len(prefill.tokens)) for prefill in prefills]
-        positions = [*chain.from_iterable(places), *[0] * fill]
+        own = [range(prefill.begin, prefill.begin + len(prefill.tokens)) for prefill in prefills]
+        positions = [*chain.from_iterable(own), *[0] * fill]
         return Continued(
             tokens=torch.tensor(tokens, device=device),
             positions=torch.tensor(positions, device=device),
             prefills=tuple(prefills),
         )
 
-    def attend(self, query: Tensor, bands: Mapping[int, Layer], scores: Scores) -> Tensor:
+    def attend(self, query: Tensor, buckets: Mapping[int, Layer], scores: Scores) -> Tensor:
         """Return [t, H, E] from ``query`` [t, H, D] over the cache, which also holds the parts themselves."""
         parts, start = [], 0
         for prefill in self.prefills:
-            stop, (band, row) = start + len(prefill.tokens), prefill.places[0]
-            keys, values = bands[band].until(prefill.begin + len(prefill.tokens))
+            stop, (bucket, row) = start + len(prefill.tokens), prefill.cache_rows[0]
+            keys, values = buckets[bucket].until(prefill.begin + len(prefill.tokens))
             own = query[start:stop].transpose(0, 1)[None].to(keys.dtype)
             seen = causal(own, keys[row : row + 1], values[row : row + 1], scores, prefill.begin)
             parts.append(seen[0].transpose(0, 1).to(query.dtype))
@@ -167,8 +178,8 @@ class Pass:
     """The attention plan of one pass (see models.attention.AttentionPlan).
 
     Args:
-        layers: keys and values by layer and band.
-        segments: reads and writes of every band, by name, in the order of slots.
+        layers: keys and values by layer and bucket.
+        segments: reads and writes of every bucket, by name, in the order of slots.
         feeds: whether rows are fed; otherwise only prefixes are read.
         prefixes: whole prefixes to read; None for none.
         continued: parts of prefixes to read whose first parts are cached; None for none.
@@ -192,9 +203,9 @@ class Pass:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Return [1, T, H, E]; see AttentionPlan."""
         query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
-        for each, band, own in self._shares(layer):
-            each.store(band.keys, key[: self._begin], key[own])
-            each.store(band.values, value[: self._begin], value[own])
+        for each, bucket, own in self._shares(layer):
+            each.store(bucket.keys, key[: self._begin], key[own])
+            each.store(bucket.values, value[: self._begin], value[own])
         parts = []
         if self._prefixes is not None:
             fresh = slice(0, self._prefixes.tokens.shape[0])
@@ -203,16 +214,16 @@ class Pass:
             later = query[self._begin - self._continued.tokens.shape[0] : self._begin]
             parts.append(self._continued.attend(later, self._layers[layer], scores))
         if self._feeds:
-            parts += [each.look_back(query[own], band, scores) for each, band, own in self._shares(layer)]
+            parts += [each.look_back(query[own], bucket, scores) for each, bucket, own in self._shares(layer)]
         return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
 
     def keep_routes(self, routes: Tensor) -> None:
         """Store the experts of the pass's tokens, [T, R, k], in the cache next to their keys and values."""
-        for each, band, own in self._shares(ROUTES):
-            each.store(band.keys, routes[: self._begin], routes[own])
+        for each, bucket, own in self._shares(ROUTES):
+            each.store(bucket.keys, routes[: self._begin], routes[own])
 
     def _shares(self, layer: int) -> Iterator[tuple[_Window, Layer, slice]]:
-        """Yield every band's window, its keys and values of the layer, and its slice of the fed tokens."""
+        """Yield every bucket's window, its keys and values of the layer, and its slice of the fed tokens."""
         start = self._begin
         for name, each in self._windows.items():
             stop = start + each.positions.shape[0]
@@ -221,15 +232,15 @@ class Pass:
 
 
 class _Window:
-    """One band in one pass.
+    """One bucket in one pass.
 
     Args:
-        segment: reads and writes of the band.
+        segment: reads and writes of the bucket.
         reads: whether the pass reads prefixes.
     """
 
     def __init__(self, segment: Segment, reads: bool) -> None:
-        self._places, self.positions = segment.places, segment.positions
+        self._read, self.positions = segment.read, segment.positions
         self._filled = segment.filled if reads else None
         self._lines: dict[int, Tensor] = {}
         self._biases: dict[tuple[int, int | None], Tensor] = {}
@@ -249,15 +260,15 @@ class _Window:
 
     def _lines_of(self, heads: int, length: int) -> Tensor:
         """Return [(m + n) x K] indices of the flattened cache's lines that this pass fills."""
-        slots, places = torch.arange(self.positions.shape[0], device=self._places.device), self.positions
+        slots, at = torch.arange(self.positions.shape[0], device=self._read.device), self.positions
         if self._filled is not None:
-            slots, places = torch.cat([self._filled[0], slots]), torch.cat([self._filled[1], places])
-        rows = slots[:, None] * heads + torch.arange(heads, device=self._places.device)
-        return (rows * length + places[:, None]).flatten()
+            slots, at = torch.cat([self._filled[0], slots]), torch.cat([self._filled[1], at])
+        rows = slots[:, None] * heads + torch.arange(heads, device=self._read.device)
+        return (rows * length + at[:, None]).flatten()
 
     def look_back(self, query: Tensor, stored: Layer, scores: Scores) -> Tensor:
         """Return [n, H, E]: the attention of each row's single query, [n, H, D], over its cache."""
-        rows, seen = self.positions.shape[0], self._places.shape[0]
+        rows, seen = self.positions.shape[0], self._read.shape[0]
         heads, size = query.shape[1:]
         groups = stored.keys.shape[1]
         keys, values = stored.keys[:rows, :, :seen], stored.values[:rows, :, :seen]
@@ -282,9 +293,9 @@ class _Window:
         """Return 0 where a row attends, else -inf: [n x K, 1, L] on a CPU, [n, 1, 1, L] on other devices."""
         if (groups, window) not in self._biases:
             positions = self.positions
-            hidden = self._places > positions[:, None]
+            hidden = self._read > positions[:, None]
             if window is not None:
-                hidden = hidden | (self._places <= positions[:, None] - window)
+                hidden = hidden | (self._read <= positions[:, None] - window)
             bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
                 hidden, -torch.inf
             )
@@ -308,7 +319,7 @@ def forward(
 
     Args:
         module: a transformers causal language model with Rillflow's attention.
-        layers: keys and values by layer and band.
+        layers: keys and values by layer and bucket.
         segments: see ``Pass``, also for ``prefixes`` and ``continued``.
         tokens: [n] int64 tokens fed to rows; None to read prefixes only.
 
@@ -360,3 +371,45 @@ def call(
         **more,
     ).logits
     return logits[0, -wanted.shape[0] :].float()  # a module without logits_to_keep returns all logits
+
+
+ROUTES = -1
+"""Index of the cache layer that stores routes."""
+_EXACT = 257
+"""Number of integers from 0 on that bfloat16 represents exactly."""
+
+
+def route_shape(module: nn.Module, routers: Routers, dtype: torch.dtype) -> LayerShape:
+    """Return the cache shape of a token's routes, found by a trial pass over a few tokens.
+
+    Args:
+        module: a mixture of experts, whose routers are watched.
+        routers: its routers.
+        dtype: dtype of the cache.
+
+    Raises:
+        ModelError: the model is dense, or has more experts than the cache's dtype can represent.
+    """
+    routers.require("rollout.replay_routing is true")
+    if dtype.itemsize < 4 and routers.experts >= _EXACT:
+        raise ModelError(
+            f"rollout.replay_routing is true, and a router chooses among {routers.experts} experts",
+            why=f"the cache stores routes as {dtype}, which distinguishes at most {_EXACT - 1} experts",
+            fix='set policy.model.dtype = "float32", or leave rollout.replay_routing out',
+        )
+    plan = RoutePlan()
+    trial(module, routing_plan=plan)
+    _, heads, size = plan.routes.shape
+    return LayerShape(heads=heads, key_size=size, value_size=0)
+
+
+def read_routes(keys: Tensor, row: int, tokens: int) -> Tensor:
+    """Return [T, R, k] int16, a row's routes; the last token was not fed to a pass, so its routes are -1.
+
+    Args:
+        keys: [rows, R, length, k] of the layer ROUTES, in the row's bucket.
+        row: index of the row in the bucket.
+        tokens: T.
+    """
+    found = keys[row, :, : tokens - 1].transpose(0, 1).to(torch.int16).cpu()
+    return pad(found, (0, 0, 0, 0, 0, 1), value=-1)

@@ -1,25 +1,43 @@
-"""Runner: runs the passes of a step on the module and its cache.
+"""Runner: runs the passes of a step on the module and its cache, and records them after some use.
 
-    Step ─┬─ bands, copies ────────────────────> Cache ─┐
+    Step ─┬─ buckets, copies ─────────────────> Cache ──┐
           ├─ prefills ─> Prefixes, Continued ─┐         │
     Slots ┴─ Feed ────────────────────────────┴─> pass <┘ ─> logits [n, V]
 
 With ``fixed_rows`` shapes do not depend on the running rows: a pass feeds all slots and reads the cache in
 whole blocks, and each prefix gets its own pass, padded to a whole block. See docs/design/rollout.md.
+
+    passes so far < record_after ──> the module itself
+    passes so far = record_after ──> record one, compare with the module at other shapes, bit by bit
+                                      ├ equal ─> the recording from now on
+                                      └ else ──> the module itself from now on
+
+A pass of few rows spends as much time between operations as in them. A recording (``torch.jit.trace``)
+runs the same operations on the same parameters: it gives the same bits, and it sees weights that change in
+place. Recording is optional: if the module's Python code depends on a tensor's value, which a recording
+would freeze, the tracer warns and the recording is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from itertools import accumulate
 
+import torch
 from torch import Tensor, nn
+from torch.jit import TracerWarning  # type: ignore[attr-defined]
 
-from rillflow.rollout.native.cache import Cache
-from rillflow.rollout.native.passes import Continued, Feed, Prefixes, Segment
-from rillflow.rollout.native.recording import RecordedModule
-from rillflow.rollout.native.scheduler import Prefill, Step
+from rillflow.models.language_model import quiet
+from rillflow.rollout.native.cache import Cache, Layer, LayerShape
+from rillflow.rollout.native.cache_layout import CacheRow, LengthBucket
+from rillflow.rollout.native.passes import Continued, Feed, Prefixes, Segment, forward
+from rillflow.rollout.native.scheduler import Prefill, Sequence, Step
 
 BLOCK = 32
 """Fixed shapes are multiples of this, so that no matrix kernel handles a partial block."""
@@ -57,12 +75,12 @@ class Runner:
         if self._idle:
             self._module.check_weights()
             self._idle = False
-        self.cache.arrange(step.bands, step.copies)
-        names = [band.name for band in step.bands]
+        self.cache.arrange(step.buckets, step.copies)
+        names = [bucket.name for bucket in step.buckets]
         grain = CACHE_BLOCK if fixed else 1
         reaches = [-(-reach // grain) * grain for reach in step.reaches]
-        ends = [*accumulate(len(band.members) for band in step.bands)]
-        shares = feed.positions.tensor_split(ends[:-1])  # idle slots belong to the last band
+        ends = [*accumulate(len(bucket.members) for bucket in step.buckets)]
+        shares = feed.positions.tensor_split(ends[:-1])  # idle slots belong to the last bucket
         if fixed:
             none = [feed.positions[:0]] * len(names)
             for prefill in step.prefills:
@@ -73,11 +91,11 @@ class Runner:
 
     def _read(
         self,
-        names: Sequence[int],
-        reaches: Sequence[int],
-        shares: Sequence[Tensor],
+        names: Rows[int],
+        reaches: Rows[int],
+        shares: Rows[Tensor],
         tokens: Tensor | None,
-        prefills: Sequence[Prefill],
+        prefills: Rows[Prefill],
         fill: int = 0,
     ) -> Tensor:
         """Run one pass."""
@@ -109,3 +127,174 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+_log = logging.getLogger(__name__)
+_TRIALS = ((3, (2, 1)), (1, (2,)), (5, (1, 3, 2, 3)), (4, (3,)))
+"""Rows, and lengths of their prefixes: the first trial is recorded, all are compared."""
+_AT = 2
+"""The position fed by a trial's rows without a prefix."""
+_REPEATS = 3
+"""Comparisons per trial: the compiler rewrites a recording at its second call, and not afterwards."""
+_RECORDER = threading.Lock()
+"""Lock for one recording at a time, because the tracer's warnings are global to the process."""
+
+
+_Kind = tuple[bool, bool, int]
+"""Kind of a pass, recorded separately: whether it feeds rows and reads prefixes, number of buckets."""
+
+
+_Layers = Mapping[int, Mapping[int, Layer]]
+"""Keys and values by layer and bucket."""
+
+
+class RecordedModule:
+    """A module that records its passes after some use.
+
+    Args:
+        module: a transformers causal language model with Rillflow's attention.
+        shapes: shapes of its layers' keys and values.
+        record_after: passes of the same kind before that kind is recorded.
+    """
+
+    def __init__(self, module: nn.Module, shapes: Mapping[int, LayerShape], record_after: float) -> None:
+        self._module = module
+        self._shapes = shapes
+        self._record_after = record_after
+        self._weights = _weights(module)
+        self._passes: Counter[_Kind] = Counter()
+        self._recordings: dict[_Kind, nn.Module | None] = {}
+
+    def check_weights(self) -> None:
+        """Drop all recordings if the module has other parameter or buffer tensors than before."""
+        weights = _weights(self._module)
+        if list(map(id, weights)) != list(map(id, self._weights)):
+            self._weights = weights
+            self._recordings.clear()
+
+    def forward(
+        self,
+        layers: _Layers,
+        segments: Mapping[int, Segment],
+        tokens: Tensor | None,
+        prefixes: Prefixes | None = None,
+        continued: Continued | None = None,
+    ) -> Tensor:
+        """See ``passes.forward``; a pass with ``continued`` loops over its parts, so it is not recorded."""
+        if continued is not None:
+            return forward(self._module, layers, segments, tokens, prefixes, continued)
+        kind = (tokens is not None, prefixes is not None, len(segments))
+        if kind not in self._recordings and self._passes[kind] >= self._record_after:
+            self._recordings[kind] = self._record(kind)
+        recording = self._recordings.get(kind)
+        if recording is None:
+            self._passes[kind] += 1
+            return forward(self._module, layers, segments, tokens, prefixes)
+        logits: Tensor = recording(*_flat(layers, segments, tokens, prefixes))
+        return logits
+
+    def _record(self, kind: _Kind) -> nn.Module | None:
+        """Return the module's recording; None if it is not equivalent to the module."""
+        embedding: Tensor = self._module.get_input_embeddings().weight  # type: ignore[operator]
+        trials = [_Trial(self._shapes, embedding, kind, rows, lengths) for rows, lengths in _TRIALS]
+        recorded = _Traced(self._module, tuple(self._shapes), kind)
+        try:
+            with _RECORDER, quiet(), warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                recording: nn.Module = torch.jit.trace(  # type: ignore[no-untyped-call]
+                    recorded, trials[0].inputs(), check_trace=False
+                )
+            doubts = [str(warning.message) for warning in said if issubclass(warning.category, TracerWarning)]
+            if not doubts and not all(trial.agree(recorded, recording) for trial in trials * _REPEATS):
+                doubts = ["the recording's results differ from the module's"]
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            doubts = [f"recording failed with {type(error).__name__}: {error}"]
+        if doubts:
+            _log.info(
+                "%s runs without recording: %s",
+                type(self._module).__name__,
+                doubts[0].strip().splitlines()[0],
+            )
+            return None
+        return recording
+
+
+class _Traced(nn.Module):
+    """A pass as a function of tensors only."""
+
+    def __init__(self, module: nn.Module, indices: tuple[int, ...], kind: _Kind) -> None:
+        super().__init__()
+        self.module = module
+        self._indices = indices
+        self._kind = kind
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """Return [n, V] from the flat list of tensors that ``_flat`` made."""
+        line = list(tensors)
+        reads_rows, reads_prefixes, buckets = self._kind
+        layers = {
+            index: {name: Layer(line.pop(0), line.pop(0)) for name in range(buckets)}
+            for index in self._indices
+        }
+        segments = {
+            name: Segment(read=line.pop(0), positions=line.pop(0), filled=line.pop(0))
+            for name in range(buckets)
+        }
+        tokens = line.pop(0) if reads_rows else None
+        prefixes = Prefixes.of_tensors(line) if reads_prefixes else None
+        return forward(self.module, layers, segments, tokens, prefixes)
+
+
+class _Trial:
+    """A small pass over an empty cache."""
+
+    def __init__(
+        self,
+        shapes: Mapping[int, LayerShape],
+        embedding: Tensor,
+        kind: _Kind,
+        rows: int,
+        lengths: tuple[int, ...],
+    ) -> None:
+        device, vocabulary = embedding.device, embedding.shape[0]
+        reads_rows, reads_prefixes, buckets = kind
+        positions = torch.full((buckets, rows if reads_rows else 0), _AT, device=device)
+        prefills = [
+            Prefill(tokens=tuple(range(size)), cache_rows=[CacheRow(buckets - 1, at)])
+            for at, size in enumerate(lengths if reads_prefixes else ())
+        ]
+        if reads_rows and prefills:
+            positions[-1, : len(lengths)] = torch.tensor(lengths, device=device)
+        reach = max(_AT, *lengths) + 1
+        names = range(buckets)
+        self._segments = Segment.of(names, [reach] * buckets, positions.unbind(), prefills)
+        self._prefixes = Prefixes.of(prefills, device) if prefills else None
+        self._tokens = torch.arange(buckets * rows, device=device) % vocabulary if reads_rows else None
+        self._buckets: list[LengthBucket[Sequence]] = [
+            LengthBucket(name=name, length=reach, rows=rows) for name in names
+        ]
+        self._cache = Cache(shapes, device, embedding.dtype)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return the pass's tensors, with a new empty cache."""
+        self._cache.release()
+        self._cache.arrange(self._buckets)
+        return _flat(self._cache.layers, self._segments, self._tokens, self._prefixes)
+
+    def agree(self, one: nn.Module, other: nn.Module) -> bool:
+        """Return whether both modules return the same bits and leave the same bits in the cache."""
+        seen, left = self.inputs(), self.inputs()
+        return torch.equal(one(*seen), other(*left)) and all(map(torch.equal, seen, left))
+
+
+def _flat(
+    layers: _Layers, segments: Mapping[int, Segment], tokens: Tensor | None, prefixes: Prefixes | None
+) -> tuple[Tensor, ...]:
+    states = [part for layer in layers.values() for name in segments for part in layer[name]]
+    shares = [part for each in segments.values() for part in (each.read, each.positions, each.filled)]
+    fed = () if tokens is None else (tokens,)
+    return (*states, *shares, *fed, *(() if prefixes is None else prefixes.tensors))
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]

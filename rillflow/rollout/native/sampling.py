@@ -9,6 +9,13 @@
 A row's token depends only on its own logits, settings and uniform number: no operation mixes rows, and top-k
 and top-p keep tokens by value, never by the order in which a sort leaves ties.
 
+On a CPU the threshold of top-k and top-p is found without sorting a large vocabulary:
+
+    weights [V] ── every 64th, sorted ──> estimate of the threshold
+        └── partition around the estimate ──> some thousands of candidates, sorted ──> exact threshold
+
+A partition takes numpy 0.3 ms where a full sort takes torch 11 ms.
+
 Legend: n rows, V vocabulary.
 """
 
@@ -16,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +32,6 @@ from torch import Tensor
 
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native.nucleus import FEW, least_kept
 
 _BLOCK = 512
 """Block length of the search; vocabularies of up to two blocks are searched in one go."""
@@ -212,3 +220,75 @@ def _fall(running: Tensor, uniforms: Tensor) -> Tensor:
     """Return [n, 1] the first index where the running sums [n, W] exceed ``uniforms`` [n] times the last."""
     wanted = uniforms[:, None] * running[:, -1:]
     return torch.searchsorted(running, wanted, right=True).clamp_(max=running.shape[1] - 1)
+
+
+RowWeights: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
+"""[V] non-negative weights of one row."""
+
+FEW = 8192
+"""Up to this many weights are sorted directly."""
+_STRIDE = 64
+_MARGIN = 2
+"""Half width of the search around the estimate, in square roots of the sample's size."""
+_RUN = 512
+
+
+def least_kept(weights: RowWeights, top_k: int, top_p: float, space: RowWeights) -> float:
+    """Return the smallest weight kept: of the k largest weights, the fewest that hold a share p of their sum.
+
+    Sums are in float64, except for runs of 512 in float32: two thresholds whose sums differ by less than
+    about 1e-7 of the total may be confused.
+
+    Args:
+        weights: weights of one row; at least one is above 0.
+        top_k: the vocabulary's size or more keeps all.
+        top_p: above 0, at most 1.
+        space: working memory as long as the weights: allocating it for every row would cost as much as the
+            work.
+    """
+    rest = space
+    np.copyto(rest, weights)
+    if top_k < len(rest):
+        rest.partition(len(rest) - top_k)
+        rest = rest[len(rest) - top_k :]
+    if top_p == 1:
+        return float(rest.min())
+    total = _sum(rest)
+    wanted = top_p * total
+    if len(rest) > FEW:
+        rest, wanted = _narrowed(rest, wanted, total - wanted)
+    rest.sort()
+    best = rest[::-1]
+    index = int(np.searchsorted(best.cumsum(dtype=np.float64), wanted))
+    return float(best[min(index, len(best) - 1)])
+
+
+def _narrowed(rest: RowWeights, wanted: float, unwanted: float) -> tuple[RowWeights, float]:
+    """Return a part of the sorted weights that contains the threshold, and the sum wanted from this part.
+
+    Args:
+        rest: all weights; they are reordered.
+        wanted: the sum to be reached by the weights from the threshold upwards.
+        unwanted: approximate sum of the weights below the threshold.
+    """
+    sample = np.sort(rest[::_STRIDE])
+    below = int(np.searchsorted(sample.cumsum(dtype=np.float64), unwanted / _STRIDE))
+    margin = _MARGIN * isqrt(len(sample))
+    cuts = [(below - margin) * _STRIDE, (below + margin) * _STRIDE]
+    dropped = 0
+    for cut in cuts if below > len(sample) // 2 else reversed(cuts):
+        index = cut - dropped
+        if 0 < index < len(rest):
+            rest.partition(index)
+            held = _sum(rest[index:])
+            if held < wanted:
+                rest, wanted = rest[:index], wanted - held
+            else:
+                rest, dropped = rest[index:], cut
+    return rest, wanted
+
+
+def _sum(weights: RowWeights) -> float:
+    whole = len(weights) // _RUN * _RUN
+    runs = weights[:whole].reshape(-1, _RUN).sum(1)
+    return float(runs.sum(dtype=np.float64) + weights[whole:].sum(dtype=np.float64))

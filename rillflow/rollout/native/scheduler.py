@@ -1,11 +1,11 @@
-"""Scheduler: selects the rows of the next step and their places. Events in, instructions out; no torch.
+"""Scheduler: selects the rows of the next step and their cache rows. Events in, instructions out; no torch.
 
-    add ─> waiting ─ admit ─> bands of slots (see layout) ─ leave ─> free places
+    add ─> waiting ─ admit ─> buckets of slots (see cache_layout) ─ leave ─> free cache rows
               ^                  │                            │ taken by the next waiting row,
-              └──── requeue ─────┘                            └ else by the last running one of the band
+              └──── requeue ─────┘                            └ else by the last running one of the bucket
 
 Rows are admitted first come, first served. A row whose prefix is in the cache copies those keys and values
-(see contents), so a prompt is read once for all of its samples.
+(see ``PrefixIndex``), so a prompt is read once for all of its samples.
 
     tokens    p p p p p s s s . . .      p prompt, s sampled before (a resumed row)
     prefix    └──────────────┘           read in one pass: only its keys and values are needed
@@ -35,8 +35,14 @@ from typing import TYPE_CHECKING, TypeVar
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native.layout import Band, BandLayout, CachePlace, Copy, positions_of
-from rillflow.rollout.native.prefix_index import Contents
+from rillflow.rollout.native.cache_layout import (
+    CacheLayout,
+    CacheRow,
+    Copy,
+    LengthBucket,
+    PrefixIndex,
+    positions_of,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,8 +74,8 @@ class Sequence:
     """Number of rows added before this one."""
     slot: int = -1
     """Index of the row among the running rows; -1 while it waits."""
-    place: CachePlace | None = None
-    """Place of the row's keys and values; None while it waits."""
+    cache_row: CacheRow | None = None
+    """Where its keys and values are; None while it waits."""
     read: int = 0
     """Prefix tokens in the cache after the last step that read some."""
     start_step: int = 0
@@ -94,25 +100,25 @@ class Sequence:
 
     def reach(self, clock: int) -> int:
         """Return the cache positions that it needs in this step."""
-        ran = clock - self.start_step if self.place is not None else 0
+        ran = clock - self.start_step if self.cache_row is not None else 0
         return max(len(self.prefix), ran) + 1
 
     def wait(self) -> None:
         """Remove it from the running rows; state of its old position is reset."""
-        self.slot, self.place, self.read = -1, None, 0
+        self.slot, self.cache_row, self.read = -1, None, 0
         self.uniforms = None
 
 
 @dataclass(kw_only=True, eq=False)
 class Prefill:
-    """Instruction to read these tokens in this pass, for all of these places."""
+    """Instruction to read these tokens in this pass, for all of these cache rows."""
 
     tokens: tuple[int, ...]
     """A prefix, or the part of a prefix that begins at ``begin``."""
     begin: int = 0
     """Position of the first token; those before it are in the cache."""
-    places: list[CachePlace] = field(default_factory=list)
-    """Every place that holds the tokens after the pass."""
+    cache_rows: list[CacheRow] = field(default_factory=list)
+    """Every cache row that holds the tokens after the pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,16 +131,16 @@ class Step:
     """The running rows by slot; each is fed one token."""
     admitted: tuple[Sequence, ...]
     """Rows of ``rows`` that are new in this step, or jump to the next piece of their prefix."""
-    bands: tuple[Band[Sequence], ...]
+    buckets: tuple[LengthBucket[Sequence], ...]
     """Memory of the rows, in the order of slots."""
     copies: tuple[Copy, ...]
-    """Copies for rows that change places and for shared beginnings; all at once."""
+    """Copies for rows that change their cache rows and for shared beginnings; all at once."""
     moves: tuple[tuple[int, int], ...]
     """Rows that change slots, as (from, to); all at once."""
     prefills: tuple[Prefill, ...]
     """Prefixes to read."""
     reaches: tuple[int, ...]
-    """Cache positions that the longest row of each band reads."""
+    """Cache positions that the longest row of each bucket reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,15 +149,15 @@ class _Entry:
 
     sequence: Sequence
     """The row."""
-    source: CachePlace | None
-    """Place to copy its beginning from; None for none."""
+    source: CacheRow | None
+    """Cache row to copy its beginning from; None for none."""
     shared: int
     """Length of that beginning in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Seating:
-    """Copies and moves that give every row its place and slot."""
+    """Copies and moves that give every row its cache row and slot."""
 
     copies: list[Copy] = field(default_factory=list)
     """See ``Step``."""
@@ -174,14 +180,14 @@ class Scheduler:
         max_rows: int,
         prefill_tokens: int = PREFILL_TOKENS,
         *,
-        layout: BandLayout[Sequence] | None = None,
+        layout: CacheLayout[Sequence] | None = None,
         shares_parts: bool = True,
     ) -> None:
         self._max_rows = max_rows
         self._prefill_tokens = prefill_tokens
         self._shares_parts = shares_parts
-        self.layout: BandLayout[Sequence] = layout or BandLayout()
-        """Places of the running rows."""
+        self.layout: CacheLayout[Sequence] = layout or CacheLayout()
+        """Cache rows of the running rows."""
         self.room: float = inf
         """Maximum positions of the cache, over all rows."""
         self.clock = 0
@@ -189,7 +195,7 @@ class Scheduler:
         self._arrivals = count()
         self._waiting: deque[Sequence] = deque()
         self._rows: dict[RowId, Sequence] = {}
-        self._contents = Contents()
+        self._index = PrefixIndex()
         self._lasts: float = -1  # the layout is valid until this step if no row arrives or leaves
 
     @property
@@ -200,7 +206,7 @@ class Scheduler:
     @property
     def running(self) -> list[Sequence]:
         """The running rows, by slot."""
-        return [row for band in self.layout.bands for row in band.members if row.place is not None]
+        return [row for bucket in self.layout.buckets for row in bucket.members if row.cache_row is not None]
 
     def waiting(self, most: int) -> list[Sequence]:
         """Return the next waiting rows, at most ``most``."""
@@ -223,7 +229,7 @@ class Scheduler:
         """Remove rows that ended or were aborted; other rows can reuse their cache contents."""
         for sequence in sequences:
             del self._rows[sequence.rollout.row]
-            if sequence.place is None:
+            if sequence.cache_row is None:
                 self._waiting.remove(sequence)
             else:
                 self._vacate(sequence)
@@ -254,13 +260,13 @@ class Scheduler:
         self._waiting.extendleft(reversed(back))
 
     def forget(self) -> None:
-        """Discard all cache contents and bands; no row runs."""
-        self.drop_contents()
-        self.layout.bands = []
+        """Discard all cache contents and buckets; no row runs."""
+        self.drop_index()
+        self.layout.buckets = []
 
-    def drop_contents(self) -> None:
+    def drop_index(self) -> None:
         """Stop sharing the present contents of the cache with other rows."""
-        self._contents = Contents()
+        self._index = PrefixIndex()
 
     def clear(self) -> None:
         """Remove every row."""
@@ -284,17 +290,17 @@ class Scheduler:
                 pieces.setdefault(row.prefix, (piece, []))[1].append(row)
         seating = self._seat(running, entries)
         for row in reading:
-            self._contents.put(_place(row), row.prefix[: row.read])
+            self._index.put(_cache_row(row), row.prefix[: row.read])
         for prefill, rows in pieces.values():
-            prefill.places += map(_place, rows)
-        bands = tuple(self.layout.bands)
-        starts = ([row.start_step for row in band.members] for band in bands)
+            prefill.cache_rows += map(_cache_row, rows)
+        buckets = tuple(self.layout.buckets)
+        starts = ([row.start_step for row in bucket.members] for bucket in buckets)
         self.clock += 1
         return Step(
             clock=clock,
             rows=tuple(self.running),
             admitted=tuple(row for row, _ in begins),
-            bands=bands,
+            buckets=buckets,
             copies=tuple(seating.copies),
             moves=tuple(seating.moves),
             prefills=tuple(prefill for prefill, _ in pieces.values()),
@@ -330,8 +336,8 @@ class Scheduler:
         return entries[: self._admissible(running, entries)]
 
     def _entry(self, sequence: Sequence) -> _Entry:
-        """Return the row with the place of its cached beginning, if that is long enough to copy."""
-        source, shared = self._contents.find(sequence.prefix) or (None, 0)
+        """Return the row with the cache row of its cached beginning, if that is long enough to copy."""
+        source, shared = self._index.find(sequence.prefix) or (None, 0)
         if shared == len(sequence.prefix) or (self._shares_parts and shared >= LEAST_SHARED):
             return _Entry(sequence=sequence, source=source, shared=shared)
         return _Entry(sequence=sequence, source=None, shared=0)
@@ -355,64 +361,64 @@ class Scheduler:
         return positions_of(self.layout.arranged(rows, self.clock, is_tight=True, ahead=ahead)) <= self.room
 
     def _seat(self, running: Rows[Sequence], entries: Rows[_Entry]) -> _Seating:
-        """Give every row its place and slot."""
+        """Give every row its cache row and slot."""
         found, slot = _Seating(), 0
         if self.clock < self._lasts:
             return found
         rows = [*running, *(entry.sequence for entry in entries)]
-        bands = self.layout.arranged(rows, self.clock)
-        if positions_of(bands) > self.room:
-            bands = self.layout.arranged(rows, self.clock, is_tight=True)
-        self.layout.bands, self._lasts = bands, inf
-        ran = {row.place for row in running}
-        origins = {row: (row.place, self.clock - row.start_step) for row in running}
+        buckets = self.layout.arranged(rows, self.clock)
+        if positions_of(buckets) > self.room:
+            buckets = self.layout.arranged(rows, self.clock, is_tight=True)
+        self.layout.buckets, self._lasts = buckets, inf
+        ran = {row.cache_row for row in running}
+        origins = {row: (row.cache_row, self.clock - row.start_step) for row in running}
         origins |= {entry.sequence: (entry.source, entry.shared) for entry in entries}
-        held = dict[CachePlace, tuple[int, ...]]()
-        for band in bands:
-            for index, row in enumerate(band.members):
-                place, (source, length) = CachePlace(band.name, index), origins[row]
-                if source is not None and source != place:
-                    found.copies.append(Copy(source=source, target=place, length=length))
-                if row.place != place:
-                    held[place] = (
-                        row.prefix[: row.read] if row.place is None else self._contents.at(row.place)
+        held = dict[CacheRow, tuple[int, ...]]()
+        for bucket in buckets:
+            for index, row in enumerate(bucket.members):
+                target, (source, length) = CacheRow(bucket.name, index), origins[row]
+                if source is not None and source != target:
+                    found.copies.append(Copy(source=source, target=target, length=length))
+                if row.cache_row != target:
+                    held[target] = (
+                        row.prefix[: row.read] if row.cache_row is None else self._index.at(row.cache_row)
                     )
                 if row.slot >= 0 and row.slot != slot:
                     found.moves.append((row.slot, slot))
-                row.place, row.slot, slot = place, slot, slot + 1
-                self._lasts = min(self._lasts, row.start_step + band.length)
-        for free, place in self._displaced(found.copies, ran, {row.place for row in rows}).items():
-            held[free] = self._contents.at(place)
-            found.copies.append(Copy(source=place, target=free, length=len(held[free])))
-        for place, tokens in held.items():
-            self._contents.put(place, tokens)
-        self._contents.keep(self.layout.kept_rows)
+                row.cache_row, row.slot, slot = target, slot, slot + 1
+                self._lasts = min(self._lasts, row.start_step + bucket.length)
+        for free, target in self._displaced(found.copies, ran, {row.cache_row for row in rows}).items():
+            held[free] = self._index.at(target)
+            found.copies.append(Copy(source=target, target=free, length=len(held[free])))
+        for target, tokens in held.items():
+            self._index.put(target, tokens)
+        self._index.keep(self.layout.kept_rows)
         return found
 
     def _displaced(
-        self, copies: Rows[Copy], ran: Collection[CachePlace | None], runs: Collection[CachePlace | None]
-    ) -> dict[CachePlace, CachePlace]:
+        self, copies: Rows[Copy], ran: Collection[CacheRow | None], runs: Collection[CacheRow | None]
+    ) -> dict[CacheRow, CacheRow]:
         """Return free sources of copies, with the targets whose contents should move there to survive."""
-        rows = {band.name: band.rows for band in self.layout.bands}
+        rows = {bucket.name: bucket.rows for bucket in self.layout.buckets}
         return {
             copy.source: copy.target
             for copy in (copies if self._shares_parts else ())
-            if copy.source.band == copy.target.band and copy.source.row < rows[copy.source.band]
-            if copy.source not in runs and copy.target not in ran and self._contents.at(copy.target)
+            if copy.source.bucket == copy.target.bucket and copy.source.row < rows[copy.source.bucket]
+            if copy.source not in runs and copy.target not in ran and self._index.at(copy.target)
         }
 
     def _vacate(self, sequence: Sequence) -> None:
-        """Free the row's place; its keys and values stay usable until another row takes the place."""
+        """Free the row's cache row; its keys and values stay usable until another row takes it."""
         if self._shares_parts:
             fed = sequence.rollout.tokens[: self.clock - sequence.start_step]
-            self._contents.put(_place(sequence), fed)
+            self._index.put(_cache_row(sequence), fed)
         sequence.wait()
         self._lasts = -1
 
 
-def _place(row: Sequence) -> CachePlace:
-    assert row.place is not None, "a running row has one"
-    return row.place
+def _cache_row(row: Sequence) -> CacheRow:
+    assert row.cache_row is not None, "a running row has one"
+    return row.cache_row
 
 
 def row_in(rows: Mapping[RowId, _T], row: RowId) -> _T:

@@ -65,7 +65,7 @@ class Slots:
         self._begin = clock
         for row in running:
             row.uniforms = None
-        self._place_uniforms(clock, running, ahead=())
+        self._fill_uniforms(clock, running, ahead=())
 
     def move(self, moves: Rows[tuple[int, int]]) -> None:
         """Move rows between slots, given as (from, to); all at once."""
@@ -85,7 +85,7 @@ class Slots:
         slots = torch.tensor([row.slot for row in admitted], device=self._device)
         self._tokens[clock - self._begin, slots] = tokens
         self._positions[slots] = positions
-        self._place_uniforms(clock, admitted, ahead)
+        self._fill_uniforms(clock, admitted, ahead)
 
     def feed(self, clock: int, running: int, rows: int) -> Feed:
         """Return tokens and positions of the first ``rows`` slots; idle ones feed token 0 at position 0."""
@@ -123,7 +123,7 @@ class Slots:
             row.rollout = row.rollout.sampled(drawn[first:], chances[first:], version)
             row.collected_step = clock
 
-    def _place_uniforms(self, clock: int, rows: Rows[Sequence], ahead: Rows[Sequence]) -> None:
+    def _fill_uniforms(self, clock: int, rows: Rows[Sequence], ahead: Rows[Sequence]) -> None:
         """Fill the rest of the window for these rows."""
         if any(row.uniforms is None for row in rows):
             self._make([row for row in (*rows, *ahead) if row.uniforms is None], clock)
@@ -138,7 +138,7 @@ class Slots:
         """Make each row's next random numbers; a token's number depends only on (seed, row, position)."""
         ids = torch.tensor([row.rollout.row for row in rows], device=self._device)
         fed = [clock - row.start_step if row.slot >= 0 else len(row.prefix) for row in rows]
-        most = min(WINDOW, max(row.limit - place for row, place in zip(rows, fed, strict=True)) - 1)
+        most = min(WINDOW, max(row.limit - position for row, position in zip(rows, fed, strict=True)) - 1)
         ahead = torch.arange(1, most + 1, device=self._device)
         made = uniform(self._seed, ids[:, None], torch.tensor(fed, device=self._device)[:, None] + ahead)
         for row, numbers in zip(rows, made.unbind(), strict=True):

@@ -32,8 +32,10 @@ from rillflow.models.model_files import file_weights, layer_of, write_settings
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Capability, RowByRow
-from rillflow.rollout.native.batch_worker import (
+from rillflow.rollout.engine import (
+    Capability,
+    RowByRow,
+    Stops,
     check_stop,
     check_stop_tokens,
     check_tokens,
@@ -41,7 +43,6 @@ from rillflow.rollout.native.batch_worker import (
     not_finite,
 )
 from rillflow.rollout.native.scheduler import check_ids, row_in
-from rillflow.rollout.stops import Stops
 from rillflow.rollout.vllm.requests import ENVIRONMENT, LOUDNESS, AnyCore, Ask, CoreSettings, told
 from rillflow.rollout.vllm.served_core import ServedCore, StartRefused
 from rillflow.workers.collectives import Ranks

@@ -31,8 +31,17 @@ from torch import Tensor
 
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
-from rillflow.rollout.vllm.frames import Word, pieces_of, said_of, send_weights
-from rillflow.rollout.vllm.requests import ENVIRONMENT, LOUDNESS, Ask, CoreSettings, Piece
+from rillflow.rollout.vllm.requests import (
+    ENVIRONMENT,
+    LOUDNESS,
+    Ask,
+    CoreSettings,
+    Piece,
+    Word,
+    pieces_of,
+    said_of,
+    send_weights,
+)
 from rillflow.workers.wire import Arrays, Channel, Message
 
 START_S = 900.0

@@ -22,8 +22,15 @@ from typing import Any
 import torch
 
 from rillflow.records.row import RowId
-from rillflow.rollout.vllm.frames import Word, arrays_of, ask_of, received_weights
-from rillflow.rollout.vllm.requests import AnyCore, CoreSettings, told
+from rillflow.rollout.vllm.requests import (
+    AnyCore,
+    CoreSettings,
+    Word,
+    arrays_of,
+    ask_of,
+    received_weights,
+    told,
+)
 from rillflow.workers.wire import Arrays, Channel, Message
 
 _ERROR_LETTERS = 2000

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.controller.flow import Flow
@@ -36,12 +36,6 @@ FUNCTIONS: Mapping[str, type] = {
     "judge": Judge,
 }
 MODELS: Mapping[str, type] = {**FUNCTIONS, "reward": RewardModel, "cost": SafetyCostModel}
-DATA = {
-    Data.PROMPTS: ("tokens", "columns"),
-    Data.DEMONSTRATIONS: ("tokens", "loss_mask"),
-    Data.PREFERENCES: ("tokens", "loss_mask", "columns"),
-    Data.LABELLED: ("tokens", "loss_mask", "label"),
-}
 STEP_LINES = 40
 CRITICS = ("ppo", "safe_rlhf")
 SETTINGS = [
@@ -93,7 +87,7 @@ def traced(algorithm: Algorithm, config: AlgorithmConfig, kinds: Mapping[str, ty
     def run(tracer: Tracer, data: object) -> object:
         return algorithm.step(Flow(tracer), data, config)
 
-    return trace(config.name, run, Tracer(roles), (*DATA[algorithm.data], *config.columns))
+    return trace(config.name, run, Tracer(roles), (*algorithm.data.fields, *config.columns))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from rillflow.app.resume import keep_data, resolved
 from rillflow.errors import ConfigError, DataError, RunDirectoryError
 from rillflow.runs.environment import usable_cores
 from rillflow.runs.run_directory import RunDirectory
+from rillflow.tasks.kinds import PROMPTS
 from rillflow.tasks.task import open_task
 
 RECIPE = """
@@ -283,14 +284,14 @@ def test_a_run_looks_at_the_same_before_it_leaves_anything(folder: Path) -> None
         require_sound(loaded(folder, "task.source=prompt.jsonl").recipe, folder, said.append)
     assert not (folder / "runs").exists()
     sound = require_sound(loaded(folder).recipe, folder, said.append)
-    assert sound.encoded is not None and len(sound.encoded.train["prompts"]) == 8
+    assert sound.encoded is not None and len(sound.encoded.train[PROMPTS]) == 8
     assert any("only 2 are held out" in note for note in sound.notes)
     assert said == [], "so few rows are encoded at once"
 
 
 def test_a_run_under_other_settings_is_a_problem_once_it_made_a_step(folder: Path) -> None:
     recipe = loaded(folder).recipe
-    task = open_task(recipe.task, base=folder, seed=0)
+    task = open_task(recipe.task, PROMPTS, base=folder, seed=0)
     with RunDirectory.open(folder / "runs" / "a", resolved(recipe, task, folder)) as run:
         same = ("run.dir=runs/a", "run.threads=1")
         assert problems(folder, *same, "algorithm.prompts_per_step=2") == ""
@@ -304,7 +305,7 @@ def test_a_run_under_other_settings_is_a_problem_once_it_made_a_step(folder: Pat
 
 def test_what_a_resume_would_change_is_said_and_what_cannot_be_is_refused(folder: Path) -> None:
     recipe = loaded(folder).recipe
-    task = open_task(recipe.task, base=folder, seed=0)
+    task = open_task(recipe.task, PROMPTS, base=folder, seed=0)
     with RunDirectory.open(folder / "runs" / "a", resolved(recipe, task, folder)) as run:
         (run.checkpoints / "step-000002").mkdir(parents=True)
         run.write_json("finished.json", {"steps": 3})

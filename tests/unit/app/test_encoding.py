@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.algorithms.algorithm import Data
 from rillflow.app.build import Build
 from rillflow.app.encoding import EncodedTask, encode_task, longest_row, read_model_input
 from rillflow.app.recipe import Recipe, load_recipe
@@ -22,8 +21,9 @@ from rillflow.errors import RillflowError
 from rillflow.records.metrics import Mean
 from rillflow.runs.reader import read_metrics, read_rollouts, read_starts
 from rillflow.runs.run_directory import RunDirectory
-from rillflow.tasks.encoded import Answers, Encoded
+from rillflow.tasks.encoded import Encoded
 from rillflow.tasks.example import Example
+from rillflow.tasks.kinds import DEMONSTRATIONS, PROMPTS, DataKind
 
 RECIPE = """
 task = { source = "prompts.jsonl", held_out_source = "test.jsonl" }
@@ -70,7 +70,7 @@ def refused(folder: Path, *overrides: str) -> str:
     return "\n".join(map(str, encoded(folder, *overrides).problems))
 
 
-def places(found: EncodedTask, use: Data = Data.PROMPTS) -> list[str]:
+def places(found: EncodedTask, use: DataKind = PROMPTS) -> list[str]:
     return [row.example.place for row in found.train[use] if row is not None]
 
 
@@ -86,10 +86,10 @@ def test_rows_that_do_not_fit_are_left_out_and_counted(folder: Path) -> None:
     write(folder, [LONGER, *GOOD, ODD, LONG])
     found = encoded(folder, "task.too_long=drop")
     assert places(found) == [f"prompts.jsonl line {line}" for line in (2, 3, 4, 5)]
-    assert found.left_out == {Data.PROMPTS: 3}
+    assert found.left_out == {PROMPTS: 3}
     assert "1 of 7 rows to train on cannot be used: the prompt of prompts.jsonl line 6" in found.notes[0]
     assert "2 of 7 prompts to train on do not fit" in found.notes[1]
-    assert encoded(folder, "task.too_long=drop", "policy.model.new.context=25").left_out == {Data.PROMPTS: 2}
+    assert encoded(folder, "task.too_long=drop", "policy.model.new.context=25").left_out == {PROMPTS: 2}
 
 
 def test_prompts_lose_their_beginnings_and_answers_stay_whole(folder: Path) -> None:
@@ -98,13 +98,13 @@ def test_prompts_lose_their_beginnings_and_answers_stay_whole(folder: Path) -> N
         folder, [*GOOD, LONG, {"prompt": "3" * 30 + "21", "answer": "4"}, {"prompt": "5", "answer": "9" * 30}]
     )
     found = encoded(folder, "task.too_long=cut", "warm_start.steps=2")
-    prompts, learnt = found.train[Data.PROMPTS], found.train[Data.DEMONSTRATIONS]
+    prompts, learnt = found.train[PROMPTS], found.train[DEMONSTRATIONS]
     cut = prompts[5]
     assert cut is not None and len(cut.prompt) == 20 and cut.example.prompt == "3" * 30 + "21"
     taught = learnt[5]
     assert taught is not None and len(taught.prompt) == 22 and len(taught.answers[0]) == 2
     assert list(taught.prompt[-2:]) == list(cut.prompt[-2:]), "its end stays"
-    assert found.left_out == {Data.DEMONSTRATIONS: 1, Data.PROMPTS: 0}
+    assert found.left_out == {DEMONSTRATIONS: 1, PROMPTS: 0}
     assert "cut: 2 of 7 prompts to train on lose their prompts' beginnings" in found.notes
     assert "cut: 1 of 7 demonstrations to train on lose their prompts' beginnings" in found.notes
     assert any("left out: 1 of 7 demonstrations" in note for note in found.notes)
@@ -112,19 +112,19 @@ def test_prompts_lose_their_beginnings_and_answers_stay_whole(folder: Path) -> N
 
 def test_a_begin_token_stays_where_a_prompt_is_cut() -> None:
     row = Encoded(example=Example(index=0, prompt="x"), prompt=array("i", [7, 1, 2, 3, 4]), answers=())
-    short = row.short(Answers.NONE, 3, 7)
+    short = row.short(PROMPTS, 3, 7)
     assert short is not None and list(short.prompt) == [7, 3, 4]
-    other = row.short(Answers.NONE, 3, None)
+    other = row.short(PROMPTS, 3, None)
     assert other is not None and list(other.prompt) == [2, 3, 4]
-    assert row.short(Answers.NONE, 1, 7) is None
+    assert row.short(PROMPTS, 1, 7) is None
 
 
 def test_a_row_is_as_long_as_its_use_makes_it(folder: Path) -> None:
     """A prompt of 19 fits with 4 tokens to sample, and not with an answer of 5 and its end."""
     write(folder, [*GOOD, {"prompt": "1" * 19, "answer": "12345"}, {"prompt": "1" * 21, "answer": "1"}])
     found = encoded(folder, "task.too_long=drop", "warm_start.steps=2")
-    assert found.left_out == {Data.DEMONSTRATIONS: 1, Data.PROMPTS: 1}
-    assert places(found, Data.DEMONSTRATIONS)[-1] == "prompts.jsonl line 6"
+    assert found.left_out == {DEMONSTRATIONS: 1, PROMPTS: 1}
+    assert places(found, DEMONSTRATIONS)[-1] == "prompts.jsonl line 6"
     assert places(found)[-1] == "prompts.jsonl line 5"
     assert "1 of 6 demonstrations to train on do not fit" in refused(folder, "warm_start.steps=2")
 
@@ -167,7 +167,7 @@ def test_prompts_that_spell_a_special_token_are_noted(folder: Path) -> None:
     assert "1 of 7 prompts spell a special token" in note
     assert 'prompts.jsonl line 5 ("1<|end|>")' in note and "'<|end|>'" in note
     found = encoded(folder, alphabet, "task.chat_template_applied=true")
-    last = found.train[Data.PROMPTS][-1]
+    last = found.train[PROMPTS][-1]
     assert found.notes == [] and last is not None and last.prompt[-1] == 0
 
 

@@ -8,10 +8,11 @@ from statistics import fmean, stdev
 import pytest
 import torch
 
-from rillflow.app.evaluate import Evaluation, judged, ranked
+from rillflow.app.evaluate import Evaluation, judged
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.rollout import Finish, Rollout, rollout_batch
 from rillflow.records.row import RowId
+from rillflow.tasks.preference import PREFERENCES
 
 
 def found(rewards: list[float | None], success: float | None = None) -> Evaluation:
@@ -63,7 +64,7 @@ def test_no_reward_at_all_is_no_accuracy_of_0() -> None:
 def test_an_order_of_two_is_right_or_wrong() -> None:
     ids = row_ids([RowId(-1, index, sample) for index in range(3) for sample in range(2)])
     scores = Batch(ids=ids, fields={"rewards": torch.tensor([2.0, 1.0, 0.0, 0.5, 3.0, 3.0])})
-    evaluation = ranked(scores)
+    evaluation = PREFERENCES.evaluated(scores, scores.only())
     assert (evaluation.correct, evaluation.count, evaluation.is_accuracy) == (1, 3, True)
     assert evaluation.more["calibration_error"] == pytest.approx((0.26894 + 0.62246 + 0) / 3, abs=1e-4)
 

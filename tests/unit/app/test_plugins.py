@@ -69,13 +69,15 @@ def test_a_plugin_whose_folder_is_gone_is_not_installed(install: Install) -> Non
         ("PLUGIN = 3", ("is no Plugin", "its type is int")),
     ],
 )
-def test_a_broken_plugin_ends_every_command_with_2(
+def test_a_broken_plugin_ends_a_command_of_plugins_with_2_and_no_other(
     install: Install, capsys: pytest.CaptureFixture[str], text: str, words: tuple[str, ...]
 ) -> None:
     install("broken", text)
     with pytest.raises(ConfigError, match="the plugin broken"):
         installed()
-    assert main(["doctor"]) == 2
+    assert main(["verify", "no_such_run"]) == 2
+    assert "broken" not in capsys.readouterr().err, "the package's own commands load no plugin"
+    assert main(["greet", "Ada"]) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in (*words, "the plugin broken", "fix: ")) and "Traceback" not in said
 
@@ -86,7 +88,7 @@ def test_two_commands_of_one_name_are_refused(
 ) -> None:
     install("first", GREETING.replace("COMMAND", "greet"))
     install("second", GREETING.replace("COMMAND", name))
-    assert main(["doctor"]) == 2
+    assert main(["greet", "Ada"]) == 2
     assert f"adds the command {name}" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rillflow.algorithms.algorithm import Algorithm, Data
+from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
 from rillflow.app.replay import replay
 from rillflow.errors import RunDirectoryError
@@ -130,7 +130,7 @@ def test_a_loss_of_ones_own_is_replayed_by_the_file_that_has_it(model: LanguageM
     bundled(model, tmp_path, rows(), loss)
     with pytest.raises(RunDirectoryError, match=rf"(?s)loss was {__name__}\.root_of.*FILE\.py replay BUNDLE"):
         replay(tmp_path)
-    own = Algorithm(config=AlgorithmConfig, step=no_step, data=Data.PROMPTS)
+    own = Algorithm(config=AlgorithmConfig, step=no_step)
     (found,) = replay(tmp_path, [own])
     assert found.first is not None and "the loss at token 2 (id 5) of row (epoch 0 prompt 0" in found.first
 

@@ -12,6 +12,7 @@ from rillflow.cli.main import main
 from rillflow.errors import RewardError
 from rillflow.records.row import HELD_OUT_EPOCH, RowId
 from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.kinds import PROMPTS
 from rillflow.tasks.task import Task, open_task
 
 
@@ -20,7 +21,7 @@ def task(tmp_path: Path) -> Task:
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps({'prompt': f'{n}='})}\n\n" for n in range(6)))
     (tmp_path / "test.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     config = TaskConfig(source="rows.jsonl", held_out_source="test.jsonl")
-    return open_task(config, base=tmp_path, seed=0)
+    return open_task(config, PROMPTS, base=tmp_path, seed=0)
 
 
 @pytest.mark.parametrize(

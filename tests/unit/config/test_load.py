@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from rillflow.config.load import read_toml, validate
-from rillflow.config.section import Section
+from rillflow.config.schema import Section
 from rillflow.errors import ConfigError
 
 

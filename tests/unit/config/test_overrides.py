@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rillflow.config.overrides import Override, apply_overrides, parse_override
+from rillflow.config.load import Override, apply_overrides, parse_override
 from rillflow.errors import ConfigError
 
 

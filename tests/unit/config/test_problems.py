@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 from rillflow.app.recipe import Recipe
 from rillflow.config.load import validate
 from rillflow.config.problems import shown
-from rillflow.config.schema import walk
-from rillflow.config.section import Section
+from rillflow.config.schema import Section, walk
 from rillflow.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ from rillflow.controller.checkpoint import latest_checkpoint, save_checkpoint
 from rillflow.errors import RunDirectoryError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, save_model
-from rillflow.models.tensor_file import write_tensors
+from rillflow.models.model_files import write_tensors
 from rillflow.runs.layout import kept_steps
 
 TENSORS = {"exp_avg/a": torch.arange(6.0).view(2, 3)}

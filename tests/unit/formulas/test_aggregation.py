@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rillflow.errors import FormulaError
-from rillflow.formulas.aggregation import Aggregation, loss_weights
-from rillflow.formulas.losses import clipped_policy_loss
+from rillflow.formulas.losses import Aggregation, clipped_policy_loss, loss_weights
 from rillflow.records.ragged import Ragged
 
 MASKS = st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=8)

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.losses import TokenLosses, policy_loss
-from rillflow.formulas.ratios import correction_weights, m2po_limit
+from rillflow.formulas.losses import TokenLosses, correction_weights, m2po_limit, policy_loss
 from rillflow.records.ragged import Ragged
 
 CORRECTIONS = ["tis", "sequence_tis", "icepop", "m2po", "topr"]

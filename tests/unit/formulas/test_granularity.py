@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rillflow import formulas
 from rillflow.controller.executor import apply_formula
 from rillflow.formulas import granularity, seeing
-from rillflow.formulas.config import PairLossConfig
+from rillflow.formulas.preferences import PairLossConfig
 from rillflow.records.batch import Batch, Field, concatenate, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from rillflow.formulas.config import PairLossConfig, PolicyLossConfig, UnpairedLossConfig, ValueLossConfig
+from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
+from rillflow.formulas.preferences import PairLossConfig
+from rillflow.formulas.unpaired import UnpairedLossConfig
 from rillflow.graph.loss import LossSection
 
 BOUNDS: list[tuple[type[LossSection], str, list[float], list[float]]] = [

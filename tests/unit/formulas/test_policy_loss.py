@@ -13,8 +13,7 @@ from pydantic import ValidationError
 
 from rillflow.errors import FormulaError
 from rillflow.formulas.config import PolicyLossConfig
-from rillflow.formulas.losses import clipped_policy_loss
-from rillflow.formulas.ratios import correction_weights, held, sequence_log_ratio
+from rillflow.formulas.losses import clipped_policy_loss, correction_weights, held, sequence_log_ratio
 from rillflow.records.ragged import Ragged
 
 OPTIONS = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}

@@ -11,8 +11,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from rillflow.errors import FormulaError
-from rillflow.formulas.config import PairLossConfig
-from rillflow.formulas.preferences import AnswerTotals, implicit_rewards, log_odds, logprob_rewards, pair_loss
+from rillflow.formulas.preferences import (
+    AnswerTotals,
+    PairLossConfig,
+    implicit_rewards,
+    log_odds,
+    logprob_rewards,
+    pair_loss,
+)
 from rillflow.records.ragged import Ragged
 
 CHOSEN, REJECTED = [-3.0, -8.0, -0.5], [-5.0, -6.0, -7.0]

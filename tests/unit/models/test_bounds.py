@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from rillflow.errors import ModelError
 from rillflow.models.bare import character_tokenizer
-from rillflow.models.bounds import HEADER_BYTES, check_files, check_sizes
-from rillflow.models.template_probe import LEAST_CHARACTERS, probe
+from rillflow.models.directory_checks import HEADER_BYTES, check_files, check_sizes
+from rillflow.models.probe_child import LEAST_CHARACTERS
+from rillflow.models.probes import probe_template, probe_tokenizer
 from rillflow.models.tokenizer import Chat, Tokenizer
-from rillflow.models.tokenizer_probe import probe_tokenizer
 
 CHAT = [{"role": "user", "content": "17+25="}]
 
@@ -85,7 +85,7 @@ def test_a_header_that_cannot_be_is_refused_unread(tmp_path: Path, length: int) 
 )
 def test_a_template_that_does_not_end_in_its_bounds_is_refused(template: str) -> None:
     with pytest.raises(ModelError, match="the chat template exceeds"):
-        probe(template, {"bos_token": "<s>"}, CHAT)
+        probe_template(template, {"bos_token": "<s>"}, CHAT)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_a_template_that_does_not_end_in_its_bounds_is_refused(template: str) ->
     ],
 )
 def test_a_template_that_ends_or_refuses_may_be_rendered(template: str) -> None:
-    probe(template, {"bos_token": "<s>"}, CHAT)
+    probe_template(template, {"bos_token": "<s>"}, CHAT)
 
 
 def test_a_short_chat_may_render_to_a_million_characters_and_no_more() -> None:
-    probe(f"{{{{ 'a' * {LEAST_CHARACTERS} }}}}", {}, CHAT)
+    probe_template(f"{{{{ 'a' * {LEAST_CHARACTERS} }}}}", {}, CHAT)
     with pytest.raises(ModelError, match="the chat template exceeds"):
-        probe(f"{{{{ 'a' * {LEAST_CHARACTERS + 1} }}}}", {}, CHAT)
+        probe_template(f"{{{{ 'a' * {LEAST_CHARACTERS + 1} }}}}", {}, CHAT)
 
 
 def test_a_template_that_was_refused_is_refused_again_without_another_child() -> None:

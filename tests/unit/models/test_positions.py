@@ -18,11 +18,11 @@ from transformers import (
 )
 
 from rillflow.errors import ModelError
+from rillflow.models.architecture import settle_positions
 from rillflow.models.attention import ATTENTION
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import LanguageModel, load_model
-from rillflow.models.positions import settle_positions
 from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
@@ -118,7 +118,7 @@ def test_sampler_trainer_and_library_agree_on_rows_that_cross_the_original_lengt
     model = load(COMPANY[kind])
     config = RolloutConfig(max_tokens=14, max_rows=2)
     engine = NativeEngine(
-        model.module, config, stop_tokens=frozenset(), seed=1, context=model.context, replay_after=4
+        model.module, config, stop_tokens=frozenset(), seed=1, context=model.context, record_after=4
     )
     rows = engine.generate(prompts(3, 12, 9), samples=2)
     assert rows.ragged("tokens").lengths.tolist() == [17, 17, 26, 26, 23, 23]

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from rillflow.models.attention import ATTENTION
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, quiet, save_model
-from rillflow.models.tensor_file import write_tensors
+from rillflow.models.model_files import write_tensors
 
 CPU = torch.device("cpu")
 Make = Callable[..., Path]

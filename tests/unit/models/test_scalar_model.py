@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from rillflow.errors import ConfigError, ModelError
+from rillflow.models.architecture import head_of, token_scores
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import (
@@ -29,7 +30,6 @@ from rillflow.models.language_model import (
     require_same_tokens,
     save_model,
 )
-from rillflow.models.scalar_head import head_of, token_scores
 from rillflow.models.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import RecordError
-from rillflow.records.batch import Batch, concatenate, joined, row_ids
+from rillflow.records.batch import Batch, concatenate, joined, load_batch, row_ids, save_batch
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
-from rillflow.records.stored import load_batch, save_batch
 
 LENGTHS = st.lists(st.integers(0, 6), max_size=8)
 

@@ -26,8 +26,9 @@ from rillflow.roles.judge import Judge, judge_metrics
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.reward import OUTCOMES
 from rillflow.roles.trained_role import Training
-from rillflow.tasks.encoded import Answers, Encoder
-from rillflow.tasks.preference import arithmetic_preferences
+from rillflow.tasks.arithmetic import arithmetic_examples
+from rillflow.tasks.encoded import Encoder
+from rillflow.tasks.preference import PREFERENCES
 from rillflow.tasks.prompts import answered_batch
 from rillflow.training.config import PassesConfig, TrainConfig
 
@@ -160,8 +161,8 @@ def test_a_frame_that_asks_nothing_is_refused(template: str, labels: tuple[str, 
 def test_it_learns_which_of_two_answers_is_right_whichever_stands_first() -> None:
     model = new_model()
     role = judge(model)
-    examples = arithmetic_preferences(size=12, digits=1, operators="+", seed=0)
-    pairs = answered_batch(Encoder(tokenizer=model.tokenizer).rows(examples, Answers.PAIR), epoch=0)
+    examples = PREFERENCES.made(arithmetic_examples(size=12, digits=1, operators="+", seed=0), 0)
+    pairs = answered_batch(Encoder(tokenizer=model.tokenizer).rows(examples, PREFERENCES), epoch=0)
     first = role.update(pairs, label_loss, PassesConfig())
     assert first["judge/nll/mean"].count == 24, "each pair in both orders"
     once = judge(new_model()).update(pairs, label_loss, PassesConfig(), orders="random")

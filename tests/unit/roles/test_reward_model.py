@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rillflow.errors import ModelError, RecordError, RewardError, TrainingError
 from rillflow.formulas.losses import margin_preference_loss, preference_loss
+from rillflow.models.architecture import head_of
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import ScalarModel, load_scalar_model
-from rillflow.models.scalar_head import head_of
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
@@ -24,8 +24,9 @@ from rillflow.roles.retokenize import OtherTokens
 from rillflow.roles.reward import OUTCOMES
 from rillflow.roles.scalar_roles import RewardModel, SafetyCostModel
 from rillflow.roles.trained_role import Training
-from rillflow.tasks.encoded import Answers, Encoder
-from rillflow.tasks.preference import arithmetic_preferences
+from rillflow.tasks.arithmetic import arithmetic_examples
+from rillflow.tasks.encoded import Encoder
+from rillflow.tasks.preference import PREFERENCES
 from rillflow.tasks.prompts import answered_batch
 from rillflow.training.config import PassesConfig, TrainConfig
 from rillflow.workers.endpoint import endpoints_of
@@ -42,8 +43,8 @@ def role(
 
 
 def pairs_for(model: ScalarModel, size: int = 200) -> Batch:
-    examples = arithmetic_preferences(size=size, digits=1, operators="+-", seed=0)
-    return answered_batch(Encoder(tokenizer=model.tokenizer).rows(examples, Answers.PAIR), epoch=0)
+    examples = PREFERENCES.made(arithmetic_examples(size=size, digits=1, operators="+-", seed=0), 0)
+    return answered_batch(Encoder(tokenizer=model.tokenizer).rows(examples, PREFERENCES), epoch=0)
 
 
 def accuracy(reward: RewardModel, pairs: Batch) -> float:

@@ -71,8 +71,8 @@ def engine(tiny: nn.Module) -> Engines:
         stop_tokens: Sequence[int] = (),
         seed: int = 3,
         context: int = CONTEXT,
-        replay_after: float = float("inf"),
-        lanes: int | None = None,
+        record_after: float = float("inf"),
+        workers: int | None = None,
         **settings: float,
     ) -> NativeEngine:
         return NativeEngine(
@@ -81,8 +81,8 @@ def engine(tiny: nn.Module) -> Engines:
             stop_tokens=frozenset(stop_tokens),
             seed=seed,
             context=context,
-            replay_after=replay_after,
-            lanes=lanes,
+            record_after=record_after,
+            workers=workers,
         )
 
     return make

@@ -62,11 +62,11 @@ def reference(engine: Engines, prompts: Prompts, wanted: dict[str, Bits], name: 
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.generate],  # a smaller seed is no simpler example
 )
-@given(seed=st.integers(0, 10**6), workers=st.integers(1, 3), replay_after=st.sampled_from([1, 10**9]))
+@given(seed=st.integers(0, 10**6), workers=st.integers(1, 3), record_after=st.sampled_from([1, 10**9]))
 def test_rows_shared_out_in_any_way_and_taken_out_at_any_time(
     seed: int,
     workers: int,
-    replay_after: int,
+    record_after: int,
     engine: Engines,
     prompts: Prompts,
     wanted: dict[str, Bits],
@@ -82,7 +82,7 @@ def test_rows_shared_out_in_any_way_and_taken_out_at_any_time(
     chance.shuffle(rows)
     pool = [
         engine(
-            deterministic=True, max_rows=20, max_tokens=LONGEST, stop_tokens=STOPS, replay_after=replay_after
+            deterministic=True, max_rows=20, max_tokens=LONGEST, stop_tokens=STOPS, record_after=record_after
         )
         for _ in range(workers)
     ]

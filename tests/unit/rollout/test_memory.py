@@ -12,7 +12,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native import layout, scheduler
+from rillflow.rollout.native import cache_layout, scheduler
 from rillflow.rollout.native.engine import NativeEngine
 from tests.unit.records.singles import rollouts_of
 
@@ -36,15 +36,15 @@ def gib(positions: int) -> float:
 def tokens_read(used: NativeEngine) -> list[int]:
     """The lengths of all prefixes that an engine reads from now on."""
     lengths: list[int] = []
-    (lane,) = used._lanes
-    schedule = lane._scheduler.schedule
+    (worker,) = used._workers
+    schedule = worker._scheduler.schedule
 
     def listening() -> scheduler.Step:
         step = schedule()
         lengths.extend(len(prefill.tokens) for prefill in step.prefills)
         return step
 
-    lane._scheduler.schedule = listening  # type: ignore[method-assign]
+    worker._scheduler.schedule = listening  # type: ignore[method-assign]
     return lengths
 
 
@@ -63,24 +63,24 @@ def same(one: Said, other: Said) -> None:
         assert logprobs == pytest.approx(other[row][1], abs=1e-5)
 
 
-@pytest.mark.parametrize(("deterministic", "replay_after"), [(False, 1), (True, float("inf"))])
+@pytest.mark.parametrize(("deterministic", "record_after"), [(False, 1), (True, float("inf"))])
 def test_a_budget_that_takes_rows_back_changes_no_token(
-    engine: Engines, prompts: Prompts, deterministic: bool, replay_after: float
+    engine: Engines, prompts: Prompts, deterministic: bool, record_after: float
 ) -> None:
     batch = prompts(3, 40, 9, 1, 25)
-    make = {"max_tokens": 100, "deterministic": deterministic, "max_rows": 10, "lanes": 1}
+    make = {"max_tokens": 100, "deterministic": deterministic, "max_rows": 10, "workers": 1}
     wanted = said(engine(**make).generate(batch, samples=2))
     room = 192 + 32 * 64 + 200 if deterministic else 600
-    used = engine(**make, cache_gib=gib(room), replay_after=replay_after)
+    used = engine(**make, cache_gib=gib(room), record_after=record_after)
     taken_back = 0
-    requeue = used._lanes[0]._scheduler.requeue
+    requeue = used._workers[0]._scheduler.requeue
 
     def counting(rows: Sequence[scheduler.Sequence]) -> None:
         nonlocal taken_back
         taken_back += len(rows)
         requeue(rows)
 
-    used._lanes[0]._scheduler.requeue = counting  # type: ignore[method-assign]
+    used._workers[0]._scheduler.requeue = counting  # type: ignore[method-assign]
     found = said(used.generate(batch, samples=2))
     assert used.peak_bytes <= gib(room) * 2**30
     assert taken_back > 0
@@ -91,7 +91,7 @@ def test_a_budget_that_takes_rows_back_changes_no_token(
 
 
 def test_a_budget_that_holds_no_row_is_refused_before_anything_runs(engine: Engines) -> None:
-    used = engine(max_tokens=100, cache_gib=gib(100), lanes=1)
+    used = engine(max_tokens=100, cache_gib=gib(100), workers=1)
     with pytest.raises(RolloutError, match=r"may reach 103 tokens.*needs .*rollout\.cache_gib is"):
         used.add(Rollout.start(RowId(0, 0, 0), [1, 2, 3]))
     assert not used.has_work
@@ -99,9 +99,9 @@ def test_a_budget_that_holds_no_row_is_refused_before_anything_runs(engine: Engi
     assert len(drained(used)) == 1
 
 
-def test_lanes_share_a_budget(engine: Engines, prompts: Prompts) -> None:
+def test_workers_share_a_budget(engine: Engines, prompts: Prompts) -> None:
     budget = gib(4 * 64)
-    used = engine(max_tokens=30, cache_gib=budget, lanes=2, max_rows=16)
+    used = engine(max_tokens=30, cache_gib=budget, workers=2, max_rows=16)
     same(
         said(used.generate(prompts(*range(1, 17)))),
         said(engine(max_tokens=30).generate(prompts(*range(1, 17)))),
@@ -113,14 +113,14 @@ def test_lanes_share_a_budget(engine: Engines, prompts: Prompts) -> None:
 def test_a_long_row_takes_nobody_elses_memory(
     engine: Engines, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
-    """Against one rectangle; recordings of several bands are tried too."""
+    """Against one rectangle; recordings of several buckets are tried too."""
     batch = prompts(*[9] * 40, 180)
-    make = {"max_tokens": 12, "max_rows": 41, "lanes": 1, "deterministic": deterministic}
-    used = engine(**make, replay_after=2)
+    make = {"max_tokens": 12, "max_rows": 41, "workers": 1, "deterministic": deterministic}
+    used = engine(**make, record_after=2)
     found = said(used.generate(batch))
     short = 63 * 64 if deterministic else 40 * 32
     assert used.peak_bytes == (short + 192) * POSITION_BYTES
-    monkeypatch.setattr(layout, "WORTH", 10**9)
+    monkeypatch.setattr(cache_layout, "WORTH", 10**9)
     one = engine(**make)
     wanted = said(one.generate(batch))
     assert one.peak_bytes == (64 if deterministic else 41) * 192 * POSITION_BYTES
@@ -134,7 +134,7 @@ def test_a_long_row_takes_nobody_elses_memory(
 def test_a_row_that_grows_leaves_its_band(engine: Engines, prompts: Prompts) -> None:
     """While short rows come and go, one runs on; none of them has its memory."""
     batch = prompts(*[20] * 400)
-    used, wanted = (engine(max_rows=50, lanes=1, max_tokens=10) for _ in range(2))
+    used, wanted = (engine(max_rows=50, workers=1, max_tokens=10) for _ in range(2))
     long = SamplingConfig(max_tokens=230)
     first, *rest = (
         Rollout.start(row, tokens)
@@ -157,10 +157,10 @@ def test_a_prefix_longer_than_a_step_reads_is_read_in_pieces(
     tiny: nn.Module, engine: Engines, prompts: Prompts, deterministic: bool
 ) -> None:
     batch = prompts(5, 150, 7, 100)
-    make = {"max_rows": 4, "deterministic": deterministic, "lanes": 1}
+    make = {"max_rows": 4, "deterministic": deterministic, "workers": 1}
     wanted = said(engine(**make).generate(batch, samples=2))
     used = engine(**make)
-    used._lanes[0]._scheduler._prefill_tokens = 48
+    used._workers[0]._scheduler._prefill_tokens = 48
     lengths = tokens_read(used)
     same(said(used.generate(batch, samples=2)), wanted)
     assert max(lengths) <= 48 and sum(lengths) < 4 + 149 + 6 + 99
@@ -169,14 +169,14 @@ def test_a_prefix_longer_than_a_step_reads_is_read_in_pieces(
 def test_prompts_with_one_system_prompt_read_it_once(engine: Engines) -> None:
     system = [index % 50 for index in range(80)]
     starts = [Rollout.start(RowId(0, index, 0), [*system, 50 + index, 7, 8]) for index in range(3)]
-    used = engine(lanes=1)
+    used = engine(workers=1)
     lengths = tokens_read(used)
     for start in starts:
         used.add(start)
     found = drained(used)
     assert lengths == [82, 2, 2]
     for start in starts:
-        alone = engine(lanes=1)
+        alone = engine(workers=1)
         alone.add(start)
         wanted = drained(alone)[start.row]
         assert found[start.row].tokens == wanted.tokens
@@ -186,7 +186,7 @@ def test_prompts_with_one_system_prompt_read_it_once(engine: Engines) -> None:
 @pytest.mark.parametrize("away", [0, 3])
 def test_the_next_turn_reads_what_was_inserted(engine: Engines, away: int) -> None:
     """Also when other rows have run meanwhile, and one of them has been moved into its place."""
-    used = engine(lanes=1, max_tokens=60)
+    used = engine(workers=1, max_tokens=60)
     rows = [Rollout.start(RowId(0, index, 0), [index, *range(50)]) for index in range(4)]
     for row in rows:
         used.add(row)
@@ -199,7 +199,7 @@ def test_the_next_turn_reads_what_was_inserted(engine: Engines, away: int) -> No
     used.add(taken.inserted([5, 6, 7]))
     found = drained(used)[taken.row]
     assert lengths == [3]
-    alone = engine(lanes=1, max_tokens=60)
+    alone = engine(workers=1, max_tokens=60)
     alone.add(taken.inserted([5, 6, 7]))
     wanted = drained(alone)[taken.row]
     assert found.tokens == wanted.tokens

@@ -326,7 +326,7 @@ def test_a_row_may_keep_what_old_weights_read_of_it(
     running.add(Rollout.start(start.row_ids()[0], start.ragged("tokens").lists()[0]))
     for _ in range(5):
         running.step()
-    before = running._lanes[0]._scheduler.running[0]
+    before = running._workers[0]._scheduler.running[0]
     with torch.no_grad():
         for weight in module.parameters():
             weight.mul_(1.1)
@@ -429,7 +429,7 @@ def test_one_engine_draws_each_call_by_that_calls_settings(engine: Engines, prom
 
 def test_slots_that_never_run_take_no_memory_and_change_no_bit(engine: Engines, prompts: Prompts) -> None:
     rows = prompts(3, 9, 5, 7, 2, 4)
-    few, many = engine(max_rows=24, lanes=1), engine(max_rows=10**12, lanes=1)
+    few, many = engine(max_rows=24, workers=1), engine(max_rows=10**12, workers=1)
     for name in ("tokens", "sampler_logprobs"):
         one, other = (each.generate(rows, samples=4).ragged(name).values for each in (few, many))
         assert torch.equal(one, other)

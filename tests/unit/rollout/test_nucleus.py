@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native.nucleus import least_kept
-from rillflow.rollout.native.sampling import DrawSettings, draw
+from rillflow.rollout.native.sampling import DrawSettings, draw, least_kept
 
 ALL = torch.iinfo(torch.int64).max
 

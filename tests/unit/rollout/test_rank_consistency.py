@@ -12,7 +12,7 @@ from rillflow.errors import RolloutError
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native.consistency import RankConsistency
+from rillflow.rollout.native.batch_worker import RankConsistency
 from rillflow.rollout.native.scheduler import Sequence
 from rillflow.workers.collectives import ThreadGroup, ThreadRanks
 

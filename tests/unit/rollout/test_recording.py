@@ -69,7 +69,7 @@ def test_a_recording_has_the_bits_of_the_module(
     module = build(config)
     batch = prompts(*range(1, 12))
     make = {"max_rows": 4, "deterministic": deterministic, "stop_tokens": STOPS}
-    recorded = engine(module, **make, replay_after=1).generate(batch, samples=2)
+    recorded = engine(module, **make, record_after=1).generate(batch, samples=2)
     assert same(recorded, engine(module, **make).generate(batch, samples=2))
 
 
@@ -78,7 +78,7 @@ def test_python_is_left_out_once_a_recording_is_there(
     deterministic: bool, build: Build, engine: Engines, prompts: Prompts
 ) -> None:
     module = build()
-    used = engine(module, replay_after=1, max_rows=2, deterministic=deterministic, stop_tokens=STOPS)
+    used = engine(module, record_after=1, max_rows=2, deterministic=deterministic, stop_tokens=STOPS)
     batch = prompts(*[4] * 9)
     used.generate(batch)
     counting = Counting(module)
@@ -88,7 +88,7 @@ def test_python_is_left_out_once_a_recording_is_there(
 
 def test_weights_changed_in_place_are_seen(build: Build, engine: Engines, prompts: Prompts) -> None:
     module = build()
-    used = engine(module, replay_after=1)
+    used = engine(module, record_after=1)
     used.generate(prompts(5, 6))
     with torch.no_grad():
         for weight in module.parameters():
@@ -101,7 +101,7 @@ def test_weights_changed_in_place_are_seen(build: Build, engine: Engines, prompt
 
 def test_exchanged_parameters_are_seen(build: Build, engine: Engines, prompts: Prompts) -> None:
     module = build()
-    used = engine(module, replay_after=1)
+    used = engine(module, record_after=1)
     used.generate(prompts(5, 6))
     module.load_state_dict({name: value * 1.1 for name, value in module.state_dict().items()}, assign=True)
     assert same(used.generate(prompts(5, 6)), engine(module).generate(prompts(5, 6)))
@@ -127,6 +127,6 @@ def test_a_module_that_looks_at_values_is_not_recorded(
     layer.mlp = Peeking(layer.mlp)
     batch = prompts(*range(1, 8))
     with caplog.at_level(logging.INFO, logger="rillflow"):
-        found = engine(module, replay_after=1, max_rows=3).generate(batch)
+        found = engine(module, record_after=1, max_rows=3).generate(batch)
     assert "runs without recording: Converting a tensor to a Python boolean" in caplog.text
     assert same(found, engine(module, max_rows=3).generate(batch))

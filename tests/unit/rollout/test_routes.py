@@ -16,7 +16,7 @@ from rillflow.models.routing import PLAN, Routers
 from rillflow.records.batch import Batch
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.native.routes import RoutePlan
+from rillflow.rollout.native.passes import RoutePlan
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import PolicyLoss
 from rillflow.training.trainer import Trainer
@@ -38,12 +38,12 @@ CONFIG = Qwen3MoeConfig(
 """Two of its three layers have experts."""
 
 
-def sampled(module: nn.Module, prompts: Any, *, replay_after: float = inf, version: int = 0) -> Batch:
+def sampled(module: nn.Module, prompts: Any, *, record_after: float = inf, version: int = 0) -> Batch:
     """Rows that share prompts, wait for slots and change them."""
     config = RolloutConfig(max_tokens=12, max_rows=5, replay_routing=True)
     stops = frozenset(range(8))
     engine = NativeEngine(
-        module, config, stop_tokens=stops, seed=3, context=256, replay_after=replay_after, lanes=1
+        module, config, stop_tokens=stops, seed=3, context=256, record_after=record_after, workers=1
     )
     engine.load(version, {})
     return engine.generate(prompts([9, 10, 11], [12] * 7, [9, 10, 20, 21]), samples=4)
@@ -57,10 +57,10 @@ def chosen(module: nn.Module, tokens: Tensor) -> Tensor:
     return plan.routes
 
 
-@pytest.mark.parametrize("replay_after", [inf, pytest.param(2, marks=pytest.mark.slow)])
-def test_routes_are_those_of_every_row_alone(build: Any, prompts: Any, replay_after: float) -> None:
+@pytest.mark.parametrize("record_after", [inf, pytest.param(2, marks=pytest.mark.slow)])
+def test_routes_are_those_of_every_row_alone(build: Any, prompts: Any, record_after: float) -> None:
     module = build(CONFIG)
-    rollouts = sampled(module, prompts, replay_after=replay_after)
+    rollouts = sampled(module, prompts, record_after=record_after)
     assert len(set(rollouts.ragged("tokens").lengths.tolist())) > 3, "rows end apart, so that others move"
     for tokens, routes in zip(
         rollouts.ragged("tokens").rows(), rollouts.ragged("routes").rows(), strict=True

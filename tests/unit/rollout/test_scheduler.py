@@ -15,7 +15,7 @@ from rillflow.errors import RolloutError
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native.layout import BandLayout, CachePlace, positions_of
+from rillflow.rollout.native.cache_layout import CacheLayout, CacheRow, positions_of
 from rillflow.rollout.native.scheduler import Scheduler, Sequence, Step
 
 PLAIN = SamplingConfig()
@@ -35,39 +35,41 @@ class Model:
     """What the places of a cache hold, told by a scheduler's steps."""
 
     def __init__(self) -> None:
-        self.places: dict[CachePlace, list[int | None]] = {}
+        self.cache_rows: dict[CacheRow, list[int | None]] = {}
         self.prefilled: list[tuple[int, ...]] = []
 
     def carry_out(self, step: Step) -> None:
-        lengths = {band.name: (band.rows, band.length) for band in step.bands}
-        assert [band.length for band in step.bands] == sorted((b.length for b in step.bands), reverse=True)
-        assert all(len(band.members) <= band.rows for band in step.bands)
+        lengths = {bucket.name: (bucket.rows, bucket.length) for bucket in step.buckets}
+        assert [bucket.length for bucket in step.buckets] == sorted(
+            (b.length for b in step.buckets), reverse=True
+        )
+        assert all(len(bucket.members) <= bucket.rows for bucket in step.buckets)
         assert len({copy.target for copy in step.copies}) == len(step.copies)
-        read = [self.places[copy.source][: copy.length] for copy in step.copies]
-        self.places |= {copy.target: held for copy, held in zip(step.copies, read, strict=True)}
+        read = [self.cache_rows[copy.source][: copy.length] for copy in step.copies]
+        self.cache_rows |= {copy.target: held for copy, held in zip(step.copies, read, strict=True)}
         for prefill in step.prefills:
             self.prefilled.append(prefill.tokens)
-            for place in prefill.places:
-                held = self.places.setdefault(place, [])
+            for place in prefill.cache_rows:
+                held = self.cache_rows.setdefault(place, [])
                 assert len(held) >= prefill.begin
-                self.places[place] = held[: prefill.begin] + list(prefill.tokens)
-        assert [row for band in step.bands for row in band.members] == list(step.rows)
+                self.cache_rows[place] = held[: prefill.begin] + list(prefill.tokens)
+        assert [row for bucket in step.buckets for row in bucket.members] == list(step.rows)
         for slot, row in enumerate(step.rows):
-            assert row.slot == slot and row.place is not None
-            held = self.places.setdefault(row.place, [])
+            assert row.slot == slot and row.cache_row is not None
+            held = self.cache_rows.setdefault(row.cache_row, [])
             fed = step.clock - row.start_step
             tokens = row.rollout.tokens
             assert held[: min(fed, len(row.prefix))] == list(row.prefix[:fed])
             assert len(held) >= fed, "a position was skipped"
-            rows, length = lengths[row.place.band]
-            assert row.place.row < rows and fed < length
-            assert fed < step.reaches[[*lengths].index(row.place.band)]
+            rows, length = lengths[row.cache_row.bucket]
+            assert row.cache_row.row < rows and fed < length
+            assert fed < step.reaches[[*lengths].index(row.cache_row.bucket)]
             del held[fed:]
             held.append(tokens[fed] if fed < len(tokens) else None)
-        self.places = {
+        self.cache_rows = {
             place: held
-            for place, held in self.places.items()
-            if place.row < lengths.get(place.band, (0, 0))[0]
+            for place, held in self.cache_rows.items()
+            if place.row < lengths.get(place.bucket, (0, 0))[0]
         }
 
 
@@ -104,7 +106,7 @@ def test_every_row_runs_on_its_own_tokens(
     chance: Random, max_rows: int, budget: int, spare: int | None, fixed: bool
 ) -> None:
     """Rows come, leave and wait again; memory stays within the room, however little there is."""
-    layout: BandLayout[Sequence] = BandLayout(8 if fixed else None)
+    layout: CacheLayout[Sequence] = CacheLayout(8 if fixed else None)
     scheduler, model = Scheduler(max_rows, budget, layout=layout, shares_parts=not fixed), Model()
     to_come = drawn_rows(chance)
     if spare is not None:
@@ -125,7 +127,7 @@ def test_every_row_runs_on_its_own_tokens(
             scheduler.forget()
         gone += run(scheduler, model)
         assert len(scheduler.running) <= max_rows
-        assert positions_of(layout.bands) <= scheduler.room
+        assert positions_of(layout.buckets) <= scheduler.room
     assert len({row.rollout.row for row in gone}) == total == len(gone)
 
 

@@ -45,22 +45,23 @@ def said(rollouts: Batch) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     return [(rollout.tokens, rollout.logprobs) for rollout in rollouts_of(rollouts)]
 
 
-@pytest.mark.parametrize("replay_after", [1, 10**9])
-def test_weights_come_and_go_between_calls(replay_after: int, build: Build, prompts: Prompts) -> None:
+@pytest.mark.parametrize("record_after", [1, 10**9])
+def test_weights_come_and_go_between_calls(record_after: int, build: Build, prompts: Prompts) -> None:
     """A recording sees them too: parameters stay the same objects."""
     whole, other = build(), build()
     with torch.no_grad():
         for weight in other.parameters():
             weight.mul_(0.9)
     wanted = [
-        said(engine(each, SingleRank(), lanes=1).generate(prompts(3, 7, 9))) for each in (whole, other, whole)
+        said(engine(each, SingleRank(), workers=1).generate(prompts(3, 7, 9)))
+        for each in (whole, other, whole)
     ]
     module = sampling_module(whole, {}, SingleRank())
     found = []
     for weights in (whole, other, whole):
         assign(module, local_weights(weights, {}, 0, 1))
         if not found:
-            used = engine(module, SingleRank(), lanes=1, replay_after=replay_after)
+            used = engine(module, SingleRank(), workers=1, record_after=record_after)
         found.append(said(used.generate(prompts(3, 7, 9))))
     assert found == wanted
     assert wanted[0] != wanted[1]
@@ -97,5 +98,5 @@ def test_ranks_that_differ_in_the_last_token_of_a_call_are_told(build: Build, pr
 
 def test_several_lanes_over_ranks_are_refused(build: Build) -> None:
     ranks = ThreadRanks(ThreadGroup(2, 1.0), 0)
-    with pytest.raises(RolloutError, match="the engine has 2 lanes and 2 tensor-parallel ranks"):
-        engine(part_of(build(), ranks), ranks, lanes=2)
+    with pytest.raises(RolloutError, match="the engine has 2 workers and 2 tensor-parallel ranks"):
+        engine(part_of(build(), ranks), ranks, workers=2)

@@ -15,8 +15,8 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig
+from rillflow.rollout.engine import Stops
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.stops import Stops
 
 NEW = NewModel(hidden=16, layers=1, heads=2, context=48, alphabet="abcd")
 ROWS = 12
@@ -27,11 +27,11 @@ def model() -> LanguageModel:
     return load_model(ModelConfig(new=NEW), seed=0, device=torch.device("cpu"), base=Path())
 
 
-def engine(model: LanguageModel, *texts: str, lanes: int = 1) -> NativeEngine:
+def engine(model: LanguageModel, *texts: str, workers: int = 1) -> NativeEngine:
     stops = Stops(texts, model.tokenizer)
     config = RolloutConfig(max_tokens=40, max_rows=8, stop=texts)
     return NativeEngine(
-        model.module, config, stop_tokens=stops.tokens, seed=5, context=48, lanes=lanes, stops=stops
+        model.module, config, stop_tokens=stops.tokens, seed=5, context=48, workers=workers, stops=stops
     )
 
 
@@ -60,13 +60,13 @@ def cut(text: str, *stops: str) -> str:
     return text[: min(ends)] if ends else text
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("texts", [("ab",), ("ca", "bbb"), ("d", "ab"), ("abcdabcd",)])
 def test_rows_end_with_the_first_stop_and_are_the_same_up_to_there(
-    texts: tuple[str, ...], lanes: int, model: LanguageModel
+    texts: tuple[str, ...], workers: int, model: LanguageModel
 ) -> None:
     whole = answers(model, engine(model).generate(prompts(model)))
-    found = engine(model, *texts, lanes=lanes).generate(prompts(model))
+    found = engine(model, *texts, workers=workers).generate(prompts(model))
     assert answers(model, found) == [cut(text, *texts) for text in whole]
     stopped = [Finish(number) is Finish.STOP for number in found.dense("finish").tolist()]
     assert all(

@@ -19,7 +19,7 @@ import torch
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.vllm import frames
+from rillflow.rollout.vllm import requests
 from rillflow.rollout.vllm.requests import Ask, CoreSettings, Piece
 from rillflow.rollout.vllm.served_core import ServedCore, StartRefused
 from rillflow.rollout.vllm.server import _Answers
@@ -43,8 +43,8 @@ def test_an_ask_and_what_came_of_it_arrive_as_they_were(ends: tuple[Channel, Cha
     ask = Ask(
         row=RowId(-1, 2, 3), sampling=sampling, seed=2**31 - 1, begin=4, most=5, stop=(6, 7), given=(8,)
     )
-    ends[0].send(frames.Word.ADD, frames.said_of(ask), {"given": torch.tensor(ask.given).numpy()})
-    found = frames.ask_of(ends[1].receive())
+    ends[0].send(requests.Word.ADD, requests.said_of(ask), {"given": torch.tensor(ask.given).numpy()})
+    found = requests.ask_of(ends[1].receive())
     drawn = SamplingConfig(temperature=0.7, top_k=3, top_p=0.1 + 0.2)
     assert found == Ask(**{**vars(ask), "sampling": drawn})
     pieces = [
@@ -52,8 +52,8 @@ def test_an_ask_and_what_came_of_it_arrive_as_they_were(ends: tuple[Channel, Cha
         Piece(row=RowId(0, 0, 2), tokens=[], logprobs=[], has_ended=True),
     ]
     for each in (pieces, []):
-        ends[1].send(frames.Word.OK, {}, frames.arrays_of(each))
-        assert frames.pieces_of(ends[0].receive().arrays) == each
+        ends[1].send(requests.Word.OK, {}, requests.arrays_of(each))
+        assert requests.pieces_of(ends[0].receive().arrays) == each
 
 
 def test_frames_arrive_in_order_whichever_may_go_later(ends: tuple[Channel, Channel]) -> None:
@@ -65,7 +65,7 @@ def test_frames_arrive_in_order_whichever_may_go_later(ends: tuple[Channel, Chan
     )
     reader.start()
     for length, later in how:
-        ends[0].send(frames.Word.STEP, {}, {"a": large[:length]}, later=later)
+        ends[0].send(requests.Word.STEP, {}, {"a": large[:length]}, later=later)
     reader.join()
     assert [len(each) for each in found] == [length for length, _ in how]
 
@@ -73,7 +73,7 @@ def test_frames_arrive_in_order_whichever_may_go_later(ends: tuple[Channel, Chan
 def test_weights_arrive_whole_whatever_a_frame_holds(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames, "BUCKET_BYTES", 100)
+    monkeypatch.setattr(requests, "BUCKET_BYTES", 100)
     sent = {
         "a.weight": torch.randn(7, 11),
         "b.weight": torch.randn(33, 5).to(torch.bfloat16).T,
@@ -81,9 +81,9 @@ def test_weights_arrive_whole_whatever_a_frame_holds(
         "none": torch.empty(0, 4),
     }
     found: dict[str, torch.Tensor] = {}
-    reader = threading.Thread(target=lambda: found.update(frames.received_weights(ends[1])))
+    reader = threading.Thread(target=lambda: found.update(requests.received_weights(ends[1])))
     reader.start()
-    frames.send_weights(ends[0], sent.items())
+    requests.send_weights(ends[0], sent.items())
     reader.join()
     assert list(found) == list(sent)
     for name, tensor in sent.items():
@@ -110,10 +110,10 @@ def test_a_server_hands_an_adapter_on_with_its_version_and_scale(
     monkeypatch.setitem(sys.modules, "rillflow.rollout.vllm.core", SimpleNamespace(Core=Adapted))
     client, own = ends
     answers = _Answers(own)
-    client.send(frames.Word.START, {**asdict(SETTINGS), "threads": torch.get_num_threads()})
+    client.send(requests.Word.START, {**asdict(SETTINGS), "threads": torch.get_num_threads()})
     assert answers.of(own.receive()) == ({"cache_bytes": 5}, {})
-    client.send(frames.Word.ADAPT, {"version": 7, "scale": 0.5})
-    frames.send_weights(client, [("lora_A", torch.ones(2))])
+    client.send(requests.Word.ADAPT, {"version": 7, "scale": 0.5})
+    requests.send_weights(client, [("lora_A", torch.ones(2))])
     assert answers.of(own.receive()) == ({}, {})
     ((version, scale, weights),) = Adapted.made[-1].adapters
     assert (version, scale, weights["lora_A"].tolist()) == (7, 0.5, [1.0, 1.0])

@@ -22,9 +22,8 @@ from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.records.rollout import Rollout
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Capability
+from rillflow.rollout.engine import Capability, Stops
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.rollout.stops import Stops
 from rillflow.serving.engine_queue import EngineQueue
 from rillflow.serving.openai_server import Door, NewRows
 from rillflow.serving.server import LoopbackServer, bound
@@ -51,7 +50,7 @@ class Passes(NativeEngine):
 
     def step(self) -> list[Any]:
         self.count += 1
-        self.most = max(self.most, sum(len(lane._scheduler.running) for lane in self._lanes))
+        self.most = max(self.most, sum(len(worker._scheduler.running) for worker in self._workers))
         return super().step()
 
 
@@ -79,8 +78,8 @@ def door(model: LanguageModel) -> Iterator[tuple[str, Passes]]:
         stop_tokens=stops.tokens,
         seed=5,
         context=model.context,
-        lanes=1,
-        replay_after=1e9,
+        workers=1,
+        record_after=1e9,
     )
     queue = EngineQueue(engine, model.tokenizer, max_rows=usual.max_rows)
     queue.load(7, {})

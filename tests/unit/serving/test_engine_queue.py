@@ -29,7 +29,7 @@ class Faulty(NativeEngine):
     """Fails where it is told to, and keeps the order in which rows come."""
 
     def __init__(self, model: LanguageModel) -> None:
-        how: dict[str, Any] = {"stop_tokens": frozenset(), "seed": 5, "context": model.context, "lanes": 1}
+        how: dict[str, Any] = {"stop_tokens": frozenset(), "seed": 5, "context": model.context, "workers": 1}
         super().__init__(model.module, USUAL, **how)
         self.order: list[RowId] = []
         self.refuses = self.breaks_on = self.names = -1
@@ -43,7 +43,7 @@ class Faulty(NativeEngine):
 
     def step(self) -> list[Rollout]:
         self.passes += 1
-        running = {row.prompt for row in self._lanes[0]._scheduler._rows}
+        running = {row.prompt for row in self._workers[0]._scheduler._rows}
         if running & {self.breaks_on, self.names} or self.passes == self.breaks_at:
             self._clear()
             if self.names in running:

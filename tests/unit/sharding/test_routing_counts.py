@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rillflow.models.routing import Routing
 from rillflow.records.metrics import Max, Mean
-from rillflow.sharding.routing import Routing
 
 
 def routing(*experts: int) -> Routing:

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rillflow.errors import ModelError
 from rillflow.models.architecture import short_copy, trial
 from rillflow.models.attention import ATTENTION, register
-from rillflow.sharding.stages import (
+from rillflow.sharding.pipeline import (
     anatomy,
     check_cut,
     cut_stage,

@@ -12,9 +12,10 @@ from rillflow.errors import DataError
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.tasks.config import TaskConfig
-from rillflow.tasks.encoded import Answers, Encoder
-from rillflow.tasks.prompts import answered_batch, with_others
-from rillflow.tasks.task import open_labelled, open_preferences
+from rillflow.tasks.encoded import Encoder
+from rillflow.tasks.labelled import LABELLED
+from rillflow.tasks.preference import PREFERENCES
+from rillflow.tasks.task import open_task
 
 GOOD = {"prompt": "1+1=", "completion": "2", "label": True}
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
@@ -29,9 +30,9 @@ def test_rows_are_read_with_their_labels(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "1+2="}]
     said = [{"role": "assistant", "content": "4"}]
     other = {"prompt": chat, "completion": said, "label": False}
-    task = open_labelled(written(tmp_path, GOOD, other), base=tmp_path, seed=0)
-    assert [(row.completion, row.label) for row in task.train] == [("2", True), ("4", False)]
-    again = open_labelled(written(tmp_path, GOOD, {**other, "label": True}), base=tmp_path, seed=0)
+    task = open_task(written(tmp_path, GOOD, other), LABELLED, base=tmp_path, seed=0)
+    assert [(row.completion, row.labels["label"]) for row in task.train] == [("2", True), ("4", False)]
+    again = open_task(written(tmp_path, GOOD, {**other, "label": True}), LABELLED, base=tmp_path, seed=0)
     assert again.digest != task.digest
 
 
@@ -50,7 +51,7 @@ def test_a_row_that_is_no_labelled_answer_is_named_with_its_line(
 ) -> None:
     rows = [row] if row.keys() != GOOD.keys() else [GOOD, row]
     with pytest.raises(DataError, match=what) as caught:
-        open_labelled(written(tmp_path, *rows), base=tmp_path, seed=0)
+        open_task(written(tmp_path, *rows), LABELLED, base=tmp_path, seed=0)
     assert f"rows.jsonl, line {len(rows)}" in caught.value.what and fix in (caught.value.fix or "")
 
 
@@ -68,22 +69,22 @@ def test_a_row_that_is_no_pair_is_named_with_its_line(
     tmp_path: Path, row: dict[str, Any], what: str, fix: str
 ) -> None:
     with pytest.raises(DataError, match=what) as caught:
-        open_preferences(written(tmp_path, row), base=tmp_path, seed=0)
+        open_task(written(tmp_path, row), PREFERENCES, base=tmp_path, seed=0)
     assert "rows.jsonl, line 1" in caught.value.what and fix in (caught.value.fix or "")
 
 
 def test_problems_of_one_right_answer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="reasoning-gym") as caught:
-        open_labelled(TaskConfig(source="reasoning-gym:x"), base=tmp_path, seed=0)
+        open_task(TaskConfig(source="reasoning-gym:x"), LABELLED, base=tmp_path, seed=0)
     assert "the algorithm needs labelled answers" in (caught.value.why or "")
 
 
 def test_each_prompt_gets_the_answer_of_the_row_before_as_far_as_it_fits(tmp_path: Path) -> None:
     rows = [{**GOOD, "completion": text, "label": text != "12345"} for text in ("2", "12345", "34")]
-    task = open_labelled(written(tmp_path, *rows), base=tmp_path, seed=0)
+    task = open_task(written(tmp_path, *rows), LABELLED, base=tmp_path, seed=0)
     tokenizer = Tokenizer(character_tokenizer("0123456789+=", 8))
-    encoded = Encoder(tokenizer=tokenizer).rows(task.train, Answers.LEARNT)
-    batch = answered_batch(with_others(encoded, 8), epoch=3)
+    encoded = Encoder(tokenizer=tokenizer).rows(task.train, LABELLED)
+    batch = LABELLED.batch(LABELLED.arranged(encoded, 8), 3)
     assert batch.ids.tolist() == [[3, index, sample] for index in range(3) for sample in (0, 1)]
     assert batch.dense("label").tolist() == [True, True, False, False, True, True]
     answers = [

@@ -16,13 +16,15 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.row import RowId
 from rillflow.tasks.arithmetic import arithmetic_examples
 from rillflow.tasks.config import TaskConfig
-from rillflow.tasks.encoded import Answers, Encoded, Encoder
+from rillflow.tasks.encoded import Encoded, Encoder
+from rillflow.tasks.example import Example
 from rillflow.tasks.files import read_rows
-from rillflow.tasks.preference import Preference, arithmetic_preferences, preference_of
+from rillflow.tasks.kinds import DEMONSTRATIONS, PROMPTS, DataKind
+from rillflow.tasks.preference import PREFERENCES
 from rillflow.tasks.prompts import PromptStream, answered_batch
-from rillflow.tasks.task import open_preferences, open_task
+from rillflow.tasks.task import open_task
 
-read_preferences = partial(read_rows, make=preference_of)
+read_preferences = partial(read_rows, make=PREFERENCES.read)
 Write = Callable[..., Path]
 ALPHABET = "0123456789+-= abcdefghijklmnopqrstuvwxyz:\n"
 CHAT = (
@@ -48,9 +50,9 @@ def tokenizer(template: str | None = None) -> Tokenizer:
 
 
 def encoded(
-    rows: Sequence[Preference], template: str | None = None, answers: Answers = Answers.PAIR
+    rows: Sequence[Example], template: str | None = None, kind: DataKind = PREFERENCES
 ) -> list[Encoded]:
-    return Encoder(tokenizer=tokenizer(template)).rows(rows, answers)
+    return Encoder(tokenizer=tokenizer(template)).rows(rows, kind)
 
 
 def row(**changes: object) -> dict[str, object]:
@@ -67,8 +69,8 @@ def test_rows_become_pairs(write: Write) -> None:
         write(row(level=1), row(prompt=chat, chosen=assistant("yes"), rejected="no", level=None))
     )
     assert pairs == [
-        Preference(index=0, prompt="1+1=", completion="2", rejected="3", columns={"level": 1}),
-        Preference(index=1, prompt=(chat[0],), completion="yes", rejected="no", columns={"level": None}),
+        Example(index=0, prompt="1+1=", completion="2", others=("3",), columns={"level": 1}),
+        Example(index=1, prompt=(chat[0],), completion="yes", others=("no",), columns={"level": None}),
     ]
 
 
@@ -82,7 +84,7 @@ def test_whole_conversations_become_a_prompt_and_two_answers(
     tmp_path: Path, write: Write, prompt: dict[str, object]
 ) -> None:
     rows = [{**prompt, "chosen": [*TALK, *assistant("2")], "rejected": [*TALK, *assistant("3")], "level": 1}]
-    found = Preference(index=0, prompt=tuple(TALK), completion="2", rejected="3", columns={"level": 1})
+    found = Example(index=0, prompt=tuple(TALK), completion="2", others=("3",), columns={"level": 1})
     assert read_preferences(write(*rows)) == [found]
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.Table.from_pylist(rows)
@@ -168,22 +170,22 @@ def test_an_empty_or_missing_file_is_named(tmp_path: Path, write: Write) -> None
 
 def test_made_pairs_are_right_wrong_and_the_seed_s() -> None:
     settings: dict = {"size": 300, "digits": 2, "operators": "+-*"}
-    pairs = arithmetic_preferences(**settings, seed=4)
     examples = arithmetic_examples(**settings, seed=4)
+    pairs = PREFERENCES.made(examples, 4)
     assert [(p.index, p.prompt, p.completion) for p in pairs] == [
         (e.index, e.prompt, e.completion) for e in examples
     ]
-    gaps = [int(pair.rejected) - int(str(pair.completion)) for pair in pairs]
+    gaps = [int(pair.others[0]) - int(str(pair.completion)) for pair in pairs]
     assert 0 not in gaps and min(gaps) == -9 and max(gaps) == 9
     assert 100 < sum(gap > 0 for gap in gaps) < 200, "the larger number is as often right as wrong"
-    assert arithmetic_preferences(**settings, seed=4) == pairs
-    assert arithmetic_preferences(**settings, seed=5) != pairs
+    assert PREFERENCES.made(examples, 4) == pairs
+    assert PREFERENCES.made(examples, 5) != pairs
 
 
 def test_a_pair_is_two_rows_of_one_prompt() -> None:
     pairs = [
-        Preference(index=7, prompt="17+25=", completion="42", rejected="4", columns={"level": 1}),
-        Preference(index=2, prompt="3-4=", completion="-1", rejected=""),
+        Example(index=7, prompt="17+25=", completion="42", others=("4",), columns={"level": 1}),
+        Example(index=2, prompt="3-4=", completion="-1", others=("",)),
     ]
     batch = answered_batch(encoded(pairs), epoch=[3, 4])
     assert batch.row_ids() == [RowId(3, 7, 0), RowId(3, 7, 1), RowId(4, 2, 0), RowId(4, 2, 1)]
@@ -194,13 +196,13 @@ def test_a_pair_is_two_rows_of_one_prompt() -> None:
     assert batch.ragged("tokens").values[last].tolist() == [0] * 4, "every answer ends"
     columns = [json.loads(text) for text in batch.ragged("columns").to_text()]
     assert columns[0] == columns[1] == {"prompt": "17+25=", "level": 1}
-    chosen = answered_batch(encoded(pairs, answers=Answers.LEARNT), epoch=[3, 4])
+    chosen = answered_batch(encoded(pairs, kind=DEMONSTRATIONS), epoch=[3, 4])
     assert batch.fields.keys() == chosen.fields.keys()
     assert torch.equal(batch.select([0, 2]).ragged("tokens").values, chosen.ragged("tokens").values)
 
 
 def test_chats_share_their_template() -> None:
-    chat = Preference(index=1, prompt=({"role": "user", "content": "hi"},), completion="yes", rejected="no")
+    chat = Example(index=1, prompt=({"role": "user", "content": "hi"},), completion="yes", others=("no",))
     batch = answered_batch(encoded([chat], CHAT), epoch=0)
     texts = [tokenizer().decode(tokens.tolist()) for tokens in batch.ragged("tokens").rows()]
     assert texts == ["user:hi\nassistant:yes\n", "user:hi\nassistant:no\n"]
@@ -209,39 +211,39 @@ def test_chats_share_their_template() -> None:
 
 
 def test_a_pair_is_as_long_as_its_longer_answer() -> None:
-    pair = Preference(index=4, prompt="1" * 60, completion="2", rejected="2345")
-    assert [row.length(Answers.PAIR, 7) for row in encoded([pair])] == [60 + 4 + 1]
-    assert [row.length(Answers.LEARNT, 7) for row in encoded([pair])] == [60 + 1 + 1]
-    assert [row.length(Answers.NONE, 7) for row in encoded([pair])] == [60 + 7]
+    pair = Example(index=4, prompt="1" * 60, completion="2", others=("2345",))
+    assert [row.length(PREFERENCES, 7) for row in encoded([pair])] == [60 + 4 + 1]
+    assert [row.length(DEMONSTRATIONS, 7) for row in encoded([pair])] == [60 + 1 + 1]
+    assert [row.length(PROMPTS, 7) for row in encoded([pair])] == [60 + 7]
 
 
 @pytest.mark.parametrize(("name", "says"), [("completion", "chosen"), ("rejected", "rejected")])
 def test_an_answer_that_cannot_be_encoded_names_its_row(name: str, says: str) -> None:
     answers = {"completion": "2", "rejected": "3"} | {name: "Z"}
-    bad = Preference(index=5, prompt="1+1=", **answers)  # type: ignore[arg-type]
+    bad = Example(index=5, prompt="1+1=", completion=answers["completion"], others=(answers["rejected"],))
     with pytest.raises(DataError, match=rf"the {says} answer of prompt 5 .*'Z'"):
         encoded([bad])
 
 
 def test_pairs_are_split_streamed_and_digested_as_tasks_are(tmp_path: Path, write: Write) -> None:
     config = TaskConfig(size=60, held_out=10, digits=1)
-    task = open_preferences(config, base=tmp_path, seed=0)
+    task = open_task(config, PREFERENCES, base=tmp_path, seed=0)
     assert (len(task.train), len(task.held_out), task.reward) == (50, 10, ())
     assert not {pair.key for pair in task.train} & {pair.key for pair in task.held_out}
-    assert task.digest != open_task(config, base=tmp_path, seed=0).digest
+    assert task.digest != open_task(config, PROMPTS, base=tmp_path, seed=0).digest
     drawn = PromptStream(encoded(task.train), seed=0).take(60)
     batch = answered_batch([draw.row for draw in drawn], epoch=[draw.epoch for draw in drawn])
     assert len(batch) == 120 and len(set(batch.row_ids())) == 120
     rows = [row(prompt=f"{number}=") for number in range(5)]
     files = TaskConfig(source=write(*rows).name, held_out=2)
-    from_file = open_preferences(files, base=tmp_path, seed=0)
+    from_file = open_task(files, PREFERENCES, base=tmp_path, seed=0)
     assert (len(from_file.train), len(from_file.held_out)) == (3, 2)
     write(*[pair | {"rejected": "4"} for pair in rows])
-    assert open_preferences(files, base=tmp_path, seed=0).digest != from_file.digest
+    assert open_task(files, PREFERENCES, base=tmp_path, seed=0).digest != from_file.digest
 
 
 def test_problems_with_one_answer_are_no_pairs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="'reasoning-gym:chain_sum'"):
-        open_preferences(TaskConfig(source="reasoning-gym:chain_sum"), base=tmp_path, seed=0)
+        open_task(TaskConfig(source="reasoning-gym:chain_sum"), PREFERENCES, base=tmp_path, seed=0)
     with pytest.raises(DataError, match=r"task\.source is 'arithmetik'"):
-        open_preferences(TaskConfig(source="arithmetik"), base=tmp_path, seed=0)
+        open_task(TaskConfig(source="arithmetik"), PREFERENCES, base=tmp_path, seed=0)

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import DataError
-from rillflow.tasks.example import example_of
 from rillflow.tasks.files import read_rows
+from rillflow.tasks.kinds import PROMPTS
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet_files = pytest.importorskip("pyarrow.parquet")
 
-read_examples = partial(read_rows, make=example_of)
+read_examples = partial(read_rows, make=PROMPTS.read)
 Write = Callable[..., Path]
 
 

@@ -18,8 +18,9 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.rollout import Finish, Rollout, completions, rollout_batch
 from rillflow.records.row import RowId
 from rillflow.tasks.config import TaskConfig
-from rillflow.tasks.encoded import Answers, Encoded, Encoder
+from rillflow.tasks.encoded import Encoded, Encoder
 from rillflow.tasks.example import Example
+from rillflow.tasks.kinds import DEMONSTRATIONS, PROMPTS
 from rillflow.tasks.prompts import PromptStream, StreamPosition, answered_batch, prompt_batch
 from rillflow.tasks.task import open_task
 from tests.unit.records.singles import rollouts_of
@@ -38,7 +39,7 @@ def prompts(rows: list[Example], template: str | None = None) -> list[Encoded]:
 
 
 def learnt(rows: list[Example], letters: Tokenizer | None = None) -> list[Encoded]:
-    return Encoder(tokenizer=letters or tokenizer()).rows(rows, Answers.LEARNT)
+    return Encoder(tokenizer=letters or tokenizer()).rows(rows, DEMONSTRATIONS)
 
 
 def example(index: int, prompt: str = "1+1=", completion: str | None = "2", **columns: object) -> Example:
@@ -96,7 +97,7 @@ def test_a_chat_that_cannot_be_encoded_names_its_row() -> None:
 def test_rows_that_cannot_be_encoded_are_found_among_all_others(texts: list[str]) -> None:
     """A batch is halved until a bad row is alone: every row comes back, in its order, as itself."""
     rows = [example(index, text) for index, text in enumerate(texts)]
-    found = list(Encoder(tokenizer=tokenizer()).encode(rows, Answers.NONE))
+    found = list(Encoder(tokenizer=tokenizer()).encode(rows, PROMPTS))
     for row, made in zip(rows, found, strict=True):
         bad = row.prompt in ("X", "-Z-")
         assert str(row) in made.what if isinstance(made, DataError) else made.example == row
@@ -240,7 +241,7 @@ def test_a_position_of_other_data_is_refused(count: int, position: StreamPositio
 
 
 def test_the_built_in_task_fits_the_new_model_s_default_alphabet() -> None:
-    task = open_task(TaskConfig(size=200, held_out=20, operators="+-*"), base=Path(), seed=0)
+    task = open_task(TaskConfig(size=200, held_out=20, operators="+-*"), PROMPTS, base=Path(), seed=0)
     letters = Tokenizer(character_tokenizer("0123456789+-*=", 32))
     batch = answered_batch(learnt(list(task.train), letters), epoch=0)
     assert len(batch) == 180

@@ -18,17 +18,22 @@ from rillflow.errors import DataError
 from rillflow.rewards.function import FunctionPath
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.files import given_rows
-from rillflow.tasks.task import Task, open_labelled, open_preferences, open_task
+from rillflow.tasks.kinds import PROMPTS, DataKind
+from rillflow.tasks.labelled import LABELLED
+from rillflow.tasks.preference import PREFERENCES
+from rillflow.tasks.task import Task, open_task
 
 
 def arithmetic(seed: int = 0, **settings_: object) -> Task:
-    return open_task(TaskConfig(**({"size": 300, "held_out": 40} | settings_)), base=Path(), seed=seed)
+    return open_task(
+        TaskConfig(**({"size": 300, "held_out": 40} | settings_)), PROMPTS, base=Path(), seed=seed
+    )
 
 
 def from_rows(folder: Path, rows: list[dict], seed: int = 0, **settings_: object) -> Task:
     (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     config = TaskConfig(**({"source": "rows.jsonl", "held_out": 2} | settings_))
-    return open_task(config, base=folder, seed=seed)
+    return open_task(config, PROMPTS, base=folder, seed=seed)
 
 
 def solution(prompt: str) -> int:
@@ -145,8 +150,8 @@ def test_all_answers_to_one_prompt_are_held_out_together(tmp_path: Path, answers
     columns = {"pairs": {"chosen": "a", "rejected": "b"}, "labels": {"completion": "a", "label": True}}
     rows = [{"prompt": prompt, "margin": place} | columns[answers] for place, prompt in enumerate("xyxyx")]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    opened = {"pairs": open_preferences, "labels": open_labelled}[answers]
-    task = opened(TaskConfig(source="rows.jsonl", held_out=1), base=tmp_path, seed=0)
+    kind: DataKind = {"pairs": PREFERENCES, "labels": LABELLED}[answers]
+    task = open_task(TaskConfig(source="rows.jsonl", held_out=1), kind, base=tmp_path, seed=0)
     assert {row.prompt for row in task.train} == {"x", "y"} - {task.held_out[0].prompt}
 
 
@@ -174,7 +179,9 @@ def test_the_digest_changes_with_any_row(tmp_path: Path) -> None:
     first = from_rows(tmp_path, rows).digest
     assert from_rows(tmp_path, rows).digest == first
     (tmp_path / "rows.jsonl").write_text("\n\n".join(json.dumps(row, indent=None) + "  " for row in rows))
-    assert open_task(TaskConfig(source="rows.jsonl", held_out=2), base=tmp_path, seed=0).digest == first
+    assert (
+        open_task(TaskConfig(source="rows.jsonl", held_out=2), PROMPTS, base=tmp_path, seed=0).digest == first
+    )
     for place in range(6):
         edited = [dict(row) for row in rows]
         edited[place]["answer"] = "2"
@@ -188,7 +195,7 @@ def test_rows_that_were_added_leave_the_held_out_ones_and_the_order_of_the_other
     away = before.held_out[0].prompt
     from_rows(tmp_path, [*rows, {"prompt": "x", "answer": "1"}, {"prompt": away, "answer": "1"}])
     config = TaskConfig(source="rows.jsonl", held_out=2)
-    after = open_task(config, base=tmp_path, seed=0, drawn=before.fingerprint.drawn)
+    after = open_task(config, PROMPTS, base=tmp_path, seed=0, drawn=before.fingerprint.drawn)
     assert after.held_out == before.held_out
     assert after.train[:6] == before.train and [row.prompt for row in after.train[6:]] == ["x"]
     assert (after.left_out, after.fingerprint.drawn) == (1, 8)
@@ -207,7 +214,7 @@ def test_rows_that_were_added_leave_the_held_out_ones_and_the_order_of_the_other
 )
 def test_an_unknown_source_is_named(tmp_path: Path, source: str, says: list[str]) -> None:
     with pytest.raises(DataError) as caught:
-        open_task(TaskConfig(source=source, size=4, held_out=0), base=tmp_path, seed=0)
+        open_task(TaskConfig(source=source, size=4, held_out=0), PROMPTS, base=tmp_path, seed=0)
     assert all(part in str(caught.value) for part in says), str(caught.value)
 
 
@@ -223,15 +230,17 @@ def test_an_unknown_source_is_named(tmp_path: Path, source: str, says: list[str]
 def test_gym_data_sets_that_cannot_be_used_are_named(name: str, says: str) -> None:
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DataError) as caught:
-        open_task(TaskConfig(source=f"reasoning-gym:{name}", size=4, held_out=0), base=Path(), seed=0)
+        open_task(
+            TaskConfig(source=f"reasoning-gym:{name}", size=4, held_out=0), PROMPTS, base=Path(), seed=0
+        )
     assert f"reasoning-gym:{name}" in caught.value.what and says in str(caught.value)
 
 
 def test_gym_problems_and_their_scorer() -> None:
     pytest.importorskip("reasoning_gym")
     config = TaskConfig(source="reasoning-gym:chain_sum", size=30, held_out=5)
-    task = open_task(config, base=Path(), seed=1)
-    assert task.digest == open_task(config, base=Path(), seed=1).digest
+    task = open_task(config, PROMPTS, base=Path(), seed=1)
+    assert task.digest == open_task(config, PROMPTS, base=Path(), seed=1).digest
     assert len(task.train) + len(task.held_out) + task.left_out == 30 and len(task.held_out) == 5
     rows = [json.loads(row.as_json()) for row in task.train[:4]]
     given_ = {name: [row[name] for row in rows] for name in ("answer", "metadata")}
@@ -244,7 +253,7 @@ def test_gym_problems_and_their_scorer() -> None:
 def test_an_answer_a_data_set_cannot_read_is_wrong_not_an_error() -> None:
     pytest.importorskip("reasoning_gym")
     config = TaskConfig(source="reasoning-gym:prime_factorization", size=3, held_out=0)
-    task = open_task(config, base=Path(), seed=1)
+    task = open_task(config, PROMPTS, base=Path(), seed=1)
     row = task.train[0]
     score = scorer(task.reward[0])(
         [row.prompt], ["x"], answer=[row.completion], metadata=[row.columns["metadata"]]
@@ -256,10 +265,11 @@ PROBE = """
 import sys
 from pathlib import Path
 from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.kinds import PROMPTS
 from rillflow.tasks.task import open_task
 {hide}
 try:
-    open_task(TaskConfig(source={source!r}, size=50, held_out=5), base=Path({base!r}), seed=0)
+    open_task(TaskConfig(source={source!r}, size=50, held_out=5), PROMPTS, base=Path({base!r}), seed=0)
 except Exception as error:
     print(type(error).__name__, error)
 print(sorted({{"torch", "transformers", "pyarrow", "reasoning_gym", "numpy"}} & set(sys.modules)))

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rillflow.errors import TrainingError
-from rillflow.sharding.gradients import Gradients
-from rillflow.sharding.mesh import RankGroups
+from rillflow.sharding.mesh import Gradients, RankGroups
 from rillflow.training.adamw import rounded
 from rillflow.training.config import OptimizerConfig
 from rillflow.training.offload import OnHost
@@ -56,9 +55,9 @@ def test_offloaded_steps_are_those_of_a_state_that_stays(
     make_module: MakeModule, dtype: torch.dtype, moments: str | None
 ) -> None:
     module = make_module(dtype=dtype)
-    expected = stepped(made(module, moments=moments), module, 1, 2)
+    expected = stepped(made(module, optimizer_dtype=moments), module, 1, 2)
     module = make_module(dtype=dtype)
-    optimizer = made(module, moments=moments, offload="optimizer")
+    optimizer = made(module, optimizer_dtype=moments, offload="optimizer")
     assert_same(stepped(optimizer, module, 1, 2), expected)
     numbers = sum(weight.numel() for weight in module.parameters())
     master, moment = (4, 0)[dtype == torch.float32], (4, 2)[moments is not None]
@@ -80,12 +79,12 @@ def test_an_optimizer_goes_on_bit_for_bit(
     make_module: MakeModule, moments: str | None, offload: str | None
 ) -> None:
     module = make_module(dtype=torch.bfloat16)
-    whole = stepped(made(module, moments=moments, offload=offload), module, 1, 2, 3)
+    whole = stepped(made(module, optimizer_dtype=moments, offload=offload), module, 1, 2, 3)
     module = make_module(dtype=torch.bfloat16)
-    first = made(module, moments=moments, offload=offload)
+    first = made(module, optimizer_dtype=moments, offload=offload)
     stepped(first, module, 1, 2)
     kept = copied(first.state())
-    again = made(module, moments=moments, offload=offload)
+    again = made(module, optimizer_dtype=moments, offload=offload)
     again.load_state(kept)
     assert_same(stepped(again, module, 3), whole)
 
@@ -94,7 +93,7 @@ def test_a_state_keeps_moments_of_half_the_bytes(make_module: MakeModule) -> Non
     sizes = []
     for moments in (None, "bfloat16"):
         module = make_module()
-        optimizer = made(module, moments=moments)
+        optimizer = made(module, optimizer_dtype=moments)
         stepped(optimizer, module, 1)
         sizes.append(sum(each.nbytes for name, each in optimizer.state().items() if "exp_avg" in name))
     assert sizes[0] == 2 * sizes[1] == 8 * sum(weight.numel() for weight in make_module().parameters())

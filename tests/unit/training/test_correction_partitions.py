@@ -14,9 +14,10 @@ from rillflow.formulas.config import PolicyLossConfig
 from rillflow.models.attention import ATTENTION, register
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Histogram
+from rillflow.records.ragged import Ragged
 from rillflow.sharding.module import Parallel
 from rillflow.training.config import TrainConfig
-from rillflow.training.loss import PolicyLoss, settled
+from rillflow.training.loss import PolicyLoss
 from rillflow.training.scorer import Scorer
 from rillflow.training.trainer import Trainer
 from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
@@ -92,11 +93,15 @@ def test_micro_batches_and_two_ranks_make_the_step_of_one(stale: Batch, correcti
     torch.testing.assert_close(first, whole, rtol=1e-9, atol=1e-12)
 
 
+def unscored(_: Batch) -> Ragged:
+    raise AssertionError("m2po needs no log probabilities of the present")
+
+
 def test_m2po_keeps_the_same_tokens_to_the_bit_however_a_minibatch_lies_on_ranks(stale: Batch) -> None:
     """The limit by numpy's own sorting and adding; a rank has a part of the rows, or none."""
     loss = PolicyLoss(PolicyLossConfig(correction="m2po"))
     prepared = loss.prepare(stale)
-    whole = settled(loss, prepared, SingleRank())
+    whole = loss.settled(prepared, stale, unscored, SingleRank())
     assert whole is not None
     kept = whole.ragged("is_kept").values & stale.ragged("loss_mask").values
     drift = (stale.ragged("old_logprobs").values - stale.ragged("sampler_logprobs").values).double()
@@ -108,7 +113,7 @@ def test_m2po_keeps_the_same_tokens_to_the_bit_however_a_minibatch_lies_on_ranks
 
     def on(rank: int) -> Tensor:
         own = None if rank == 1 else loss.prepare(piece(stale, rank // 2, 2))
-        found = settled(loss, own, ThreadRanks(group, rank))
+        found = loss.settled(own, stale, unscored, ThreadRanks(group, rank))
         return torch.zeros(0, dtype=torch.bool) if found is None else found.ragged("is_kept").values
 
     with ThreadPoolExecutor(3) as pool:
@@ -119,5 +124,5 @@ def test_m2po_keeps_the_same_tokens_to_the_bit_however_a_minibatch_lies_on_ranks
 def test_where_nobody_made_old_logprobs_m2po_leaves_nothing_out(stale: Batch) -> None:
     loss = PolicyLoss(PolicyLossConfig(correction="m2po"))
     rows = loss.prepare(stale.only("tokens", "loss_mask", "advantages", "sampler_logprobs"))
-    found = settled(loss, rows, SingleRank())
+    found = loss.settled(rows, stale, unscored, SingleRank())
     assert found is not None and bool(found.ragged("is_kept").values.all())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import get_args
+from typing import ClassVar, get_args
 
 import pytest
 import torch
@@ -12,17 +12,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rillflow.errors import NotFiniteError, TrainingError
-from rillflow.formulas.aggregation import Aggregation
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.formulas.logprobs import TokenLogprobs
-from rillflow.formulas.losses import TokenLosses
+from rillflow.formulas.losses import Aggregation, TokenLosses, cross_entropy
+from rillflow.formulas.preferences import PairLossConfig
+from rillflow.formulas.unpaired import UnpairedLossConfig
+from rillflow.graph.loss import LossSection, LossTerm
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import Histogram
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import loss_tokens
-from rillflow.training.loss import LossPart, PolicyLoss, SupervisedLoss, TokenLoss
+from rillflow.training.loss import LossPart, PolicyLoss, SupervisedLoss, TokenLoss, loss_of
 from rillflow.training.scorer import LogprobReader, Scorer, micro_batches
 from rillflow.training.trainer import Trainer
 
@@ -437,3 +439,36 @@ def test_an_advantage_that_is_not_finite_names_its_row() -> None:
     broken = four_tokens().with_fields(advantages=torch.tensor([0.0, math.nan]))
     with pytest.raises(TrainingError, match=r"advantages is nan at row \(epoch 0 prompt 1 sample 0\)"):
         PolicyLoss(PolicyLossConfig()).prepare(broken)
+
+
+class HalvedLoss(TokenLoss):
+    """A kind of loss from outside the package."""
+
+    def __init__(self, config: HalvedConfig, max_tokens: int) -> None:
+        super().__init__(cross_entropy, model_outputs=("logprobs", "likeliest"), name=f"half/{max_tokens}")
+        self.source = config
+
+
+class HalvedConfig(LossSection):
+    """Its section."""
+
+    loss_kind: ClassVar[type] = HalvedLoss
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """See LossSection."""
+        return ()
+
+
+def test_a_section_says_which_kind_of_loss_it_stands_for() -> None:
+    outputs = ("logprobs", "entropy", "likeliest")
+    found = loss_of(LossTerm(loss=HalvedConfig(), count=1), outputs, "policy", 7)
+    assert type(found) is HalvedLoss and found.name == "half/7"
+    assert found.about()["source"] == f"{__name__}:HalvedConfig"
+    kinds = [
+        loss_of(LossTerm(loss=section, count=1), outputs, "policy", 7)
+        for section in (PolicyLossConfig(), PairLossConfig(), UnpairedLossConfig())
+    ]
+    assert [each.rows_together for each in kinds] == [1, 2, 2]
+    with pytest.raises(TrainingError, match="critic cannot use the loss PairLossConfig"):
+        loss_of(LossTerm(loss=PairLossConfig(), count=1), ("values",), "critic")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from rillflow.sharding.gradients import Gradients
-from rillflow.sharding.mesh import RankGroups
+from rillflow.sharding.mesh import Gradients, RankGroups
 from rillflow.training.config import OptimizerConfig
 from rillflow.training.optimizer import Optimizer
 from rillflow.workers.collectives import SingleRank

@@ -14,15 +14,15 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from rillflow.errors import NotFiniteError, TrainingError
-from rillflow.formulas.config import PairKind, PairLossConfig
+from rillflow.formulas.preferences import PairKind, PairLossConfig
 from rillflow.models.attention import ATTENTION, register
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import merge_metrics
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.training.answers import AnswerLoss
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import loss_tokens
-from rillflow.training.pairs import PolicyPairLoss
 from rillflow.training.scorer import LogprobReader, Scorer, micro_batches
 from rillflow.training.trainer import Trainer
 
@@ -61,7 +61,7 @@ def pairs(lengths: list[tuple[int, int]], seed: int = 0, prompt: int = 6) -> Bat
     )
 
 
-def gradient(module: PreTrainedModel, parts: list[Batch], loss: PolicyPairLoss, budget: int) -> Tensor:
+def gradient(module: PreTrainedModel, parts: list[Batch], loss: AnswerLoss, budget: int) -> Tensor:
     """Added up over the micro-batches of several ranks' parts, whose denominators are one."""
     module.zero_grad()
     scorer = Scorer(module, TrainConfig())
@@ -92,7 +92,7 @@ def test_any_cut_gives_the_same_gradient(
     module: PreTrainedModel, lengths: list[tuple[int, int]], cut: int, budget: int, seed: int, kind: PairKind
 ) -> None:
     """Micro-batches of any size, rows in any order, pairs shared out over two ranks."""
-    loss = PolicyPairLoss(PairLossConfig(kind=kind, nll=0.5))
+    loss = AnswerLoss(PairLossConfig(kind=kind, nll=0.5))
     rows = pairs(lengths, seed)
     whole = gradient(module, [rows], loss, 1 << 20)
     mixed = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))
@@ -106,7 +106,7 @@ def test_any_cut_gives_the_same_gradient(
 def test_the_gradient_is_that_of_rows_taken_one_at_a_time(module: PreTrainedModel, kind: PairKind) -> None:
     rows = pairs([(3, 5), (2, 2), (6, 1)])
     config = PairLossConfig(kind=kind)
-    found = gradient(module, [rows], PolicyPairLoss(config), 1 << 20)
+    found = gradient(module, [rows], AnswerLoss(config), 1 << 20)
     module.zero_grad()
     known, totals, lengths = rows.dense("reference_totals"), [], []
     masks = rows.ragged("loss_mask").rows()
@@ -136,7 +136,7 @@ def test_the_gradient_is_that_of_rows_taken_one_at_a_time(module: PreTrainedMode
 
 def test_the_row_that_a_field_prefers_is_the_chosen_one(module: PreTrainedModel) -> None:
     """Rows that were sampled: two of a prompt's, whatever their sample numbers."""
-    rows, loss = pairs([(3, 5), (2, 2), (6, 1)]), PolicyPairLoss(PairLossConfig())
+    rows, loss = pairs([(3, 5), (2, 2), (6, 1)]), AnswerLoss(PairLossConfig())
     whole = gradient(module, [rows], loss, 1 << 20)
     ids = rows.ids.clone()
     ids[:, 2] = torch.tensor([7, 2, 0, 5, 3, 1])
@@ -148,7 +148,7 @@ def test_the_row_that_a_field_prefers_is_the_chosen_one(module: PreTrainedModel)
 
 
 def test_metrics_of_parts_merge_to_those_of_the_whole(module: PreTrainedModel) -> None:
-    rows, loss = pairs([(3, 5), (2, 2), (6, 1), (4, 4)]), PolicyPairLoss(PairLossConfig(nll=0.1))
+    rows, loss = pairs([(3, 5), (2, 2), (6, 1), (4, 4)]), AnswerLoss(PairLossConfig(nll=0.1))
     scorer, prepared = Scorer(module, TrainConfig()), loss.prepare(rows)
 
     def measured(part: Batch) -> dict[str, float]:
@@ -170,7 +170,7 @@ def test_a_pair_s_prompt_is_computed_once(make_module: MakeModule) -> None:
         lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True
     )
     Trainer(policy, TrainConfig(tokens_per_micro_batch=50), total_steps=9).update(
-        rows, PolicyPairLoss(PairLossConfig())
+        rows, AnswerLoss(PairLossConfig())
     )
     assert sorted(seen) == [40 + 1 + 1, 40 + 2 + 4], "nothing reads a row's last token"
 
@@ -178,7 +178,7 @@ def test_a_pair_s_prompt_is_computed_once(make_module: MakeModule) -> None:
 def test_training_raises_the_chosen_over_the_rejected(make_module: MakeModule) -> None:
     rows = pairs([(3, 5), (2, 2), (6, 1), (4, 4)])
     trainer = Trainer(make_module(), TrainConfig(lr=3e-3), total_steps=99)
-    steps = [trainer.update(rows, PolicyPairLoss(PairLossConfig(beta=0.5))) for _ in range(12)]
+    steps = [trainer.update(rows, AnswerLoss(PairLossConfig(beta=0.5))) for _ in range(12)]
     assert steps[-1]["pairs/loss/mean"].value < 0.5 * steps[0]["pairs/loss/mean"].value
     assert steps[-1]["pairs/accuracy/mean"].value == 1.0
 
@@ -197,12 +197,12 @@ def test_rows_that_are_no_pairs_are_named(keep: list[int], preferred: list[bool]
     if preferred is not None:
         rows = rows.with_fields(preferred=torch.tensor(preferred))
     with pytest.raises(TrainingError, match="has no partner") as caught:
-        PolicyPairLoss(PairLossConfig()).prepare(rows)
+        AnswerLoss(PairLossConfig()).prepare(rows)
     assert why in caught.value.why
 
 
 def test_what_a_pair_cannot_do_without_is_named() -> None:
-    rows, loss = pairs([(3, 5)]), PolicyPairLoss(PairLossConfig())
+    rows, loss = pairs([(3, 5)]), AnswerLoss(PairLossConfig())
     with pytest.raises(TrainingError, match="reads the field 'reference_totals'"):
         loss.prepare(rows.only("tokens", "loss_mask"))
     mask = rows.ragged("loss_mask")

@@ -78,7 +78,7 @@ def stepped(
     batch: Batch,
     budget: int,
     ranks: Ranks,
-    balance: float | None,
+    balance: float,
     *,
     recomputes: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Metric]]:
@@ -97,7 +97,7 @@ def stepped(
 
 
 @cache
-def at_once(balance: float | None) -> tuple[dict[str, Tensor], dict[str, Metric]]:
+def at_once(balance: float) -> tuple[dict[str, Tensor], dict[str, Metric]]:
     return stepped(mixture(), rows(), 1000, SingleRank(), balance)
 
 
@@ -135,7 +135,7 @@ def test_the_loss_is_that_of_transformers_over_rows_that_teach() -> None:
     trainer = Trainer(module, config, total_steps=1)
     before = {name: each.detach().clone() for name, each in module.named_parameters()}
     found = trainer.update(batch, SupervisedLoss())
-    plain = Trainer(module, config.model_copy(update={"balance": None}), total_steps=1)
+    plain = Trainer(module, config.model_copy(update={"balance": 0.0}), total_steps=1)
     module.load_state_dict(before, strict=False)
     said = plain.update(batch, SupervisedLoss())
     module.load_state_dict(before, strict=False)
@@ -154,7 +154,7 @@ def test_the_loss_is_that_of_transformers_over_rows_that_teach() -> None:
 
 
 def test_loads_are_those_of_every_token_of_every_row() -> None:
-    metrics = at_once(None)[1]
+    metrics = at_once(0.0)[1]
     module, counts = mixture(), torch.zeros(2, EXPERTS)
     for row in rows().ragged("tokens").rows():
         logits = module(input_ids=row[None, :-1], use_cache=False, output_router_logits=True).router_logits

@@ -19,10 +19,10 @@ from rillflow.records.batch import Batch, row_ids
 from rillflow.records.metrics import merge_metrics
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.training.answers import PairLoss
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import loss_tokens
 from rillflow.training.loss import TokenLoss, ValueLoss
-from rillflow.training.pairs import PairLoss
 from rillflow.training.scorer import ScalarReader, Scorer, micro_batches
 
 MakeModule = Callable[..., PreTrainedModel]

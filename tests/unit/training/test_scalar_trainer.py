@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from rillflow.errors import TrainingError
 from rillflow.formulas.config import ValueLossConfig
 from rillflow.records.batch import Batch
+from rillflow.training.answers import PairLoss
 from rillflow.training.config import TrainConfig
 from rillflow.training.loss import TokenLoss, ValueLoss
-from rillflow.training.pairs import PairLoss
 from rillflow.training.trainer import Trainer
 
 MakeModule = Callable[..., PreTrainedModel]

@@ -146,9 +146,16 @@ def test_a_bundle_holds_every_field_and_the_settings_and_there_is_one_a_step(
     assert torch.equal(kept.ragged("tokens").values, first.ragged("tokens").values)
     assert kept.ragged("loss_mask").values.dtype == torch.bool
     about: dict[str, Any] = json.loads((tmp_path / "bundle.json").read_text())
-    where = "rillflow.formulas.losses:policy_loss"
-    about_it = {"loss": "policy", "model_outputs": ["logprobs", "entropy"], "function": where, "options": {}}
-    assert about["aims"] == [{**about_it, "weight": 1.0}]
+    assert about["aims"] == [
+        {
+            "loss": "policy",
+            "model_outputs": ["logprobs", "entropy"],
+            "is_scalar": False,
+            "source": "rillflow.formulas.config:PolicyLossConfig",
+            "options": PolicyLossConfig().model_dump(mode="json"),
+            "weight": 1.0,
+        }
+    ]
     assert about["reason"] == "advantages is nan at row (epoch 0 prompt 0 sample 0)"
     assert trainer.skipped is not None and len(trainer.skipped.take()) == 2
 

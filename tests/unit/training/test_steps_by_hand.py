@@ -22,7 +22,7 @@ from rillflow.algorithms.config import OnlineConfig
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.controller.executor import apply_formula, rows_where
 from rillflow.controller.flow import Flow
-from rillflow.formulas.aggregation import Aggregation
+from rillflow.formulas.losses import Aggregation
 from rillflow.records.batch import Batch, joined
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish

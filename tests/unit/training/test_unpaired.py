@@ -10,17 +10,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from rillflow.errors import TrainingError
-from rillflow.formulas.config import UnpairedLossConfig
-from rillflow.formulas.preferences import AnswerTotals, unpaired_loss
+from rillflow.formulas.preferences import AnswerTotals
+from rillflow.formulas.unpaired import UnpairedLossConfig, unpaired_loss
 from rillflow.models.attention import ATTENTION, register
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.training.answers import AnswerLoss
 from rillflow.training.config import TrainConfig
 from rillflow.training.guards import loss_tokens
 from rillflow.training.scorer import LogprobReader, Scorer, micro_batches
 from rillflow.training.trainer import Trainer
-from rillflow.training.unpaired import UnpairedLoss
 from rillflow.workers.collectives import SingleRank
 
 GOOD = [True, False, False, True]
@@ -75,7 +75,7 @@ def gradient(module: PreTrainedModel) -> Tensor:
 @pytest.mark.parametrize("shift", [1.0, -1.0], ids=["moved", "clamped at 0"])
 def test_gradient_and_divergence_are_those_of_the_formula(module: PreTrainedModel, shift: float) -> None:
     """1 - s(beta (d - z)) and 1 - s(beta (z - d)), z of the mismatched answers, without a gradient."""
-    rows, loss, scorer = answers(module, shift), UnpairedLoss(CONFIG), Scorer(module, TrainConfig())
+    rows, loss, scorer = answers(module, shift), AnswerLoss(CONFIG), Scorer(module, TrainConfig())
     whole = loss.settled(loss.prepare(rows), rows, scorer.logprobs, SingleRank())
     assert whole is not None and whole.ids[:, 2].tolist() == [0] * 4
     module.zero_grad()
@@ -119,14 +119,14 @@ def test_training_raises_what_is_good_and_lowers_what_is_bad(
     policy = make_module()
     rows = answers(policy, 0.0)
     trainer = Trainer(policy, TrainConfig(lr=3e-3, tokens_per_micro_batch=12), total_steps=99)
-    steps = [trainer.update(rows, UnpairedLoss(CONFIG)) for _ in range(12)]
+    steps = [trainer.update(rows, AnswerLoss(CONFIG)) for _ in range(12)]
     assert steps[-1]["answers/loss/mean"].value < steps[0]["answers/loss/mean"].value - 0.05
     assert steps[-1]["answers/accuracy/mean"].value == 1.0
     assert steps[-1]["answers/accuracy/mean"].count == 4, "nobody learns another prompt's answer"
 
 
 def test_what_an_answer_cannot_do_without_is_named(module: PreTrainedModel) -> None:
-    rows, loss = answers(module), UnpairedLoss(CONFIG)
+    rows, loss = answers(module), AnswerLoss(CONFIG)
     with pytest.raises(TrainingError, match="reads the field 'label'"):
         loss.prepare(rows.only("tokens", "loss_mask", "reference_totals"))
     mask = rows.ragged("loss_mask")

@@ -15,6 +15,7 @@ import numpy as np
 
 from rillflow.errors import PlanError
 from rillflow.placement.grid import Grid, Numbers
+from rillflow_planner.cost_model.grids import copies_of, dense_cuts, dp_stride, expert_cuts, expert_ways
 from rillflow_planner.cost_model.links import Links, all_gather_s, all_reduce_s, all_to_all_s, send_s
 from rillflow_planner.hardware import Factors, Fleet
 from rillflow_planner.model_shape import ModelShape
@@ -236,7 +237,7 @@ def bubble(load: Load, grids: Grid) -> Numbers:
 def stage_parameters(shape: ModelShape, grids: Grid) -> Numbers:
     """Return the parameters of one pipeline stage that one device computes with, after gathering shards."""
     dense = shape.shared_parameters / (grids.pp * grids.tp)
-    return dense + shape.routed_parameters / (grids.pp * grids.expert_ways)
+    return dense + shape.routed_parameters / (grids.pp * expert_ways(grids))
 
 
 def gathers_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbers:
@@ -247,10 +248,10 @@ def gathers_s(setting: Setting, load: Load, grids: Grid, passes: float) -> Numbe
     """
     each = np.ceil(setting.shape.layers / grids.pp) + 1
     weights = stage_parameters(setting.shape, grids) * setting.item_bytes / each
-    gather = all_gather_s(setting.links, weights, grids.copies, grids.dp_stride)
+    gather = all_gather_s(setting.links, weights, copies_of(grids), dp_stride(grids))
     if passes > FORWARD:
         gradients = weights / setting.item_bytes * GRADIENT_BYTES
-        gather = 2 * gather + all_gather_s(setting.links, gradients, grids.copies, grids.dp_stride)
+        gather = 2 * gather + all_gather_s(setting.links, gradients, copies_of(grids), dp_stride(grids))
     return np.where(grids.is_sharded, load.micro_batches * each * gather, 0.0)
 
 
@@ -262,12 +263,12 @@ def gradients_s(setting: Setting, grids: Grid) -> Numbers:
     """
     shape, links = setting.shape, setting.links
     dense = GRADIENT_BYTES * shape.shared_parameters / (grids.pp * grids.tp)
-    found = all_reduce_s(links, dense, grids.copies, grids.dp_stride)
+    found = all_reduce_s(links, dense, copies_of(grids), dp_stride(grids))
     if shape.is_mixture:
-        routed = GRADIENT_BYTES * shape.routed_parameters / (grids.pp * grids.expert_ways)
-        copies = np.maximum(grids.copies * grids.tp / grids.expert_ways, 1)
-        found = found + all_reduce_s(links, routed, copies, grids.expert_ways)
-    agreed = AGREEMENTS * all_gather_s(links, 0.0, grids.copies, grids.dp_stride)
+        routed = GRADIENT_BYTES * shape.routed_parameters / (grids.pp * expert_ways(grids))
+        copies = np.maximum(copies_of(grids) * grids.tp / expert_ways(grids), 1)
+        found = found + all_reduce_s(links, routed, copies, expert_ways(grids))
+    agreed = AGREEMENTS * all_gather_s(links, 0.0, copies_of(grids), dp_stride(grids))
     return agreed + np.where(grids.is_sharded, 0.0, found)
 
 
@@ -275,10 +276,10 @@ def optimized_parameters(setting: Setting, grids: Grid) -> Numbers:
     """Return the parameters whose optimiser state a device keeps: all it holds, or its ZeRO-1 shard."""
     shape = setting.shape
     zero1 = setting.problem.hardware.engine.zero1
-    cut = np.where(np.logical_and(zero1, np.logical_not(grids.is_sharded)), grids.copies, 1.0)
-    spread = np.where(cut > 1, np.maximum(grids.copies * grids.tp / grids.expert_ways, 1), 1.0)
-    dense = shape.shared_parameters / grids.dense_cuts / cut
-    return dense + shape.routed_parameters / grids.expert_cuts / spread
+    cut = np.where(np.logical_and(zero1, np.logical_not(grids.is_sharded)), copies_of(grids), 1.0)
+    spread = np.where(cut > 1, np.maximum(copies_of(grids) * grids.tp / expert_ways(grids), 1), 1.0)
+    dense = shape.shared_parameters / dense_cuts(grids) / cut
+    return dense + shape.routed_parameters / expert_cuts(grids) / spread
 
 
 def optimizer_s(setting: Setting, grids: Grid) -> Numbers:

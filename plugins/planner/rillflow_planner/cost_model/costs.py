@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.graph.graph import Edge, Stage
-from rillflow.placement.grid import Grid, Numbers, Option, grids_of
+from rillflow.placement.grid import Grid, Numbers
 from rillflow.placement.plan import SAMPLER
 from rillflow_planner.cost_model import generation, memory, transfers
 from rillflow_planner.cost_model.compute import Setting, score_s, train_s
 from rillflow_planner.cost_model.generation import Decoder
+from rillflow_planner.cost_model.grids import Option, grids_of
 from rillflow_planner.cost_model.links import Links
 from rillflow_planner.cost_model.options import divisors, grids, sampling_sizes, undominated
 from rillflow_planner.problem import Problem, Unit, Work

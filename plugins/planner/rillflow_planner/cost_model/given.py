@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from rillflow.graph.graph import Edge, Stage
-from rillflow.placement.grid import Grid, Option
+from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.generation import Decoder
+from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.problem import Problem, Unit
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from rillflow.placement.grid import Grid, Numbers
 from rillflow_planner.cost_model.compute import GRADIENT_BYTES, Load, Setting, load_of, optimized_parameters
+from rillflow_planner.cost_model.grids import dense_cuts, expert_cuts, expert_ways
 from rillflow_planner.model_shape import ModelShape
 
 
@@ -21,7 +22,7 @@ def weight_bytes(setting: Setting, grids: Grid) -> Numbers:
 
 def held_parameters(shape: ModelShape, grids: Grid) -> Numbers:
     """Return the parameters a device keeps after sharding by tp, pp, ep and fsdp, averaged over stages."""
-    return shape.shared_parameters / grids.dense_cuts + shape.routed_parameters / grids.expert_cuts
+    return shape.shared_parameters / dense_cuts(grids) + shape.routed_parameters / expert_cuts(grids)
 
 
 def optimizer_bytes(setting: Setting, grids: Grid) -> Numbers:
@@ -83,5 +84,5 @@ def scoring_bytes(setting: Setting, grids: Grid) -> Numbers:
 def _gathered(setting: Setting, grids: Grid) -> Numbers:
     """Return the bytes of two gathered layers: the current one and the prefetched one."""
     shape = setting.shape
-    layer = (shape.trunk_parameters / grids.tp + shape.routed_parameters / grids.expert_ways) / shape.layers
+    layer = (shape.trunk_parameters / grids.tp + shape.routed_parameters / expert_ways(grids)) / shape.layers
     return np.where(grids.is_sharded, 2 * layer * setting.item_bytes, 0.0)

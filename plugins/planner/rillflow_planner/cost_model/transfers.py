@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rillflow.placement.grid import Grid, Numbers, Option
+from rillflow.placement.grid import Grid, Numbers
 from rillflow.placement.plan import PlannedPool
 from rillflow_planner.cost_model.compute import Setting
 from rillflow_planner.cost_model.generation import Decoder
+from rillflow_planner.cost_model.grids import Option, dense_cuts
 from rillflow_planner.cost_model.links import Links, all_gather_s
 from rillflow_planner.problem import Unit
 from rillflow_planner.workload import Workload
@@ -66,7 +67,7 @@ def received_in_place(total_bytes: Numbers, grids: Grid, generate_tp: Numbers) -
     HybridFlow, arXiv 2409.19256, table 2, with p_g = 1: a rank's training shard lies within its generation
     shard, so only the rest is sent. With parameters also sharded over dp: ``M / t_g - M / (t p d)``.
     """
-    return np.maximum(np.divide(total_bytes, generate_tp) - total_bytes / grids.dense_cuts, 0.0)
+    return np.maximum(np.divide(total_bytes, generate_tp) - total_bytes / dense_cuts(grids), 0.0)
 
 
 def in_place_s(setting: Setting, grids: Grid, generate_tp: Numbers) -> Numbers:
@@ -77,7 +78,7 @@ def in_place_s(setting: Setting, grids: Grid, generate_tp: Numbers) -> Numbers:
     total = setting.shape.parameters * setting.item_bytes
     if setting.factors.refit:
         return total / setting.factors.refit
-    ways = np.maximum(grids.dense_cuts / generate_tp, 1.0)
+    ways = np.maximum(dense_cuts(grids) / generate_tp, 1.0)
     missing = received_in_place(total, grids, generate_tp)
     gathered = np.where(ways > 1, missing * ways / np.maximum(ways - 1, 1e-9), 0.0)
     return all_gather_s(setting.links, gathered, ways)

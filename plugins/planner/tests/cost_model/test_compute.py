@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from plugins.planner.tests.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, WORKLOAD, setting
 from rillflow.errors import PlanError
-from rillflow.placement.grid import Grid, grids_of
+from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model import compute
+from rillflow_planner.cost_model.grids import grids_of
 from rillflow_planner.hardware import Factors
 from rillflow_planner.workload import Lengths, Packing
 

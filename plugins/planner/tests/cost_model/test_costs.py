@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from plugins.planner.tests.cost_model.settings import DEVICE, FLEET, MIXTURE, SHAPE, WORKLOAD, problem, seat
 from rillflow.graph.graph import Edge
-from rillflow.placement.grid import Grid, Option
+from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER
 from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.cost_model.options import cuts_heads, divisors, grids, undominated
 from rillflow_planner.hardware import EngineFactors, Factors
 from rillflow_planner.problem import Problem, Unit

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.planner.tests.cost_model.settings import MIXTURE, SHAPE, WORKLOAD, setting
-from rillflow.placement.grid import Grid, grids_of
+from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model import memory
 from rillflow_planner.cost_model.compute import load_of
+from rillflow_planner.cost_model.grids import grids_of
 
 ONE = grids_of(Grid())
 

@@ -1,4 +1,4 @@
-"""Several lanes in one engine: the same rows, in the same order, and none left behind."""
+"""Several workers in one engine: the same rows, in the same order, and none left behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rillflow.records.batch import Batch, concatenate
 from rillflow.records.rollout import Rollout, completions
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
-from rillflow.rollout.native.engine import LANE_ROWS, NativeEngine
+from rillflow.rollout.native.engine import WORKER_ROWS, NativeEngine
 from tests.unit.records.singles import rollouts_of
 
 Engines = Callable[..., NativeEngine]
@@ -23,10 +23,10 @@ Prompts = Callable[..., Batch]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7])
-def test_lanes_change_no_row(count: int, engine: Engines, prompts: Prompts) -> None:
-    """One lane and three draw the same tokens, for fewer prompts than lanes too; only rounding differs."""
+def test_workers_change_no_row(count: int, engine: Engines, prompts: Prompts) -> None:
+    """One worker and three draw the same tokens, also for fewer prompts; only rounding differs."""
     batch = prompts(*[[1 + index, 2, 3] for index in range(count)])
-    alone, beside = (engine(lanes=lanes, max_rows=6).generate(batch, samples=3) for lanes in (1, 3))
+    alone, beside = (engine(workers=workers, max_rows=6).generate(batch, samples=3) for workers in (1, 3))
     assert alone.ids.tolist() == beside.ids.tolist()
     assert torch.equal(completions(alone).values, completions(beside).values)
     torch.testing.assert_close(
@@ -34,36 +34,36 @@ def test_lanes_change_no_row(count: int, engine: Engines, prompts: Prompts) -> N
     )
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("sizes", [(7,), (1, 6), (2, 2, 3), (1,) * 7])
 def test_parts_laid_end_to_end_are_what_all_prompts_give_at_once(
-    lanes: int, sizes: tuple[int, ...], engine: Engines, prompts: Prompts
+    workers: int, sizes: tuple[int, ...], engine: Engines, prompts: Prompts
 ) -> None:
     """Rows of later parts run on while those of the first are taken; none is lost and no bit changes."""
     batch = prompts(*[[1 + index, 2, 3] for index in range(7)])
     ends = list(accumulate(sizes))
     parts = [batch.slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    used = engine(lanes=lanes, max_rows=6)
+    used = engine(workers=workers, max_rows=6)
     found, running = [], []
     for part in used.generate_parts(parts, samples=3):
         found.append(part)
         running.append(used.has_work)
     assert [len(part) for part in found] == [3 * size for size in sizes] and not used.has_work
     assert not running[-1] and (len(sizes) == 1 or running[0])
-    whole, parted = engine(lanes=lanes, max_rows=6).generate(batch, samples=3), concatenate(found)
+    whole, parted = engine(workers=workers, max_rows=6).generate(batch, samples=3), concatenate(found)
     assert torch.equal(whole.ids, parted.ids)
     for name in ("tokens", "sampler_logprobs", "versions"):
         assert torch.equal(whole.ragged(name).values, parted.ragged(name).values)
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_each_prompt_may_have_settings_of_its_own(lanes: int, engine: Engines, prompts: Prompts) -> None:
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_prompt_may_have_settings_of_its_own(workers: int, engine: Engines, prompts: Prompts) -> None:
     """A row's tokens are those of a call in which all rows have its settings."""
     batch = prompts(*[[1 + index, 2, 3] for index in range(7)])
     settings = [SamplingConfig(max_tokens=2 + index, temperature=0.5 + index / 4) for index in range(7)]
-    mixed = rollouts_of(engine(lanes=lanes, max_rows=6).generate(batch, samples=2, sampling=settings))
+    mixed = rollouts_of(engine(workers=workers, max_rows=6).generate(batch, samples=2, sampling=settings))
     for place, own in enumerate(settings):
-        alike = rollouts_of(engine(lanes=lanes, max_rows=6).generate(batch, samples=2, sampling=own))
+        alike = rollouts_of(engine(workers=workers, max_rows=6).generate(batch, samples=2, sampling=own))
         rows = slice(2 * place, 2 * place + 2)
         assert [row.tokens for row in mixed[rows]] == [row.tokens for row in alike[rows]]
         assert all(sum(row.loss_mask) == own.max_tokens for row in mixed[rows])
@@ -71,19 +71,19 @@ def test_each_prompt_may_have_settings_of_its_own(lanes: int, engine: Engines, p
 
 def test_settings_for_another_number_of_prompts_are_refused(engine: Engines, prompts: Prompts) -> None:
     with pytest.raises(RolloutError, match="3 sampling settings for 2 prompts"):
-        engine(lanes=2).generate(prompts([1, 2], [3, 4]), sampling=[SamplingConfig()] * 3)
+        engine(workers=2).generate(prompts([1, 2], [3, 4]), sampling=[SamplingConfig()] * 3)
 
 
 def test_a_repeated_call_has_the_same_bits(engine: Engines, prompts: Prompts) -> None:
-    """Which lane a row runs in depends on its place alone, not on time."""
+    """Which worker a row runs in depends on its place alone, not on time."""
     batch = prompts(*[[token, 5] for token in range(1, 12)])
-    first, second = (engine(lanes=2, max_rows=4).generate(batch, samples=2) for _ in range(2))
+    first, second = (engine(workers=2, max_rows=4).generate(batch, samples=2) for _ in range(2))
     for name in ("tokens", "sampler_logprobs"):
         assert torch.equal(first.ragged(name).values, second.ragged(name).values)
 
 
 def test_rows_added_one_by_one_run_in_lanes(engine: Engines, prompts: Prompts) -> None:
-    used = engine(lanes=2, max_rows=4, max_tokens=6)
+    used = engine(workers=2, max_rows=4, max_tokens=6)
     whole = rollouts_of(used.generate(prompts([1, 2], [3, 4], [5, 6])))
     for row in whole:
         used.add(Rollout.start(row.row, row.tokens[:2], row.columns))
@@ -98,9 +98,9 @@ def test_rows_added_one_by_one_run_in_lanes(engine: Engines, prompts: Prompts) -
 
 
 def test_a_lane_that_fails_ends_the_others(engine: Engines, build: Callable[..., nn.Module]) -> None:
-    """The row at fault is named, nothing stays in any lane, and the engine works again."""
+    """The row at fault is named, nothing stays in any worker, and the engine works again."""
     module = build()
-    used = engine(module, lanes=2, max_rows=4, max_tokens=200)
+    used = engine(module, workers=2, max_rows=4, max_tokens=200)
     embedding = module.get_input_embeddings()  # type: ignore[operator]
     with torch.no_grad():
         kept = embedding.weight[9].clone()
@@ -116,7 +116,7 @@ def test_a_lane_that_fails_ends_the_others(engine: Engines, build: Callable[...,
 
 def test_a_step_that_fails_in_one_lane_empties_all(engine: Engines, build: Callable[..., nn.Module]) -> None:
     module = build()
-    used = engine(module, lanes=2, max_rows=4)
+    used = engine(module, workers=2, max_rows=4)
     with torch.no_grad():
         module.get_input_embeddings().weight[9] = float("nan")  # type: ignore[operator]
     for prompt, token in enumerate((9, 1)):
@@ -127,24 +127,24 @@ def test_a_step_that_fails_in_one_lane_empties_all(engine: Engines, build: Calla
 
 
 def test_versions_reach_every_lane(engine: Engines, prompts: Prompts) -> None:
-    used = engine(lanes=2, max_rows=4)
+    used = engine(workers=2, max_rows=4)
     used.load(8, {})
     rows = used.generate(prompts([1], [2], [3]))
     sampled = rows.ragged("loss_mask").values
     assert set(rows.ragged("versions").values[sampled].tolist()) == {8}
 
 
-@pytest.mark.parametrize(("lanes", "max_rows"), [(2, 4), (None, 2 * LANE_ROWS)])
-def test_lanes_end_with_their_engine(
-    lanes: int | None, max_rows: int, engine: Engines, prompts: Prompts
+@pytest.mark.parametrize(("workers", "max_rows"), [(2, 4), (None, 2 * WORKER_ROWS)])
+def test_workers_end_with_their_engine(
+    workers: int | None, max_rows: int, engine: Engines, prompts: Prompts
 ) -> None:
-    """Where it is not said, on a processor, there is a lane for each thread of torch's."""
+    """Where it is not said, on a processor, there is a worker for each thread of torch's."""
     others, threads = set(threading.enumerate()), torch.get_num_threads()
     torch.set_num_threads(2)
-    used = engine(lanes=lanes, max_rows=max_rows)
+    used = engine(workers=workers, max_rows=max_rows)
     used.generate(prompts([1], [2]))
     torch.set_num_threads(threads)
-    mine = {thread for thread in threading.enumerate() if thread.name.startswith("rillflow-lane")} - others
+    mine = {thread for thread in threading.enumerate() if thread.name.startswith("rillflow-worker")} - others
     assert len(mine) == 2
     del used
     for thread in mine:
@@ -154,7 +154,7 @@ def test_lanes_end_with_their_engine(
 
 def test_the_callers_threads_stay(engine: Engines, prompts: Prompts) -> None:
     before = torch.get_num_threads()
-    engine(lanes=2, max_rows=4).generate(prompts([1], [2]))
+    engine(workers=2, max_rows=4).generate(prompts([1], [2]))
     assert torch.get_num_threads() == before
 
 
