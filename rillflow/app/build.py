@@ -35,8 +35,10 @@ from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Cadence, Loop
-from rillflow.controller.open_step import DataStream, Phase
-from rillflow.controller.tail_batching import TailBatching
+from rillflow.controller.open_step import Phase
+from rillflow.controller.source import DataStream, GroupSampling, Source
+from rillflow.controller.step_executor import StepExecutor
+from rillflow.controller.tail_batching import ASIDE, TailBatching
 from rillflow.models.language_model import choose_device
 from rillflow.records.batch import Batch, load_batch
 from rillflow.records.metrics import Mean
@@ -55,8 +57,6 @@ from rillflow.workers.start import start_backend
 
 BESIDE_SEED = 2**32
 """Shift of the seed for a step's second batch, so that its order differs; larger than every run's seed."""
-ASIDE = "aside"
-"""Key in a checkpoint's data position for prompts that were drawn and set aside for later."""
 
 
 class Build:
@@ -136,31 +136,29 @@ class Build:
         try:
             for number in range(index, len(plans)):
                 resumed = state if number == index and state["done"] else None
-                phase = self._phase(plans[number], resumed)
-                loop.run_phase(phase, number, plans[number].first, resumed["done"] if resumed else 0)
+                phase = self._phase(plans[number], number, resumed)
+                loop.run_phase(phase, resumed["done"] if resumed else 0)
         finally:
             gc.unfreeze()
 
     def evaluate(self) -> Sequence[Evaluation]:
         """Evaluate the last phase's model on held-out rows before any step; empty if nothing can score."""
-        plan = phase_plans(self._recipe)[-1]
-        self._roles.begin(plan, None)
-        evaluate = self._evaluator(plan)
-        return () if evaluate is None else evaluate(self._roles.executor)
+        plans = phase_plans(self._recipe)
+        phase, evaluate = self._phase(plans[-1], len(plans) - 1, None), self._evaluator(plans[-1])
+        return () if evaluate is None else evaluate(phase.executor)
 
-    def _phase(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> Phase:
+    def _phase(self, plan: PhasePlan, index: int, resumed: Mapping[str, Any] | None) -> Phase:
         executor, kept = self._roles.executor, self._checkpoint if resumed is not None else None
         trained = self._roles.begin(plan, kept)
         place = dict(resumed["stream"]) if resumed else {}
         files = kept.collected if kept is not None else {}
         rows = {name: executor.loaded(file.absolute()) for name, file in files.items()}
-        aside = place.pop(ASIDE, [])
-        stream = self._stream(plan.algorithm.data, place)
-        cut = self._cut(plan, stream, aside, kept) if cuts_tail(plan.config) else None
-        if cut is not None:
-            stream = replace(stream, state=partial(_with_aside, stream.state, cut))
+        source = self._source(plan, place, kept)
+        executor = StepExecutor(executor, source)
         return Phase(
             name=plan.name,
+            index=index,
+            first=plan.first,
             steps=plan.config.steps,
             rows=plan.config.prompts_per_step,
             step=plan.algorithm.step,
@@ -169,68 +167,84 @@ class Build:
             moving=self._roles.moving(plan),
             flow=Flow(executor, resumed["numbers"] if resumed else None, rows, self._recipe.run.seed),
             executor=executor,
-            stream=stream,
+            source=source,
             beside=self._beside(plan, resumed),
             evaluated=plan.evaluated,
             freshness=plan.freshness,
-            delivery=self._roles.delivery,
-            ready=self._ready(plan, stream, kept) if is_ready_first(plan.config) else None,
-            cut=cut,
-            sampled=kept.sampled if kept is not None else lambda _: (),
+        )
+
+    def _source(self, plan: PhasePlan, place: Mapping[str, Any], kept: Checkpoint | None) -> Source:
+        """Return the source of a phase's prompts and rows, from a position in the data on."""
+        position = dict(place)
+        aside = position.pop(ASIDE, [])
+        stream = self._stream(plan.algorithm.data, position)
+        if is_ready_first(plan.config):
+            return self._ready(plan, stream, kept)
+        if cuts_tail(plan.config):
+            return self._cut(plan, stream, aside, kept)
+        return Source(
+            self._roles.executor,
+            stream,
+            sync=self._roles.delivery if plan.evaluated else None,
+            is_ahead=plan.freshness > 0,
+            chunks=self._recipe.rollout.stream_chunks,
+            kept=kept.sampled if kept is not None else lambda _: (),
+        )
+
+    def _sampling(self, plan: PhasePlan, kept: Checkpoint | None) -> GroupSampling:
+        """Return how a phase is sampled whose groups are sampled before its steps ask for them."""
+        asked, done = plan.algorithm.answers(plan.config), kept.state["done"] if kept is not None else 0
+        assert asked is not None  # was checked
+        return GroupSampling(
+            groups=(plan.config.steps - done) * plan.config.prompts_per_step,
+            samples=asked.get("samples", 1),
+            sampling=asked.get("sampling"),
+            replicas=self._roles.executor.groups[SAMPLER].mesh.groups("tp"),
+            deadline_s=self._recipe.placement.deadline_s,
         )
 
     def _ready(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> AsyncRollout:
-        """Return the sampler for a phase whose steps train the groups that are complete first."""
-        config, executor, delivery = plan.config, self._roles.executor, self._roles.delivery
-        asked = plan.algorithm.answers(config)
-        assert isinstance(config, SampledConfig) and delivery is not None and asked is not None  # was checked
+        """Return the source of steps that train the groups that are complete first."""
+        config, delivery = plan.config, self._roles.delivery
+        assert isinstance(config, SampledConfig) and delivery is not None  # was checked
         rule: type[StalenessBound[GroupInFlight]] = (
             CapacityBound if config.on_stale == "drop" else StalenessBound
         )
-        done = kept.state["done"] if kept is not None else 0
         return AsyncRollout(
-            executor,
+            self._roles.executor,
+            stream,
             delivery,
-            stream.take,
             rule=rule(
                 freshness=config.freshness,
                 prompts=config.prompts_per_step,
                 published=Fraction(1, config.syncs_per_step),
             ),
-            groups=(config.steps - done) * config.prompts_per_step,
+            how=self._sampling(plan, kept),
             step_groups=config.prompts_per_step,
             parts=config.syncs_per_step,
-            samples=asked.get("samples", 1),
-            sampling=asked.get("sampling"),
-            replicas=executor.groups[SAMPLER].mesh.groups("tp"),
             most_rows=self._recipe.rollout.max_rows,
             again=load_batch(kept.prompts) if kept is not None and kept.prompts.is_file() else None,
-            deadline_s=self._recipe.placement.deadline_s,
         )
 
     def _cut(
         self, plan: PhasePlan, stream: DataStream, aside: Sequence[Sequence[int]], kept: Checkpoint | None
     ) -> TailBatching:
-        """Return the sampler for a phase whose steps leave the longest rows for later."""
-        config, executor, data = plan.config, self._roles.executor, plan.algorithm.data
-        asked = plan.algorithm.answers(config)
-        assert isinstance(config, SampledConfig) and asked is not None  # was checked
+        """Return the source of steps that leave the longest rows for later."""
+        config, data, how = plan.config, plan.algorithm.data, self._sampling(plan, kept)
+        assert isinstance(config, SampledConfig)  # was checked
         rows = {row.example.index: row for row in self.encoded.train[data] if row is not None}
         there = [(epoch, prompt) for epoch, prompt in aside if prompt in rows]
-        done, samples = kept.state["done"] if kept is not None else 0, asked.get("samples", 1)
         return TailBatching(
-            executor,
-            stream.take,
-            groups=(config.steps - done) * config.prompts_per_step,
+            self._roles.executor,
+            stream,
+            how=how,
             prompts=config.oversample_prompts,
-            samples=samples,
-            begun_samples=ceil(samples * config.oversample_samples - 1e-9),
-            sampling=asked.get("sampling"),
-            replicas=executor.groups[SAMPLER].mesh.groups("tp"),
+            begun_samples=ceil(how.samples * config.oversample_samples - 1e-9),
             aside=data.batch([rows[prompt] for _, prompt in there], [epoch for epoch, _ in there])
             if there
             else None,
-            deadline_s=self._recipe.placement.deadline_s,
+            sync=self._roles.delivery,
+            chunks=self._recipe.rollout.stream_chunks,
         )
 
     def _beside(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> DataStream | None:
@@ -304,7 +318,3 @@ class Build:
         found = executor.apply(judged, rollouts, *scores, place=rollouts.places[0], success=success)
         evaluation: Evaluation = found.read(recipe.placement.deadline_s)
         return evaluation
-
-
-def _with_aside(state: Callable[[], Mapping[str, Any]], cut: TailBatching) -> Mapping[str, Any]:
-    return {**state(), ASIDE: cut.aside}

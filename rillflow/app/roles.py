@@ -9,19 +9,17 @@ The reference of the second phase is the policy that the first phase left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rillflow.algorithms.config import SampledConfig, is_ready_first
 from rillflow.app.meshes import require_near
 from rillflow.app.phases import PhasePlan
 from rillflow.app.recipe import Recipe
 from rillflow.app.role_table import EVAL_REWARD, Start, roles_of
 from rillflow.app.sources import scorer_sources
 from rillflow.controller.checkpoint import Checkpoint
-from rillflow.controller.chunked import PartedExecutor
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.weight_sync import WeightSync
 from rillflow.models.config import ModelConfig
@@ -56,7 +54,7 @@ class RoleGroups:
         self._recipe, self._base, self._run, self._backend = recipe, base, run.absolute(), backend
         self._specs = roles_of(recipe)
         self._groups: dict[str, Group] = {}
-        self.executor = executor_of(recipe, self._groups, backend)
+        self.executor = GroupExecutor(self._groups, backend)
         self.delivery: WeightSync | None = None
         """WeightSync of versions to a sampler on ranks of its own; None if it shares the policy's ranks."""
         role, model, done = recipe.trained_role, recipe.policy.model, 0
@@ -121,7 +119,6 @@ class RoleGroups:
             self.executor.on_all_ranks(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
         if self.delivery is not None and plan.evaluated:
             self.delivery.begin(is_ahead=plan.freshness > 0)
-            self.executor.follows["policy.publish"] = self.delivery
         return trained
 
     def moving(self, plan: PhasePlan) -> tuple[str, ...]:
@@ -217,12 +214,3 @@ def pools_of(recipe: Recipe) -> list[Pool]:
     placement, specs = recipe.placement, roles_of(recipe)
     taking = {placement.pool_of(role) for role, spec in specs.items() if spec.start is not Start.FUNCTIONS}
     return [Pool(name=name, size=size, takes_device=name in taking) for name, size in placement.pools.items()]
-
-
-def executor_of(recipe: Recipe, groups: Mapping[str, Group], backend: Backend) -> GroupExecutor:
-    """Return the executor of a step's stages, which runs them whole or part by part."""
-    config, parts = recipe.algorithm, recipe.rollout.stream_chunks
-    publishes = is_ready_first(config) and isinstance(config, SampledConfig) and config.syncs_per_step > 1
-    if parts == 1 and not publishes:
-        return GroupExecutor(groups, backend)
-    return PartedExecutor(groups, backend, parts=parts, publishes=publishes)

@@ -14,7 +14,7 @@ from rillflow.errors import RunDirectoryError
 from rillflow.runs.durable import write_error
 from rillflow.runs.formatting import duration
 from rillflow.workers.backend import Backend, Node, Place, Site
-from rillflow.workers.waits import Awaited, answers
+from rillflow.workers.pending import await_replies
 
 SEEN_S = 10.0
 """Seconds that a shared disk may take to show a file to another node."""
@@ -38,12 +38,10 @@ def require_shared(run: Path, files: Sequence[Path], backend: Backend, deadline_
     mark = run / f".seen-{time.time_ns()}"
     mark.touch()
     try:
-        awaited = [
-            Awaited(doing="looking for the run directory", place=at, reference=made)
-            for node, at in first.items()
-            for made in backend.submit(at, _require_here, node, mark, list(files))
-        ]
-        answers(awaited, backend, deadline_s)
+        made = {
+            at: backend.submit(at, _require_here, node, mark, list(files))[0] for node, at in first.items()
+        }
+        await_replies("looking for the run directory", made, backend, deadline_s)
     finally:
         mark.unlink()
 

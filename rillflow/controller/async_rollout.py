@@ -7,10 +7,10 @@ stream ─> prompts ─ begin ─> replicas: advance, advance, ... ─ complete 
 
 A replica runs its rows in short calls, two of which are in flight. New groups and new weights are submitted
 between these calls. The controller therefore knows the version that a replica samples with, and begins a
-group only if the admission rule (freshness.admission) allows it. Rows that run when new weights arrive
+group only if the admission rule (controller.admission) allows it. Rows that run when new weights arrive
 continue with the new weights.
 
-loop          ``until``, in the thread of the pipeline's loop, whenever that has to wait
+loop          ``until``, in the thread of the training loop, whenever that has to wait
 consumes      results of replica calls; parcels of finished steps; prompts of the stream
 waits for     the first result of a replica, or of the oldest open step
 unblocked by  those ranks; each wait ends at the deadline
@@ -23,18 +23,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from rillflow.controller.admission import StalenessBound
-from rillflow.controller.chunked import ChunkedResult
-from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.checkpoint import PROMPTS
+from rillflow.controller.executor import GroupExecutor, write_rows
+from rillflow.controller.flow import StageResult
+from rillflow.controller.source import ChunkedResult, DataStream, Drawn, GroupSampling, Source
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Sum
 from rillflow.roles.sampler import Advanced, GroupId, Sampler
-from rillflow.rollout.config import SamplingConfig
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending, joined, wait_for_any
 from rillflow.workers.values import Facts
@@ -93,88 +96,102 @@ class GroupInFlight:
     """Number of the replica's call that begins the group; earlier calls report on rows that were given up."""
 
 
-class AsyncRollout:
-    """The sampler's rows in flight during one phase.
+class AsyncRollout(Source):
+    """Source of steps formed from the groups that are ready first.
 
     Args:
         executor: has the groups of ranks.
-        delivery: transfers versions to the sampler.
-        take: returns the next prompts of the stream.
+        stream: prompts of the phase.
+        sync: transfers versions to the sampler.
         rule: admission rule of the freshness bound, with no group begun.
-        groups: groups that the phase still has to train.
+        how: how groups are sampled.
         step_groups: groups of a step.
         parts: parts of a step; each part is trained before the next version is published.
-        samples: rows of a group.
-        sampling: sampling settings; None for those of the recipe.
-        replicas: the sampler's ranks, replica by replica.
         most_rows: largest number of rows of a replica at once.
         again: drawn prompts that no step had trained when the run was interrupted; they are sampled first.
-        deadline_s: longest wait for any rank.
     """
+
+    is_salvageable = False
 
     def __init__(
         self,
         executor: GroupExecutor,
-        delivery: WeightSync,
-        take: Callable[[int], Batch],
+        stream: DataStream,
+        sync: WeightSync,
         *,
         rule: StalenessBound[GroupInFlight],
-        groups: int,
+        how: GroupSampling,
         step_groups: int,
         parts: int,
-        samples: int,
-        sampling: SamplingConfig | None,
-        replicas: Sequence[Sequence[int]],
         most_rows: int,
         again: Batch | None,
-        deadline_s: float,
     ) -> None:
-        self._executor, self._delivery, self._take, self._rule = executor, delivery, take, rule
-        self._wanted, self._step_groups, self._parts = groups, step_groups, parts
-        self._samples, self._sampling, self._most_rows = samples, sampling, most_rows
-        self._replicas = [SamplerReplica(ranks=ranks) for ranks in replicas]
+        super().__init__(executor, stream, sync=sync, is_ahead=True)
+        self._weights, self._rule, self._how, self._wanted = sync, rule, how, how.groups
+        self._step_groups, self._parts, self._most_rows = step_groups, parts, most_rows
+        self._replicas = [SamplerReplica(ranks=ranks) for ranks in how.replicas]
         self._prompts = deque(one_by_one(again) if again is not None else ())
-        self._deadline_s = deadline_s
         self._newest, self._waited_s = 0, 0.0
         self._parcel: PackedWeights | None = None
         self._running: dict[GroupId, GroupInFlight] = {}
         self._complete: dict[GroupId, GroupInFlight] = {}
         self._taken: list[GroupInFlight] = []
         self._dropped: list[tuple[GroupId, str]] = []
-        self.idle: Callable[[], Sequence[Pending]] = tuple
-        """Called between two events: does other work and returns the results that it waits for next."""
+        self._close: Callable[[], Sequence[Pending]] = tuple
 
-    def take(self, groups: int) -> Batch:
-        """Return the prompts of a step, which are those of ready groups; the executor then has their rows."""
+    @property
+    def publishes_chunks(self) -> bool:  # type: ignore[override]
+        """See Source."""
+        return self._parts > 1
+
+    def begin(self, close: Callable[[], Sequence[Pending]]) -> None:
+        """See Source."""
+        self._close = close
+
+    def take(self, step: int, groups: int) -> Batch:  # noqa: ARG002
+        """Return the prompts of ready groups, whose rows ``rows`` then returns."""
         data = self._ready(self._rule.take)
         self._wanted -= groups
         return data
 
     def more(self, groups: int) -> Batch:
-        """Return the prompts of further groups for the same step."""
+        """See Source."""
         self._wanted += groups
         data = self._ready(lambda: self._rule.more(groups))
         self._wanted -= groups
         return data
 
-    @property
-    def measured(self) -> dict[str, Metric]:
-        """Metrics of the rows in flight when a step was formed."""
+    def opened(self) -> Drawn:
+        """See Source; the metrics are of the rows in flight when the step was formed."""
         steps = (len(self._running) + len(self._complete)) / self._step_groups
-        return {
+        measured: dict[str, Metric] = {
             "flight/steps/mean": Mean(total=steps, count=1),
             "flight/waited_seconds/mean": Mean(total=self._waited_s, count=1),
             "flight/given_up/sum": Sum(value=len(self._dropped)),
             "flight/lag/max": Max(value=self._newest - min(each.version for each in self._replicas)),
         }
+        self._taken.clear()
+        dropped, self._dropped = self._dropped, []
+        return Drawn(measured=measured, given_up=dropped, parcels=self._published())
 
     def deliver(self, parcel: PackedWeights) -> None:
-        """Install a version on the replicas, one after the other."""
+        """Have the replicas receive a version, one after the other."""
         self._newest, self._parcel = self._newest + 1, parcel
 
     def settle(self) -> None:
         """Wait until every replica has the version that was delivered last."""
-        self.until(lambda: all(self._is_settled(each) for each in self._replicas), tuple)
+        self._run(lambda: all(self._is_settled(each) for each in self._replicas), tuple)
+
+    def begin_saving(self, folder: Path) -> Mapping[str, Any]:
+        """See Source; the folder gets the prompts that were drawn and not trained, to be sampled again."""
+        place, left = super().begin_saving(folder), self.outstanding()
+        if left is not None:
+            write_rows(str(folder / PROMPTS), left)
+        return place
+
+    def save_sampled(self, stages: Sequence[StageResult], name: str) -> list[Pending]:  # noqa: ARG002
+        """See Source; rows in flight are not saved."""
+        return []
 
     def outstanding(self) -> Batch | None:
         """Return the prompts that were drawn and that no step has trained; None if there are none."""
@@ -182,22 +199,19 @@ class AsyncRollout:
         left = [*(each.prompt for each in begun), *self._prompts]
         return concatenate(left) if left else None
 
-    def opened(self) -> list[tuple[GroupId, str]]:
-        """Note that the last step is fully submitted; return the groups given up, with reasons."""
-        self._taken.clear()
-        dropped, self._dropped = self._dropped, []
-        return dropped
-
-    def until(self, done: Callable[[], bool], idle: Callable[[], Sequence[Pending]] | None = None) -> None:
-        """Run rows until ``done`` returns True.
+    def until(self, done: Callable[[], bool]) -> None:
+        """Run rows until ``done`` returns True, and close steps meanwhile.
 
         Raises:
             RolloutError: nothing runs, nothing may begin, and no pending call can change that.
             ClusterError, RillflowError: see ``Pending.read``.
         """
+        self._run(done, self._close)
+
+    def _run(self, done: Callable[[], bool], close: Callable[[], Sequence[Pending]]) -> None:
         while True:
             self._hear()
-            others = (idle or self.idle)()
+            others = close()
             if done():
                 return
             self._ask()
@@ -206,7 +220,7 @@ class AsyncRollout:
             if not events:
                 raise self._stalled()
             if not any(all(part.is_ready for part in each) for each in events):
-                wait_for_any([part for each in events for part in each], self._deadline_s)
+                wait_for_any([part for each in events for part in each], self._how.deadline_s)
 
     def _ready(self, form: Callable[[], list[GroupInFlight]]) -> Batch:
         """Return the prompts of the groups that ``form`` returns, once it returns some."""
@@ -228,10 +242,13 @@ class AsyncRollout:
         data = [self._collected(taken[first : first + size]) for first in range(0, len(taken), size)]
         prompts = concatenate([each for part, _ in data for each in part])
         worked = [each for replica in self._replicas for each in replica.worked]
-        rows = joined("policy.generate", [rows for _, rows in data], worked=worked)
         for replica in self._replicas:
             replica.worked = []
-        self._executor.ready = prompts, rows if len(data) == 1 else ChunkedResult.of(rows)
+        chunks = [rows for _, rows in data]
+        if len(chunks) > 1:
+            self._formed = prompts, ChunkedResult.of("policy.generate", chunks, worked)
+        else:
+            self._formed = prompts, joined("policy.generate", chunks, worked=worked)
         return prompts
 
     def _collected(self, groups: Sequence[GroupInFlight]) -> tuple[list[Batch], Pending]:
@@ -250,9 +267,9 @@ class AsyncRollout:
         for replica in self._replicas:
             while replica.asked and replica.asked[0].is_ready:
                 call = replica.asked.popleft()
-                made: Advanced = call.read(self._deadline_s)
+                made: Advanced = call.read(self._how.deadline_s)
                 replica.rows, replica.turnover = replica.rows - made.ended, made.ended
-                facts = call.facts(self._deadline_s)
+                facts = call.facts(self._how.deadline_s)
                 if made.passes:
                     passes = round(ADVANCE_S * made.passes / max(facts[0].ended - facts[0].began, 1e-6))
                     replica.passes = max(1, min(MOST_PASSES, passes))
@@ -264,7 +281,7 @@ class AsyncRollout:
                 replica.heard += 1
                 add_work(replica.worked, [*facts, *call.beside])
             if replica.arriving and all(each.is_ready for each in replica.arriving):
-                self._delivery.arrived(replica.arriving)
+                self._weights.arrived(replica.arriving)
                 replica.arriving = ()
 
     def _ask(self) -> None:
@@ -275,14 +292,14 @@ class AsyncRollout:
         if not any(each.arriving for each in self._replicas):
             behind = [each for each in self._replicas if each.version < self._newest]
             if behind and self._parcel is not None:
-                behind[0].arriving = self._delivery.install(self._parcel, behind[0].ranks)
+                behind[0].arriving = self._weights.install(self._parcel, behind[0].ranks)
                 behind[0].version = self._newest
         while self._begin():
             pass
         for replica in self._replicas:
             while len(replica.asked) < ASKED and (replica.rows or replica.given_up):
                 prompts = concatenate([each.prompt for each in replica.begun]) if replica.begun else None
-                how = (prompts, replica.given_up, replica.passes, self._samples, self._sampling)
+                how = (prompts, replica.given_up, replica.passes, self._how.samples, self._how.sampling)
                 replica.asked.append(self._executor.on_ranks(SAMPLER, replica.ranks, Sampler.advance, *how))
                 replica.begun, replica.given_up = [], []
 
@@ -299,7 +316,7 @@ class AsyncRollout:
         if not able:
             return False
         if not self._prompts:
-            self._prompts.extend(one_by_one(self._take(self._step_groups)))
+            self._prompts.extend(one_by_one(self._stream.take(self._step_groups)))
         prompt, replica = self._prompts.popleft(), min(able, key=lambda each: each.rows)
         group = GroupInFlight(
             id=prompt.row_ids()[0].group,
@@ -311,13 +328,13 @@ class AsyncRollout:
         self._running[group.id] = group
         self._rule.begin(group)
         replica.begun.append(group)
-        replica.rows += self._samples
+        replica.rows += self._how.samples
         return True
 
     def _has_room(self, replica: SamplerReplica) -> bool:
         """Return whether new rows would run soon, counting running rows that are expected to end first."""
         room = self._most_rows + min(ASKED * replica.turnover, self._most_rows)
-        return not replica.rows or replica.rows + self._samples <= room
+        return not replica.rows or replica.rows + self._how.samples <= room
 
     def _again(self, group: GroupInFlight) -> None:
         """Drop the rows of a group, and sample its prompt again."""

@@ -1,14 +1,13 @@
-"""GroupExecutor: run a step's stages on groups of ranks.
+"""GroupExecutor: run stages on groups of ranks.
 
 role stage ──> Group.call ──> Pending       on the group that serves it: the sampler's for policy.generate
 formula    ──> computed on a rank that holds the first batch; no batch comes to the controller
 
-Rows in chunks: see ``dataflow.parted``. Rows that exist before a step: see ``dataflow.ready_first``.
+``step_executor`` adds what a phase's steps need: the source of their rows, and stages in chunks.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from rillflow.controller.flow import StageResult
 from rillflow.errors import RecordError, nearest
 from rillflow.formulas import Granularity, granularity
 from rillflow.graph.graph import CONTROLLER
@@ -33,8 +31,8 @@ from rillflow.workers.backend import Backend, Place
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.endpoint import Endpoint, Measure
 from rillflow.workers.group import Group
-from rillflow.workers.pending import Pending
-from rillflow.workers.values import GROUPS, Facts, Lie, Own, RemoteValue, Rows, Whole, group_shares, groups_of
+from rillflow.workers.pending import Pending, Work, pack_options, stages_of, submitted, wait_for
+from rillflow.workers.values import GROUPS, Lie, Own, RemoteValue, Rows, Whole, group_shares, groups_of
 
 
 class GroupExecutor:
@@ -47,15 +45,7 @@ class GroupExecutor:
 
     def __init__(self, groups: Mapping[str, Group], backend: Backend) -> None:
         self.groups = groups
-        self.follows: dict[str, Callable[[Pending], Pending]] = {}
-        """Functions by stage that replace the stage's result before anyone else receives it."""
-        self._backend = backend
-        self.moved: dict[str, list[Facts]] = {}
-        """Facts of stages outside the algorithm's text, by stage: those of a delivery."""
-        self.sampled = deque[Path]()
-        """Files of rows that the sampler made for the current step before the run was interrupted."""
-        self.ready: tuple[Batch, Pending] | None = None
-        """Prompts whose rows were sampled before a step requests them, and the rows."""
+        self.backend = backend
 
     @property
     def endpoints(self) -> Mapping[str, Collection[str]]:
@@ -67,27 +57,33 @@ class GroupExecutor:
 
     def call(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Pending:
         """See Executor."""
-        group = self._serving(role, endpoint)
-        if self.sampled and group.role == SAMPLER:
-            file = self.sampled.popleft()
-            places, lie = group.takes(endpoint), Lie.new(is_even=True, is_whole=True)
-            cut = [[index, len(places)] for index in range(len(places))]
-            return self._at(places, f"{role}.{endpoint}", "", load_rows, [file], lie=lie, cut=cut)
-        if self.ready is not None and endpoint == "generate" and args and args[0] is self.ready[0]:
-            (_, made), self.ready = self.ready, None
-            return made
-        made = self._asked(group, endpoint, args, options)
-        follow = self.follows.get(f"{role}.{endpoint}")
-        return made if follow is None else follow(made)
+        return self.serving(role, endpoint).call(endpoint, *args, **options)
 
-    def _asked(self, group: Group, endpoint: str, args: Sequence[Any], options: Options) -> Pending:
-        """Submit a stage of a role to its group."""
-        return group.call(endpoint, *args, **options)
+    def serving(self, role: str, endpoint: str) -> Group:
+        """Return the group that has this endpoint of a role."""
+        found = [each for each in self.groups.values() if each.of == role and endpoint in each.endpoints]
+        return (found or [self.groups[role]])[0]
+
+    def is_sampled(self, stage: str) -> bool:
+        """Return whether the sampler makes the result of a stage."""
+        role, _, endpoint = stage.partition(".")
+        return role != CONTROLLER and self.serving(role, endpoint).role == SAMPLER
+
+    def load_sampled(self, group: Group, endpoint: str, file: Path) -> Pending:
+        """Return rows that ``write_rows`` wrote, as an endpoint of the sampler had made them."""
+        places, lie = group.takes(endpoint), Lie.new(is_even=True, is_whole=True)
+        cut = [[index, len(places)] for index in range(len(places))]
+        return self._at(places, f"{group.of}.{endpoint}", "", load_rows, [file], lie=lie, cut=cut)
+
+    def count_rows(self, rows: Pending, stages: Sequence[Pending], deadline_s: float) -> int:
+        """Wait for a step's stages, and return the number of rows of one of their results."""
+        wait_for(stages, deadline_s)
+        return sum(each.rows for each in rows.facts(deadline_s))
 
     def endpoint(self, stage: str) -> Endpoint | None:
         """Return the endpoint of a stage; None for a formula."""
         role, _, name = stage.partition(".")
-        return None if role == CONTROLLER else self._serving(role, name).endpoints[name]
+        return None if role == CONTROLLER else self.serving(role, name).endpoints[name]
 
     def measured(self, measure: Measure, rows: Pending) -> Pending:
         """Return the metrics of rows, computed on every rank that holds some of them."""
@@ -103,23 +99,6 @@ class GroupExecutor:
         cut = [[*each, *(batch.own(index) for batch in batches)] for index, each in enumerate(given)]
         return self._at(batches[0].holders, function.__name__, "", function, [], sources=batches, cut=cut)
 
-    def keep_sampled(self, stages: Sequence[StageResult], name: str) -> list[Pending]:
-        """Write the sampler's results of some stages, in order, to files whose names begin with ``name``."""
-        made = [each.result for each in stages if self._is_sampled(each.stage)]
-        return [
-            self.apply(write_rows, f"{name}-{index:03d}.safetensors", rows, place=rows.places[0])
-            for index, rows in enumerate(made)
-        ]
-
-    def _is_sampled(self, stage: str) -> bool:
-        role, _, endpoint = stage.partition(".")
-        return role != CONTROLLER and self._serving(role, endpoint).role == SAMPLER
-
-    def _serving(self, role: str, endpoint: str) -> Group:
-        """Return the group that has this endpoint of a role."""
-        found = [each for each in self.groups.values() if each.of == role and endpoint in each.endpoints]
-        return (found or [self.groups[role]])[0]
-
     def compute(
         self, formula: Formula, batches: Sequence[Any], into: str | None, options: Options
     ) -> Pending:
@@ -131,17 +110,13 @@ class GroupExecutor:
     def filter(self, batch: Any, field: str, by: Any = None) -> Pending:
         """See Executor."""
         given, reads = [batch] if by is None else [batch, by], (field,)
-        made = self._where_rows_are(f"where {field}", "row", rows_where, [field], given, reads)
-        flags = given[-1]
-        if made.lie is not None and isinstance(flags, Pending):
-            made.lie = replace(made.lie, rows=(made.lie.rows, field, flags.token), is_even=False)
-        return made
+        kept = (field, given[-1].token) if isinstance(given[-1], Pending) else ()
+        return self._where_rows_are(f"where {field}", "row", rows_where, [field], given, reads, kept=kept)
 
     def collect(self, name: str, batches: Sequence[Any]) -> Pending:
         """See Executor; the result is on one rank, where the first batch is."""
-        made = self._at([self._home(batches)], f"collect {name}", "", laid_together, batches)
-        made.after = made.after[-1:]  # the others belong to earlier steps
-        return made
+        after = stages_of(batches[-1:])  # the others belong to earlier steps
+        return self._at([self._home(batches)], f"collect {name}", "", laid_together, batches, after=after)
 
     def loaded(self, file: Path) -> Pending:
         """Return rows that ``write_rows`` wrote, loaded where collected rows are kept."""
@@ -156,6 +131,7 @@ class GroupExecutor:
         batches: Sequence[Any],
         reads: tuple[str, ...],
         options: Options = MappingProxyType({}),
+        kept: tuple[Any, ...] = (),
     ) -> Pending:
         """Call a function of batches, on every rank that holds the first if it needs only rows or groups.
 
@@ -167,6 +143,7 @@ class GroupExecutor:
             batches: batches with the same rows; if their rows differ, one rank computes over all of them.
             reads: fields to send; the first batch is sent with all its fields.
             options: options that are the same on every rank.
+            kept: identity of the rows that the function keeps of the first batch; empty: all.
         """
         lies = [each.lie if isinstance(each, Pending) else None for each in batches]
         first = lies[0] if lies else None
@@ -176,10 +153,9 @@ class GroupExecutor:
                 each.whole(fields) if isinstance(each, Pending) else each
                 for each, fields in zip(batches, wanted, strict=True)
             ]
-            lie = None if first is None else first.again(1)
-            sources = [each for each in batches if isinstance(each, Pending)]
+            lie = _kept_of(None if first is None else first.again(1), kept)
             return self._at(
-                [self._home(batches)], name, "", function, [*given, *whole], options, lie, sources
+                [self._home(batches)], name, "", function, [*given, *whole], options, lie, batches
             )
         places, is_as_held = batches[0].holders, lies.count(first) == len(lies)
         is_as_held = is_as_held and (seen == "row" or first.is_whole)
@@ -192,7 +168,7 @@ class GroupExecutor:
             ]
             for index in range(len(places))
         ]
-        lie = first if is_as_held else first.again(len(places))
+        lie = _kept_of(first if is_as_held else first.again(len(places)), kept)
         return self._at(places, name, "", function, given, options, lie, batches, cut)
 
     def gather(self, batches: Sequence[Any], rows: int) -> Pending:
@@ -214,39 +190,23 @@ class GroupExecutor:
         lie: Lie | None = None,
         sources: Sequence[Any] = (),
         cut: Sequence[Sequence[Any]] = (),
+        after: Sequence[str] | None = None,
     ) -> Pending:
         """Call a function at places; with ``cut``, give each its own arguments and use all results."""
         given = [self._sent(each, name) for each in arguments]
-        named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
-        packed = self._backend.pack(named, f"option of {name}:")
-        made = []
-        for index, place in enumerate(places):
-            described = (name, role, function, [*given, *(cut[index] if cut else ())], packed)
-            value, facts = self._backend.submit(place, program.apply, *described, results=2)
-            made.append(RemoteValue(value=value, facts=facts))
-        waited = [each for each in (*sources, *arguments, *options.values()) if isinstance(each, Pending)]
-        lie = lie or Lie.new(is_whole=not cut)
-        return self._pending(name, places, made, waited, lie, len(places) if cut else 1)
-
-    def _pending(
-        self,
-        name: str,
-        places: Sequence[Place],
-        made: Sequence[RemoteValue],
-        sources: Sequence[Pending],
-        lie: Lie | None = None,
-        taken: int = 1,
-    ) -> Pending:
-        return Pending(
+        packed = pack_options(options, name, self.backend)
+        calls = [
+            (at, program.apply, (name, role, function, [*given, *(cut[index] if cut else ())], packed))
+            for index, at in enumerate(places)
+        ]
+        return submitted(
             name,
-            given="",
-            places=places,
-            references=made[:taken],
-            others=made[taken:],
-            is_partial=False,
-            sources=sources,
-            backend=self._backend,
-            lie=lie,
+            self.backend,
+            calls,
+            taken=range(len(places) if cut else 1),
+            given=(*sources, *arguments, *options.values()),
+            after=after,
+            lie=lie or Lie.new(is_whole=not cut),
         )
 
     def _sent(self, argument: Any, name: str) -> Any:
@@ -254,7 +214,7 @@ class GroupExecutor:
         if isinstance(argument, Pending):
             return argument.whole()
         is_ready = isinstance(argument, Batch | Own | Rows | Whole)
-        return argument if is_ready else self._backend.pack(argument, f"an argument of {name}")
+        return argument if is_ready else self.backend.pack(argument, f"an argument of {name}")
 
     def deal(
         self, role: str, rank: int, parts: int, function: Callable[..., Any], *arguments: Any
@@ -262,9 +222,17 @@ class GroupExecutor:
         """Call like ``on_rank``; each of the ``parts`` elements of the returned tuple is one result."""
         place, name = self.groups[role].places[rank], f"{role}.{function.__name__}"
         given = [self._sent(each, name) for each in arguments]
-        made = self._backend.submit(place, program.deal, name, role, function, given, {}, results=parts + 1)
+        made = self.backend.submit(place, program.deal, name, role, function, given, {}, results=parts + 1)
         *values, facts = made
-        return [self._pending(name, [place], [RemoteValue(value=value, facts=facts)], []) for value in values]
+        return [
+            Pending(
+                name,
+                Work(
+                    backend=self.backend, places=[place], references=[RemoteValue(value=value, facts=facts)]
+                ),
+            )
+            for value in values
+        ]
 
     def on_rank(self, role: str, rank: int, function: Callable[..., Any], *arguments: Any) -> Pending:
         """Call a function at one rank of the role."""
@@ -287,7 +255,7 @@ class GroupExecutor:
 
     def mend(self, roles: Sequence[str], deadline_s: float) -> None:
         """Let the ranks of these roles communicate again after a failed call; see Backend."""
-        self._backend.mend({self.groups[role].places[0].pool for role in roles}, deadline_s)
+        self.backend.mend({self.groups[role].places[0].pool for role in roles}, deadline_s)
 
     def _home(self, batches: Sequence[Any]) -> Place:
         """Return a rank that holds the first batch, or a part of it."""
@@ -295,6 +263,14 @@ class GroupExecutor:
             if isinstance(batch, Pending):
                 return batch.places[0]
         return next(iter(self.groups.values())).places[0]
+
+
+def _kept_of(lie: Lie | None, kept: tuple[Any, ...]) -> Lie | None:
+    """Return the layout of the rows that a filter keeps of others; all of them if ``kept`` is empty."""
+    if not kept:
+        return lie
+    lie = lie or Lie.new(is_whole=True)
+    return replace(lie, rows=(lie.rows, *kept), is_even=False)
 
 
 def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch, **options: Any) -> Any:

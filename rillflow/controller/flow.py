@@ -11,7 +11,7 @@
     flow.refill(draw, data, groups=n)    a round over the data, and over more of it until n groups are kept
     flow.publish(flow.policy)            the sampler uses the trained weights from now on
 
-Results are handles: symbols in a trace (graph.trace), pending results on groups (dataflow.executor). A step's
+Results are handles: symbols in a trace (graph.trace), pending results on groups (executor). A step's
 journal holds every stage's result, so an algorithm needs no lines to record or measure rollouts.
 """
 
@@ -75,8 +75,8 @@ class Supply:
     """Returns the next rows of the step's data."""
     gather: Callable[[Sequence[Any], int], Any]
     """Returns the first rows, up to a number, of several concatenated batches."""
-    deadline_s: float
-    """Longest wait, in seconds, until a round's rows are counted."""
+    count: Callable[[Any, Sequence[Any]], int]
+    """Waits for the results of stages and returns the number of rows of one of them."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -229,12 +229,9 @@ class Flow:
 
     def _groups(self, kept: Sequence[Any], samples: int) -> int:
         """Return the number of groups that a round kept."""
-        from rillflow.workers.pending import wait_for
-
         supply = self.journal.supply
         assert supply is not None
-        wait_for([entry.result for entry in self.journal.stages], supply.deadline_s)
-        return int(sum(each.rows for each in kept[0].facts(supply.deadline_s))) // samples
+        return supply.count(kept[0], [entry.result for entry in self.journal.stages]) // samples
 
     def recall(self, name: str, initial: float) -> Any:
         """Return a number that an earlier step remembered; ``initial`` if no step did."""

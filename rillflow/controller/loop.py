@@ -1,13 +1,15 @@
 """The training loop: run steps in order in one thread, with at most freshness + 1 in flight.
 
-          ┌──────────────────────── for every step of every phase ────────────────────────┐
-stream ── take ──> open: step(flow, data, config) ──> close: record, evaluate, checkpoint ──> interrupted?
-                     └─ up to k more are opened ─┘
+           ┌───────────── for every step of every phase ─────────────┐
+source ── take, rows ──> open: step(flow, data, config) ──> close ──> interrupted?
+   ^                       └─ up to k more are opened ─┘      │
+   └──────────── deliver: the version that it published ──────┴─> records, evaluation, checkpoint
 
-consumes      prompts, demonstrations or pairs, in the stream's order
-waits for     the oldest open step; at k = 0 it is the only one
-produces      metrics, spans and rollouts of the step in the run directory; then, if due, an
-              evaluation and a checkpoint. Batches stay on the ranks; the loop reads only reports
+consumes      prompts and rows of the source; demonstrations or pairs, in the stream's order
+waits for     the oldest open step; at k = 0 it is the only one. Meanwhile the source may run rows
+unblocked by  the ranks of that step; every wait ends at the deadline
+produces      metrics, spans and rollouts of the step in the run directory; a version for the source; then,
+              if due, an evaluation and a checkpoint. Batches stay on the ranks; the loop reads only reports
 shutdown      healthy: after the last step, with a checkpoint. First signal: after the newest open step,
               with a checkpoint; before a step is open, at once. Error: with a checkpoint of the newest
               step with complete updates, if no trained role has updated since; a dead sampler does not
@@ -15,10 +17,8 @@ shutdown      healthy: after the last step, with a checkpoint. First signal: aft
 
 With k > 0 the sampler runs on its own ranks and receives a version when the step that published it is closed.
 Step t samples with version max(0, t - k) of the phase, independent of timing, since ranks run calls in order.
-Trained roles write a checkpoint between their step and the next. It includes the rows that the next k steps
-have sampled, so a resumed run does not sample them again. If steps are formed from ready groups
-(dataflow.ready_first), rows run whenever the loop waits; the checkpoint holds the prompts of untrained
-groups.
+Trained roles write a checkpoint between their step and the next. The source adds what it has sampled or drawn
+for later steps (``controller.source``). The loop asks the source at these points and never which kind it is.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from typing import Any
 from rillflow.controller.checkpoint import (
     AHEAD,
     COLLECTED,
-    PROMPTS,
     begin_saving,
     save_checkpoint,
     updates_of,
@@ -122,7 +121,6 @@ class Loop:
         self._clock = clock
         self._saved_at, self._saving_s, self._saved_step = clock(), 0.0, 0
         self._finished_at = 0.0
-        self._arriving: list[Pending] = []
         self._writing: Sequence[Pending] = ()
         self._written_step = 0
         known = read_every_evaluation(run.path)
@@ -135,32 +133,30 @@ class Loop:
         self.version = 0
         """Policy version of the last publish."""
 
-    def run_phase(self, phase: Phase, index: int, first: int, start: int) -> None:
-        """Run the steps of a phase that follow ``start``; ``first`` counts the run's steps before the phase.
+    def run_phase(self, phase: Phase, start: int) -> None:
+        """Run the steps of a phase that follow the first ``start`` ones.
 
         Raises:
             Interrupted: the user asked to stop; a checkpoint was written.
         """
-        self._saved_step = first + start
-        self._place = self._here(phase, index, first + start, start)
+        self._place = self._here(phase, start)
+        self._saved_step = self._place.step
         opened = deque[OpenStep]()
         with self._rescued(phase, opened):
             if start in (0, phase.steps) or _due(start, self._cadence.evaluate_every):
-                self._evaluate(phase, first + start)
-            if phase.ready is not None:
-                phase.ready.idle = partial(self._close_done, phase, opened)
+                self._evaluate(phase, self._place.step)
+            phase.source.begin(partial(self._close_done, phase, opened))
             for done in range(start + 1, phase.steps + 1):
                 self._close_until(phase, opened, phase.freshness)
                 if not opened:
                     self._stop_between(phase)
                 self._interruption.stage = RunStage.TRAINING
-                opened.append(self._open(phase, index, first + done, done))
+                opened.append(self._open(phase, done))
             self._close_until(phase, opened, 0)
 
     def _close_until(self, phase: Phase, opened: deque[OpenStep], most: int) -> None:
         """Finish open steps, oldest first, until at most ``most`` are left."""
-        if phase.ready is not None:
-            phase.ready.until(lambda: len(opened) <= most)
+        phase.source.until(lambda: len(opened) <= most)
         while len(opened) > most:
             self._close(phase, opened)
 
@@ -169,7 +165,7 @@ class Loop:
         late: Sequence[Pending] = ()
         while opened and not late:
             while opened[0].parcels and not (late := opened[0].parcels[0].late):
-                self._hand_over(phase, opened[0])
+                phase.source.deliver(opened[0].parcels.popleft())
             if not (late := [*late, *opened[0].late]):
                 self._close(phase, opened)
         return late
@@ -211,8 +207,7 @@ class Loop:
     def _is_cut(self, phase: Phase, error: Exception) -> bool:
         """Return whether open steps may be complete although a rank died: its pool has no trained role."""
         pools = {phase.executor.groups[role].places[0].pool for role in phase.trained}
-        is_in_order = phase.ready is None and phase.cut is None
-        return is_in_order and isinstance(error, RankDied) and error.pool not in pools
+        return phase.source.is_salvageable and isinstance(error, RankDied) and error.pool not in pools
 
     def _is_unsaved(self, phase: Phase) -> bool:
         """Return whether the last complete step is not saved yet and no later step has begun."""
@@ -258,17 +253,17 @@ class Loop:
         self._writing = left
         self._written(wait_s)
 
-    def _open(self, phase: Phase, index: int, number: int, done: int) -> OpenStep:
+    def _open(self, phase: Phase, done: int) -> OpenStep:
         """Submit a step; at k > 0 also begin its checkpoint if one, or an evaluation, is due after it."""
-        arriving, self._arriving = self._arriving, []
-        share = self._cadence.rollouts_share if _due(number, self._cadence.rollouts_every) else 0.0
-        step = OpenStep(phase, index, number, done, arriving, self._run, self._deadline_s, share)
+        is_recorded = _due(phase.first + done, self._cadence.rollouts_every)
+        share = self._cadence.rollouts_share if is_recorded else 0.0
+        step = OpenStep(phase, done, self._run, self._deadline_s, share)
         for save in self._saves:
             if all(each.is_ready for each in save.asked):
                 self._ask(phase, save, wait=False)
         looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
         if phase.freshness and (done == phase.steps or looked_at or self._is_due(done)):
-            step.saving = self._begin_saving(phase, number, phase.flow.rows)
+            step.saving = self._begin_saving(phase, step.number, phase.flow.rows)
         return step
 
     def _close(self, phase: Phase, opened: deque[OpenStep]) -> None:
@@ -286,7 +281,7 @@ class Loop:
         if self._interruption.requested and step.number < self._total_steps:
             self._stop_after(phase, step, opened)
         while step.parcels:
-            self._hand_over(phase, step)
+            phase.source.deliver(step.parcels.popleft())
         self._settle(phase, self._deadline_s, wait=False)
         if last or (not step.is_last and _due(step.done, self._cadence.evaluate_every)):
             reward = self._evaluate(phase, step.number)
@@ -296,14 +291,6 @@ class Loop:
             path = self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=wait)
             if step.is_last:
                 raise stopped(step.number, path)
-
-    def _hand_over(self, phase: Phase, step: OpenStep) -> None:
-        """Send the sampler a version that a step has published for later steps."""
-        parcel = step.parcels.popleft()
-        if phase.ready is not None:
-            phase.ready.deliver(parcel)
-        elif phase.delivery is not None:
-            self._arriving += phase.delivery.install(parcel)
 
     def _stop_between(self, phase: Phase) -> None:
         """End the run on request while no step is open.
@@ -358,8 +345,7 @@ class Loop:
         if self._evaluator is None or not phase.evaluated or step in self._evaluated:
             return -math.inf
         self._written(self._deadline_s)  # frees the memory of its rows
-        if phase.ready is not None:
-            phase.ready.settle()
+        phase.source.settle()
         every = self._evaluator(phase.executor)
         self._graded |= {found.set for found in every if not found.is_accuracy}
         for found in reversed(every):  # the last line shows that all are written
@@ -376,11 +362,11 @@ class Loop:
         late = self._cadence.checkpoint_s > 0 and self._clock() - self._saved_at >= pause_s
         return late or _due(done, self._cadence.checkpoint_every)
 
-    def _here(self, phase: Phase, index: int, step: int, done: int) -> Standing:
+    def _here(self, phase: Phase, done: int) -> Standing:
         """Return the state of the run where a phase begins or resumes."""
-        state = {"phase": index, "done": done, "version": self.version, **phase.place}
+        state = {**phase.state(done), "version": self.version}
         updates = self._updates(phase, self._deadline_s)
-        return Standing(step=step, state=state, updates=updates, rows=dict(phase.flow.rows))
+        return Standing(step=phase.first + done, state=state, updates=updates, rows=dict(phase.flow.rows))
 
     def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
         """Return the number of optimiser steps of every trained role, after all its submitted calls."""
@@ -392,14 +378,10 @@ class Loop:
         folder = self._run.checkpoints.absolute() / f".step-{step:06d}.begun"
         try:
             shutil.rmtree(folder, ignore_errors=True)
-            for below in (*([AHEAD] if phase.freshness else []), *([COLLECTED] if rows else []), ""):
-                (folder / below).mkdir(parents=True, exist_ok=True)
+            (folder / (COLLECTED if rows else "")).mkdir(parents=True, exist_ok=True)
+            place = phase.source.begin_saving(folder / AHEAD)
         except OSError as error:
             raise write_error(folder, error) from error
-        place = {"stream": dict(phase.stream.state())} if phase.freshness else {}
-        left = phase.ready.outstanding() if phase.ready is not None else None
-        if left is not None:
-            write_rows(str(folder / AHEAD / PROMPTS), left)
         begun = [phase.executor.on_all_ranks(role, begin_saving, folder) for role in phase.kept]
         for name, each in rows.items():
             file = str(folder / COLLECTED / f"{name}.safetensors")
@@ -441,9 +423,9 @@ class Loop:
         self._settle(phase, wait_s, wait=True)
         save = save or self._begin_saving(phase, self._place.step, self._place.rows)
         wait_for([*save.begun, *save.asked], wait_s)
-        for each in later if phase.ready is None else ():
+        for each in later:
             name = str(save.folder / AHEAD / f"step-{each.number:06d}")
-            wait_for(phase.executor.keep_sampled(each.journal.stages, name), wait_s)
+            wait_for(phase.source.save_sampled(each.journal.stages, name), wait_s)
         save.state = {**self._place.state, **save.place}
         self._settle(phase, wait_s, wait=wait)
         self._saved_at = self._clock()

@@ -14,19 +14,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rillflow.controller.async_rollout import AsyncRollout
 from rillflow.controller.checkpoint import updates_of
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow, Journal, Supply
-from rillflow.controller.tail_batching import TailBatching
+from rillflow.controller.source import DataStream, Source
 from rillflow.controller.telemetry import asked
-from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import reports_of
-from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Mean, Metric, merge_metrics
 from rillflow.roles.policy import Policy
 from rillflow.runs.reader import RankSpan, SpanRecord
@@ -37,23 +35,15 @@ from rillflow.workers.values import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataStream:
-    """The data of a phase and its position."""
-
-    take: Callable[[int], Batch]
-    """Returns the next rows."""
-    state: Callable[[], Mapping[str, Any]]
-    """Returns the position in the data, for a checkpoint."""
-    metrics: Mapping[str, Metric] = field(default_factory=dict)
-    """Metrics about the data that every step reports."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Phase:
     """Some steps of one algorithm."""
 
     name: str
     """Name in the records."""
+    index: int
+    """Index among the run's phases."""
+    first: int
+    """Steps of the run before the phase."""
     steps: int
     """Number of steps."""
     rows: int
@@ -68,35 +58,27 @@ class Phase:
     """The executor of the stages."""
     trained: tuple[str, ...]
     """Roles that the phase trains; checkpoints hold them."""
-    stream: DataStream
-    """Data of the phase."""
+    source: Source
+    """Prompts and sampled rows of its steps."""
     beside: DataStream | None
     """Second batch of each step, with as many rows; None if the algorithm needs only one batch."""
     evaluated: bool
     """Whether the trained model is evaluated before, during and after this phase."""
     freshness: int = 0
     """k: a step samples with the version published k steps before the version that it trains."""
-    delivery: WeightSync | None = None
-    """Transfer of versions to a sampler on its own ranks."""
-    ready: AsyncRollout | None = None
-    """Sampler of steps formed from ready groups; None if steps take prompts in order."""
-    cut: TailBatching | None = None
-    """Sampler of steps that put the longest rows aside; None if each step trains all rows that it begins."""
     moving: tuple[str, ...] = ()
     """Untrained roles whose weights still change."""
-    sampled: Callable[[int], Sequence[Path]] = lambda _: ()
-    """Returns, for a step of the run, the files of rows sampled before the run was interrupted."""
 
     @property
     def kept(self) -> tuple[str, ...]:
         """Roles that checkpoints hold."""
         return (*self.trained, *self.moving)
 
-    @property
-    def place(self) -> dict[str, Any]:
-        """Positions in the data, and the numbers that steps remember."""
+    def state(self, done: int) -> dict[str, Any]:
+        """Return the positions in the phase and its data after ``done`` steps, and remembered numbers."""
         beside = dict(self.beside.state()) if self.beside is not None else None
-        return {"stream": dict(self.stream.state()), "beside": beside, "numbers": dict(self.flow.state)}
+        data = {"stream": self.source.position(), "beside": beside}
+        return {"phase": self.index, "done": done, **data, "numbers": dict(self.flow.state)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,10 +118,7 @@ class OpenStep:
 
     Args:
         phase: the phase of the step.
-        index: index of the phase.
-        number: number of the step, over all phases.
         done: steps of the phase, including this one.
-        arriving: transfers of the version that the step samples with; empty if the sampler has it.
         run: the run directory.
         deadline_s: longest wait for any stage.
         share: share of the prompts whose rollouts are recorded.
@@ -148,15 +127,14 @@ class OpenStep:
     def __init__(
         self,
         phase: Phase,
-        index: int,
-        number: int,
         done: int,
-        arriving: list[Pending],
         run: RunDirectory,
         deadline_s: float,
         share: float = 1.0,
     ) -> None:
-        self.number, self.done = number, done
+        self.done = done
+        self.number = number = phase.first + done
+        """Number of the step, over all phases."""
         self.saving: Save | None = None
         """Checkpoint that began with the step, if any."""
         self.is_last = False
@@ -165,29 +143,24 @@ class OpenStep:
         """Messages about skipped updates."""
         self._is_cut = False
         self.began = time.monotonic()
-        self._phase, self._arriving, self._run, self._deadline_s = phase, arriving, run, deadline_s
-        flow, executor = phase.flow, phase.executor
-        executor.sampled.extend(phase.sampled(number))
-        source, ready = phase.stream, phase.ready
-        sampling = ready or phase.cut
-        take, more = (source.take, source.take) if sampling is None else (sampling.take, sampling.more)
-        flow.begin(Supply(take=more, gather=executor.gather, deadline_s=deadline_s))
+        self._phase, self._run, self._deadline_s = phase, run, deadline_s
+        flow, executor, source = phase.flow, phase.executor, phase.source
+        count = partial(executor.count_rows, deadline_s=deadline_s)
+        flow.begin(Supply(take=source.more, gather=executor.gather, count=count))
         self.journal: Journal = flow.journal
-        data = take(phase.rows)
+        data = source.take(number, phase.rows)
         beside = [] if phase.beside is None else [phase.beside.take(phase.rows)]
         self._reports: tuple[Any, ...] = reports_of(phase.step(flow, data, phase.config, *beside))
         flow.begin()  # only this object keeps the step's batches
-        self._given_up: list[tuple[tuple[int, int], str]] = []
-        if sampling is not None:
-            self.journal.measured |= sampling.measured
-        if ready is not None:
-            self._given_up = ready.opened()
+        drawn = source.opened()
+        self.journal.measured |= drawn.measured
+        self._arriving, self._given_up = drawn.arriving, drawn.given_up
         self._telemetry = asked(executor, self.journal.stages, run.path.absolute(), number, share)
         self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.trained}
         self._left_out = {role: executor.on_all_ranks(role, taken_skips) for role in phase.trained}
-        self.parcels = deque[PackedWeights](phase.delivery.take() if phase.delivery is not None else ())
+        self.parcels = deque(drawn.parcels)
         """Published versions that no sampler has received yet."""
-        self._state = {"phase": index, "done": done, **phase.place}
+        self._state = phase.state(done)
         self._rows = dict(flow.rows)
 
     @property
@@ -216,11 +189,9 @@ class OpenStep:
         Returns:
             The state of the run after the step, and the step's metrics.
         """
-        if self._arriving:
-            assert self._phase.delivery is not None
-            self._phase.delivery.arrived(self._arriving)
+        moved = self._phase.source.moved(self._arriving)
         wait_for([each.result for each in self.journal.stages], self._deadline_s)
-        self._log_spans()
+        self._log_spans(moved)
         if self.journal.published is not None:
             version = self.journal.published.read(self._deadline_s)
         return self._closed(version)
@@ -245,7 +216,7 @@ class OpenStep:
     def _closed(self, version: int) -> tuple[Standing, dict[str, Metric]]:
         """Read the results of the step; see ``finish``."""
         wait_s, flow = self._deadline_s, self._phase.flow
-        metrics: dict[str, Metric] = dict(self._phase.stream.metrics)
+        metrics: dict[str, Metric] = dict(self._phase.source.metrics)
         for part in self._reports:
             metrics |= part.read(wait_s)
         metrics = self._sampled() | self._measured() | metrics
@@ -268,20 +239,19 @@ class OpenStep:
         self.journal, self._reports = Journal(), ()  # frees the step's batches in the store
         return Standing(step=self.number, state=state, updates=updates, rows=self._rows), metrics
 
-    def _log_spans(self) -> None:
+    def _log_spans(self, moved: Mapping[str, Sequence[Facts]]) -> None:
         """Record the spans of the stages and of concurrent weight transfers."""
-        wait_s, executor = self._deadline_s, self._phase.executor
+        wait_s = self._deadline_s
         # A pause of this process between the two clock readings makes the difference smaller.
         ahead_s = max(self._run.elapsed_s() - time.time() for _ in range(3))
         results = [(each.stage, each.result) for each in self.journal.stages]
-        names = {part.stage: stage for stage, made in results for part in (made, *made.parts)}
+        names = {part.stage: stage for stage, made in results for part in (made, *made.work.parts)}
         for stage, made in results:
-            after = list(dict.fromkeys(names.get(source, source) for source in made.after))
-            facts = [*made.worked, *made.facts(wait_s)]
+            after = list(dict.fromkeys(names.get(source, source) for source in made.work.after))
+            facts = [*made.work.worked, *made.facts(wait_s)]
             self._run.log_span(span_of(stage, self.number, facts, ahead_s, made.beside, after))
-        moved, executor.moved = executor.moved, {}
-        for stage, facts in moved.items():
-            self._run.log_span(span_of(stage, self.number, facts, ahead_s, [], []))
+        for stage, sent in moved.items():
+            self._run.log_span(span_of(stage, self.number, sent, ahead_s, [], []))
 
     def _sampled(self) -> dict[str, Metric]:
         """Return the metrics of the rows, merged over ranks."""

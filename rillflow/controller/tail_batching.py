@@ -9,7 +9,7 @@ trains, so every token is on-policy. Its rows keep their ids and therefore their
 drawn long again, so the trained lengths follow the policy's distribution. The last steps begin no more
 prompts than they train, so a phase trains every drawn prompt once.
 
-loop          ``take``, in the thread of the pipeline's loop, before the step's own code runs
+loop          ``take``, in the thread of the training loop, before the step's own code runs
 consumes      prompts put aside, prompts of the stream
 waits for     every replica to advance by ``PASSES``; completion is counted in passes, never by a clock
 unblocked by  those ranks; each wait ends at the deadline
@@ -20,16 +20,19 @@ shutdown      prompts put aside belong to the data position that a checkpoint ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import ceil
+from typing import Any
 
 from rillflow.controller.async_rollout import add_work, one_by_one
 from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.source import DataStream, Drawn, GroupSampling, Source
+from rillflow.controller.weight_sync import WeightSync
 from rillflow.records.batch import Batch, concatenate
-from rillflow.records.metrics import Mean, Metric, Sum
+from rillflow.records.metrics import Mean, Sum
 from rillflow.roles.sampler import Advanced, GroupId, Sampler
-from rillflow.rollout.config import SamplingConfig
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import joined, wait_for
 from rillflow.workers.values import Facts, shares
@@ -38,73 +41,81 @@ PASSES = 32
 """Tokens that each row advances before the controller counts complete groups."""
 
 
-class TailBatching:
-    """The sampling rounds of one phase whose steps put the longest rows aside.
+ASIDE = "aside"
+"""Key in the position in the data for prompts that were put aside."""
+
+
+class TailBatching(Source):
+    """Source of steps that put the longest rows aside.
 
     Args:
         executor: has the sampler's ranks.
-        take: returns the next prompts of the stream.
-        groups: groups that the phase still has to train.
+        stream: prompts of the phase.
+        how: how groups are sampled.
         prompts: prompts that a short round begins for each trained one; at least 1.
-        samples: trained rows per group.
         begun_samples: rows per group that a short round begins; the first to end are trained.
-        sampling: sampling settings; None for those of the recipe.
-        replicas: the sampler's ranks, replica by replica.
         aside: prompts that were put aside before the run was interrupted.
-        deadline_s: longest wait for any rank.
+        sync: see Source.
+        chunks: see Source.
     """
+
+    is_salvageable = False
 
     def __init__(
         self,
         executor: GroupExecutor,
-        take: Callable[[int], Batch],
+        stream: DataStream,
         *,
-        groups: int,
+        how: GroupSampling,
         prompts: float,
-        samples: int,
         begun_samples: int,
-        sampling: SamplingConfig | None,
-        replicas: Sequence[Sequence[int]],
         aside: Batch | None,
-        deadline_s: float,
+        sync: WeightSync | None = None,
+        chunks: int = 1,
     ) -> None:
-        self._executor, self._take, self._left = executor, take, groups
-        self._prompts, self._samples, self._begun_samples = prompts, samples, begun_samples
-        self._sampling, self._replicas, self._deadline_s = sampling, replicas, deadline_s
+        super().__init__(executor, stream, sync=sync, chunks=chunks)
+        self._how, self._left = how, how.groups
+        self._prompts, self._begun_samples = prompts, begun_samples
         self._aside = [*one_by_one(aside)] if aside is not None else []
         self._worked: list[Facts] = []
         self._begun = self._passes = self._wasted = 0
 
-    def take(self, groups: int) -> Batch:
-        """Return the prompts of a step; the executor then has their rows."""
+    def take(self, step: int, groups: int) -> Batch:  # noqa: ARG002
+        """Return the prompts of a step, whose rows ``rows`` then returns."""
         self._left = max(self._left - groups, 0)
         self._begun = self._passes = self._wasted = 0
         return self.more(groups)
 
     def more(self, groups: int) -> Batch:
-        """Return the prompts of further groups for the same step."""
+        """See Source."""
         fresh = 0
         if len(self._aside) < groups:
             fresh = min(ceil(groups * self._prompts - 1e-9), groups + self._left - len(self._aside))
         again = max(groups - fresh, 0)
         begun, self._aside = self._aside[:again], self._aside[again:]
-        begun += [self._take(fresh)] if fresh else []
-        return self._round(concatenate(begun), groups, self._samples if again else self._begun_samples)
+        begun += [self._stream.take(fresh)] if fresh else []
+        return self._round(concatenate(begun), groups, self._how.samples if again else self._begun_samples)
 
     @property
     def aside(self) -> list[GroupId]:
         """Epoch and prompt id of every prompt that is put aside, for a checkpoint."""
         return [each.row_ids()[0].group for each in self._aside]
 
-    @property
-    def measured(self) -> dict[str, Metric]:
-        """Metrics of the rounds of the current step."""
-        return {
-            "tail/begun/sum": Sum(value=self._begun),
-            "tail/aside/mean": Mean(total=len(self._aside), count=1),
-            "tail/passes/sum": Sum(value=self._passes),
-            "tail/wasted_tokens/sum": Sum(value=self._wasted),
-        }
+    def position(self) -> Mapping[str, Any]:
+        """See Source; it includes the prompts that are put aside."""
+        return {**super().position(), ASIDE: self.aside}
+
+    def opened(self) -> Drawn:
+        """See Source; the metrics are of the rounds of the step."""
+        return replace(
+            super().opened(),
+            measured={
+                "tail/begun/sum": Sum(value=self._begun),
+                "tail/aside/mean": Mean(total=len(self._aside), count=1),
+                "tail/passes/sum": Sum(value=self._passes),
+                "tail/wasted_tokens/sum": Sum(value=self._wasted),
+            },
+        )
 
     def _round(self, begun: Batch, groups: int, samples: int) -> Batch:
         """Sample prompts until ``groups`` are complete; return the kept prompts, in the order they began."""
@@ -118,10 +129,10 @@ class TailBatching:
             cut, passes = [None] * len(cut), passes + PASSES
         ended = sorted(ended)[:groups]
         self._begun, self._passes = self._begun + len(begun), self._passes + ended[-1][0]
-        return self._kept(begun, sorted(place for _, place in ended))
+        return self._trained(begun, sorted(place for _, place in ended))
 
-    def _kept(self, begun: Batch, taken: Sequence[int]) -> Batch:
-        """Return the trained prompts, give the executor their rows, and drop the rows of the others."""
+    def _trained(self, begun: Batch, taken: Sequence[int]) -> Batch:
+        """Return the trained prompts, keep their rows for ``rows``, and drop the rows of the others."""
         groups, left = [row.group for row in begun.row_ids()], {*range(len(begun))} - {*taken}
         self._aside += [begun.slice(place, place + 1) for place in sorted(left)]
         homes = self._shares(len(begun))
@@ -132,16 +143,16 @@ class TailBatching:
         kept = [[groups[each] for each in share if each not in left] for share in homes]
         parts = [
             self._executor.on_ranks(SAMPLER, ranks, Sampler.collect, own)
-            for ranks, own in zip(self._replicas, kept, strict=True)
+            for ranks, own in zip(self._how.replicas, kept, strict=True)
             if own
         ]
         prompts = begun.select(taken)
-        self._executor.ready = prompts, joined("policy.generate", parts, worked=self._worked)
+        self._formed = prompts, joined("policy.generate", parts, worked=self._worked)
         return prompts
 
     def _shares(self, count: int) -> list[range]:
         """Return the range of prompts that each replica samples."""
-        sizes = shares(count, len(self._replicas))
+        sizes = shares(count, len(self._how.replicas))
         return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def _advance(
@@ -154,16 +165,16 @@ class TailBatching:
         enough: int = 0,
     ) -> list[Advanced]:
         """Call ``Sampler.advance`` on every replica at once, with its own prompts."""
-        how = (passes, samples, self._sampling, self._samples, enough)
+        how = (passes, samples, self._how.sampling, self._how.samples, enough)
         calls = [
             self._executor.on_ranks(SAMPLER, ranks, Sampler.advance, own, forgotten, *how)
             for ranks, own, forgotten in zip(
-                self._replicas, prompts, given_up or [()] * len(prompts), strict=True
+                self._how.replicas, prompts, given_up or [()] * len(prompts), strict=True
             )
         ]
-        wait_for(calls, self._deadline_s)
-        made: list[Advanced] = [each.read(self._deadline_s) for each in calls]
+        wait_for(calls, self._how.deadline_s)
+        made: list[Advanced] = [each.read(self._how.deadline_s) for each in calls]
         for call in calls:
-            add_work(self._worked, [*call.facts(self._deadline_s), *call.beside])
+            add_work(self._worked, [*call.facts(self._how.deadline_s), *call.beside])
         self._wasted += sum(each.wasted for each in made)
         return made

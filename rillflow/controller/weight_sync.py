@@ -27,6 +27,7 @@ from rillflow.roles.policy import Policy
 from rillflow.roles.publishing import Links, ReceivedWeights, SentWeights
 from rillflow.roles.sampler import Sampler
 from rillflow.workers.pending import Pending, wait_for
+from rillflow.workers.values import Facts
 
 BUCKETS = 2
 """Largest number of buckets in flight at once."""
@@ -67,13 +68,14 @@ class WeightSync:
         self._first = len(executor.groups["policy"].places)
         self._is_ahead = False
         self._parcels: list[PackedWeights] = []
+        self._moved: dict[str, list[Facts]] = {}
 
     def begin(self, *, is_ahead: bool) -> None:
         """Publish the policy's current weights and version; later publishes are in lockstep or ahead."""
         self._is_ahead = False
         self(self._executor.on_all_ranks("policy", announce)).wait(self._deadline_s)
         self._is_ahead = is_ahead
-        self._executor.moved.clear()  # no step has begun
+        self._moved.clear()  # no step has begun
 
     def __call__(self, published: Pending) -> Pending:
         """Bring the last publish to the sampler's ranks, or pack it for them; return its version.
@@ -100,13 +102,18 @@ class WeightSync:
             if failed := [each for part in on_their_way for each in part if each.has_failed]:
                 return failed[0]
             raise
-        executor.moved["policy.digest"] = [*published.facts(self._deadline_s), *published.beside]
+        self._moved["policy.digest"] = [*published.facts(self._deadline_s), *published.beside]
         return executor.on_all_ranks("sampler", serve, digests)
 
     def take(self) -> list[PackedWeights]:
         """Return the parcels published ahead that were not taken yet."""
         parcels, self._parcels = self._parcels, []
         return parcels
+
+    def moved(self) -> dict[str, list[Facts]]:
+        """Return the facts of the transfers since the last call, by stage."""
+        moved, self._moved = self._moved, {}
+        return moved
 
     def install(self, parcel: PackedWeights, ranks: Sequence[int] | None = None) -> list[Pending]:
         """Have the sampler, or one of its replicas, receive a parcel after its earlier calls.
@@ -125,7 +132,7 @@ class WeightSync:
         """Wait for transfers and other results; keep only the facts of the transfers to free their bytes."""
         wait_for([*beside, *moved], self._deadline_s)
         for each in moved:
-            self._executor.moved.setdefault(each.stage, []).extend(each.facts(self._deadline_s))
+            self._moved.setdefault(each.stage, []).extend(each.facts(self._deadline_s))
 
     def _sent(self, bucket: int) -> dict[int, list[Pending]]:
         """Have a bucket packed; return the packed tensors of each receiver, in the order of the links."""

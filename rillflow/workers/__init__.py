@@ -1,4 +1,4 @@
-"""Workers: the controller's view of a role program.
+"""Workers: pools of ranks, the backends that run them, and calls to groups of ranks.
 
 @endpoint(TRANSFER)            a method the controller may call, and how values travel there and back
 Group.call ── Pending          returns at once; the ranks' results stay where they were made

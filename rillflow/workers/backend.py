@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rillflow.errors import ClusterError
 from rillflow.workers.collectives import Ranks
@@ -105,17 +106,23 @@ class RankDied(ClusterError):
         """Pool of the rank."""
 
 
-class Backend(Protocol):
-    """Interface for running calls on the ranks of pools."""
+class Backend(ABC):
+    """Pools of ranks, and the calls that run on them.
 
-    traffic: Traffic
-    """Traffic since the start."""
-    pools: dict[str, int]
-    """Number of ranks of every open pool, by pool name."""
-    devices: dict[str, str]
-    """Device type of every open pool, by pool name: ``cpu``, ``cuda``."""
-    nodes: Mapping[Place, Node]
-    """Machine of every rank; empty if all ranks are on the driver's machine."""
+    Args:
+        deadline_s: longest wait of a rank for another one.
+    """
+
+    def __init__(self, deadline_s: float = 3600.0) -> None:
+        self.traffic = Traffic()
+        """Traffic since the start."""
+        self.pools: dict[str, int] = {}
+        """Number of ranks of every open pool, by pool name."""
+        self.devices: dict[str, str] = {}
+        """Device type of every open pool, by pool name: ``cpu``, ``cuda``."""
+        self.nodes: Mapping[Place, Node] = {}
+        """Machine of every rank; empty if all ranks are on the driver's machine."""
+        self._deadline_s = deadline_s
 
     def open(self, pools: Sequence[Pool], device: str = "cpu") -> None:
         """Start every rank.
@@ -128,8 +135,19 @@ class Backend(Protocol):
         Raises:
             ClusterError: a pool does not fit; the message lists available and missing devices.
         """
+        found = places(pools)
+        try:
+            self._start(pools, found, device)
+            self.pools = {pool.name: pool.size for pool in pools}
+        except BaseException:
+            self.close()
+            raise
 
-    def pack(self, value: Any, what: str) -> Any:
+    @abstractmethod
+    def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
+        """Start every rank of the pools, and set ``devices``; ``found`` are their places."""
+
+    def pack(self, value: Any, what: str) -> Any:  # noqa: ARG002
         """Serialise an argument once for several ranks, which receive the original value.
 
         Args:
@@ -139,13 +157,16 @@ class Backend(Protocol):
         Raises:
             ClusterError: it cannot be serialised, or is too large for an argument.
         """
+        return value
 
     def table(self, references: tuple[Any, ...]) -> Any:
         """Prepare references for any number of calls.
 
         Ranks receive them directly, or, if there are many, as one reference that they fetch.
         """
+        return references
 
+    @abstractmethod
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """Run ``work(site, *arguments)`` at a place, after the calls submitted there before.
 
@@ -153,6 +174,7 @@ class Backend(Protocol):
             ``results`` references to the elements of the returned tuple (to the value itself for one).
         """
 
+    @abstractmethod
     def read_all(self, references: Sequence[Any], deadline_s: float) -> list[Any]:
         """Return the values of several references, or raise the first error of any of them at once.
 
@@ -162,17 +184,25 @@ class Backend(Protocol):
             Exception: an error that a call raised.
         """
 
+    @abstractmethod
     def is_ready(self, reference: Any) -> bool:
         """Return whether a read would return without waiting."""
 
+    @abstractmethod
     def wait_for_any(self, references: Sequence[Any], deadline_s: float) -> bool:
         """Wait until one of several references can be read without waiting; return False on timeout."""
 
-    def mend(self, pools: Collection[str], deadline_s: float) -> None:
+    def mend(self, pools: Collection[str], deadline_s: float) -> None:  # noqa: B027
         """After a failed call, let the ranks of these pools use collectives again once all are idle."""
 
+    @abstractmethod
     def close(self) -> None:
         """End every rank and release all resources. A second call has no effect."""
+
+
+def devices_of(pools: Sequence[Pool], device: str) -> dict[str, str]:
+    """Return the device type of every pool, if ``device`` is that of pools that take one."""
+    return {pool.name: device if pool.takes_device else "cpu" for pool in pools}
 
 
 def places(pools: Sequence[Pool]) -> list[Place]:

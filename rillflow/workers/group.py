@@ -19,11 +19,10 @@ from rillflow.records.batch import Batch
 from rillflow.workers import program
 from rillflow.workers.backend import Backend, Place
 from rillflow.workers.endpoint import Endpoint
-from rillflow.workers.pending import Pending
+from rillflow.workers.pending import Pending, await_replies, pack_options, submitted
 from rillflow.workers.program import Call, Factory
 from rillflow.workers.transfer import AXES, Transfer
-from rillflow.workers.values import Lie, Names, RemoteValue, are_whole, piece, shares
-from rillflow.workers.waits import Awaited, answers
+from rillflow.workers.values import Lie, Names, are_whole, piece, shares
 
 
 class Group:
@@ -75,19 +74,8 @@ class Group:
             ClusterError: a rank died or did not finish in time.
         """
         packed = self._backend.pack(factory, f"the factory of {self.role}")
-        awaited = [
-            Awaited(doing=f"making {self.role}", place=place, reference=made)
-            for place in self.places
-            for made in self._backend.submit(place, program.start, self.role, packed)
-        ]
-        try:
-            answers(awaited, self._backend, deadline_s)
-        except TimeoutError:
-            late = [str(each.place) for each in awaited if not self._backend.is_ready(each.reference)]
-            raise ClusterError(
-                f"{self.role} was not constructed on {', '.join(late)} in {deadline_s:g} s",
-                why="its constructor is still running",
-            ) from None
+        made = {at: self._backend.submit(at, program.start, self.role, packed)[0] for at in self.places}
+        await_replies(f"making {self.role}", made, self._backend, deadline_s)
 
     def call(self, endpoint: str, *arguments: Any, **options: Any) -> Pending:
         """Run an endpoint on all ranks; return at once.
@@ -106,27 +94,21 @@ class Group:
         call = Call(role=self.role, of=self.of, endpoint=endpoint, reads=called.reads)
         self._refuse_empty(call, arguments)
         ready = [self._ready(call, argument) for argument in arguments]
-        named = {key: _described(value) for key, value in options.items()}
-        packed = self._backend.pack(named, f"option of {call}:") if named else named
+        packed = pack_options(options, str(call), self._backend)
         cut = _Cut.of(transfer, self.mesh, arguments, called.read(options))
         said, taken = self._backend.pack(call, str(call)), self._taken(transfer)
-        speaks = set(taken)
-        made = []
+        speaks, calls = {*taken}, []
         for rank, place in enumerate(self.places):
             given = [cut.part(argument, rank, self.places[0]) for argument in ready]
-            described = (said, given, packed, rank in speaks)
-            value, facts = self._backend.submit(place, program.run, *described, results=2)
-            made.append(RemoteValue(value=value, facts=facts))
-        others = [rank for rank in range(len(made)) if rank not in speaks]
-        return Pending(
+            calls.append((place, program.run, (said, given, packed, rank in speaks)))
+        return submitted(
             str(call),
-            given=program.described(arguments),
-            places=[self.places[rank] for rank in (*taken, *others)],
-            references=[made[rank] for rank in taken],
-            others=[made[rank] for rank in others],
+            self._backend,
+            calls,
+            taken=taken,
+            given=(*arguments, *options.values()),
+            about=program.described(arguments),
             is_partial=any(isinstance(part, Partial) for part in transfer.receive.values()),
-            sources=[each for each in (*arguments, *options.values()) if isinstance(each, Pending)],
-            backend=self._backend,
             lie=cut.of_result(called),
         )
 
@@ -248,10 +230,6 @@ def _weighed(transfer: Transfer, arguments: Sequence[Any]) -> Batch | Pending | 
         return None
     here = [each for each in batches if isinstance(each, Batch)]
     return batches[0] if all("tokens" in each.fields for each in here) else None
-
-
-def _described(value: Any) -> Any:
-    return value.whole() if isinstance(value, Pending) else value
 
 
 def _require_pool(role: str, pool: str, mesh: Mesh, pools: Mapping[str, int]) -> None:

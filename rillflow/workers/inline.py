@@ -14,16 +14,16 @@ Loop of a rank's thread
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from rillflow.errors import ClusterError
-from rillflow.workers.backend import Node, Place, Pool, RankCall, Site, Traffic, places
+from rillflow.workers.backend import Backend, Place, Pool, RankCall, Site, devices_of
 from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
 
 
-class InlineBackend:
+class InlineBackend(Backend):
     """Backend that runs calls in this process.
 
     Args:
@@ -31,20 +31,13 @@ class InlineBackend:
     """
 
     def __init__(self, deadline_s: float = 3600.0) -> None:
-        self.traffic = Traffic()
-        self.pools: dict[str, int] = {}
-        self.devices: dict[str, str] = {}
-        self.nodes: Mapping[Place, Node] = {}
-        self._deadline_s = deadline_s
+        super().__init__(deadline_s)
         self._sites: dict[Place, Site] = {}
         self._threads: dict[Place, ThreadPoolExecutor] = {}
         self._groups: dict[str, ThreadGroup] = {}
 
-    def open(self, pools: Sequence[Pool], device: str = "cpu") -> None:
-        """See Backend."""
-        found = places(pools)
-        self.devices = {pool.name: device if pool.takes_device else "cpu" for pool in pools}
-        self.pools = {pool.name: pool.size for pool in pools}
+    def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
+        self.devices = devices_of(pools, device)
         for pool in pools:
             if pool.size > 1:
                 self._groups[pool.name] = ThreadGroup(pool.size, self._deadline_s)
@@ -55,15 +48,6 @@ class InlineBackend:
             if len(found) > 1:
                 name = f"{place.pool}-{place.rank}"
                 self._threads[place] = ThreadPoolExecutor(1, thread_name_prefix=name)
-
-    def pack(self, value: Any, what: str) -> Any:
-        """See Backend; inline needs no serialisation."""
-        del what
-        return value
-
-    def table(self, references: tuple[Any, ...]) -> Any:
-        """See Backend."""
-        return references
 
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """See Backend."""

@@ -8,7 +8,7 @@ References inside a value are replaced by names and travel next to the value, so
 them. This applies to a call, to a table of references, and to a batch whose large fields are separate
 objects, so that a rank fetches only the fields that it reads. Bytes are cloudpickle, because a call carries
 functions. They pass only between the ranks of one run, never through a file.
-Imported by ``cluster.ray``, which first configures Ray's authentication.
+Imported by ``workers.ray``, which first configures Ray's authentication.
 """
 
 from __future__ import annotations

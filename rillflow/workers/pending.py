@@ -2,23 +2,71 @@
 
 stage ── results stay on their ranks ──> Pending ── Rows, Whole ──> the next stage's ranks
                                             └── read() ──> the controller, only if necessary
+
+A wait covers several results together. If several ranks fail, it reports the cause and not its consequences:
+
+rank 1 raises, or dies ──> rank 0's collective fails:       Stranded ┐ often arrives before the cause
+                      └──> a rank that needs its result:    Stranded ┘
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from rillflow.errors import ClusterError, RillflowError
 from rillflow.graph.handle import Handle
 from rillflow.workers import program
-from rillflow.workers.backend import Backend, Place
+from rillflow.workers.backend import Backend, Place, RankCall, RankDied, RankLost
+from rillflow.workers.collectives import Stranded
 from rillflow.workers.values import Facts, Held, Lie, Names, Own, RemoteValue, Rows, Whole, assembled
-from rillflow.workers.waits import Awaited, answers
 
 MANY = 16
 """Number of parts above which one rank gathers the facts for all others."""
+_ECHO_S = 2.0
+"""Seconds to wait for the cause after a consequence: a death is detected later than the calls it breaks."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work:
+    """The work of ranks on one stage."""
+
+    backend: Backend
+    """Backend that runs it."""
+    places: Sequence[Place]
+    """Ranks that compute it; the ranks whose results are taken come first."""
+    references: Sequence[RemoteValue]
+    """Results that are taken, in order."""
+    others: Sequence[RemoteValue] = ()
+    """Results that are not taken, watched for errors."""
+    sources: list[Pending] = field(default_factory=list)
+    """Results among its arguments, to report who waits for whom; empty once the work has ended."""
+    after: Sequence[str] = ()
+    """Stages whose results are among its arguments."""
+    about: str = ""
+    """Shapes or types of its arguments, as far as the controller knows them."""
+    is_partial: bool = False
+    """Whether results are partial sums."""
+    lie: Lie | None = None
+    """Layout of its rows over the references; None if it has none."""
+    parts: Sequence[Pending] = ()
+    """The same result in consecutive parts, if it was produced in parts."""
+    worked: Sequence[Facts] = ()
+    """Work of ranks for this result before it was requested."""
+    since: float = field(default_factory=time.monotonic)
+    """Time of the submission on the monotonic clock."""
+
+    @property
+    def every(self) -> list[RemoteValue]:
+        """All results, in the order of ``places``."""
+        return [*self.references, *self.others]
+
+
+def stages_of(sources: Sequence[Pending]) -> list[str]:
+    """Return the stages of some results, each once."""
+    return list(dict.fromkeys(each.stage for each in sources))
 
 
 class Pending(Handle):
@@ -26,74 +74,57 @@ class Pending(Handle):
 
     Args:
         stage: name of the stage, in errors.
-        given: shapes or types of its arguments, as far as the controller knows them.
-        places: ranks that compute it; those whose results are taken come first.
-        references: results that are taken, in order.
-        others: results that are not taken, watched for errors.
-        is_partial: whether results are partial sums.
-        sources: pendings among its arguments, to report who waits for whom.
-        backend: the backend that runs the stage.
-        lie: layout of its rows over the references; None if it has none.
+        work: the submitted work, or a function that submits it when someone first needs the result.
     """
 
-    def __init__(
-        self,
-        stage: str,
-        *,
-        given: str,
-        places: Sequence[Place],
-        references: Sequence[RemoteValue],
-        others: Sequence[RemoteValue],
-        is_partial: bool,
-        sources: Sequence[Pending],
-        backend: Backend,
-        lie: Lie | None = None,
-    ) -> None:
+    def __init__(self, stage: str, work: Work | Callable[[], Work]) -> None:
         super().__init__(stage)
-        self.lie = lie
-        """Layout of its rows over the ranks that hold them; None if unknown or if it has no rows."""
         self.token = object()
         """Identity of the result in a Lie."""
+        self._work = work
         self._held: Held | None = None
-        self.places = tuple(places)
-        self._given = given
-        self._references = tuple(references)
-        self._others = tuple(others)
-        self._is_partial = is_partial
-        self._sources = tuple(sources)
-        self._backend = backend
-        self.after = tuple(dict.fromkeys(each.stage for each in sources))
-        """Stages whose results are among its arguments."""
-        self._since = time.monotonic()
         self._facts: list[Facts] = []
-        self.parts: Sequence[Pending] = ()
-        """The same result in consecutive parts, if it was produced in parts."""
-        self.worked: Sequence[Facts] = ()
-        """Work of ranks for this result before it was requested."""
 
     @property
-    def holders(self) -> tuple[Place, ...]:
+    def work(self) -> Work:
+        """The work of ranks on the stage; submitted now if nobody needed it before."""
+        if not isinstance(self._work, Work):
+            self._work = self._work()
+        return self._work
+
+    @property
+    def lie(self) -> Lie | None:
+        """Layout of its rows over the ranks that hold them; None if unknown or if it has no rows."""
+        return self.work.lie
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """Ranks that compute it; the ranks whose results are taken come first."""
+        return self.work.places
+
+    @property
+    def holders(self) -> Sequence[Place]:
         """Ranks whose results are taken."""
-        return self.places[: len(self._references)]
+        return self.places[: len(self.work.references)]
 
     @property
     def held(self) -> Held:
         """References to its parts."""
         if self._held is None:
-            self._held = Held(table=self._backend.table(self._references))
+            self._held = Held(table=self.work.backend.table(tuple(self.work.references)))
         return self._held
 
     def counted(self, place: Place) -> Held:
         """Return the references to its parts; ``place`` gathers their facts if there are many parts."""
-        if self.held.facts is None and len(self._references) > MANY:
-            facts = self._backend.submit(place, program.gather_facts, self.held)[0]
-            packed = self._backend.pack(facts, f"the row counts of {self.stage}")
+        if self.held.facts is None and len(self.work.references) > MANY:
+            facts = self.work.backend.submit(place, program.gather_facts, self.held)[0]
+            packed = self.work.backend.pack(facts, f"the row counts of {self.stage}")
             self._held = Held(table=self.held.table, facts=packed)
         return self.held
 
     def own(self, index: int, fields: Names = None) -> Own:
         """Return the description of one rank's part, used without moving rows."""
-        return Own(value=self._references[index].value, fields=fields)
+        return Own(value=self.work.references[index].value, fields=fields)
 
     def rows(
         self,
@@ -111,12 +142,12 @@ class Pending(Handle):
 
     def whole(self, fields: Names = None) -> Whole:
         """Return the description of the whole result."""
-        return Whole(held=self.held, is_partial=self._is_partial, fields=fields)
+        return Whole(held=self.held, is_partial=self.work.is_partial, fields=fields)
 
     @property
     def is_ready(self) -> bool:
         """Whether every rank has finished."""
-        return all(self._backend.is_ready(each.value) for each in (*self._references, *self._others))
+        return all(self.work.backend.is_ready(each.value) for each in self.work.every)
 
     @property
     def has_failed(self) -> bool:
@@ -137,22 +168,22 @@ class Pending(Handle):
             RillflowError: an error that the role raised.
         """
         self.wait(deadline_s)
-        made = self._awaited([each.value for each in self._references])
+        made = self._awaited([each.value for each in self.work.references])
         try:
-            parts = answers(made, self._backend, deadline_s)
+            parts = answers(made, self.work.backend, deadline_s)
         except TimeoutError:
             raise self._silent(deadline_s) from None
-        return assembled(parts, is_partial=self._is_partial)
+        return assembled(parts, is_partial=self.work.is_partial)
 
     def facts(self, deadline_s: float = 3600.0) -> list[Facts]:
         """Wait for all ranks, and return the facts of every taken result; see ``read`` for errors."""
         self.wait(deadline_s)
-        return self._facts[: len(self._references)]
+        return self._facts[: len(self.work.references)]
 
     @property
     def beside(self) -> list[Facts]:
         """Facts of the results that are not taken, once all ranks have finished."""
-        return self._facts[len(self._references) :]
+        return self._facts[len(self.work.references) :]
 
     def wait(self, deadline_s: float = 3600.0) -> None:
         """Wait until every rank has finished; see ``wait_for``.
@@ -165,7 +196,7 @@ class Pending(Handle):
     def _before(self, known: dict[int, Pending]) -> dict[int, Pending]:
         """Add this stage and its sources to the stages not known to be ready, sources first."""
         if not self._facts and id(self) not in known:
-            for source in self._sources:
+            for source in self.work.sources:
                 source._before(known)
             known[id(self)] = self
         return known
@@ -178,41 +209,86 @@ class Pending(Handle):
 
     def _silent(self, deadline_s: float) -> ClusterError:
         late = self
-        while waited := [source for source in late._sources if not source.is_ready]:
+        while waited := [source for source in late.work.sources if not source.is_ready]:
             late = waited[0]
-        ranks = [
-            str(place)
-            for place, each in zip(late.places, (*late._references, *late._others), strict=True)
-            if not self._backend.is_ready(each.value)
-        ]
         told = f"; {self.stage} waits for it" if late is not self else ""
+        work = late.work
+        every = zip(work.places, work.every, strict=True)
+        ranks = [str(place) for place, each in every if not work.backend.is_ready(each.value)]
         return ClusterError(
             f"{late.stage} has not answered on {', '.join(ranks)}{told}",
-            why=f"it was called {time.monotonic() - late._since:.1f} s ago with {late._given or 'no batch'}; "
+            why=f"it was called {time.monotonic() - work.since:.1f} s ago with {work.about or 'no batch'}; "
             f"the deadline is {deadline_s:g} s",
             fix="check that rank's output and load, or raise placement.deadline_s",
         )
 
 
+def submitted(
+    stage: str,
+    backend: Backend,
+    calls: Sequence[tuple[Place, RankCall, Sequence[Any]]],
+    *,
+    taken: Sequence[int],
+    given: Sequence[Any],
+    after: Sequence[str] | None = None,
+    **described: Any,
+) -> Pending:
+    """Submit one call to each of several ranks, and return their result.
+
+    Args:
+        stage: name of the stage.
+        backend: the backend that runs the calls.
+        calls: rank, function and arguments of every call; the function returns a value and its Facts.
+        taken: indices of the calls whose results are taken, in order.
+        given: arguments and options as the caller gave them, among them results of other stages.
+        after: stages that the result follows, if not those of all sources.
+        described: further fields of ``Work``.
+    """
+    made = []
+    for place, function, arguments in calls:
+        value, facts = backend.submit(place, function, *arguments, results=2)
+        made.append(RemoteValue(value=value, facts=facts))
+    others = sorted({*range(len(calls))} - {*taken})
+    sources = [each for each in given if isinstance(each, Pending)]
+    work = Work(
+        backend=backend,
+        places=[calls[index][0] for index in (*taken, *others)],
+        references=[made[index] for index in taken],
+        others=[made[index] for index in others],
+        sources=sources,
+        after=stages_of(sources) if after is None else after,
+        **described,
+    )
+    return Pending(stage, work)
+
+
+def pack_options(options: Mapping[str, Any], stage: str, backend: Backend) -> Any:
+    """Serialise the options of a call once for all ranks; results among them arrive whole."""
+    named = {key: each.whole() if isinstance(each, Pending) else each for key, each in options.items()}
+    return backend.pack(named, f"option of {stage}:") if named else named
+
+
 def joined(
     stage: str, parts: Sequence[Pending], *, is_partial: bool = False, worked: Sequence[Facts] = ()
 ) -> Pending:
-    """Join several results, by concatenation or by adding partial sums; for ``worked`` see Pending."""
-    taken = [place for each in parts for place in each.places[: len(each._references)]]
-    watched = [place for each in parts for place in each.places[len(each._references) :]]
-    made = Pending(
-        stage,
-        given=parts[0]._given,
+    """Join several results, by concatenation or by adding partial sums; for ``worked`` see Work."""
+    taken = [place for each in parts for place in each.holders]
+    watched = [place for each in parts for place in each.places[len(each.holders) :]]
+    work = Work(
+        backend=parts[0].work.backend,
         places=[*taken, *watched],
-        references=[made for each in parts for made in each._references],
-        others=[made for each in parts for made in each._others],
+        references=[made for each in parts for made in each.work.references],
+        others=[made for each in parts for made in each.work.others],
+        sources=[source for each in parts for source in each.work.sources],
+        after=list(dict.fromkeys(stage for each in parts for stage in each.work.after)),
+        about=parts[0].work.about,
         is_partial=is_partial,
-        sources=[source for each in parts for source in each._sources],
-        backend=parts[0]._backend,
         lie=None if is_partial else _laid([each.lie for each in parts]),
+        parts=parts,
+        worked=worked,
+        since=parts[0].work.since,
     )
-    made.parts, made.worked = parts, worked
-    return made
+    return Pending(stage, work)
 
 
 def _laid(lies: Sequence[Lie | None]) -> Lie | None:
@@ -231,11 +307,11 @@ def wait_for_any(stages: Sequence[Pending], deadline_s: float) -> None:
         ClusterError: none finishes by the deadline; the message reports who waits for whom, for what and
             since when.
     """
-    made = {each.value for stage in stages for each in (*stage._references, *stage._others)}
-    late = [each for each in made if not stages[0]._backend.is_ready(each)]
-    if late and not stages[0]._backend.wait_for_any(late, deadline_s):
+    made, backend = {each.value for stage in stages for each in stage.work.every}, stages[0].work.backend
+    late = [each for each in made if not backend.is_ready(each)]
+    if late and not backend.wait_for_any(late, deadline_s):
         silent = (stage for stage in stages if not stage.is_ready)
-        raise min(silent, key=lambda stage: stage._since)._silent(deadline_s)
+        raise min(silent, key=lambda stage: stage.work.since)._silent(deadline_s)
 
 
 def wait_for(stages: Sequence[Pending], deadline_s: float) -> None:
@@ -256,11 +332,11 @@ def wait_for(stages: Sequence[Pending], deadline_s: float) -> None:
     awaited = [
         (stage, each)
         for stage in known.values()
-        for each in stage._awaited([made.facts for made in (*stage._references, *stage._others)])
+        for each in stage._awaited([made.facts for made in stage.work.every])
     ]
     if not awaited:
         return
-    backend, ready = awaited[0][0]._backend, 0
+    backend, ready = awaited[0][0].work.backend, 0
     while True:
         try:
             found = answers([each for _, each in awaited], backend, deadline_s)
@@ -272,4 +348,84 @@ def wait_for(stages: Sequence[Pending], deadline_s: float) -> None:
                 raise late[0]._silent(deadline_s) from None
     for (stage, _), facts in zip(awaited, found, strict=True):
         stage._facts.append(facts)
-        stage._sources = ()  # already ready; releases their results
+        stage.work.sources.clear()  # already ready; releases their results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Awaited:
+    """One awaited result of a rank."""
+
+    doing: str
+    """What the rank computes, as errors name it."""
+    place: Place
+    """The rank."""
+    reference: Any
+    """The backend's reference to the result."""
+
+
+def await_replies(
+    doing: str, calls: Mapping[Place, Any], backend: Backend, deadline_s: float
+) -> dict[Place, Any]:
+    """Return what the calls of several ranks return, by rank.
+
+    Args:
+        doing: what the ranks do, as errors name it.
+        calls: the backend's reference to each rank's result.
+        backend: the backend that runs the calls.
+        deadline_s: longest wait.
+
+    Raises:
+        ClusterError: a rank died or did not finish in time.
+        Exception: an error that a rank raised.
+    """
+    awaited = [Awaited(doing=doing, place=at, reference=made) for at, made in calls.items()]
+    try:
+        return dict(zip(calls, answers(awaited, backend, deadline_s), strict=True))
+    except TimeoutError:
+        late = ", ".join(str(each.place) for each in awaited if not backend.is_ready(each.reference))
+        raise ClusterError(
+            f"{late} did not finish {doing} in {deadline_s:g} s",
+            why="the call is still running, or its process is missing or cannot reach the others",
+        ) from None
+
+
+def answers(awaited: Sequence[Awaited], backend: Backend, deadline_s: float) -> list[Any]:
+    """Return every rank's result, in order; the first error ends the wait at once.
+
+    Args:
+        awaited: the results; those that others depend on come first.
+        backend: the backend that runs the calls.
+        deadline_s: longest wait.
+
+    Raises:
+        TimeoutError: a result is not ready in time.
+        RankDied: a rank died; the error names the rank and its call.
+        Exception: an error that a rank raised.
+    """
+    try:
+        return backend.read_all([each.reference for each in awaited], deadline_s)
+    except (RankLost, Stranded) as error:
+        raise _cause(error, awaited, backend) from None
+
+
+def _cause(error: ClusterError, awaited: Sequence[Awaited], backend: Backend) -> Exception:
+    """Return the error that caused this one; the error itself if no other is found."""
+    end = time.monotonic() + _ECHO_S
+    while True:
+        for each in awaited:
+            try:
+                if backend.is_ready(each.reference):
+                    backend.read_all([each.reference], 0)
+            except Stranded:
+                continue
+            except RankLost as lost:
+                on = f" on node {backend.nodes[each.place].address}" if each.place in backend.nodes else ""
+                what, pool = f"{each.place}{on} {lost.what}", each.place.pool
+                found = RankDied(what, why=lost.why, fix=lost.fix, pool=pool)
+                found.add_note(f"in {each.doing} on {each.place}")
+                return found
+            except Exception as cause:  # noqa: BLE001  any error of a rank
+                return cause
+        if time.monotonic() > end:
+            return error
+        time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Program: run the controller's calls on a rank (see cluster.backend.Site).
+"""Program: run the controller's calls on a rank (see workers.backend.Site).
 
     start(site, role, factory)          construct the role's object and keep it here
     run(site, call, arguments)          resolve references, run the method, keep its result and Facts here

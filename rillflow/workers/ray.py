@@ -4,11 +4,11 @@
        │                                      │ results: object store of the machine that made them
        └── references only                    └ a tensor is sent as raw memory, read without a copy
 
-Processes get their ranks after all have reported their location (``cluster.nodes``): ranks are numbered by
+Processes get their ranks after all have reported their location (``workers.nodes``): ranks are numbered by
 node, then by device. A cluster that Rillflow starts listens only on 127.0.0.1 and requires a token. It ends
-with the driver, even if the driver is killed, and its files are removed (``cluster.watchdog``). An existing
+with the driver, even if the driver is killed, and its files are removed (``workers.watchdog``). An existing
 cluster (``address``) is joined with its own protection. This choice must be made before Ray is imported, so
-only ``cluster.start`` imports this module.
+only ``workers.start`` imports this module.
 
 Loop of a rank's process
     consumes      calls submitted to it, in order
@@ -22,15 +22,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
@@ -42,15 +39,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rillflow.errors import ClusterError
 from rillflow.runs.environment import usable_cores
 from rillflow.workers import nodes
-from rillflow.workers.backend import Node, Place, Pool, RankCall, RankLost, Site, Traffic, places
+from rillflow.workers.backend import Backend, Node, Place, Pool, RankCall, RankLost, Site, devices_of
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.messages import Body, Slot, by_name, opened, packed, replies, unpacked
 from rillflow.workers.nodes import ProcessSeat, Seating
-from rillflow.workers.protection import private_folder, private_token
-from rillflow.workers.ray_start import join_cluster, start_cluster
-from rillflow.workers.signals import left_to_driver
-from rillflow.workers.waits import Awaited, answers
-from rillflow.workers.watchdog import MARK, end, end_once, watch
+from rillflow.workers.pending import await_replies
+from rillflow.workers.ray_cluster import RayCluster, left_to_driver
 
 MAX_ARGUMENT_BYTES = 16 * 2**20
 """Largest size of an option; larger data must travel as batches."""
@@ -64,7 +58,7 @@ _START_EACH_S = 15.0
 """Additional start time in seconds per rank: imports take time, and ranks of one machine share its cores."""
 
 
-class RayBackend:
+class RayBackend(Backend):
     """Backend that runs calls on Ray actors.
 
     Args:
@@ -73,36 +67,23 @@ class RayBackend:
     """
 
     def __init__(self, deadline_s: float = 3600.0, *, address: str | None = None) -> None:
-        self.traffic = Traffic()
-        self.pools: dict[str, int] = {}
-        self.devices: dict[str, str] = {}
-        self.nodes: Mapping[Place, Node] = {}
-        self._deadline_s = deadline_s
+        super().__init__(deadline_s)
         self._address = address
         self._ranks: dict[Place, Any] = {}
         self._methods: dict[tuple[Place, int], Any] = {}
         self._groups: list[Any] = []
-        self._folder: Path | None = None
-        self._watchdog: subprocess.Popen[bytes] | None = None
-        self._started = False
+        self._cluster = RayCluster(address)
 
-    def open(self, pools: Sequence[Pool], device: str = "cpu") -> None:
-        """See Backend."""
-        found = places(pools)
-        try:
-            self._join(len(found))
-            there = [node for node in ray.nodes() if node["Alive"]]
-            if device == "auto":
-                device = "cuda" if any("GPU" in node["Resources"] for node in there) else "cpu"
-            self.devices = {pool.name: device if pool.takes_device else "cpu" for pool in pools}
-            self._fit(pools, there)
-            for pool in pools:
-                self._start(pool)
-            self._seat()
-            self.pools = {pool.name: pool.size for pool in pools}
-        except BaseException:
-            self.close()
-            raise
+    def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
+        self._cluster.enter(len(found))
+        there = [node for node in ray.nodes() if node["Alive"]]
+        if device == "auto":
+            device = "cuda" if any("GPU" in node["Resources"] for node in there) else "cpu"
+        self.devices = devices_of(pools, device)
+        self._fit(pools, there)
+        for pool in pools:
+            self._place(pool)
+        self._seat()
 
     def pack(self, value: Any, what: str) -> Any:
         """See Backend."""
@@ -160,9 +141,6 @@ class RayBackend:
         """See Backend."""
         return bool(ray.wait(list(references), num_returns=1, timeout=deadline_s)[0])
 
-    def mend(self, pools: Collection[str], deadline_s: float) -> None:
-        """See Backend; process groups need no repair, and cannot continue without a dead process."""
-
     def close(self) -> None:
         """See Backend."""
         if self._ranks:  # without ranks, any Ray call would start Ray again
@@ -174,17 +152,7 @@ class RayBackend:
             remove_placement_group(group)
         for held in (self.pools, self.devices, self._ranks, self._methods, self._groups):
             held.clear()
-        if self._started:
-            if self._watchdog is not None:
-                end_once(self._watchdog, lambda: not ray.is_initialized())
-            ray.shutdown()
-            self._started = False
-        if self._watchdog is not None:
-            end(self._watchdog, _CLOSE_S)
-            self._watchdog = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._cluster.leave()
 
     def _method(self, place: Place, results: int) -> Any:
         """Return the remote method for a number of results; cached, since it costs as much as a call."""
@@ -192,23 +160,6 @@ class RayBackend:
         if key not in self._methods:
             self._methods[key] = self._ranks[place].run.options(num_returns=results)
         return self._methods[key]
-
-    def _join(self, ranks: int) -> None:
-        """Join a cluster, or start one for the given number of ranks, which share the machine's cores."""
-        if ray.is_initialized():
-            return
-        self._started = True
-        if self._address is not None:
-            join_cluster(self._address)
-            return
-        self._folder = private_folder()
-        private_token()
-        self._watchdog = watch(self._folder)
-        os.environ[MARK] = str(self._folder)
-        try:
-            start_cluster(self._folder, ranks)
-        finally:
-            del os.environ[MARK]
 
     def _fit(self, pools: Sequence[Pool], there: Sequence[Mapping[str, Any]]) -> None:
         """Raise ClusterError if the pools need more devices than all nodes have."""
@@ -224,7 +175,7 @@ class RayBackend:
                     fix="make a pool smaller, let roles share one, or add machines to the cluster",
                 )
 
-    def _start(self, pool: Pool) -> None:
+    def _place(self, pool: Pool) -> None:
         """Start a pool's processes wherever there is room, numbered in the order of creation."""
         bundle = {"CPU": 1.0} | ({} if self.devices[pool.name] == "cpu" else {"GPU": 1.0})
         group = placement_group([bundle] * pool.size, strategy="PACK")
@@ -284,16 +235,7 @@ class RayBackend:
 
     def _asked(self, doing: str, calls: Mapping[Place, Any]) -> dict[Place, Any]:
         """Return the replies of processes during the start."""
-        timeout_s = _START_S + _START_EACH_S * len(self._ranks)
-        awaited = [Awaited(doing=doing, place=at, reference=made) for at, made in calls.items()]
-        try:
-            return dict(zip(calls, answers(awaited, self, timeout_s), strict=True))
-        except TimeoutError:
-            late = ", ".join(str(each.place) for each in awaited if not self.is_ready(each.reference))
-            raise ClusterError(
-                f"{late} did not finish {doing} in {timeout_s:g} s",
-                why="a process is missing, is still importing, or cannot reach the others",
-            ) from None
+        return await_replies(doing, calls, self, _START_S + _START_EACH_S * len(self._ranks))
 
 
 class RankProcess:

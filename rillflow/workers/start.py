@@ -17,7 +17,6 @@ from rillflow.errors import ClusterError
 from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.config import PlacementConfig
 from rillflow.workers.inline import InlineBackend
-from rillflow.workers.signals import ENVIRONMENT
 
 if TYPE_CHECKING:
     from rillflow.workers.ray import RayBackend
@@ -29,7 +28,7 @@ _EVERY = {
     "RAY_prestart_worker_first_driver": "0",  # idle processes, one per core, never used
     "RAY_worker_niceness": "0",  # with Ray's default of 15, ranks starve next to other programs
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # a reader of a result gets its error
-    **ENVIRONMENT,
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # it would abort the driver on SIGTERM
 }
 
 

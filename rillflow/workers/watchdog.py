@@ -53,7 +53,7 @@ def end(watchdog: subprocess.Popen[bytes], timeout_s: float) -> None:
 def end_once(watchdog: subprocess.Popen[bytes], is_left: Callable[[], bool]) -> None:
     """End the cluster in a background thread as soon as the driver has left it.
 
-    Its daemons block SIGTERM (``cluster.signals``), and Ray waits a second for each to react to one.
+    Its daemons block SIGTERM (``workers.ray_cluster``), and Ray waits a second for each to react to one.
     """
 
     def wait() -> None:

@@ -21,7 +21,8 @@ from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Cadence, Loop
-from rillflow.controller.open_step import DataStream, Phase
+from rillflow.controller.open_step import Phase
+from rillflow.controller.source import DataStream, Source
 from rillflow.errors import ClusterError
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, row_ids
@@ -80,8 +81,8 @@ def worker(cluster: RayBackend | InlineBackend, role: str, pool: str, size: int)
 
 def test_no_process_is_started_that_becomes_no_rank(on_ray: RayBackend) -> None:
     """Ray would start one for every core as well, and each imports for a second."""
-    assert on_ray._folder is not None
-    started = list(on_ray._folder.glob("r/session_latest/logs/worker-*.out"))
+    assert on_ray._cluster.folder is not None
+    started = list(on_ray._cluster.folder.glob("r/session_latest/logs/worker-*.out"))
     assert len(started) == sum(pool.size for pool in POOLS)
 
 
@@ -130,10 +131,11 @@ def test_whoever_fails_is_told_while_another_stage_still_works(
         report: Pending = flow.slow.measure(slow)
         return report
 
-    stream = DataStream(take=lambda _: BATCH, state=dict)
+    source = Source(executor, DataStream(take=lambda _: BATCH, state=dict))
     phase = Phase(
-        name="parting", steps=1, rows=4, step=step, config=None, flow=Flow(executor), executor=executor,
-        trained=("main",), stream=stream, beside=None, evaluated=False,
+        name="parting", index=0, first=0, steps=1, rows=4, step=step, config=None,
+        flow=Flow(executor), executor=executor,
+        trained=("main",), source=source, beside=None, evaluated=False,
     )  # fmt: skip
     run = RunDirectory.open(tmp_path / "run", {})
     cadence = Cadence(
@@ -143,7 +145,7 @@ def test_whoever_fails_is_told_while_another_stage_still_works(
     with Progress(total_steps={"parting": 1}, quiet=True) as progress, Interruption() as interruption:
         loop = Loop(run, progress, cadence, None, interruption, 1, SLOW_S)
         with pytest.raises(ClusterError) as caught:
-            loop.run_phase(phase, 0, 0, 0)
+            loop.run_phase(phase, 0)
     assert time.monotonic() - began < slow_s
     run.close()
     if how == "die":
@@ -216,7 +218,7 @@ def test_closing_leaves_no_process_behind(on_ray: RayBackend, elsewhere: set[psu
 
     children = set(psutil.Process().children(recursive=True)) - elsewhere
     worker(on_ray, "asleep", "slow", 1).call("sleep", BATCH, seconds=600.0)
-    folder = on_ray._folder
+    folder = on_ray._cluster.folder
     assert folder is not None and folder.exists()
     on_ray.close()
     on_ray.close()
@@ -233,7 +235,7 @@ from rillflow.workers.start import ray_backend
 
 backend = ray_backend(60.0)
 backend.open([Pool(name="main", size=1)])
-print(backend._folder, flush=True)
+print(backend._cluster.folder, flush=True)
 time.sleep(600)
 """
 

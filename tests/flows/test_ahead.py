@@ -186,7 +186,9 @@ def test_what_models_say_of_parts_is_what_they_say_of_all_but_for_rounding(tmp_p
 
 
 def test_parts_that_would_cut_minibatches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.parts is 2, and algorithm\.prompts_per_step is 5"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.stream_chunks is 2, and algorithm\.prompts_per_step is 5"
+    ):
         ran(tmp_path, 1, *INLINE, APART, "algorithm.shuffle=false", "rollout.stream_chunks=2")
 
 

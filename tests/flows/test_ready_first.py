@@ -193,13 +193,15 @@ def test_weights_are_published_between_parts_of_a_step(tmp_path: Path) -> None:
 
 
 def test_publishes_that_an_update_has_no_room_for_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"algorithm\.publishes is 2") as told:
+    with pytest.raises(ConfigError, match=r"algorithm\.syncs_per_step is 2") as told:
         ran(tmp_path, 1, *INLINE, APART, READY, "algorithm.syncs_per_step=2")
     assert "algorithm.shuffle = false" in str(told.value) and "not 5" in str(told.value)
 
 
 def test_parts_of_steps_that_are_made_of_what_is_ready_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'rollout\.parts is 5, and algorithm\.order is "ready_first"'):
+    with pytest.raises(
+        ConfigError, match=r'rollout\.stream_chunks is 5, and algorithm\.async_mode is "ready_first"'
+    ):
         ran(tmp_path, 1, *INLINE, APART, READY, "rollout.stream_chunks=5")
 
 
@@ -222,7 +224,7 @@ def test_an_algorithm_that_samples_more_than_its_prompts_once_is_refused(tmp_pat
     (tmp_path / "reward.py").write_text(REWARD)
     ahead = ("algorithm.freshness=1", READY, *INLINE, APART)
     own = Algorithm(config=TwiceConfig, step=twice)
-    with pytest.raises(ConfigError, match="twice does not sample its step's prompts once"):
+    with pytest.raises(ConfigError, match="twice does not sample its prompts once"):
         load_recipe(tmp_path / "run.toml", ahead, [own])
 
 

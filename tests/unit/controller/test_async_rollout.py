@@ -18,6 +18,7 @@ from rillflow.controller import async_rollout
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import AsyncRollout, GroupInFlight
 from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.source import DataStream, GroupSampling
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import ClusterError, RolloutError
 from rillflow.placement.mesh import Mesh
@@ -146,6 +147,9 @@ class Numbered:
 
     def arrived(self, moved: Sequence[Pending]) -> None: ...
 
+    def take(self) -> list[PackedWeights]:
+        return []
+
 
 class Trainer:
     """What trains: it takes its time."""
@@ -206,35 +210,38 @@ class Scene:
         rule: type[StalenessBound[GroupInFlight]] = CapacityBound if drops else StalenessBound
         self.ready = AsyncRollout(
             self.executor,
+            DataStream(take=self._take, state=dict),
             cast(WeightSync, Numbered(self.executor)),
-            self._take,
             rule=rule(freshness=k, prompts=groups, published=Fraction(1, publishes)),
-            groups=steps * groups,
+            how=GroupSampling(
+                groups=steps * groups,
+                samples=SAMPLES,
+                sampling=None,
+                replicas=mesh.groups("tp"),
+                deadline_s=5,
+            ),
             step_groups=groups,
             parts=publishes,
-            samples=SAMPLES,
-            sampling=None,
-            replicas=mesh.groups("tp"),
             most_rows=rows,
             again=again,
-            deadline_s=5,
         )
         self._times = publishes
         self.trained: deque[Pending] = deque()
         self.published = 0
-        self.ready.idle = self._idle
+        self.ready.begin(self._idle)
 
     def run(self, publishes: bool = True) -> Found:
         """All steps, as the loop makes them."""
         found, given_up = [], []
         self._publishes = publishes
-        for _ in range(self.steps):
+        for step in range(self.steps):
             self.ready.until(lambda: len(self.trained) < 3 * self._times)
-            data = self.ready.take(self.groups)
-            assert self.executor.ready is not None and self.executor.ready[0] is data
-            rows: Batch = self.executor.ready[1].read()
+            data = self.ready.take(step + 1, self.groups)
+            made = self.ready.rows(self.executor.groups["sampler"], "generate", [data], {})
+            assert made is not None
+            rows: Batch = made.read()
             self.trained += [self.executor.on_first_rank("policy", train) for _ in range(self._times)]
-            given_up += [group[1] for group, _ in self.ready.opened()]
+            given_up += [group[1] for group, _ in self.ready.opened().given_up]
             assert rows.ids[:, 1].tolist() == [row for row in data.ids[:, 1].tolist() for _ in range(SAMPLES)]
             versions = rows.ragged("versions").lists()
             found.append(
@@ -350,14 +357,13 @@ def test_a_sampler_that_never_takes_new_weights_is_named() -> None:
 
 def test_one_replica_takes_new_weights_at_a_time() -> None:
     scene, most = Scene(2, 4, 4, 3), 0
-    idle = scene.ready.idle
 
     def watched() -> Sequence[Pending]:
         nonlocal most
         most = max(most, sum(bool(each.arriving) for each in scene.ready._replicas))
-        return idle()
+        return scene._idle()
 
-    scene.ready.idle = watched
+    scene.ready.begin(watched)
     scene.run()
     assert most == 1
 
@@ -376,6 +382,6 @@ def test_a_call_is_as_long_as_earlier_calls_allow(
 def test_a_step_that_asks_for_more_gets_other_groups_of_the_same_age() -> None:
     scene = Scene(4, 2, 2, 2)
     scene._publishes = True
-    first, more = scene.ready.take(2), scene.ready.more(3)
+    first, more = scene.ready.take(1, 2), scene.ready.more(3)
     assert (len(first), len(more)) == (2, 3)
     assert not {*first.ids[:, 1].tolist()} & {*more.ids[:, 1].tolist()}

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.source import DataStream, GroupSampling
 from rillflow.controller.tail_batching import TailBatching
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, concatenate
@@ -51,22 +52,25 @@ class Steps:
         self.drawn, self.groups = drawn, groups
         self.cut = TailBatching(
             self.executor,
-            self._take,
-            groups=groups * steps,
+            DataStream(take=self._take, state=dict),
+            how=GroupSampling(
+                groups=groups * steps,
+                samples=samples,
+                sampling=None,
+                replicas=mesh.groups("tp"),
+                deadline_s=5,
+            ),
             prompts=share,
-            samples=samples,
             begun_samples=begun_samples,
-            sampling=None,
-            replicas=mesh.groups("tp"),
             aside=aside,
-            deadline_s=5,
         )
 
     def step(self, more: int = 0) -> Batch:
         """The rows of a step."""
-        data = self.cut.more(more) if more else self.cut.take(self.groups)
-        assert self.executor.ready is not None and self.executor.ready[0] is data
-        rows: Batch = self.executor.ready[1].read()
+        data = self.cut.more(more) if more else self.cut.take(1, self.groups)
+        made = self.cut.rows(self.executor.groups["sampler"], "generate", [data], {})
+        assert made is not None
+        rows: Batch = made.read()
         assert list(dict.fromkeys(rows.ids[:, 1].tolist())) == data.ids[:, 1].tolist()
         return rows
 
@@ -103,7 +107,7 @@ def test_every_prompt_is_trained_once_as_long_as_it_is_and_nothing_is_left() -> 
                 given = concatenate(aside) if aside else None
                 scene = Steps(steps=steps - done, drawn=scene.drawn, aside=given, **how)
             made.append(scene.step())
-            assert scene.cut.measured["tail/aside/mean"].value == len(scene.cut.aside)
+            assert scene.cut.opened().measured["tail/aside/mean"].value == len(scene.cut.aside)
         wanted = [RowId(0, prompt, sample) for prompt in range(steps * how["groups"]) for sample in (0, 1)]
         assert sorted(trained(made)) == wanted and scene.drawn == steps * how["groups"]
         assert not scene.cut.aside
@@ -122,21 +126,21 @@ def test_a_step_trains_the_groups_that_are_complete_first_wherever_they_run(repl
     assert list(dict.fromkeys(row.prompt for row in scene.step().row_ids())) == first
     left = [prompt for prompt in range(8) if prompt not in first]
     assert [prompt for _, prompt in scene.cut.aside] == left
-    assert scene.cut.measured["tail/passes/sum"].value == max(longest[prompt] for prompt in first)
-    assert scene.cut.measured["tail/begun/sum"].value == 8
+    assert scene.cut.opened().measured["tail/passes/sum"].value == max(longest[prompt] for prompt in first)
+    assert scene.cut.opened().measured["tail/begun/sum"].value == 8
     second = scene.step()
     assert list(dict.fromkeys(row.prompt for row in second.row_ids())) == left
-    assert scene.cut.measured["tail/begun/sum"].value == 4
-    assert scene.cut.measured["tail/wasted_tokens/sum"].value == 0
+    assert scene.cut.opened().measured["tail/begun/sum"].value == 4
+    assert scene.cut.opened().measured["tail/wasted_tokens/sum"].value == 0
 
 
 def test_the_tokens_of_rows_that_nobody_trains_are_counted() -> None:
     scene = Steps(groups=4, steps=3, share=2.0)
     rows = scene.step()
-    passes = int(scene.cut.measured["tail/passes/sum"].value)
+    passes = int(scene.cut.opened().measured["tail/passes/sum"].value)
     known = [length(prompt, sample) for prompt in range(8) for sample in (0, 1)]
     begun = sum(passes if each > passes else each + 1 for each in known)
-    assert scene.cut.measured["tail/wasted_tokens/sum"].value == begun - sum(lengths(rows))
+    assert scene.cut.opened().measured["tail/wasted_tokens/sum"].value == begun - sum(lengths(rows))
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -152,4 +156,4 @@ def test_a_step_that_asks_for_more_gets_other_groups() -> None:
     scene = Steps(groups=3, steps=4, share=1.5)
     first, more = scene.step(), scene.step(more=2)
     assert len(more) == 4 and not {*trained([first])} & {*trained([more])}
-    assert scene.cut.measured["tail/begun/sum"].value in (8, 7)
+    assert scene.cut.opened().measured["tail/begun/sum"].value in (8, 7)

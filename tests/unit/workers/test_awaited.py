@@ -12,7 +12,7 @@ from rillflow.errors import ClusterError
 from rillflow.workers.backend import Place, Pool, RankLost
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.inline import InlineBackend
-from rillflow.workers.waits import Awaited, answers
+from rillflow.workers.pending import Awaited, answers
 
 
 def failing(error: Exception, after_s: float = 0.0) -> Callable[[Any], None]:

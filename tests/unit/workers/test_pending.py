@@ -9,22 +9,19 @@ import pytest
 
 from rillflow.workers.backend import Place
 from rillflow.workers.inline import InlineBackend
-from rillflow.workers.pending import Pending
+from rillflow.workers.pending import Pending, Work
 from rillflow.workers.values import RemoteValue
 
 
 def pending_of(taken: Future[Any], watched: Future[Any]) -> Pending:
     """The result of two ranks of which the first's is needed."""
-    return Pending(
-        "policy.update",
-        given="",
+    work = Work(
+        backend=InlineBackend(),
         places=[Place(pool="main", rank=rank) for rank in range(2)],
         references=[RemoteValue(value=taken, facts=taken)],
         others=[RemoteValue(value=watched, facts=watched)],
-        is_partial=False,
-        sources=(),
-        backend=InlineBackend(),
     )
+    return Pending("policy.update", work)
 
 
 def test_a_result_that_nobody_needs_is_waited_for_too() -> None:
