@@ -21,8 +21,9 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from rillflow.app.peak_memory import peaks_of, rank_bytes
-from rillflow.app.preflight_checks import Report, look
+from rillflow.app.facts import RecipeFacts
+from rillflow.app.memory import rank_bytes
+from rillflow.app.peak_memory import peaks_of
 from rillflow.app.recipe import load_recipe
 
 SMALLEST = []
@@ -89,10 +90,8 @@ SHAPES = {
 
 def predicted(file: Path) -> int:
     """What ``check --memory`` says of a rank."""
-    loaded, report = load_recipe(file), Report()
-    look(loaded.recipe, loaded.base, report)
-    assert report.encoded is not None and report.sizes is not None
-    return rank_bytes(peaks_of(loaded.recipe, loaded.base, report.encoded, report.sizes), "main")
+    loaded = load_recipe(file)
+    return rank_bytes(peaks_of(RecipeFacts(recipe=loaded.recipe, base=loaded.base)), "main")
 
 
 def most_resident(file: Path, folder: Path, gives_back: bool) -> int:

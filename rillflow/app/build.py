@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.algorithms.config import SampledConfig, cuts_tail, is_ready_first
-from rillflow.app.encoding import EncodedTask, encode_task
+from rillflow.app.encoding import encode_task
 from rillflow.app.evaluate import judged
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.phases import PhasePlan, phase_plans
-from rillflow.app.recipe import Recipe
 from rillflow.app.role_table import EVAL_REWARD
 from rillflow.app.roles import RoleGroups, pools_of
 from rillflow.app.shared_paths import require_shared
-from rillflow.app.sources import cost_functions, model_source, reward_functions, scorer_sources
 from rillflow.config.problems import together
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import AsyncRollout, GroupInFlight
@@ -51,7 +50,6 @@ from rillflow.runs.run_directory import RunDirectory
 from rillflow.tasks.encoded import Encoded
 from rillflow.tasks.kinds import PROMPTS, DataKind
 from rillflow.tasks.prompts import PromptStream, StreamPosition
-from rillflow.tasks.task import Task
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.start import start_backend
 
@@ -63,26 +61,17 @@ class Build:
     """Builder and runner of a recipe.
 
     Args:
-        recipe: the checked settings.
-        base: the recipe's folder.
-        task: its data.
-        encoded: the task as tokens, if already made; encoded again for another tokeniser.
+        facts: the recipe, its rows, models and functions.
         run: the run directory that records everything.
         checkpoint: the checkpoint to resume from; None to start anew.
         stack: closes every rank when the run ends, with or without an error.
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        base: Path,
-        task: Task,
-        encoded: EncodedTask | None,
-        run: RunDirectory,
-        checkpoint: Checkpoint | None,
-        stack: ExitStack,
+        self, facts: RecipeFacts, run: RunDirectory, checkpoint: Checkpoint | None, stack: ExitStack
     ) -> None:
-        self._recipe, self._task, self._run, self._checkpoint = recipe, task, run, checkpoint
+        recipe, self._task, self._run, self._checkpoint = facts.recipe, facts.task, run, checkpoint
+        self._recipe = recipe
         placement, device = recipe.placement, recipe.run.device
         pools = pools_of(recipe)
         backend = start_backend(
@@ -93,24 +82,23 @@ class Build:
         """Device that each pool's ranks compute on, by pool name."""
         self.nodes = backend.nodes
         """Node of every rank; empty if all ranks are on this machine."""
-        functions, costs = reward_functions(recipe, base, task), cost_functions(recipe, base)
         if backend.nodes:
-            files = [function.file for function in (*functions, *costs) if not function.text]
-            sources = [model_source(recipe, base), *scorer_sources(recipe, base).values()]
+            files = [function.file for function in (*facts.functions, *facts.costs) if not function.text]
+            sources = [facts.source, *facts.scorers.values()]
             files += [Path(source) for source in sources if source is not None and Path(source).exists()]
             require_shared(run.path.absolute(), files, backend, placement.deadline_s)
-        self._roles = RoleGroups(recipe, base.absolute(), run.path, checkpoint, backend)
-        model_input = self._roles.model_input
+        self._roles = RoleGroups(facts, run.path, checkpoint, backend)
+        model_input, encoded = self._roles.model_input, facts.encoded
         if encoded is None or not encoded.model_input.reads_as(model_input):
-            encoded = encode_task(recipe, task, model_input)
-            if encoded.problems:
-                raise together(encoded.problems, f"the task {task.name}")
+            encoded = encode_task(recipe, self._task, model_input)
+        if encoded.problems:
+            raise together(encoded.problems, f"the task {self._task.name}")
         self.encoded = encoded
         """The task's rows as tokens."""
         if not (run.path / layout.TOKENS).exists():
             tokenizer = model_input.tokenizer
             run.write_json(layout.TOKENS, {"texts": tokenizer.pieces(range(tokenizer.vocabulary_size))})
-        self._roles.start_scorers(functions, costs)
+        self._roles.start_scorers(facts.functions, facts.costs)
 
     def train(self, progress: Progress, interruption: Interruption) -> None:
         """Run the remaining steps of every phase."""

@@ -1,12 +1,7 @@
-"""Check: find everything about a recipe that can be known before it runs.
+"""Check: show a recipe's settings, batch arithmetic and placement, and what the preflight checks find.
 
-    LoadedRecipe ─┬─ settings, batch arithmetic ─── from the recipe alone
-                  ├─ looks ──────────────────────── data, models, machine, reward: the checks of a run
-                  └─ run directory ──────────────── new, resumes, finished
-                            └─> Report: topics to read, notes to think about, problems that stop a run
-
-Imports torch only to find what ranks will hold, and transformers only to render conversations, so it
-answers in one to two seconds. It writes nothing.
+LoadedRecipe ─┬─ settings, batch arithmetic, placement ─ from the recipe alone ─┬─> Report
+              └─ facts ─ look, look_at_run, look_at_peaks ──────────────────────┘
 """
 
 from __future__ import annotations
@@ -16,18 +11,13 @@ from typing import Any
 
 from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, is_ready_first
 from rillflow.app.batch_arithmetic import batch_lines
-from rillflow.app.doctor import available_memory
-from rillflow.app.preflight_checks import Report, look
+from rillflow.app.facts import RecipeFacts
+from rillflow.app.preflight_checks import Report, look, look_at_peaks, look_at_run
 from rillflow.app.recipe import LoadedRecipe, Recipe, leaves
-from rillflow.app.resume import MAY_CHANGE, after, drawn_from, kill_cost, require_possible, resolved
+from rillflow.app.resume import drawn_from
 from rillflow.app.role_table import ROLES, model_roles, roles_of
 from rillflow.config.problems import shown
-from rillflow.errors import ConfigError, RunDirectoryError
 from rillflow.rollout.config import NATIVE, VLLM
-from rillflow.runs import layout
-from rillflow.runs.changes import allowed_changes
-from rillflow.runs.layout import kept_steps
-from rillflow.runs.run_directory import holds_step
 from rillflow.tasks.files import ENDINGS
 from rillflow.workers.config import SAMPLER
 
@@ -46,14 +36,14 @@ def check(
         memory: whether to run a step's passes on fake tensors for the peak memory, which imports torch.
         runs_code: whether to run the code that the recipe names; see ``look``.
     """
-    report = Report()
-    report.say("batch", batch_lines(loaded.recipe))
-    report.say("placement", placement_lines(loaded.recipe))
-    drawn = drawn_from(Path(loaded.recipe.run.dir or "."))
-    look(loaded.recipe, loaded.base, report, drawn=drawn, runs_code=runs_code)
-    report.attempt(lambda: _look_at_run(loaded, report))
-    if memory and not report.problems:
-        report.attempt(lambda: _look_at_memory(loaded, report))
+    recipe, report = loaded.recipe, Report()
+    facts = RecipeFacts(recipe=recipe, base=loaded.base, drawn=drawn_from(Path(recipe.run.dir or ".")))
+    report.say("batch", batch_lines(recipe))
+    report.say("placement", placement_lines(recipe))
+    look(facts, report, runs_code=runs_code)
+    report.attempt(look_at_run, facts)
+    if memory:
+        report.attempt(look_at_peaks, facts)
     lines = setting_lines(loaded)
     given = [line for line in lines if not line.endswith(f"({DEFAULT})")]
     rest = f"and {len(lines) - len(given)} with their defaults, which --all shows"
@@ -157,54 +147,3 @@ def placement_lines(recipe: Recipe) -> list[str]:
                 + (f", and used {ahead} steps later" if ahead else "")
             )
     return lines
-
-
-def _look_at_run(loaded: LoadedRecipe, report: Report) -> None:
-    path = Path(loaded.recipe.run.dir or ".")
-    lines = [run_state(path), kill_cost(loaded.recipe)]
-    report.say("run directory", lines)
-    if report.task is not None and holds_step(path):
-        changed = allowed_changes(path, resolved(loaded.recipe, report.task, loaded.base), MAY_CHANGE)
-        require_possible(loaded.recipe, path, changed, report.task)
-        made = max(kept_steps(path / layout.CHECKPOINTS), default=0)
-        if made < loaded.recipe.total_steps:
-            lines += [f"a resume changes, {after(made, change)}" for change in changed]
-
-
-def _look_at_memory(loaded: LoadedRecipe, report: Report) -> None:
-    from rillflow.app.peak_memory import peak_lines, peaks_of, require_room
-
-    if report.encoded is None or report.sizes is None:
-        raise ConfigError(
-            "the memory of ranks cannot be said",
-            why="the model's tokeniser and sizes are not on this disk: how long rows are is not known",
-            fix="name a directory in policy.model.path",
-        )
-    placement, free = loaded.recipe.placement, available_memory()
-    peaks = peaks_of(loaded.recipe, loaded.base, report.encoded, report.sizes)
-    report.say("memory", peak_lines(peaks))
-    pools = {peak.pool: placement.pools[peak.pool] for peak in peaks}
-    if free is not None and placement.address is None and not loaded.recipe.run.device.startswith("cuda"):
-        require_room(peaks, pools, free)
-
-
-def run_state(path: Path) -> str:
-    """Return the state of a run directory: new, begun, resumable or finished.
-
-    Raises:
-        RunDirectoryError: the directory holds something else.
-    """
-    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-        return f"{path}: new"
-    if not layout.is_run_directory(path):
-        raise RunDirectoryError(
-            f"{path} exists and is not a run directory",
-            why="a run mixes with nothing that it did not make",
-            fix="choose another one with --dir",
-        )
-    if (path / layout.FINISHED).is_file():
-        return f"{path}: finished; more algorithm.steps go on, --fresh sets it aside and begins anew"
-    steps = kept_steps(path / layout.CHECKPOINTS)
-    if not steps:
-        return f"{path}: begun and without a checkpoint; begins again"
-    return f"{path}: resumes after step {max(steps)}"

@@ -18,8 +18,8 @@ from typing import Any
 
 from rillflow.app.ask import native_engine
 from rillflow.app.evaluate import powers_of_two
+from rillflow.app.facts import RecipeFacts, judge_source, scorer_source
 from rillflow.app.recipe import LoadedRecipe, Recipe
-from rillflow.app.sources import judge_source, open_rows, reward_functions, scorer_source
 from rillflow.app.trained import model_directory
 from rillflow.config.load import validate
 from rillflow.errors import ConfigError, RewardError
@@ -113,8 +113,9 @@ def contest(first: Path, second: Path | None, asking: Asking) -> dict[str, Any]:
         ConfigError: no prompt is held out, nothing scores, or a judge has nothing to compare.
         RunDirectoryError, ModelError, DataError, RewardError: a run, model, task or function cannot be used.
     """
-    recipe, base = asking.loaded.recipe, asking.loaded.base
-    task = open_rows(recipe, base)
+    recipe = asking.loaded.recipe
+    facts = RecipeFacts(recipe=recipe, base=asking.loaded.base)
+    task = facts.task
     examples = task.held_out[: asking.problems]
     if not examples:
         raise ConfigError(
@@ -122,7 +123,7 @@ def contest(first: Path, second: Path | None, asking: Asking) -> dict[str, Any]:
             why="models are compared on prompts that they were not trained on",
             fix="--recipe FILE with task.held_out or task.held_out_source",
         )
-    functions = reward_functions(recipe, base, task)
+    functions = facts.functions
     if asking.judge is None and asking.reward_model is None and not functions:
         raise ConfigError(
             f"nothing scores answers to {task.name}",

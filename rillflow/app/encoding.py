@@ -11,16 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from rillflow.app.memory import sizes_of_directory
 from rillflow.app.phases import phase_plans
 from rillflow.app.recipe import Recipe
-from rillflow.app.sources import model_source
 from rillflow.errors import DataError
-from rillflow.models.bare import character_tokenizer
-from rillflow.models.directory_checks import end_tokens
-from rillflow.models.tokenizer import ModelInput, Tokenizer, load_tokenizer
+from rillflow.models.tokenizer import ModelInput, Tokenizer
 from rillflow.tasks.encoded import Encoded, Encoder
 from rillflow.tasks.example import Example
 from rillflow.tasks.kinds import PROMPTS, DataKind
@@ -48,31 +43,6 @@ class EncodedTask:
     """Errors about rows that cannot be used, where ``task.too_long`` refuses them."""
     notes: Sequence[str]
     """Notes on rows that were cut or left out, and on text that its author may not expect."""
-
-
-def read_model_input(recipe: Recipe, base: Path, *, as_written: bool) -> ModelInput | None:
-    """Read a model's tokeniser and context without its weights; None if only the loaded model tells.
-
-    Args:
-        recipe: the checked settings.
-        base: the recipe's folder.
-        as_written: read tokenizer.json directly, which needs no torch; see ``load_tokenizer``.
-
-    Raises:
-        ModelError: there is no tokeniser, or a file cannot be read.
-    """
-    new, source = recipe.policy.model.new, model_source(recipe, base)
-    if new is not None:
-        return ModelInput(
-            tokenizer=Tokenizer(character_tokenizer(new.alphabet, new.context)), context=new.context
-        )
-    if source is None or not Path(source).is_dir():
-        return None
-    sizes = sizes_of_directory(Path(source))
-    if sizes is None or (as_written and not (Path(source) / "tokenizer.json").is_file()):
-        return None
-    inner = load_tokenizer(source, as_written=as_written, whole=False)
-    return ModelInput(tokenizer=Tokenizer(inner, stop_tokens=end_tokens(source)), context=sizes.context)
 
 
 def encode_task(

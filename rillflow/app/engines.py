@@ -1,4 +1,7 @@
-"""Engines: check that the engine that ``rollout.engine`` names can do what the recipe needs."""
+"""Engines: check that the engine that ``rollout.engine`` names can run the recipe and its model.
+
+rollout.engine ─ engine_class ─> Engine, its capabilities ─ engine_notes, attention_notes ─> refused, or notes
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,18 @@ import subprocess
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from packaging.version import InvalidVersion, Version
 
 from rillflow.algorithms.config import OnlineConfig, SampledConfig, cuts_tail, is_ready_first
-from rillflow.app.recipe import Recipe
-from rillflow.errors import ConfigError, ModelError
-from rillflow.models.config import AdapterConfig
-from rillflow.models.locate import found_adapter, locate
+from rillflow.app.graphs import graphs
+from rillflow.errors import ConfigError
 from rillflow.rollout.config import NATIVE, VLLM
-from rillflow.rollout.engine import Capability, engine_class, server_python
+from rillflow.rollout.engine import Capability, server_python
+
+if TYPE_CHECKING:
+    from rillflow.app.facts import RecipeFacts
 
 _VLLM_TRIED = ("0.31", "0.32")
 """Releases of vLLM that `make test-vllm` tests, oldest first."""
@@ -96,34 +100,24 @@ def release_notes(release: str | None, where: str = "here") -> list[str]:
     )
 
 
-def _vllm_notes(recipe: Recipe, base: Path) -> list[str]:
+def _vllm_notes(facts: RecipeFacts) -> list[str]:
     """Return notes on the vLLM that a recipe would run with.
 
     Raises:
         ConfigError: vLLM is missing or too old, or cannot run the recipe's adapter.
     """
-    server = recipe.rollout.server
+    server, base = facts.recipe.rollout.server, facts.base
     if server is None:
         notes = release_notes(vllm_release())
     else:
         notes = release_notes(served_release(server, base), f"of {server_python(server, base)}")
-    adapter = _adapter(recipe, base)
-    if adapter is not None and adapter.kind == "dora":
+    if facts.adapter is not None and facts.adapter.kind == "dora":
         raise ConfigError(
             f'rollout.engine is "{VLLM}", and the adapter is of the kind dora',
             why="vLLM runs LoRA and rsLoRA beside a base, and not DoRA",
             fix=f'policy.model.adapter.kind = "lora", or rollout.engine = "{NATIVE}"',
         )
     return notes
-
-
-def _adapter(recipe: Recipe, base: Path) -> AdapterConfig | None:
-    """Return the adapter to train: the recipe's, or that of the directory it names."""
-    config = recipe.policy.model
-    with suppress(ModelError):  # the check of the model reports it
-        found = None if config.path is None else found_adapter(locate(config.path, base), config.adapter)
-        return None if found is None else found.config
-    return config.adapter
 
 
 def _loosened(config: SampledConfig, engine: str) -> str:
@@ -141,23 +135,17 @@ def _loosened(config: SampledConfig, engine: str) -> str:
     )
 
 
-def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
+def engine_notes(facts: RecipeFacts) -> list[str]:
     """Refuse an engine that lacks a capability the recipe needs; return notes on any other.
-
-    Args:
-        recipe: the checked settings.
-        base: its folder.
 
     Raises:
         ConfigError: it cannot be imported, is not an engine, or lacks a capability that a setting needs.
     """
-    from rillflow.app.graphs import graphs
-
-    rollout = recipe.rollout
-    notes = _vllm_notes(recipe, base) if rollout.engine == VLLM else []
+    recipe, rollout = facts.recipe, facts.recipe.rollout
+    notes = _vllm_notes(facts) if rollout.engine == VLLM else []
     if rollout.engine != NATIVE and isinstance(recipe.algorithm, SampledConfig):
         notes.append(_loosened(recipe.algorithm, rollout.engine))
-    can = engine_class(rollout.engine).can
+    can = facts.engine.can
     called = {stage.endpoint for graph in graphs(recipe) for stage in graph.stages}
     for capability, is_needed, because in (
         (Capability.GREEDY, "greedy" in called, f"{recipe.algorithm.name} calls policy.greedy"),
@@ -172,7 +160,7 @@ def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
         (Capability.ROWS, cuts_tail(recipe.algorithm), "algorithm begins more than it trains"),
         (Capability.ROWS, rollout.agent is not None, "rollout.agent writes the rows"),
         (Capability.PARTS, rollout.stream_chunks > 1, f"rollout.stream_chunks is {rollout.stream_chunks}"),
-        (Capability.ADAPTERS, _adapter(recipe, base) is not None, "policy.model has an adapter"),
+        (Capability.ADAPTERS, facts.adapter is not None, "policy.model has an adapter"),
         (Capability.ROUTES, rollout.replay_routing, "rollout.replay_routing is true"),
     ):
         if is_needed and capability not in can:
@@ -182,3 +170,32 @@ def engine_notes(recipe: Recipe, base: Path = Path()) -> list[str]:
                 fix=f"change that setting, or the engine; it can {', '.join(sorted(can)) or 'none of these'}",
             )
     return notes
+
+
+def attention_notes(facts: RecipeFacts) -> list[str]:
+    """Return notes on a model that trains with its own attention; empty for any other.
+
+    Raises:
+        ConfigError: the recipe shards such a model, or samples it with the native engine.
+        ModelError: the model cannot be trained with either attention.
+    """
+    from rillflow.sharding.module import own_attention_is_whole
+
+    recipe, tried = facts.recipe, facts.outline
+    if tried.own is None:
+        return []
+    name = type(tried.module).__name__
+    if not recipe.placement.mesh_of(recipe.trained_role).is_plain:
+        raise ConfigError(*own_attention_is_whole(name))
+    answers = not recipe.chosen.data.answers or recipe.evaluate.problems > 0
+    if recipe.has_policy and answers and recipe.rollout.engine == NATIVE:
+        raise ConfigError(
+            f"{name} trains with its own attention, and cannot be sampled by the native engine",
+            why=tried.own,
+            fix='rollout.engine = "vllm" (docs/design/vllm.md), if vLLM has this model',
+        )
+    return [
+        f"{name} trains with its own attention, padded: {tried.own}. Rows are sorted by length, "
+        "policy.tokens_per_micro_batch counts what they are filled up with, and what rows share is computed "
+        "for each"
+    ]

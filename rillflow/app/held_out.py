@@ -38,6 +38,7 @@ def evaluated(recipe: Path, model: Path) -> Evaluation:
         ConfigError: the recipe holds no rows out, or nothing scores them.
     """
     from rillflow.app.build import Build
+    from rillflow.app.facts import RecipeFacts
     from rillflow.app.preflight_checks import require_sound
     from rillflow.app.recipe import load_recipe
     from rillflow.app.resume import resolved
@@ -48,10 +49,11 @@ def evaluated(recipe: Path, model: Path) -> Evaluation:
     loaded = load_recipe(recipe, words)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rillflow-held-out-"))) / "run"
-        sound = require_sound(loaded.recipe, loaded.base, lambda _: None)
-        settings = resolved(loaded.recipe, sound.rows, loaded.base)
+        facts = RecipeFacts(recipe=loaded.recipe, base=loaded.base, say=lambda _: None)
+        require_sound(facts)
+        settings = resolved(facts.recipe, facts.task, facts.base)
         run = stack.enter_context(RunDirectory.open(folder, settings))
-        build = Build(loaded.recipe, loaded.base, sound.rows, sound.encoded, run, None, stack)
+        build = Build(facts, run, None, stack)
         found = [each for each in build.evaluate() if not each.set]
     if not found:
         raise ConfigError(

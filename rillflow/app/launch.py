@@ -13,8 +13,9 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+from rillflow.app.facts import NOTHING, Given, RecipeFacts
 from rillflow.app.planned import keep_plan
-from rillflow.app.preflight_checks import Report, require_sound
+from rillflow.app.preflight_checks import require_sound
 from rillflow.app.recipe import Recipe
 from rillflow.app.resume import (
     MAY_CHANGE,
@@ -28,7 +29,6 @@ from rillflow.app.resume import (
     resolved,
 )
 from rillflow.app.row_names import rows_named
-from rillflow.app.sources import NOTHING, Given
 from rillflow.controller.interrupt import Interruption, RunStage
 from rillflow.errors import RillflowError, RunDirectoryError
 from rillflow.placement.plan import Plan
@@ -74,55 +74,60 @@ def launch(
         RillflowError: an error that a user can fix; it states the problem, the reason and the fix.
         Interrupted: the user asked to stop; the same command resumes.
     """
-    with interruption or Interruption() as asked, asked.orderly():
-        return _launched(recipe, base, fresh, quiet, plan, command, given, told, asked)
-
-
-def _launched(
-    recipe: Recipe,
-    base: Path,
-    fresh: bool,
-    quiet: bool,
-    plan: Plan | None,
-    command: Sequence[str],
-    given: Given,
-    told: Callable[[str, int, Metrics], None] | None,
-    asked: Interruption,
-) -> Summary:
     path = Path(recipe.run.dir or "runs/run")
-    drawn = None if fresh else drawn_from(path)
-    sound = require_sound(recipe, base, (lambda _: None) if quiet else Progress.say, drawn=drawn, given=given)
-    if fresh:
-        set_aside(path)
-    with ExitStack() as stack:
-        settings = resolved(recipe, sound.rows, base)
+    facts = RecipeFacts(
+        recipe=recipe,
+        base=base,
+        given=given,
+        drawn=None if fresh else drawn_from(path),
+        say=(lambda _: None) if quiet else Progress.say,
+    )
+    with interruption or Interruption() as asked, asked.orderly(), ExitStack() as stack:
+        notes = require_sound(facts)
+        if fresh:
+            set_aside(path)
+        settings = resolved(recipe, facts.task, base)
         run = stack.enter_context(RunDirectory.open(path, settings, may_change=MAY_CHANGE))
-        require_possible(recipe, path, run.changes, sound.rows)
+        require_possible(recipe, path, run.changes, facts.task)
         progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet, told=told))
-        for note in run.notes:
-            progress.note(f"damaged: {note}")
-        if is_finished(recipe, path):
-            progress.note(f"{path} is finished; --fresh sets it aside and starts again")
-        else:
-            for note in (*sound.notes, *warnings_of(load(path))):
-                progress.note(f"note: {note}")
-            asked.say = progress.note
-            try:
-                with asked.orderly():
-                    _train(recipe, base, sound, run, progress, stack, plan, command, asked)
-            except Exception:
-                _leave_report(run, progress)
-                raise
-            finally:
-                asked.stage = RunStage.ENDING
-        try:
-            _write_report(run)
-        except RunDirectoryError as error:  # the run is complete without it
-            progress.note(f"the run is finished, and its report is not; the same command writes it: {error}")
+        _run(facts, notes, run, progress, stack, plan, command, asked)
         summary = summarise(path)
     if not quiet:
         _say(summary, path)
     return summary
+
+
+def _run(
+    facts: RecipeFacts,
+    notes: Sequence[str],
+    run: RunDirectory,
+    progress: Progress,
+    stack: ExitStack,
+    plan: Plan | None,
+    command: Sequence[str],
+    asked: Interruption,
+) -> None:
+    """Run what is left, and write the summary and the report, also of a run that ends early."""
+    for note in run.notes:
+        progress.note(f"damaged: {note}")
+    if is_finished(facts.recipe, run.path):
+        progress.note(f"{run.path} is finished; --fresh sets it aside and starts again")
+    else:
+        for note in (*notes, *warnings_of(load(run.path))):
+            progress.note(f"note: {note}")
+        asked.say = progress.note
+        try:
+            with asked.orderly():
+                _train(facts, run, progress, stack, plan, command, asked)
+        except Exception:
+            _leave_report(run, progress)
+            raise
+        finally:
+            asked.stage = RunStage.ENDING
+    try:
+        _write_report(run)
+    except RunDirectoryError as error:  # the run is complete without it
+        progress.note(f"the run is finished, and its report is not; the same command writes it: {error}")
 
 
 def _say(summary: Summary, path: Path) -> None:
@@ -156,9 +161,7 @@ def _steps(recipe: Recipe) -> dict[str, int]:
 
 
 def _train(
-    recipe: Recipe,
-    base: Path,
-    sound: Report,
+    facts: RecipeFacts,
     run: RunDirectory,
     progress: Progress,
     stack: ExitStack,
@@ -170,9 +173,9 @@ def _train(
     from rillflow.app.shared_paths import clock_notes
     from rillflow.controller.checkpoint import latest_checkpoint
 
-    task, encoded = sound.rows, sound.encoded
+    recipe, task = facts.recipe, facts.task
     run.evidence.remove(layout.FINISHED)
-    keep_sources(recipe, task, base, run.path)
+    keep_sources(recipe, task, facts.base, run.path)
     keep_data(task, run.path)
     checkpoint = latest_checkpoint(run.checkpoints, run.id)
     kept = checkpoint.step if checkpoint else 0
@@ -189,8 +192,8 @@ def _train(
     shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)
     for change in run.changes:
         progress.note(f"changed: {after(kept, change)}")
-    build = Build(recipe, base, task, encoded, run, checkpoint, stack)
-    encoding_notes = build.encoded.notes if build.encoded is not encoded else ()
+    build = Build(facts, run, checkpoint, stack)
+    encoding_notes = build.encoded.notes if build.encoded is not facts.encoded else ()
     for note in (*encoding_notes, *clock_notes(build.nodes)):
         progress.note(f"note: {note}")
     is_planned = keep_plan(run.path, plan, recipe.placement)
@@ -200,7 +203,7 @@ def _train(
     run.log_start(
         {
             **environment(device=", ".join(sorted(set(build.devices.values()))), command=command),
-            "base": str(base.absolute()),
+            "base": str(facts.base.absolute()),
             "after_step": kept,
             "placement": recipe.placement.model_dump(mode="json"),
             "nodes": {f"{at.pool} {at.rank}": asdict(node) for at, node in build.nodes.items()},

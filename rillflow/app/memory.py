@@ -1,27 +1,24 @@
-"""Memory: estimate what a run will hold from the model's sizes and its longest row.
+"""Memory: compute what a rank holds from the model's sizes and the longest row.
 
-    NewModel ─────────────────────┐
-    directory: headers and config ┴─> ModelSizes ─ recipe, longest row ─> MemoryEstimate ─> require_memory
+    ModelSizes, longest row ─┬─ estimate ─> Peak of the policy ──> check; require_memory refuses a run
+                             └─ optimiser_bytes, answering ─┐
+    peak_memory.py: counts on fake tensors ─────────────────┴─> Peak of every role ─> require_room
 
-Memory of libraries comes on top. ``peaks`` counts activations exactly, and uses the same KV cache estimate.
+Memory of libraries comes on top.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from rillflow.algorithms.config import SampledConfig
+from rillflow.app.model_files import ModelSizes
 from rillflow.app.recipe import Recipe
-from rillflow.errors import ConfigError, ModelError
+from rillflow.errors import ConfigError
 from rillflow.formulas.config import MOST_LOGITS
-from rillflow.models.config import AdapterConfig, NewModel
-from rillflow.models.directory_checks import weight_headers
+from rillflow.models.config import AdapterConfig
 from rillflow.rollout.config import VLLM
 from rillflow.rollout.native.cache_layout import ALIGNMENT
 from rillflow.runs.formatting import size
@@ -29,24 +26,11 @@ from rillflow.workers.config import SAMPLER
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT32_BYTES = 4
-_EXPERTS = ".experts."
-"""Part of the names of routed experts' weights in a file."""
-_LAYER = re.compile(r"\.\d+\.")
-"""Pattern in the names of a layer's weights."""
-_NAMES = (
-    ("hidden_size", "n_embd", "d_model"),
-    ("num_hidden_layers", "n_layer", "num_layers"),
-    ("num_attention_heads", "n_head", "num_heads"),
-    ("vocab_size",),
-    ("max_position_embeddings", "n_positions"),
-)
-"""Config keys of hidden size, layers, heads, vocabulary and context, which differ by model type."""
-_INNER = ("intermediate_size", "n_inner")
 _HIDDEN_STATES, _INNER_STATES, _OUTSIDE_STATES = 8.5, 4, 7
 """Hidden and inner states per token that training keeps in a layer, and hidden states outside the layers."""
 _NARROW = 0.65
 """Bytes of these states in bfloat16, as a share of float32; some stay float32."""
-SAMPLED_LOGITS = 3
+_SAMPLED_LOGITS = 3
 """Copies of a running row's logits while its token is sampled."""
 VLLM_PLACES = {"cpu": 128, "cuda": 16}
 """Tokens of a block of vLLM's KV cache, by device type."""
@@ -55,96 +39,116 @@ _NAMED, _MOST_NAMED = 3, 5
 _FEW_TOKENS, _SMALL_CACHE_GIB = 2048, 4
 """Values that the error suggests for ``policy.tokens_per_micro_batch`` and ``rollout.cache_gib``."""
 
+Parts = Mapping[str, int]
+"""Bytes by purpose."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSizes:
-    """Sizes of a decoder that determine its memory."""
+class Peak:
+    """Peak memory of one role on a rank.
 
-    parameters: int
-    """Number of parameters."""
-    layers: int
-    """Number of decoder layers."""
-    heads: int
-    """Attention heads of a layer."""
-    kv_heads: int
-    """Key and value heads of a layer."""
-    kv_width: int
-    """Numbers in one token's keys in one layer; its values have as many."""
-    vocabulary: int
-    """Vocabulary size."""
-    context: int
-    """Longest row in tokens."""
-    experts: int = 0
-    """Parameters of routed experts, if the model's files show them."""
-    hidden: int = 0
-    """Width of the hidden state."""
-    inner: int = 0
-    """Width of the feed-forward layer's inner state."""
-    linear: int = 0
-    """Parameters of the layers' other matrices, if the files show them; an int8 base has them in 8 bits."""
-
-
-def sizes_of_new(new: NewModel) -> ModelSizes:
-    """Return the sizes of a new model, counted as a tied Qwen2; other architectures differ little."""
-    vocabulary = len(set(new.alphabet)) + 1
-    kv_width = new.hidden // new.heads * new.kv_heads
-    inner = new.intermediate
-    matrices = 2 * new.hidden**2 + 2 * new.hidden * kv_width + 3 * new.hidden * inner
-    layer = matrices + 3 * new.hidden + 2 * kv_width
-    return ModelSizes(
-        parameters=vocabulary * new.hidden + new.layers * layer + new.hidden,
-        layers=new.layers,
-        heads=new.heads,
-        kv_heads=new.kv_heads,
-        kv_width=kv_width,
-        vocabulary=vocabulary,
-        context=new.context,
-        hidden=new.hidden,
-        inner=inner,
-        linear=new.layers * matrices,
-    )
-
-
-def sizes_of_directory(directory: Path) -> ModelSizes | None:
-    """Return the sizes of a Hugging Face directory, from its config and the headers of its weights.
-
-    Returns:
-        None if the config names its sizes in an unusual way.
-
-    Raises:
-        ModelError: the config or a header cannot be read.
+    Example:
+        Peak(role="policy", pool="main", kept={"weights": 400}, phases={"trains": {"gradients": 400}})
     """
-    try:
-        config: dict[str, Any] = json.loads((directory / "config.json").read_bytes())
-        found = [_first(config, names) for names in _NAMES]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ModelError(f"the model {directory} cannot be read", why=str(error)) from error
-    shapes = {name: header.shape for name, header in weight_headers(directory).items()}
-    if not all(found):
-        return None
-    hidden, layers, heads, vocabulary, context = found
-    kv_heads = _first(config, ("num_key_value_heads",)) or heads
-    head = _first(config, ("head_dim",)) or hidden // heads
-    experts = sum(math.prod(shape) for name, shape in shapes.items() if _EXPERTS in name)
-    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and _EXPERTS not in name}
-    return ModelSizes(
-        parameters=sum(map(math.prod, shapes.values())),
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        kv_width=kv_heads * head,
-        vocabulary=vocabulary,
-        context=context,
-        experts=experts,
-        hidden=hidden,
-        inner=_first(config, _INNER) or 4 * hidden,
-        linear=sum(math.prod(shape) for name, shape in matrices.items() if _LAYER.search(name)),
-    )
+
+    role: str
+    """Name of the role."""
+    pool: str
+    """Pool of the role."""
+    kept: Parts
+    """Bytes held from step to step."""
+    phases: Mapping[str, Parts]
+    """Additional bytes while the role works, by phase: trains, scores, answers."""
+    saved: int = 0
+    """Bytes of the copies that a checkpoint is written from, while work goes on."""
+
+    @property
+    def working(self) -> int:
+        """Most additional bytes of a phase."""
+        return max((sum(parts.values()) for parts in self.phases.values()), default=0)
+
+    @property
+    def total(self) -> int:
+        """Most bytes at one time, without a checkpoint's copies."""
+        return sum(self.kept.values()) + self.working
+
+    @property
+    def text(self) -> str:
+        """The peak in one line. Example: ``weights 6.0 MiB kept; training adds ...; at most 20.0 MiB``."""
+        words = {"trains": "training", "answers": "sampling"}
+        adds = [f"{words[phase]} adds {told(parts)}" for phase, parts in self.phases.items() if parts]
+        return "; ".join([f"{told(self.kept)} kept", *adds, f"at most {size(self.total)}"])
 
 
-def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
-    """Return the size under the first of these names that the config has; 0 if it has none."""
-    return next((config[name] for name in names if name in config and isinstance(config[name], int)), 0)
+def told(parts: Parts) -> str:
+    """Return the parts as text. Example: ``weights 6.0 MiB + optimiser 12.0 MiB``."""
+    return " + ".join(f"{name} {size(amount)}" for name, amount in parts.items() if amount) or size(0)
+
+
+def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
+    """Estimate what a rank holds of section ``policy``'s model and its reference.
+
+    Weights that tensor parallelism replicates (norms, an untied embedding) count as sharded, and activations
+    as those of a whole model.
+
+    Args:
+        recipe: the run's recipe.
+        sizes: the model's sizes.
+        longest: tokens of the longest row, prompt and answer.
+    """
+    placement, role, model = recipe.placement, recipe.trained_role, recipe.policy.model
+    mesh, whole = placement.mesh_of(role), weight_bytes(recipe, sizes)
+    parts, away = mesh.pp * mesh.tp * mesh.fsdp, sizes.experts - sizes.experts // mesh.ep
+    weights = (whole - away * _ITEM_BYTES[model.dtype]) // parts
+    kept, training = {"weights": weights}, dict[str, int]()
+    if model.adapter is None:  # an adapter's own parameters are few compared with the base
+        kept["optimiser"] = optimiser_bytes(recipe, (sizes.parameters - away) // parts)
+        training["gradients"] = weights
+        if "reference" in recipe.roles:
+            kept["reference"] = weights
+    phases: dict[str, Parts] = {"trains": training | _activations(recipe, sizes, longest)}
+    if recipe.has_policy and not placement.samples_apart:
+        sampler, crossing = answering(recipe, sizes, longest), whole // placement.generate_tp - weights
+        kept |= sampler.kept
+        phases["answers"] = {**sampler.phases["answers"], "weights that cross": max(0, crossing)}
+    return Peak(role=role, pool=placement.pool_of(role), kept=kept, phases=phases)
+
+
+def answering(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
+    """Return what a rank that samples holds besides the weights that it shares with the trainer.
+
+    vLLM has weights of its own, which a device keeps only while it samples. On a CPU it does not tie a head
+    to the embedding.
+    """
+    cache, on_gpu = cache_bytes(recipe, sizes, longest), _on_gpu(recipe)
+    is_vllm = recipe.rollout.engine == VLLM
+    working = {
+        "KV cache": 0 if is_vllm else cache,
+        "logits": _SAMPLED_LOGITS * rows_a_rank(recipe) * sizes.vocabulary * _FLOAT32_BYTES,
+    }
+    kept = dict[str, int]()
+    if is_vllm:
+        untied = 0 if on_gpu or not sizes.is_tied else sizes.vocabulary * sizes.hidden
+        weights = (sizes.parameters + untied) * _ITEM_BYTES[recipe.policy.model.dtype]
+        (working if on_gpu else kept).update({"vLLM's weights": weights, "vLLM's KV cache": cache})
+    pool = recipe.placement.pool_of(SAMPLER)
+    return Peak(role=SAMPLER, pool=pool, kept=kept, phases={"answers": working})
+
+
+def _activations(recipe: Recipe, sizes: ModelSizes, longest: int) -> dict[str, int]:
+    """Estimate the activations that a backward pass needs, fitted to the counts of ``peaks``."""
+    config, policy = recipe.algorithm, recipe.policy
+    every = -(-config.rows_per_step // config.minibatches) * longest
+    tokens = max(longest, min(policy.tokens_per_micro_batch, every))
+    layer = _HIDDEN_STATES * sizes.hidden + _INNER_STATES * sizes.inner + 2 * sizes.kv_width
+    beside, layers = _OUTSIDE_STATES * sizes.hidden, sizes.layers
+    numbers = beside + (layer + layers * sizes.hidden if policy.gradient_checkpointing else layer * layers)
+    narrow = _NARROW if policy.model.dtype == "bfloat16" else 1.0
+    logits = min(tokens * sizes.vocabulary, MOST_LOGITS)
+    return {
+        "activations": int(tokens * numbers * _FLOAT32_BYTES * narrow),
+        "logits": 2 * logits * _FLOAT32_BYTES,
+    }
 
 
 def rows_at_once(recipe: Recipe) -> int:
@@ -169,7 +173,7 @@ def cache_bytes(recipe: Recipe, sizes: ModelSizes, longest: int) -> int:
         longest: tokens of the longest row, prompt and answer.
     """
     placement, allowed = recipe.placement, recipe.rollout.cache_gib
-    on_gpu, tp = recipe.run.device.startswith("cuda"), placement.generate_tp
+    on_gpu, tp = _on_gpu(recipe), placement.generate_tp
     if recipe.rollout.engine == VLLM:
         block = VLLM_PLACES["cuda" if on_gpu else "cpu"]
         places = recipe.rollout.max_rows * -(-sizes.context // block) * block + block
@@ -190,8 +194,11 @@ def rows_a_rank(recipe: Recipe) -> int:
 
 def _cache_item(recipe: Recipe) -> int:
     """Return the bytes of one number in the KV cache; the native engine uses float32 on a CPU."""
-    on_gpu = recipe.run.device.startswith("cuda")
-    return _ITEM_BYTES[recipe.policy.model.dtype] if on_gpu else _FLOAT32_BYTES
+    return _ITEM_BYTES[recipe.policy.model.dtype] if _on_gpu(recipe) else _FLOAT32_BYTES
+
+
+def _on_gpu(recipe: Recipe) -> bool:
+    return recipe.run.device.startswith("cuda")
 
 
 def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
@@ -217,49 +224,20 @@ def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
         )
 
 
-def rank_lines(recipe: Recipe, sizes: ModelSizes, longest: int) -> list[str]:
-    """Return the memory of section ``policy``'s model on one rank, by phase; empty if a rank holds it whole.
-
-    An estimate: weights that tensor parallelism replicates (norms, an untied embedding) count as sharded.
-    """
-    placement, item = recipe.placement, _ITEM_BYTES[recipe.policy.model.dtype]
-    mesh, tp = placement.mesh_of(recipe.trained_role), placement.generate_tp
-    answering = placement.pools[placement.pool_of(SAMPLER)] if placement.samples_apart else mesh.ranks
-    if holds_whole(recipe):
-        return []
-    whole, away = _weights(recipe, sizes), sizes.experts - sizes.experts // mesh.ep
-    parts = mesh.pp * mesh.tp * mesh.fsdp
-    rows, cache = rows_a_rank(recipe), cache_bytes(recipe, sizes, longest)
-    held = (sizes.parameters - away) // parts
-    trained = (whole - away * item) // parts
-    state = _optimiser(recipe, held)
-    apart = f" - {size(away * item)} of other ranks' experts" if away else ""
-    share = size(trained)
-    lines = [
-        f"{recipe.trained_role} in training, {mesh}: weights {size(whole)}{apart} / {parts} = {share} a "
-        f"rank, gradients {share}, optimiser {size(state)}, and activations"
-    ]
-    if not recipe.has_policy:
-        return lines
-    received = f"{size(max(0, whole // tp - trained))} of them received at the switch"
-    if placement.samples_apart:
-        received = "received at every publish"
-    return [
-        *lines,
-        f"policy in generation, tp {tp}: weights {size(whole)} / {tp} = {size(whole // tp)} a rank, "
-        f"{received}; KV cache {size(cache)}; {answering // tp} replicas of {rows} rows",
-    ]
-
-
-def _weights(recipe: Recipe, sizes: ModelSizes) -> int:
+def weight_bytes(recipe: Recipe, sizes: ModelSizes) -> int:
     """Return the bytes of the policy's weights."""
     item, adapter = _ITEM_BYTES[recipe.policy.model.dtype], recipe.policy.model.adapter
     narrow = sizes.linear if adapter is not None and adapter.base == "int8" else 0
     return sizes.parameters * item - narrow * (item - 1)
 
 
-def _optimiser(recipe: Recipe, numbers: int) -> int:
-    """Return the bytes of AdamW's two moments, and of float32 master weights if weights are narrower."""
+def optimiser_bytes(recipe: Recipe, numbers: int) -> int:
+    """Return the bytes of AdamW's two moments, and of float32 masters if weights are narrower.
+
+    Args:
+        recipe: the run's recipe.
+        numbers: trained parameters.
+    """
     moment = _ITEM_BYTES[recipe.policy.optimizer_dtype or "float32"]
     master = _FLOAT32_BYTES if recipe.policy.model.dtype != "float32" else 0
     return numbers * (2 * moment + master)
@@ -272,75 +250,21 @@ def holds_whole(recipe: Recipe) -> bool:
     return is_plain and not placement.samples_apart
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryEstimate:
-    """Bytes on a rank that holds the whole model, by purpose."""
-
-    kept: Mapping[str, int]
-    """Bytes held from step to step."""
-    training: Mapping[str, int]
-    """Additional bytes during an update."""
-    sampling: Mapping[str, int]
-    """Additional bytes while rows are sampled."""
-
-    @property
-    def total(self) -> int:
-        """Most bytes at one time."""
-        return sum(self.kept.values()) + max(sum(self.training.values()), sum(self.sampling.values()))
-
-    @property
-    def text(self) -> str:
-        """Estimate in one line. Example: ``weights 6.0 MiB kept; training adds ...; at most 20.0 MiB``."""
-        parts = [f"{_terms(self.kept)} kept"]
-        parts += [f"training adds {_terms(self.training)}"] if self.training else []
-        parts += [f"sampling adds {_terms(self.sampling)}"] if self.sampling else []
-        return f"{'; '.join(parts)}; at most {size(self.total)}"
-
-
-def _terms(parts: Mapping[str, int]) -> str:
-    return " + ".join(f"{what} {size(amount)}" for what, amount in parts.items())
-
-
-def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> MemoryEstimate:
-    """Estimate the memory of the section ``policy``'s model and its reference.
-
-    Args:
-        recipe: the run's recipe.
-        sizes: the model's sizes.
-        longest: tokens of the longest row, prompt and answer.
-    """
-    weights, is_frozen = _weights(recipe, sizes), recipe.policy.model.adapter is not None
-    is_copied = recipe.has_policy and recipe.rollout.engine == VLLM
-    kept, training, sampling = {"weights": weights}, dict[str, int](), dict[str, int]()
-    if not is_frozen:  # an adapter's own parameters are few compared with the base
-        kept["optimiser"] = _optimiser(recipe, sizes.parameters)
-        training["gradients"] = weights
-    if "reference" in recipe.roles and not is_frozen:
-        kept["reference"] = weights
-    training |= _activations(recipe, sizes, longest)
-    if is_copied:
-        kept["vLLM's weights"] = sizes.parameters * _ITEM_BYTES[recipe.policy.model.dtype]
-        kept["vLLM's KV cache"] = cache_bytes(recipe, sizes, longest)
-    elif recipe.has_policy:
-        sampling["KV cache"] = cache_bytes(recipe, sizes, longest)
-        sampling["logits"] = SAMPLED_LOGITS * rows_a_rank(recipe) * sizes.vocabulary * _FLOAT32_BYTES
-    return MemoryEstimate(kept=kept, training=training, sampling=sampling)
-
-
-def _activations(recipe: Recipe, sizes: ModelSizes, longest: int) -> dict[str, int]:
-    """Estimate the activations that a backward pass needs, fitted to the counts of ``peaks``."""
-    config, policy = recipe.algorithm, recipe.policy
-    every = -(-config.rows_per_step // config.minibatches) * longest
-    tokens = max(longest, min(policy.tokens_per_micro_batch, every))
-    layer = _HIDDEN_STATES * sizes.hidden + _INNER_STATES * sizes.inner + 2 * sizes.kv_width
-    beside, layers = _OUTSIDE_STATES * sizes.hidden, sizes.layers
-    numbers = beside + (layer + layers * sizes.hidden if policy.gradient_checkpointing else layer * layers)
-    narrow = _NARROW if policy.model.dtype == "bfloat16" else 1.0
-    logits = min(tokens * sizes.vocabulary, MOST_LOGITS)
-    return {
-        "activations": int(tokens * numbers * _FLOAT32_BYTES * narrow),
-        "logits": 2 * logits * _FLOAT32_BYTES,
-    }
+def memory_lines(recipe: Recipe, sizes: ModelSizes, longest: int) -> list[str]:
+    """Return the estimated memory of a rank, and of a rank that only samples."""
+    placement, tp = recipe.placement, recipe.placement.generate_tp
+    told = estimate(recipe, sizes, longest).text
+    if holds_whole(recipe):
+        return [f"memory: {told}"]
+    mesh = placement.mesh_of(recipe.trained_role)
+    lines, ranks = [f"memory of a rank, {recipe.trained_role} on {mesh}: {told}"], mesh.ranks
+    if placement.samples_apart:
+        sampler, ranks = answering(recipe, sizes, longest), placement.pools[placement.pool_of(SAMPLER)]
+        kept = {"weights": weight_bytes(recipe, sizes) // tp, **sampler.kept}
+        lines.append(f"memory of a rank that samples: {replace(sampler, kept=kept).text}")
+    if recipe.has_policy:
+        lines.append(f"generation, tp {tp}: {ranks // tp} replicas of {rows_a_rank(recipe)} rows")
+    return lines
 
 
 def require_memory(recipe: Recipe, sizes: ModelSizes, longest: int, there: int, what: str) -> None:
@@ -369,13 +293,13 @@ def require_memory(recipe: Recipe, sizes: ModelSizes, longest: int, there: int, 
             break
         helps.append((best, amounts[best]))
         now = changed[best]
-    told = ", then ".join(f"{text} (at most {size(amount)})" for text, amount in helps)
+    said = ", then ".join(f"{text} (at most {size(amount)})" for text, amount in helps)
     last = "" if estimate(now, sizes, longest).total <= there else "a smaller model or more ranks; "
     raise ConfigError(
         f"a rank takes {size(found.total)}, and {what} has {size(there)}",
         why=found.text,
-        fix=f"{last}set {told}"
-        if told
+        fix=f"{last}set {said}"
+        if said
         else "choose a smaller model, or cut it over ranks (placement.train_parallel)",
     )
 
@@ -407,3 +331,70 @@ def _smaller(recipe: Recipe) -> list[tuple[str, Recipe]]:
             (f"rollout.cache_gib = {_SMALL_CACHE_GIB}", recipe.model_copy(update={"rollout": capped}))
         )
     return found
+
+
+def rank_bytes(peaks: list[Peak], pool: str) -> int:
+    """Return the peak bytes of a rank: all that its roles keep, and the most that one role takes at work."""
+    there = [peak for peak in peaks if peak.pool == pool]
+    return sum(sum(peak.kept.values()) for peak in there) + max((peak.working for peak in there), default=0)
+
+
+def saved_bytes(peaks: list[Peak], pool: str) -> int:
+    """Return the bytes of the copies that a checkpoint is written from, on a rank of a pool."""
+    return sum(peak.saved for peak in peaks if peak.pool == pool)
+
+
+def peak_lines(peaks: list[Peak]) -> list[str]:
+    """Return a line for each pool's rank, each role and each of its phases."""
+    lines = []
+    for pool in dict.fromkeys(peak.pool for peak in peaks):
+        saved = saved_bytes(peaks, pool)
+        most = f"at most {size(rank_bytes(peaks, pool))}, and the libraries'"
+        more = f"; up to {size(saved)} more while a checkpoint is written" if saved else ""
+        lines.append(f"a rank of pool {pool}: {most}{more}")
+        for peak in peaks:
+            if peak.pool == pool:
+                lines.append(f"  {peak.role} keeps {told(peak.kept)}")
+                lines += [f"  {peak.role} {phase}: {told(parts)}" for phase, parts in peak.phases.items()]
+    return lines
+
+
+def require_room(peaks: list[Peak], ranks: Mapping[str, int], free: int) -> None:
+    """Refuse ranks that share a memory and do not fit into it.
+
+    Args:
+        peaks: peaks of all roles.
+        ranks: number of each pool's ranks in that memory.
+        free: bytes that are free in it.
+
+    Raises:
+        ConfigError: they do not fit; the error names the largest phase and a fix.
+    """
+    needed = {
+        pool: count * (rank_bytes(peaks, pool) + saved_bytes(peaks, pool)) for pool, count in ranks.items()
+    }
+    if sum(needed.values()) <= free:
+        return
+    pool = max(needed, key=lambda name: needed[name])
+    there = [peak for peak in peaks if peak.pool == pool]
+    most = max(there, key=lambda peak: peak.working)
+    phase = max(most.phases, key=lambda name: sum(most.phases[name].values()))
+    kept = sum(sum(peak.kept.values()) + peak.saved for peak in there)
+    every = " + ".join(f"{ranks[name]} of pool {name} {size(needed[name])}" for name in ranks)
+    raise ConfigError(
+        f"the ranks hold {size(sum(needed.values()))} at most, and {size(free)} are free",
+        why=f"{every}; a rank of pool {pool} keeps {size(kept)}, and {told(most.phases[phase])} while the "
+        f"{most.role} {phase}",
+        fix=_FIXES["kept" if kept > most.working else phase],
+    )
+
+
+_FIXES = {
+    "kept": "cut the model over more ranks (fsdp, ep, tp or pp in placement.train_parallel), choose a "
+    "smaller one, or lower rollout.max_rows where vLLM is the engine",
+    "trains": "lower policy.tokens_per_micro_batch, set policy.gradient_checkpointing = true, or cut the "
+    "model over more ranks",
+    "scores": "lower policy.tokens_per_micro_batch, or cut the model over more ranks",
+    "answers": "lower rollout.max_rows, or share the model over more ranks in placement.rollout_parallel",
+}
+"""Fixes, by what takes the most memory."""

@@ -18,10 +18,10 @@ from rillflow.workers.config import GENERATE_AXES, SAMPLER, TRAIN_AXES, MeshSize
 
 def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigError]:
     """Yield contradictions in the meshes of these roles; pools and roles are already checked."""
-    wrong = [*_wrong_axes("generate", placement.rollout_parallel, GENERATE_AXES)]
+    wrong = [*_wrong_axes("rollout_parallel", placement.rollout_parallel, GENERATE_AXES)]
     for key, axes in placement.train_parallel.items():
         wrong += _wrong_key(placement, roles, key)
-        wrong += _wrong_axes(f"train.{key}", axes, TRAIN_AXES)
+        wrong += _wrong_axes(f"train_parallel.{key}", axes, TRAIN_AXES)
     if placement.sequence_parallel and all(placement.mesh_of(role).tp == 1 for role in roles):
         wrong.append(
             ConfigError(
@@ -94,14 +94,14 @@ def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
                 f"placement.rollout_parallel.tp is {tp} and the policy is trained with {mesh}",
                 why=f"so many of its ranks share a copy while they answer; {mesh.dp} / {tp} leaves "
                 f"{mesh.dp % tp}",
-                fix=f"choose generate.tp among {', '.join(map(str, divisors(mesh.dp)))}",
+                fix=f"choose placement.rollout_parallel.tp among {', '.join(map(str, divisors(mesh.dp)))}",
             )
     elif mesh.tp % tp:
         yield ConfigError(
             f"placement.rollout_parallel.tp is {tp} and the policy is trained with tp {mesh.tp}",
             why="each rank's share for training has to lie inside its share for generation: the second "
             f"divides the first; {mesh.tp} / {tp} leaves {mesh.tp % tp}",
-            fix=f"choose generate.tp among {', '.join(map(str, divisors(mesh.tp)))}",
+            fix=f"choose placement.rollout_parallel.tp among {', '.join(map(str, divisors(mesh.tp)))}",
         )
 
 
@@ -141,7 +141,7 @@ def _apart(placement: PlacementConfig) -> Iterator[ConfigError]:
         yield ConfigError(
             f"placement.rollout_parallel.tp is {tp} and the sampler's pool {pool} has {size} ranks",
             why=f"every copy is shared by as many; {size} / {tp} leaves {size % tp}",
-            fix=f"choose generate.tp among {', '.join(map(str, divisors(size)))}",
+            fix=f"choose placement.rollout_parallel.tp among {', '.join(map(str, divisors(size)))}",
         )
     elif tp > 1 and placement.is_inline:
         yield _in_one_process(f"placement.rollout_parallel.tp is {tp}")
@@ -158,7 +158,7 @@ def _in_one_process(what: str) -> ConfigError:
 def unfit(mesh: MeshSizes, generate_tp: int, heads: int, kv_heads: int, layers: int) -> Iterator[ConfigError]:
     """Yield errors about grids that cannot shard a model of these sizes."""
     fitting = divisors(heads, kv_heads)
-    for where, tp in (("train", mesh.tp), ("generate", generate_tp)):
+    for where, tp in (("train_parallel", mesh.tp), ("rollout_parallel", generate_tp)):
         odd = [(kind, count) for kind, count in (("attention", heads), ("key/value", kv_heads)) if count % tp]
         if odd:
             kind, count = odd[0]

@@ -1,8 +1,8 @@
-"""Model files: check from names and headers alone that a model's directory is complete before it is loaded.
+"""Model files: read from names and headers alone whether a model is complete, and its sizes.
 
-directory ─┬─ config.json ────────── settings by name
-           ├─ *.safetensors ──────── no pickle; intact headers; the same weights in every layer;
-           │                         the embedding has the vocabulary and width of the config
+directory ─┬─ config.json ────────── settings by name ──────────────────────────────────────┬─> ModelSizes
+           ├─ *.safetensors ──────── no pickle; intact headers; the same weights in every ──┘
+           │                         layer; the embedding has the vocabulary and width of the config
            └─ the tokeniser's files ─ a vocabulary; a chat template where prompts are conversations
 
 Loading finds what the headers cannot show: another weight of a wrong shape, numbers that are not finite.
@@ -10,12 +10,15 @@ Loading finds what the headers cannot show: another weight of a wrong shape, num
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rillflow.errors import ModelError
+from rillflow.models.config import NewModel
 from rillflow.models.directory_checks import (
     WeightHeader,
     check_files,
@@ -32,11 +35,126 @@ ALIKE = ("gemma", "gemma3_text", "gpt2", "granite", "llama", "mistral", "olmo2",
 """Model types whose layers all have the same weights."""
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """Last parts of the names of their embeddings."""
+_HEADS = ("lm_head.weight", "embed_out.weight")
+"""Last parts of the names of heads that are not the embedding."""
 _IN_LAYER = re.compile(r"((?:.*?\.)?(?:layers|h)\.)(\d+)(\..+)")
+_EXPERTS = ".experts."
+"""Part of the names of routed experts' weights in a file."""
+_LAYER = re.compile(r"\.\d+\.")
+"""Pattern in the names of a layer's weights."""
+_NAMES = (
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_hidden_layers", "n_layer", "num_layers"),
+    ("num_attention_heads", "n_head", "num_heads"),
+    ("vocab_size",),
+    ("max_position_embeddings", "n_positions"),
+)
+"""Config keys of hidden size, layers, heads, vocabulary and context, which differ by model type."""
+_INNER = ("intermediate_size", "n_inner")
 
 
-def require_model_files(directory: Path, *, is_chat: bool) -> None:
-    """Refuse a directory whose model cannot be loaded; ``is_chat``: prompts are conversations.
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """Sizes of a decoder that determine its memory."""
+
+    parameters: int
+    """Number of parameters."""
+    layers: int
+    """Number of decoder layers."""
+    heads: int
+    """Attention heads of a layer."""
+    kv_heads: int
+    """Key and value heads of a layer."""
+    kv_width: int
+    """Numbers in one token's keys in one layer; its values have as many."""
+    vocabulary: int
+    """Vocabulary size."""
+    context: int
+    """Longest row in tokens."""
+    experts: int = 0
+    """Parameters of routed experts, if the model's files show them."""
+    hidden: int = 0
+    """Width of the hidden state."""
+    inner: int = 0
+    """Width of the feed-forward layer's inner state."""
+    linear: int = 0
+    """Parameters of the layers' other matrices, if the files show them; an int8 base has them in 8 bits."""
+    is_tied: bool = True
+    """Whether the head is the embedding."""
+
+
+def sizes_of_new(new: NewModel) -> ModelSizes:
+    """Return the sizes of a new model, counted as a tied Qwen2; other types of ``ALIKE`` differ little."""
+    vocabulary = len(set(new.alphabet)) + 1
+    kv_width = new.hidden // new.heads * new.kv_heads
+    inner = new.intermediate
+    matrices = 2 * new.hidden**2 + 2 * new.hidden * kv_width + 3 * new.hidden * inner
+    layer = matrices + 3 * new.hidden + 2 * kv_width
+    return ModelSizes(
+        parameters=vocabulary * new.hidden + new.layers * layer + new.hidden,
+        layers=new.layers,
+        heads=new.heads,
+        kv_heads=new.kv_heads,
+        kv_width=kv_width,
+        vocabulary=vocabulary,
+        context=new.context,
+        hidden=new.hidden,
+        inner=inner,
+        linear=new.layers * matrices,
+    )
+
+
+def sizes_of_directory(directory: Path) -> ModelSizes | None:
+    """Return the sizes of a Hugging Face directory, from its config and the headers of its weights.
+
+    Returns:
+        None if the config names its sizes in an unusual way.
+
+    Raises:
+        ModelError: the config or a header cannot be read.
+    """
+    shapes = {name: header.shape for name, header in weight_headers(directory).items()}
+    return sizes_from(settings_in(directory / "config.json"), shapes)
+
+
+def sizes_from(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> ModelSizes | None:
+    """Return a model's sizes; None if the config names its sizes in an unusual way.
+
+    Args:
+        config: its config.
+        shapes: shapes of its weights by name; tied weights once.
+    """
+    found = [_first(config, names) for names in _NAMES]
+    if not all(found):
+        return None
+    hidden, layers, heads, vocabulary, context = found
+    kv_heads = _first(config, ("num_key_value_heads",)) or heads
+    head = _first(config, ("head_dim",)) or hidden // heads
+    experts = sum(math.prod(shape) for name, shape in shapes.items() if _EXPERTS in name)
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2 and _EXPERTS not in name}
+    return ModelSizes(
+        parameters=sum(map(math.prod, shapes.values())),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        kv_width=kv_heads * head,
+        vocabulary=vocabulary,
+        context=context,
+        experts=experts,
+        hidden=hidden,
+        inner=_first(config, _INNER) or 4 * hidden,
+        linear=sum(math.prod(shape) for name, shape in matrices.items() if _LAYER.search(name)),
+        is_tied=not any(name.endswith(_HEADS) for name in shapes),
+    )
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    """Return the size under the first of these names that the config has; 0 if it has none."""
+    return next((config[name] for name in names if name in config and isinstance(config[name], int)), 0)
+
+
+def require_model_files(directory: Path) -> None:
+    """Refuse a directory whose model cannot be loaded.
 
     Raises:
         ModelError: a file is missing, damaged, incomplete or a pickle.
@@ -55,8 +173,6 @@ def require_model_files(directory: Path, *, is_chat: bool) -> None:
             why=f"there is none of {', '.join(_VOCABULARIES)} in it",
             fix="put tokenizer.json and tokenizer_config.json beside the weights",
         )
-    if is_chat:
-        require_template(directory)
 
 
 def kind_of(source: str | None) -> str | None:

@@ -1,6 +1,6 @@
 """Planned: apply a plan to a recipe's placement, or refuse a plan that cannot run.
 
-Plan ─┬─ settings_of ─> placement.pools, roles, train, generate, freshness, oversampling, as --set writes them
+Plan ─┬─ settings_of ─> placement.pools, roles, grids, freshness, oversampling, as --set writes them
       ├─ require_for ─> refuses a plan of another recipe, or a plan that no run supports yet
       └─ keep_plan ───> writes it to the run directory; returns whether the run is placed by it
 """
@@ -22,7 +22,7 @@ from rillflow.workers.config import MeshSizes, PlacementConfig
 
 _AHEAD = ("freshness", "oversample_prompts", "oversample_samples")
 PLANNED = (
-    *map("placement.{}".format, ("pools", "roles", "train", "generate")),
+    *map("placement.{}".format, ("pools", "roles", "train_parallel", "rollout_parallel")),
     *map("algorithm.{}".format, _AHEAD),
 )
 """Settings that a plan fixes."""

@@ -1,14 +1,14 @@
 """Looks: preflight checks of ``run`` and ``check``; they find everything that would stop a run.
 
-    recipe ─┬─ data ────── rows, answers, room ─────────── from the disk
-            ├─ models ──── files, headers, sizes, memory ─ from the disk
-            ├─ step ────── a custom algorithm's ────────── traced
-            ├─ machine ─── devices, cores
-            └─ reward ──── called on two rows ──────────── in a child that can be killed
-                  └─> Report: topics to read, notes to think about, problems that stop a run
+    Facts ─┬─ step, engine ───── traced, imported, asked for capabilities
+           ├─ rows, model ────── from the disk: counts, files, headers, sizes, tokens, memory
+           ├─ scorers, machine ─ files; devices, cores
+           ├─ agent, functions ─ called on two rows, in a child that can be killed
+           └─ run directory ──── new, resumes, finished: ``check`` only, a run opens it
+                 └─> Report: topics to read, notes to think about, problems that stop a run
 
-Imports torch only for an algorithm that is not shipped, so it answers in 1 to 2 seconds. It writes
-nothing.
+Imports torch only for an algorithm that is not shipped, a model of an unusual type, or what ranks hold, so it
+answers in 1 to 2 seconds. It writes nothing.
 """
 
 from __future__ import annotations
@@ -20,31 +20,20 @@ from pathlib import Path
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.app.corrections import correction_notes
 from rillflow.app.doctor import available_memory, cuda_devices, device_memory, machine_memory
-from rillflow.app.encoding import EncodedTask, encode_task, longest_row, read_model_input
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.memory import (
-    ModelSizes,
     estimate,
     holds_whole,
-    rank_lines,
+    memory_lines,
+    peak_lines,
     require_memory,
+    require_room,
     require_row,
-    sizes_of_directory,
-    sizes_of_new,
 )
 from rillflow.app.meshes import unfit
-from rillflow.app.model_files import ALIKE, kind_of, require_model_files
+from rillflow.app.model_files import require_model_files, require_template
 from rillflow.app.recipe import Recipe
-from rillflow.app.sources import (
-    NOTHING,
-    Given,
-    agent_function,
-    cost_functions,
-    critic_source,
-    model_source,
-    open_rows,
-    reward_functions,
-    scorer_sources,
-)
+from rillflow.app.resume import MAY_CHANGE, after, kill_cost, require_possible, resolved, run_state
 from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, RewardError, RillflowError, nearest
 from rillflow.models.directory_checks import require_ends
@@ -58,8 +47,12 @@ from rillflow.rewards.sandbox import SENTENCES, Level
 from rillflow.rewards.text_execution import Setting, is_shut_in, text_uses
 from rillflow.rewards.workers import RewardWorkers
 from rillflow.rollout.config import NATIVE
+from rillflow.runs import layout
+from rillflow.runs.changes import allowed_changes
 from rillflow.runs.environment import usable_cores
 from rillflow.runs.formatting import size
+from rillflow.runs.layout import kept_steps
+from rillflow.runs.run_directory import holds_step
 from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
 
@@ -76,200 +69,101 @@ _NO_END = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Topic:
-    """One subject of a report."""
-
-    title: str
-    """Name of the subject."""
-    lines: Sequence[str]
-    """Facts about the subject."""
-
-
 @dataclass(kw_only=True)
 class Report:
     """Results of the checks."""
 
-    topics: list[Topic] = field(default_factory=list)
-    """Facts by subject."""
+    topics: dict[str, list[str]] = field(default_factory=dict)
+    """Lines by subject."""
     notes: list[str] = field(default_factory=list)
     """Behaviour of the run that its author may not expect."""
     problems: list[RillflowError] = field(default_factory=list)
-    """Errors that would stop a run."""
-    task: Task | None = None
-    """The rows, if they could be read."""
-    encoded: EncodedTask | None = None
-    """The rows as tokens, if the model's tokeniser and context are available."""
-    sizes: ModelSizes | None = None
-    """Sizes of the section ``policy``'s model, if its files are available."""
-
-    @property
-    def rows(self) -> Task:
-        """The rows of a recipe without a problem."""
-        assert self.task is not None, "a recipe without rows is not sound"
-        return self.task
+    """Errors that would stop a run, each once."""
 
     def say(self, title: str, lines: Sequence[str]) -> None:
-        """Add a topic."""
-        self.topics.append(Topic(title=title, lines=lines))
+        """Add facts about a subject."""
+        self.topics.setdefault(title, []).extend(lines)
 
-    def add(self, title: str, lines: Sequence[str]) -> None:
-        """Add lines to the topic with this title."""
-        place = next(place for place, topic in enumerate(self.topics) if topic.title == title)
-        self.topics[place] = Topic(title=title, lines=[*self.topics[place].lines, *lines])
-
-    def attempt(self, look: Callable[[], object]) -> None:
+    def attempt(self, check: Callable[[RecipeFacts, Report], None], facts: RecipeFacts) -> None:
         """Run one check; its error becomes a problem, so that the next check still runs."""
         try:
-            look()
+            check(facts, self)
         except RillflowError as error:
-            self.problems.append(error)
+            if str(error) not in map(str, self.problems):  # several checks may read the same fact
+                self.problems.append(error)
 
 
-def look(
-    recipe: Recipe,
-    base: Path,
-    report: Report,
-    say: Callable[[str], None] | None = None,
-    *,
-    drawn: int | None = None,
-    given: Given = NOTHING,
-    runs_code: bool = True,
-) -> None:
-    """Run all checks of a recipe and add their results to a report.
+def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
+    """Run the checks of a run and add their results to a report.
 
     Args:
-        recipe: the checked settings.
-        base: its folder.
+        facts: the recipe, and what its files say.
         report: the report to add to.
-        say: receives encoding progress; a run gives it, needs torch anyway, and uses its own tokeniser.
-            None reads tokenizer.json directly.
-        drawn: number of rows that held-out rows are drawn from, if a run resumes; see ``open_task``.
-        given: rows and rewards that are Python objects instead of files.
         runs_code: whether to run the engine, the server's Python and the functions that the recipe names.
     """
-    report.attempt(lambda: _look_at_step(recipe, report))
-    if runs_code:
-        report.attempt(lambda: _look_at_engine(recipe, base, report))
-    report.notes += correction_notes(recipe)
-    report.notes += _unreachable(recipe)
-    report.attempt(lambda: _look_at_data(recipe, base, report, drawn, given))
-    report.attempt(lambda: _look_at_model(recipe, base, report))
-    if not report.problems:
-        report.attempt(lambda: _look_at_tokens(recipe, base, report, say))
-        report.attempt(lambda: _look_at_memory(recipe, report))
-    report.attempt(lambda: _look_at_scorers(recipe, base, report))
-    report.attempt(lambda: _look_at_machine(recipe, report))
-    if not runs_code:
-        report.attempt(lambda: _read_agent(recipe, base, report))
-        report.attempt(lambda: _say_left_out(recipe, base, report))
-        return
-    report.attempt(lambda: _look_at_agent(recipe, base, report))
-    report.attempt(lambda: _look_at_functions(reward_functions(recipe, base, report.task), recipe, report))
-    report.attempt(lambda: _look_at_functions(cost_functions(recipe, base), recipe, report))
-
-
-def _say_left_out(recipe: Recipe, base: Path, report: Report) -> None:
-    """Report the code that the recipe would run; files are parsed, not imported."""
-    agent = agent_function(recipe, base)
-    rollout = recipe.rollout
-    named = {
-        "rollout.engine": rollout.engine if recipe.has_policy and rollout.engine != NATIVE else None,
-        "rollout.server": rollout.server,
-        "reward": ", ".join(map(str, reward_functions(recipe, base, report.task))),
-        "cost": ", ".join(map(str, cost_functions(recipe, base))),
-        "rollout.agent": agent and str(agent),
-    }
-    lines = [f"{setting}: {what}" for setting, what in named.items() if what]
-    report.say("not run (--no-code)", lines or ["the recipe names no code"])
-
-
-def _look_at_engine(recipe: Recipe, base: Path, report: Report) -> None:
-    """Import an engine other than the native one, and check it."""
-    if recipe.has_policy and recipe.rollout.engine != NATIVE:
-        from rillflow.app.engines import engine_notes
-
-        report.notes += engine_notes(recipe, base)
-
-
-def _look_at_step(recipe: Recipe, report: Report) -> None:
-    """Trace a custom algorithm's step; its file has usually loaded torch already."""
-    if recipe.chosen in ALGORITHMS.values():
-        return
-    from rillflow.app.graphs import graphs, unpublished
-
-    report.notes += filter(None, map(unpublished, graphs(recipe)))
-
-
-def _unreachable(recipe: Recipe) -> list[str]:
-    """Note a cost multiplier whose target is only reachable with negative costs."""
-    settings = recipe.algorithm.model_dump()
-    if not settings.keys() >= {"cost_limit", "cost_margin"}:
-        return []
-    limit, margin = settings["cost_limit"], settings["cost_margin"]
-    if not 0 < margin >= limit:
-        return []
-    return [
-        f"algorithm.cost_margin is {margin:g} and algorithm.cost_limit {limit:g}: the multiplier aims at a "
-        f"mean cost of {limit - margin:g}, and grows to its highest where no cost is negative"
+    checks = [
+        _look_at_step,
+        *([_look_at_engine] if runs_code else []),
+        _look_at_settings,
+        _look_at_data,
+        _look_at_model,
+        _look_at_tokens,
+        _look_at_memory,
+        _look_at_scorers,
+        _look_at_machine,
+        _look_at_agent if runs_code else _read_agent,
+        *([_look_at_functions, _look_at_costs] if runs_code else [_say_left_out]),
     ]
+    for check in checks:
+        report.attempt(check, facts)
 
 
-def require_sound(
-    recipe: Recipe,
-    base: Path,
-    say: Callable[[str], None],
-    *,
-    drawn: int | None = None,
-    given: Given = NOTHING,
-) -> Report:
-    """Return the report of a recipe that can run, with its rows; see ``look``.
+def require_sound(facts: RecipeFacts) -> list[str]:
+    """Return the notes on a recipe that can run.
 
     Raises:
         RillflowError: the one problem, or a ConfigError that lists all of them.
     """
     report = Report()
-    look(recipe, base, report, say, drawn=drawn, given=given)
+    look(facts, report)
     if report.problems:
         raise together(report.problems, "the recipe")
-    return report
+    return report.notes
 
 
-def _look_at_data(recipe: Recipe, base: Path, report: Report, drawn: int | None, given: Given) -> None:
-    task = report.task = open_rows(recipe, base, drawn, given)
+def _look_at_step(facts: RecipeFacts, report: Report) -> None:
+    """Trace a custom algorithm's step; its file has usually loaded torch already."""
+    if facts.recipe.chosen not in ALGORITHMS.values():
+        from rillflow.app.graphs import graphs, unpublished
+
+        report.notes += filter(None, map(unpublished, graphs(facts.recipe)))
+
+
+def _look_at_engine(facts: RecipeFacts, report: Report) -> None:
+    """Import an engine other than the native one, and check it."""
+    if facts.recipe.has_policy and facts.recipe.rollout.engine != NATIVE:
+        from rillflow.app.engines import engine_notes
+
+        report.notes += engine_notes(facts)
+
+
+def _look_at_settings(facts: RecipeFacts, report: Report) -> None:
+    """Note a correction, and a cost multiplier whose target is only reachable with negative costs."""
+    report.notes += correction_notes(facts.recipe)
+    settings = facts.recipe.algorithm.model_dump()
+    if not settings.keys() >= {"cost_limit", "cost_margin"}:
+        return
+    limit, margin = settings["cost_limit"], settings["cost_margin"]
+    if 0 < margin >= limit:
+        report.notes.append(
+            f"algorithm.cost_margin is {margin:g} and algorithm.cost_limit {limit:g}: the multiplier aims at "
+            f"a mean cost of {limit - margin:g}, and grows to its highest where no cost is negative"
+        )
+
+
+def _look_at_data(facts: RecipeFacts, report: Report) -> None:
+    recipe, task = facts.recipe, facts.task
     report.say("data", _data_lines(recipe, task, report))
-    report.attempt(lambda: _require_few_repeats(recipe, task))
-
-
-def _look_at_tokens(recipe: Recipe, base: Path, report: Report, say: Callable[[str], None] | None) -> None:
-    """Encode every row, and check that it fits."""
-    if report.task is None:
-        return
-    source = model_source(recipe, base)
-    if source is not None and Path(source).is_dir():
-        probe_tokenizer(Path(source), [row.key for row in (*report.task.train, *report.task.held_out)])
-    model_input = read_model_input(recipe, base, as_written=say is None)
-    if model_input is None:
-        return
-    if report.sizes is not None:
-        require_rows(model_input.tokenizer, report.sizes.vocabulary)
-        if recipe.has_policy:
-            require_ends(model_input.tokenizer.stop_tokens, report.sizes.vocabulary)
-    if recipe.has_policy and not model_input.tokenizer.stop_tokens and not recipe.rollout.stop:
-        report.notes.append(_NO_END.format(recipe.rollout.max_tokens))
-    encoded = report.encoded = encode_task(recipe, report.task, model_input, say)
-    report.problems += encoded.problems
-    report.notes += encoded.notes
-    longest = max(encoded.train[recipe.chosen.data], key=lambda row: len(row.prompt) if row else 0)
-    if longest is not None:
-        room = f" and rollout.max_tokens = {recipe.rollout.max_tokens:,}" if recipe.has_policy else ""
-        told = f"longest prompt: {len(longest.prompt):,} tokens{room} of {model_input.context:,}"
-        report.say("tokens", [f"{told}: {longest.example}"])
-        if report.sizes is not None and recipe.has_policy:
-            require_row(recipe, report.sizes, len(longest.prompt))
-
-
-def _require_few_repeats(recipe: Recipe, task: Task) -> None:
     drawn, there = recipe.algorithm.prompts_per_step, len(task.train)
     if drawn > MOST_REPEATS * there:
         raise ConfigError(
@@ -315,44 +209,73 @@ def _data_lines(recipe: Recipe, task: Task, report: Report) -> list[str]:
     ]
 
 
-def _look_at_model(recipe: Recipe, base: Path, report: Report) -> None:
-    new, source = recipe.policy.model.new, model_source(recipe, base)
-    name = f"a new {new.architecture}" if new is not None else str(source)
-    sizes = sizes_of_new(new) if new is not None else None
-    if source is not None and Path(source).is_dir():
-        require_model_files(Path(source), is_chat=_has_chat(report.task))
-        sizes = sizes_of_directory(Path(source))
-    report.sizes = sizes
-    kind = new.architecture if new is not None else kind_of(source)
-    if kind is not None and kind not in ALIKE:
-        from rillflow.app.attention_trial import decoder_notes
+def _rows(facts: RecipeFacts) -> Sequence[Example]:
+    """Return the rows to train on and those held out."""
+    return (*facts.task.train, *facts.task.held_out)
 
-        report.notes += decoder_notes(recipe, base)
-    if sizes is None:
+
+def _look_at_model(facts: RecipeFacts, report: Report) -> None:
+    recipe, new, limit = facts.recipe, facts.recipe.policy.model.new, facts.recipe.rollout.max_tokens
+    name = f"a new {new.architecture}" if new is not None else str(facts.source)
+    if facts.directory is not None:
+        require_model_files(facts.directory)
+    if not facts.is_alike:
+        from rillflow.app.engines import attention_notes
+
+        report.notes += attention_notes(facts)
+    if facts.sizes is None:
         report.say("model", [f"{name}: its size is known when it is loaded"])
+    else:
+        sizes = facts.sizes
+        if recipe.has_policy and limit >= sizes.context:
+            raise ConfigError(
+                f"rollout.max_tokens is {limit} and the model's context is {sizes.context}",
+                why="the context holds prompt and answer",
+                fix=f"fewer than {sizes.context}",
+            )
+        grid, tp = recipe.placement.mesh_of("policy"), recipe.placement.generate_tp
+        for problem in unfit(grid, tp, sizes.heads, sizes.kv_heads, sizes.layers):
+            raise problem
+        report.say("model", [f"{name}: {sizes.parameters:,} parameters, context {sizes.context:,} tokens"])
+    if facts.directory is not None and any(not isinstance(row.prompt, str) for row in _rows(facts)):
+        require_template(facts.directory)
+
+
+def _look_at_tokens(facts: RecipeFacts, report: Report) -> None:
+    """Encode every row, and check that it fits."""
+    if report.problems:
         return
-    if recipe.has_policy and recipe.rollout.max_tokens >= sizes.context:
-        raise ConfigError(
-            f"rollout.max_tokens is {recipe.rollout.max_tokens} and the model's context is {sizes.context}",
-            why="the context holds prompt and answer",
-            fix=f"fewer than {sizes.context}",
-        )
-    placement = recipe.placement
-    for problem in unfit(
-        placement.mesh_of("policy"), placement.generate_tp, sizes.heads, sizes.kv_heads, sizes.layers
-    ):
-        raise problem
-    report.say("model", [f"{name}: {sizes.parameters:,} parameters, context {sizes.context:,} tokens"])
+    recipe, sizes = facts.recipe, facts.sizes
+    if facts.directory is not None:
+        probe_tokenizer(facts.directory, [row.key for row in _rows(facts)])
+    if facts.model_input is None:
+        return
+    tokenizer, limit = facts.model_input.tokenizer, recipe.rollout.max_tokens
+    if sizes is not None:
+        require_rows(tokenizer, sizes.vocabulary)
+        if recipe.has_policy:
+            require_ends(tokenizer.stop_tokens, sizes.vocabulary)
+    if recipe.has_policy and not tokenizer.stop_tokens and not recipe.rollout.stop:
+        report.notes.append(_NO_END.format(limit))
+    encoded = facts.encoded
+    assert encoded is not None, "the tokeniser is there"
+    report.problems += encoded.problems
+    report.notes += encoded.notes
+    longest = max(encoded.train[recipe.chosen.data], key=lambda row: len(row.prompt) if row else 0)
+    if longest is not None:
+        room = f" and rollout.max_tokens = {limit:,}" if recipe.has_policy else ""
+        told = f"longest prompt: {len(longest.prompt):,} tokens{room} of {facts.model_input.context:,}"
+        report.say("tokens", [f"{told}: {longest.example}"])
+        if sizes is not None and recipe.has_policy:
+            require_row(recipe, sizes, len(longest.prompt))
 
 
-def _look_at_memory(recipe: Recipe, report: Report) -> None:
+def _look_at_memory(facts: RecipeFacts, report: Report) -> None:
     """Check a rank's memory for the longest row that the data and the settings allow."""
-    sizes, encoded = report.sizes, report.encoded
-    if sizes is None or encoded is None:
+    if report.problems or facts.sizes is None or facts.longest is None:
         return
-    longest = longest_row(recipe, encoded)
-    found = estimate(recipe, sizes, longest)
-    report.add("model", [f"memory: {found.text}", *rank_lines(recipe, sizes, longest)])
+    recipe, sizes, longest = facts.recipe, facts.sizes, facts.longest
+    report.say("model", memory_lines(recipe, sizes, longest))
     if not holds_whole(recipe) or recipe.placement.address is not None:
         return
     device = device_memory(recipe.run.device)
@@ -362,27 +285,55 @@ def _look_at_memory(recipe: Recipe, report: Report) -> None:
     there, free = machine_memory(), available_memory()
     if there is not None:
         require_memory(recipe, sizes, longest, there, "this machine")
-    if free is not None and found.total > free and not recipe.run.device.startswith("cuda"):
-        report.notes.append(f"about {size(found.total)} are needed and {size(free)} are free in main memory")
+    needed = estimate(recipe, sizes, longest).total
+    if free is not None and needed > free and not recipe.run.device.startswith("cuda"):
+        report.notes.append(f"about {size(needed)} are needed and {size(free)} are free in main memory")
 
 
-def _has_chat(task: Task | None) -> bool:
-    """Return whether a prompt is a conversation, which a model without a chat template cannot read."""
-    return task is not None and any(not isinstance(row.prompt, str) for row in (*task.train, *task.held_out))
+def look_at_peaks(facts: RecipeFacts, report: Report) -> None:
+    """Report the peak memory of every role from passes over fake tensors, which loads torch."""
+    if report.problems:
+        return
+    from rillflow.app.peak_memory import peaks_of
+
+    peaks = peaks_of(facts)
+    if not peaks:
+        raise ConfigError(
+            "the memory of ranks cannot be said",
+            why="the model's tokeniser and sizes are not on this disk: how long rows are is not known",
+            fix="name a directory in policy.model.path",
+        )
+    placement, free = facts.recipe.placement, available_memory()
+    report.say("memory", peak_lines(peaks))
+    pools = {peak.pool: placement.pools[peak.pool] for peak in peaks}
+    if free is not None and placement.address is None and not facts.recipe.run.device.startswith("cuda"):
+        require_room(peaks, pools, free)
 
 
-def _look_at_scorers(recipe: Recipe, base: Path, report: Report) -> None:
-    start = critic_source(recipe, base)
-    sources = scorer_sources(recipe, base) | ({} if start is None else {"critic.path": start})
-    for setting, source in sources.items():
+def look_at_run(facts: RecipeFacts, report: Report) -> None:
+    """Report the state of the run directory, and what a resume would change."""
+    recipe, path = facts.recipe, Path(facts.recipe.run.dir or ".")
+    report.say("run directory", [run_state(path), kill_cost(recipe)])
+    if holds_step(path):
+        changed = allowed_changes(path, resolved(recipe, facts.task, facts.base), MAY_CHANGE)
+        require_possible(recipe, path, changed, facts.task)
+        made = max(kept_steps(path / layout.CHECKPOINTS), default=0)
+        if made < recipe.total_steps:
+            changes = [f"a resume changes, {after(made, change)}" for change in changed]
+            report.say("run directory", changes)
+
+
+def _look_at_scorers(facts: RecipeFacts, report: Report) -> None:
+    start = {} if facts.critic is None else {"critic.path": facts.critic}
+    for setting, source in {**facts.scorers, **start}.items():
         report.say(setting, [source])
         model = Path(base_of(source))
         if model.is_dir():
-            require_model_files(model, is_chat=False)
+            require_model_files(model)
 
 
-def _look_at_machine(recipe: Recipe, report: Report) -> None:
-    device, there = recipe.run.device, cuda_devices()
+def _look_at_machine(facts: RecipeFacts, report: Report) -> None:
+    recipe, device, there = facts.recipe, facts.recipe.run.device, cuda_devices()
     if device.startswith("cuda") and there is not None and recipe.placement.address is None:
         number = int(device.removeprefix("cuda").removeprefix(":") or 0)
         if number >= there:
@@ -399,26 +350,38 @@ def _look_at_machine(recipe: Recipe, report: Report) -> None:
         )
 
 
-def _read_agent(recipe: Recipe, base: Path, report: Report) -> None:
+def _say_left_out(facts: RecipeFacts, report: Report) -> None:
+    """Report the code that the recipe would run; files are parsed, not imported."""
+    recipe, rollout = facts.recipe, facts.recipe.rollout
+    named = {
+        "rollout.engine": rollout.engine if recipe.has_policy and rollout.engine != NATIVE else None,
+        "rollout.server": rollout.server,
+        "reward": ", ".join(map(str, facts.functions)),
+        "cost": ", ".join(map(str, facts.costs)),
+        "rollout.agent": facts.agent and str(facts.agent),
+    }
+    lines = [f"{setting}: {what}" for setting, what in named.items() if what]
+    report.say("not run (--no-code)", lines or ["the recipe names no code"])
+
+
+def _read_agent(facts: RecipeFacts, report: Report) -> None:
     """Read an agent's source where no code of the recipe may run."""
-    function = agent_function(recipe, base)
-    if function is not None and recipe.rollout.agent is not None:
-        setting = recipe.rollout.agent.sandbox
-        is_shut_in(function, setting)
-        report.notes += _execution_notes(function, "rollout.agent.sandbox", setting, level=None)
+    agent, function = facts.recipe.rollout.agent, facts.agent
+    if agent is not None and function is not None:
+        is_shut_in(function, agent.sandbox)
+        report.notes += _execution_notes(function, "rollout.agent.sandbox", agent.sandbox, level=None)
 
 
-def _look_at_agent(recipe: Recipe, base: Path, report: Report) -> None:
+def _look_at_agent(facts: RecipeFacts, report: Report) -> None:
     """Load an agent in a child process, and check that each row has the columns it needs."""
-    agent, function = recipe.rollout.agent, agent_function(recipe, base)
-    if agent is None or function is None or report.task is None:
+    agent, function, task = facts.recipe.rollout.agent, facts.agent, facts.task
+    if agent is None or function is None:
         return
     held = RewardConfig(workers=1, memory_bytes=agent.memory_bytes, sandbox=agent.sandbox)
     with RewardWorkers(function, held) as workers:
         required = workers.load().required
         report.notes += _execution_notes(function, "rollout.agent.sandbox", agent.sandbox, workers.level)
-    task = report.task
-    rows = [*task.train, *task.held_out, *(row for rows in task.sets.values() for row in rows)]
+    rows = [*_rows(facts), *(row for rows in task.sets.values() for row in rows)]
     for name, row in ((name, row) for name in required if name not in GIVEN for row in rows):
         columns = {"prompt", *row.columns}
         if name not in columns:
@@ -447,18 +410,25 @@ def _execution_notes(function: FunctionPath, name: str, setting: Setting, level:
     return said
 
 
-def _look_at_functions(functions: Sequence[FunctionPath], recipe: Recipe, report: Report) -> None:
-    """Call each function on two rows and their own answers, in a child process as in a run."""
-    if report.task is None or not recipe.has_policy:
+def _look_at_functions(facts: RecipeFacts, report: Report) -> None:
+    """Call each reward function on two rows and their own answers, in a child process as in a run."""
+    _try_functions(facts.functions, facts, report)
+
+
+def _look_at_costs(facts: RecipeFacts, report: Report) -> None:
+    _try_functions(facts.costs, facts, report)
+
+
+def _try_functions(functions: Sequence[FunctionPath], facts: RecipeFacts, report: Report) -> None:
+    if not facts.recipe.has_policy:
         return
-    answered = [row for row in report.task.train if row.completion is not None]
+    rows = facts.task.train
+    answered = [row for row in rows if row.completion is not None]
     for function in functions:
-        _look_at_function(function, recipe, report, (answered or report.task.train)[:_TRIED])
+        _try_function(function, facts.recipe, report, (answered or rows)[:_TRIED])
 
 
-def _look_at_function(
-    function: FunctionPath, recipe: Recipe, report: Report, rows: Sequence[Example]
-) -> None:
+def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: Sequence[Example]) -> None:
     answers = [row.completion or "" for row in rows]
     scores, level = _tried(function, recipe, rows, answers)
     report.notes += _execution_notes(function, "reward.sandbox", recipe.reward.sandbox, level)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rillflow.algorithms.algorithm import Algorithm
+from rillflow.app.facts import Given
 from rillflow.app.launch import launch
 from rillflow.app.recipe import LoadedRecipe, leaves, load_recipe
 from rillflow.app.run import Run
-from rillflow.app.sources import Given
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import CallbackError, ConfigError, Interrupted, RewardError
 from rillflow.records.metrics import Metrics

@@ -170,6 +170,28 @@ def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task:
             )
 
 
+def run_state(path: Path) -> str:
+    """Return the state of a run directory: new, begun, resumable or finished.
+
+    Raises:
+        RunDirectoryError: the directory holds something else.
+    """
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return f"{path}: new"
+    if not layout.is_run_directory(path):
+        raise RunDirectoryError(
+            f"{path} exists and is not a run directory",
+            why="a run mixes with nothing that it did not make",
+            fix="choose another one with --dir",
+        )
+    if (path / layout.FINISHED).is_file():
+        return f"{path}: finished; more algorithm.steps go on, --fresh sets it aside and begins anew"
+    steps = kept_steps(path / layout.CHECKPOINTS)
+    if not steps:
+        return f"{path}: begun and without a checkpoint; begins again"
+    return f"{path}: resumes after step {max(steps)}"
+
+
 def is_finished(recipe: Recipe, run: Path) -> bool:
     """Return whether a run has made the last step of its recipe."""
     mark = run / layout.FINISHED

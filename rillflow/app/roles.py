@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.meshes import require_near
 from rillflow.app.phases import PhasePlan
 from rillflow.app.recipe import Recipe
 from rillflow.app.role_table import EVAL_REWARD, Start, roles_of
-from rillflow.app.sources import scorer_sources
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.weight_sync import WeightSync
@@ -41,17 +41,17 @@ class RoleGroups:
     """Roles of a recipe; the constructor makes the trained one.
 
     Args:
-        recipe: the checked settings.
-        base: the recipe's folder.
+        facts: the recipe and its models.
         run: the run directory.
         checkpoint: the checkpoint to resume from; None to start anew.
         backend: the backend with the ranks.
     """
 
     def __init__(
-        self, recipe: Recipe, base: Path, run: Path, checkpoint: Checkpoint | None, backend: Backend
+        self, facts: RecipeFacts, run: Path, checkpoint: Checkpoint | None, backend: Backend
     ) -> None:
-        self._recipe, self._base, self._run, self._backend = recipe, base, run.absolute(), backend
+        recipe, self._base = facts.recipe, facts.base.absolute()
+        self._facts, self._recipe, self._run, self._backend = facts, recipe, run.absolute(), backend
         self._specs = roles_of(recipe)
         self._groups: dict[str, Group] = {}
         self.executor = GroupExecutor(self._groups, backend)
@@ -86,7 +86,7 @@ class RoleGroups:
             functions: functions that score, or that score held-out answers if a model is the reward.
             costs: functions that compute a row's cost.
         """
-        dtype, sources = self._recipe.policy.model.dtype, scorer_sources(self._recipe, self._base)
+        dtype, sources = self._recipe.policy.model.dtype, self._facts.scorers
         models = {setting: ModelConfig(path=source, dtype=dtype) for setting, source in sources.items()}
         for role, scoring in {"reward": functions, EVAL_REWARD: functions, "cost": costs}.items():
             if role in self._specs and (scoring or self._specs[role].is_model):

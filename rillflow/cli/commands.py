@@ -283,9 +283,9 @@ def load(arguments: argparse.Namespace, placed: Sequence[str] = ()) -> LoadedRec
 
 
 def _show_report(report: Report) -> None:
-    for topic in report.topics:
-        print(topic.title)
-        for line in topic.lines:
+    for title, lines in report.topics.items():
+        print(title)
+        for line in lines:
             print(visible(f"  {line}"))
     for note in report.notes:
         print(visible(f"note: {note}"))

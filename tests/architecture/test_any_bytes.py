@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from rillflow.app.memory import sizes_of_directory
+from rillflow.app.model_files import sizes_of_directory
 from rillflow.app.recipe import load_recipe
 from rillflow.controller.checkpoint import latest_checkpoint, save_checkpoint
 from rillflow.errors import RillflowError

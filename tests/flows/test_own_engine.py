@@ -11,8 +11,9 @@ import pytest
 
 from rillflow.app.check import setting_lines
 from rillflow.app.engines import engine_notes, release_notes, vllm_release
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.launch import launch
-from rillflow.app.recipe import load_recipe
+from rillflow.app.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import ConfigError, WeightError
 from rillflow.runs import layout
 from rillflow.runs.reader import rollout_columns
@@ -47,6 +48,10 @@ REWARD = """
 def small(prompts, completions, **columns):
     return [sum(letter < "5" for letter in text) / 4 for text in completions]
 """
+
+
+def facts_of(loaded: LoadedRecipe) -> RecipeFacts:
+    return RecipeFacts(recipe=loaded.recipe, base=loaded.base)
 
 
 def ran(folder: Path, *settings: str) -> list[str]:
@@ -122,7 +127,9 @@ def test_an_agent_needs_an_engine_that_takes_rows_in_and_out(tmp_path: Path) -> 
     (tmp_path / "run.toml").write_text(RECIPE)
     agent = ["rollout.agent.function=agent.py:solve", "evaluate=none"]
     with pytest.raises(ConfigError, match="cannot add and abort rows while others run"):
-        engine_notes(load_recipe(tmp_path / "run.toml", [*agent, "rollout.engine=own_engine:Noting"]).recipe)
+        engine_notes(
+            facts_of(load_recipe(tmp_path / "run.toml", [*agent, "rollout.engine=own_engine:Noting"]))
+        )
 
 
 def test_an_adapter_needs_an_engine_that_runs_it_beside_its_base(tmp_path: Path) -> None:
@@ -130,8 +137,8 @@ def test_an_adapter_needs_an_engine_that_runs_it_beside_its_base(tmp_path: Path)
     adapted = ["policy.model.new=none", "policy.model.path=base", "policy.model.adapter.rank=4"]
     own = load_recipe(tmp_path / "run.toml", [*adapted, "rollout.engine=own_engine:Noting"])
     with pytest.raises(ConfigError, match="cannot run an adapter on its base model"):
-        engine_notes(own.recipe)
-    assert engine_notes(load_recipe(tmp_path / "run.toml", adapted).recipe) == []
+        engine_notes(facts_of(own))
+    assert engine_notes(facts_of(load_recipe(tmp_path / "run.toml", adapted))) == []
 
 
 @pytest.mark.parametrize(
@@ -148,13 +155,13 @@ def test_other_arithmetic_has_truncated_weights_and_says_what_loosens(
     settings: Sequence[str], correction: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)
-    native = load_recipe(tmp_path / "run.toml", settings).recipe
-    own = load_recipe(tmp_path / "run.toml", [*settings, "rollout.engine=own_engine:Copying"]).recipe
-    assert native.algorithm.loss.correction == (correction if correction != "tis" else "none")
-    assert own.algorithm.loss.correction == correction
-    (note,) = engine_notes(own)
+    native = load_recipe(tmp_path / "run.toml", settings)
+    own = load_recipe(tmp_path / "run.toml", [*settings, "rollout.engine=own_engine:Copying"])
+    assert native.recipe.algorithm.loss.correction == (correction if correction != "tis" else "none")
+    assert own.recipe.algorithm.loss.correction == correction
+    (note,) = engine_notes(facts_of(own))
     assert said in note and "held to 1 in the mean" in note and "not bit for bit" in note
-    assert engine_notes(native) == []
+    assert engine_notes(facts_of(native)) == []
 
 
 def test_what_loosens_is_said_as_the_run_begins(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +252,7 @@ def test_a_newer_vllm_is_noted_and_an_adapter_it_has_not_is_refused(tmp_path: Pa
     (tmp_path / "run.toml").write_text(RECIPE)
     python_that_says(tmp_path, '{"release": "0.40.0", "missing": []}')
     loaded = load_recipe(tmp_path / "run.toml", SERVED)
-    notes = engine_notes(loaded.recipe, tmp_path)
+    notes = engine_notes(facts_of(loaded))
     assert notes[0] == "vLLM 0.40.0 is newer than what was tried: 0.31 and 0.32"
     assert "does not compute as the trainer does" in notes[1]
     (tmp_path / "base").mkdir()
@@ -259,7 +266,7 @@ def test_a_newer_vllm_is_noted_and_an_adapter_it_has_not_is_refused(tmp_path: Pa
     (tmp_path / "base/adapter_config.json").write_text(json.dumps(settings))
     adapted = load_recipe(tmp_path / "run.toml", [*SERVED, "policy.model.new=none", "policy.model.path=base"])
     with pytest.raises(ConfigError, match="the adapter is of the kind dora"):
-        engine_notes(adapted.recipe, tmp_path)
+        engine_notes(facts_of(adapted))
 
 
 def test_a_recipe_shows_the_server_only_where_one_is_named(tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ from statistics import median
 from typing import Any
 
 from rillflow.algorithms.algorithm import Algorithm
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.graphs import graphs
 from rillflow.app.phases import PhasePlan, phase_plans
 from rillflow.app.planned import grid_of
 from rillflow.app.recipe import LoadedRecipe, Recipe
 from rillflow.app.resume import recipe_of
-from rillflow.app.role_table import model_roles
-from rillflow.app.sources import critic_source, model_source, scorer_sources
+from rillflow.app.role_table import model_roles, table_of
 from rillflow.config.load import read_toml
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import ModelError, PlanError
@@ -141,15 +141,13 @@ def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
 
 def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:
     """Return the shape of the model behind each role of the graph; a role that is a function has none."""
-    recipe, base = loaded.recipe, loaded.base
-    new, source = recipe.policy.model.new, model_source(recipe, base)
-    lead = shape_of_new(new) if new is not None else shape_of_directory(str(source))
-    others = {setting.split(".")[0]: path for setting, path in scorer_sources(recipe, base).items()}
-    if (start := critic_source(recipe, base)) is not None:
-        others |= dict.fromkeys(("critic", "cost_critic"), start)
+    recipe, facts = loaded.recipe, RecipeFacts(recipe=loaded.recipe, base=loaded.base)
+    new, table = recipe.policy.model.new, table_of(recipe)
+    lead = shape_of_new(new) if new is not None else shape_of_directory(str(facts.source))
     found = {}
     for role in model_roles(recipe, graph.roles):
-        shape = shape_of_directory(others[role]) if role in others else lead
+        named = facts.named.get(table[role].section)
+        shape = lead if named is None else shape_of_directory(named)
         found[role] = replace(shape, is_scalar=role not in ("policy", "reference"))
     return found
 

@@ -16,9 +16,9 @@ from statistics import median
 from typing import Any
 
 from rillflow.algorithms.config import SampledConfig
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.phases import PhasePlan
 from rillflow.app.recipe import LoadedRecipe, Recipe
-from rillflow.app.sources import open_rows, prompt_length
 from rillflow.errors import PlanError
 from rillflow.runs import layout
 from rillflow.runs.reader import read_rollouts, read_spans, require_run
@@ -65,7 +65,7 @@ def workload_of(loaded: LoadedRecipe, phase: PhasePlan, run: Path | None = None)
     )
     if run is not None:
         return _measured(rows, run, config.minibatches)
-    examples = open_rows(recipe, loaded.base).train
+    examples = RecipeFacts(recipe=recipe, base=loaded.base).task.train
     if isinstance(config, SampledConfig):
         return _assumed(rows, examples, recipe, config)
     return _learnt(rows, examples, characters_per_token(recipe), config.prompts_per_step, config.minibatches)
@@ -84,7 +84,7 @@ def _learnt(
     drawn = Random(0).sample(examples, len(examples))
     steps = [drawn[start : start + prompts] for start in range(0, len(drawn), prompts)][:READ_STEPS]
     return rows(
-        prompt=_lengths(_tokens(map(prompt_length, examples), per_token)),
+        prompt=_lengths(_tokens(map(_prompt_length, examples), per_token)),
         response=_lengths([tokens + 1 for tokens in _tokens(answers, per_token)]),
         packing=_packing(steps, minibatches, lambda part: _texts(part, per_token)),
     )
@@ -94,7 +94,7 @@ def _assumed(rows: _Rows, examples: Sequence[Example], recipe: Recipe, config: S
     """Return the workload of sampled rows, which are assumed to share nothing but their prompts."""
     limit = recipe.rollout.max_tokens
     middle = min(float(limit), max(4.0, ASSUMED_SHARE * limit))
-    prompt = _lengths(_tokens(map(prompt_length, examples), characters_per_token(recipe)))
+    prompt = _lengths(_tokens(map(_prompt_length, examples), characters_per_token(recipe)))
     response = Lengths(kind="lognormal", limit=limit, median=middle, sigma=ASSUMED_SIGMA)
     trained, scored = (
         (response.mean + prompt.mean * distinct_prompts(config.samples_per_prompt, parts))
@@ -102,6 +102,13 @@ def _assumed(rows: _Rows, examples: Sequence[Example], recipe: Recipe, config: S
         for parts in (config.minibatches, 1)
     )
     return rows(prompt=prompt, response=response, packing=Packing(trained=trained, scored=scored))
+
+
+def _prompt_length(example: Example) -> int:
+    """Return the characters of a prompt; for a conversation, of all its messages."""
+    if isinstance(example.prompt, str):
+        return len(example.prompt)
+    return sum(len(turn.get("content", "")) for turn in example.turns)
 
 
 def distinct_prompts(samples: int, parts: int) -> float:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.recipe import Recipe, load_recipe
 from rillflow.app.resume import recipe_of, resolved
-from rillflow.app.sources import open_rows
 from rillflow.cli.main import main
 from rillflow.errors import PlanError
 from rillflow.records.metrics import Mean
@@ -61,7 +61,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     def make(steps: int = 12, device: str = "cpu", moved_after: int = 0) -> Path:
         """A run of so many steps; ``moved_after`` so many it was started again, and lay elsewhere."""
         clock, path = Clock(), tmp_path / f"of {steps} on {device} moved after {moved_after}"
-        config = resolved(recipe, open_rows(recipe, tmp_path), tmp_path)
+        config = resolved(recipe, RecipeFacts(recipe=recipe, base=tmp_path).task, tmp_path)
         with RunDirectory.open(path, config, clock=clock) as run:
             run.log_start({"device": device, "base": str(tmp_path), "placement": "there"})
             for step in range(1, steps + 1):

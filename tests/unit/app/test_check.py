@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.app.check import check, placement_lines, run_state, setting_lines, unread_settings
+from rillflow.app.check import check, placement_lines, setting_lines, unread_settings
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.launch import launch
 from rillflow.app.preflight_checks import Report, require_sound
 from rillflow.app.recipe import LoadedRecipe, load_recipe
-from rillflow.app.resume import keep_data, resolved
+from rillflow.app.resume import keep_data, resolved, run_state
 from rillflow.errors import ConfigError, DataError, RunDirectoryError
 from rillflow.runs.environment import usable_cores
 from rillflow.runs.run_directory import RunDirectory
@@ -64,7 +65,7 @@ def loaded(folder: Path, *overrides: str) -> LoadedRecipe:
 
 
 def said(report: Report, title: str) -> str:
-    return "\n".join(next(topic.lines for topic in report.topics if topic.title == title))
+    return "\n".join(report.topics[title])
 
 
 def problems(folder: Path, *overrides: str) -> str:
@@ -74,9 +75,9 @@ def problems(folder: Path, *overrides: str) -> str:
 def test_a_good_recipe_has_no_problem_and_every_topic(folder: Path) -> None:
     report = check(loaded(folder))
     assert report.problems == []
-    titles = [topic.title for topic in report.topics]
+    titles = [*report.topics]
     assert titles == ["batch", "placement", "data", "model", "tokens", "reward", "run directory", "settings"]
-    assert "policy: pool main, rank 0" in report.topics[1].lines
+    assert "policy: pool main, rank 0" in report.topics["placement"]
     assert not (folder / "runs").exists(), "a check writes nothing"
 
 
@@ -276,16 +277,19 @@ def test_a_run_looks_at_the_same_before_it_leaves_anything(folder: Path) -> None
     with pytest.raises(ConfigError, match="2 problems"):
         launch(bad.recipe, bad.base, quiet=True)
     said: list[str] = []
+
+    def facts(*settings: str) -> RecipeFacts:
+        return RecipeFacts(recipe=loaded(folder, *settings).recipe, base=folder, say=said.append)
+
     with pytest.raises(ConfigError, match="2 problems"):
-        require_sound(
-            loaded(folder, "reward.function=none", "rollout.max_tokens=30").recipe, folder, said.append
-        )
+        require_sound(facts("reward.function=none", "rollout.max_tokens=30"))
     with pytest.raises(DataError, match=r"prompt\.jsonl"):
-        require_sound(loaded(folder, "task.source=prompt.jsonl").recipe, folder, said.append)
+        require_sound(facts("task.source=prompt.jsonl"))
     assert not (folder / "runs").exists()
-    sound = require_sound(loaded(folder).recipe, folder, said.append)
+    sound = facts()
+    notes = require_sound(sound)
     assert sound.encoded is not None and len(sound.encoded.train[PROMPTS]) == 8
-    assert any("only 2 are held out" in note for note in sound.notes)
+    assert any("only 2 are held out" in note for note in notes)
     assert said == [], "so few rows are encoded at once"
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from rillflow.app.build import Build
-from rillflow.app.encoding import EncodedTask, encode_task, longest_row, read_model_input
+from rillflow.app.encoding import EncodedTask, longest_row
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.recipe import Recipe, load_recipe
 from rillflow.app.resume import resolved
-from rillflow.app.sources import open_rows
 from rillflow.cli.main import main
 from rillflow.errors import RillflowError
 from rillflow.records.metrics import Mean
@@ -60,10 +60,9 @@ def recipe_of(folder: Path, *overrides: str) -> Recipe:
 
 
 def encoded(folder: Path, *overrides: str) -> EncodedTask:
-    recipe = recipe_of(folder, *overrides)
-    model_input = read_model_input(recipe, folder, as_written=True)
-    assert model_input is not None
-    return encode_task(recipe, open_rows(recipe, folder), model_input)
+    found = RecipeFacts(recipe=recipe_of(folder, *overrides), base=folder).encoded
+    assert found is not None
+    return found
 
 
 def refused(folder: Path, *overrides: str) -> str:
@@ -147,11 +146,11 @@ def test_held_out_rows_are_measured_too(folder: Path) -> None:
 def test_rows_that_were_not_encoded_before_are_refused_once_the_model_is_made(folder: Path) -> None:
     write(folder, [*GOOD, LONG])
     recipe = recipe_of(folder)
-    task = open_rows(recipe, folder)
+    facts = RecipeFacts(recipe=recipe, base=folder)
     with ExitStack() as stack:
-        run = stack.enter_context(RunDirectory.open(folder / "run", resolved(recipe, task, folder)))
+        run = stack.enter_context(RunDirectory.open(folder / "run", resolved(recipe, facts.task, folder)))
         with pytest.raises(RillflowError, match="1 of 5 prompts to train on do not fit into 24 tokens"):
-            Build(recipe, folder, task, None, run, None, stack)
+            Build(facts, run, None, stack)
 
 
 def test_a_task_of_which_nothing_is_left_is_refused(folder: Path) -> None:

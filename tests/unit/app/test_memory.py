@@ -10,14 +10,11 @@ import pytest
 import torch
 
 from rillflow.app.memory import (
-    ModelSizes,
     estimate,
-    rank_lines,
     require_memory,
     rows_at_once,
-    sizes_of_directory,
-    sizes_of_new,
 )
+from rillflow.app.model_files import ModelSizes, sizes_of_directory, sizes_of_new
 from rillflow.app.recipe import Recipe
 from rillflow.config.load import validate
 from rillflow.errors import ConfigError, ModelError
@@ -105,10 +102,10 @@ def test_the_parts_of_the_memory() -> None:
     sizes = sizes_of_new(NEW)
     found = estimate(recipe(), sizes, 20)
     assert found.kept == {"weights": 4 * sizes.parameters, "optimiser": 8 * sizes.parameters}
-    assert found.training["gradients"] == 4 * sizes.parameters
-    assert found.sampling["KV cache"] == 2 * 10 * 32 * 2 * 16 * 4, "rows of 20 tokens take 32 places"
-    assert found.total == sum(found.kept.values()) + sum(found.training.values())
-    assert estimate(recipe(), sizes, 1000).sampling["KV cache"] == 2 * 10 * 48 * 2 * 16 * 4
+    assert found.phases["trains"]["gradients"] == 4 * sizes.parameters
+    assert found.phases["answers"]["KV cache"] == 2 * 10 * 32 * 2 * 16 * 4, "rows of 20 tokens take 32 places"
+    assert found.total == sum(found.kept.values()) + sum(found.phases["trains"].values())
+    assert estimate(recipe(), sizes, 1000).phases["answers"]["KV cache"] == 2 * 10 * 48 * 2 * 16 * 4
 
 
 def test_a_7b_with_defaults_is_refused_and_the_settings_that_help_are_named() -> None:
@@ -129,7 +126,7 @@ def test_a_7b_with_defaults_is_refused_and_the_settings_that_help_are_named() ->
         "algorithm": {"name": "grpo", "steps": 1},
     }
     chosen = validate(Recipe, data, "recipe")
-    cache = estimate(chosen, sizes, 1083).sampling["KV cache"]
+    cache = estimate(chosen, sizes, 1083).phases["answers"]["KV cache"]
     assert cache == 2 * 256 * 1088 * 28 * 512 * 4, "256 rows run at once, none longer than 1,083 tokens"
     with pytest.raises(ConfigError, match=r"this machine has 24.0 GiB") as caught:
         require_memory(chosen, sizes, 1083, 24 << 30, "this machine")
@@ -156,8 +153,8 @@ def test_a_rank_s_optimiser_holds_masters_where_weights_are_narrow(dtype: str, n
         "algorithm": {"name": "grpo", "steps": 1},
         "placement": {"pools": {"main": 2}, "train_parallel": {"main": {"fsdp": 2}}},
     }
-    line = rank_lines(validate(Recipe, data, "recipe"), sizes, 1)[0]
-    assert f"optimiser {6 * 4 * numbers / 2:.1f} GiB" in line
+    kept = estimate(validate(Recipe, data, "recipe"), sizes, 1).kept
+    assert kept["optimiser"] == 6 * 2**30 * 4 * numbers // 2
 
 
 def test_a_rank_holds_its_own_experts_of_a_mixture() -> None:
@@ -177,9 +174,8 @@ def test_a_rank_holds_its_own_experts_of_a_mixture() -> None:
         "algorithm": {"name": "grpo", "steps": 1},
         "placement": {"pools": {"main": 4}, "train_parallel": {"main": {"ep": 4}}},
     }
-    line = rank_lines(validate(Recipe, data, "recipe"), sizes, 1)[0]
-    assert "weights 6.0 GiB - 3.0 GiB of other ranks' experts / 1 = 3.0 GiB" in line
-    assert "optimiser 6.0 GiB" in line
+    kept = estimate(validate(Recipe, data, "recipe"), sizes, 1).kept
+    assert kept == {"weights": 3 << 30, "optimiser": 6 << 30}
 
 
 def test_rows_that_never_run_take_no_memory() -> None:

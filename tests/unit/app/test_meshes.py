@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from rillflow.app.memory import rank_lines, sizes_of_new
+from rillflow.app.memory import estimate, memory_lines
 from rillflow.app.meshes import require_near
+from rillflow.app.model_files import sizes_of_new
 from rillflow.app.recipe import Recipe
 from rillflow.app.roles import pools_of
 from rillflow.config.load import validate
@@ -123,7 +124,7 @@ def test_a_pool_called_as_a_role_is_the_pool() -> None:
         ),
         (
             {"pools": {"main": 4}, "train_parallel": {"main": {"tp": 4}}, "rollout_parallel": {"tp": 3}},
-            "generate.tp is 3",
+            "rollout_parallel.tp is 3",
             "4 / 3 leaves 1",
         ),
         (
@@ -152,10 +153,16 @@ def test_what_cannot_be_is_refused(placement: dict[str, Any], what: str, why: st
 def test_bytes_of_a_rank_by_phase() -> None:
     asked = recipe(pools={"main": 8}, train_parallel={"main": {"pp": 2, "tp": 2}}, rollout_parallel={"tp": 2})
     sizes = sizes_of_new(asked.policy.model.new)  # type: ignore[arg-type]
-    training, generation = rank_lines(asked, sizes, longest=64)
-    assert "/ 4 =" in training and "dp 2 x pp 2 x tp 2" in training
-    assert "/ 2 =" in generation and "4 replicas of 64 rows" in generation
-    assert rank_lines(recipe(pools={"main": 8}), sizes, longest=64) == []
+    whole, rank = estimate(recipe(pools={"main": 8}), sizes, longest=64), estimate(asked, sizes, longest=64)
+    weights = whole.kept["weights"]
+    assert rank.kept["weights"] == rank.phases["trains"]["gradients"] == weights // 4
+    assert rank.phases["answers"]["weights that cross"] == weights // 2 - weights // 4
+    assert whole.phases["answers"]["weights that cross"] == 0
+    training, generation = memory_lines(asked, sizes, longest=64)
+    assert "policy on dp 2 x pp 2 x tp 2: weights" in training
+    assert generation == "generation, tp 2: 4 replicas of 64 rows"
+    (line,) = memory_lines(recipe(pools={"main": 8}), sizes, longest=64)
+    assert line.startswith("memory: weights")
 
 
 def test_a_tensor_parallel_group_across_nodes_is_named_with_what_each_node_has() -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rillflow.app.encoding import longest_row
-from rillflow.app.memory import estimate
-from rillflow.app.peak_memory import Peak, peaks_of, rank_bytes, require_room
-from rillflow.app.preflight_checks import Report, look
+from rillflow.app.facts import RecipeFacts
+from rillflow.app.memory import Peak, estimate, rank_bytes, require_room
+from rillflow.app.peak_memory import peaks_of
 from rillflow.app.recipe import load_recipe
 from rillflow.cli.main import main
 from rillflow.errors import ConfigError
@@ -49,10 +48,8 @@ def peaks(*settings: str) -> list[Peak]:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "run.toml"
         file.write_text(RECIPE)
-        loaded, report = load_recipe(file, list(settings)), Report()
-        look(loaded.recipe, loaded.base, report)
-        assert report.encoded is not None and report.sizes is not None
-        return peaks_of(loaded.recipe, loaded.base, report.encoded, report.sizes)
+        loaded = load_recipe(file, list(settings))
+        return peaks_of(RecipeFacts(recipe=loaded.recipe, base=loaded.base))
 
 
 def test_what_is_kept_is_what_the_trainer_keeps() -> None:
@@ -85,14 +82,14 @@ def test_the_short_estimate_has_the_same_cache_and_nearly_the_same_activations(
     with TemporaryDirectory() as folder:
         file = Path(folder) / "run.toml"
         file.write_text(RECIPE)
-        loaded, report = load_recipe(file, list(settings)), Report()
-        look(loaded.recipe, loaded.base, report)
-        assert report.encoded is not None and report.sizes is not None
-        short = estimate(loaded.recipe, report.sizes, longest_row(loaded.recipe, report.encoded))
+        loaded = load_recipe(file, list(settings))
+        facts = RecipeFacts(recipe=loaded.recipe, base=loaded.base)
+        assert facts.longest is not None and facts.sizes is not None
+        short = estimate(loaded.recipe, facts.sizes, facts.longest)
     policy = peaks(*settings)[0]
-    assert short.sampling["KV cache"] == policy.phases["answers"]["KV cache"]
+    assert short.phases["answers"]["KV cache"] == policy.phases["answers"]["KV cache"]
     assert short.kept["optimiser"] == policy.kept["optimiser"]
-    passes = short.training["activations"] + short.training["logits"]
+    passes = short.phases["trains"]["activations"] + short.phases["trains"]["logits"]
     measured = policy.phases["trains"]["activations"]  # of rows that share prompts, which are computed once
     assert 0.8 * measured < passes < 1.4 * measured
 

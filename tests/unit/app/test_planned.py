@@ -131,7 +131,7 @@ def test_other_settings_stay(recipe: Path) -> None:
     plan = plan_of(("main",) * 3, (Grid(dp=4),) * 3)
     found = loaded(recipe, plan, "policy.lr=1e-4", "placement.deadline_s=60").recipe
     assert (found.policy.lr, found.placement.deadline_s) == (1e-4, 60)
-    assert found.placement.train == {"main": {"dp": 4, "pp": 1, "tp": 1}}
+    assert found.placement.train_parallel == {"main": {"dp": 4, "pp": 1, "tp": 1}}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,353 @@
+"""Facts: read what a recipe's files say, each file once, for the checks, the build and the planner.
+
+    Recipe ─ Facts ─┬─ [task] ────────────────────> task ───────────┬─> encoded ─> longest
+                    ├─ policy.model ──────────────> model_input ────┘
+                    │                               source, adapter, sizes, outline
+                    ├─ [critic], [reward], [cost] > critic, scorers, functions, costs
+                    └─ [rollout] ─────────────────> engine, agent
+
+Imports torch only for ``outline`` and ``engine``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rillflow.app.encoding import EncodedTask, encode_task, longest_row
+from rillflow.app.model_files import ALIKE, ModelSizes, sizes_from, sizes_of_directory, sizes_of_new
+from rillflow.app.recipe import Recipe
+from rillflow.app.trained import named_model
+from rillflow.errors import ConfigError, DataError, ModelError
+from rillflow.models.bare import character_tokenizer
+from rillflow.models.config import AdapterConfig
+from rillflow.models.directory_checks import end_tokens, settings_in
+from rillflow.models.locate import base_of, found_adapter, locate
+from rillflow.models.tokenizer import ModelInput, Tokenizer, load_tokenizer
+from rillflow.rewards.config import JudgeConfig
+from rillflow.rewards.function import FunctionPath, parse_files, parse_function
+from rillflow.rewards.judge_prompt import KEPT, no_frame
+from rillflow.tasks.example import shown
+from rillflow.tasks.files import Rows
+from rillflow.tasks.task import Task, open_task, read_sets
+
+if TYPE_CHECKING:
+    from rillflow.models.language_model import LanguageModel
+    from rillflow.rollout.engine import Engine
+
+JUDGE = "reward.judge.model"
+"""Setting that names a judge."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Rows and rewards that a Python program passes in place of the recipe's."""
+
+    rows: Rows | None = None
+    """Prompts, or rows as in a file."""
+    reward: tuple[FunctionPath, ...] = ()
+    """Reward functions with their source text; their weighted sum is the reward."""
+
+
+NOTHING = Given()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeFacts:
+    """A recipe and what its files say; a fact is read at its first use, which raises its errors, and is kept.
+
+    Example:
+        RecipeFacts(recipe=loaded.recipe, base=loaded.base).sizes
+    """
+
+    recipe: Recipe
+    """The checked settings."""
+    base: Path
+    """The recipe's folder; its paths are relative to it."""
+    given: Given = NOTHING
+    """Rows and rewards that are Python objects instead of files."""
+    drawn: int | None = None
+    """Number of rows that held-out rows are drawn from, if a run resumes; see ``open_task``."""
+    say: Callable[[str], None] | None = None
+    """Receives encoding progress; a run gives it, needs torch anyway, and uses its own tokeniser. None reads
+    tokenizer.json directly."""
+
+    @cached_property
+    def task(self) -> Task:
+        """The rows, of the kind of data that the algorithm trains on.
+
+        Raises:
+            DataError: the source is unknown or its data cannot be used.
+        """
+        recipe, kind, rows = self.recipe, self.recipe.chosen.data, self.given.rows
+        where: Any = {"base": self.base, "seed": recipe.run.seed}
+        task = open_task(recipe.task, kind, drawn=self.drawn, rows=rows, **where)
+        task = replace(task, sets=read_sets(recipe.evaluate.sets, self.base, kind))
+        _require_numbers(task, recipe.algorithm.columns)
+        return replace(task, reward=self.given.reward) if self.given.reward else task
+
+    @cached_property
+    def source(self) -> str | None:
+        """Directory or hub name of an existing model, or of an adapter's base; None for a new model.
+
+        Raises:
+            ModelError: there is no such model.
+        """
+        path = self.recipe.policy.model.path
+        return None if path is None else base_of(_existing("policy.model.path", path, self.base))
+
+    @property
+    def directory(self) -> Path | None:
+        """Directory of the existing model; None for a new one, and for one of the hub."""
+        return Path(self.source) if self.source is not None and Path(self.source).is_dir() else None
+
+    @cached_property
+    def adapter(self) -> AdapterConfig | None:
+        """The adapter to train: the recipe's, or that of the directory it names."""
+        config = self.recipe.policy.model
+        with suppress(ModelError):  # ``source`` raises it
+            found = (
+                None if config.path is None else found_adapter(locate(config.path, self.base), config.adapter)
+            )
+            return None if found is None else found.config
+        return config.adapter
+
+    @cached_property
+    def kind(self) -> str | None:
+        """The model's type; None if only loading it tells."""
+        new, folder = self.recipe.policy.model.new, self.directory
+        if new is not None or folder is None:
+            return None if new is None else new.architecture
+        return str(settings_in(folder / "config.json").get("model_type"))
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the model's type is known to have equal layers and usual attention, or is not known."""
+        return self.kind is None or self.kind in ALIKE
+
+    @cached_property
+    def outline(self) -> LanguageModel:
+        """The model without its weights; its attention has been tried. This loads torch.
+
+        Raises:
+            ModelError: the model is missing or unsupported.
+        """
+        import torch
+
+        from rillflow.models.language_model import LanguageModel, outline
+
+        where: Any = {"device": torch.device("cpu"), "base": self.base, "section": "policy.model"}
+        return outline(LanguageModel, self.recipe.policy.model, seed=0, **where)
+
+    @cached_property
+    def sizes(self) -> ModelSizes | None:
+        """Sizes of the section ``policy``'s model; None if they are known when it is loaded.
+
+        Raises:
+            ModelError: its files cannot be read, or a new model is not supported.
+        """
+        new, folder = self.recipe.policy.model.new, self.directory
+        if new is None:
+            return None if folder is None else sizes_of_directory(folder)
+        if self.is_alike:
+            return sizes_of_new(new)
+        module = self.outline.module  # such as a mixture of experts
+        shapes = {name: weight.shape for name, weight in module.named_parameters()}
+        return sizes_from(module.config.get_text_config().to_dict(), shapes)
+
+    @cached_property
+    def critic(self) -> str | None:
+        """Directory or hub name that the critic starts from; None to start from the policy.
+
+        Raises:
+            ModelError: there is no such model.
+        """
+        path = self.recipe.critic.path
+        return None if path is None else _existing("critic.path", path, self.base)
+
+    @cached_property
+    def scorers(self) -> Mapping[str, str]:
+        """Directories or hub names of the models that score, by setting; see ``scorer_source``."""
+        recipe = self.recipe
+        named = {"reward.model": recipe.reward.model, "cost.model": recipe.cost.model}
+        found = {
+            setting: scorer_source(setting, path, self.base)
+            for setting, path in named.items()
+            if path is not None
+        }
+        if recipe.reward.judge is not None:
+            found[JUDGE] = judge_source(recipe.reward.judge, self.base)
+        return found
+
+    @property
+    def named(self) -> Mapping[str, str]:
+        """Directories or hub names of the models that the sections critic, reward and cost name."""
+        found = {setting.partition(".")[0]: source for setting, source in self.scorers.items()}
+        return found if self.critic is None else {**found, "critic": self.critic}
+
+    @cached_property
+    def functions(self) -> Sequence[FunctionPath]:
+        """The reward functions: the recipe's, or else the task's own; empty if there are none.
+
+        Raises:
+            RewardError: there is no such function.
+            ConfigError: neither the recipe nor the task names one.
+        """
+        config = self.recipe.reward
+        if config.function is not None:
+            return [self._scoring(config.function)]
+        is_model = config.model is not None or config.judge is not None
+        if not self.task.reward and not is_model and "reward" in self.recipe.roles:
+            raise ConfigError(
+                "reward.function is missing",
+                why=f"{self.task.name} has no scorer of its own",
+                fix='write [reward] function = "reward.py:name"',
+            )
+        files = parse_files(config.files, self.base, "reward.files")
+        return [replace(function, files=files) for function in self.task.reward]
+
+    @cached_property
+    def costs(self) -> Sequence[FunctionPath]:
+        """The function that computes a row's cost; empty if a model does, or if no cost is used.
+
+        Raises:
+            RewardError: there is no such function.
+            ConfigError: the algorithm bounds a cost, and the recipe names neither function nor model.
+        """
+        recipe, text = self.recipe, self.recipe.cost.function
+        if text is None and recipe.cost.model is None and "cost" in recipe.roles:
+            raise ConfigError(
+                "cost.function and cost.model are not set",
+                why=f"{recipe.algorithm.name} bounds a cost, and nothing says what a row costs",
+                fix='write cost.function = "cost.py:name", relative to the recipe',
+            )
+        return [] if text is None or recipe.cost.model is not None else [self._scoring(text)]
+
+    def _scoring(self, text: str) -> FunctionPath:
+        files = parse_files(self.recipe.reward.files, self.base, "reward.files")
+        return replace(parse_function(text, self.base), files=files)
+
+    @cached_property
+    def agent(self) -> FunctionPath | None:
+        """The agent function that writes rows; None if the recipe names none.
+
+        Raises:
+            RewardError: there is no such function.
+            ConfigError: a package that serves the policy to the agent is not installed.
+        """
+        agent = self.recipe.rollout.agent
+        if agent is None:
+            return None
+        if not all(map(find_spec, ("starlette", "uvicorn"))):
+            raise ConfigError(
+                f"rollout.agent.function is {agent.function!r}, and starlette or uvicorn is not installed",
+                why="an agent asks the policy over HTTP",
+                fix="pip install 'rillflow[service]'",
+            )
+        files = parse_files(agent.files, self.base, "rollout.agent.files")
+        return replace(parse_function(agent.function, self.base, "agent"), files=files)
+
+    @cached_property
+    def engine(self) -> type[Engine]:
+        """Class of the rollout engine; ``can`` has its capabilities. This loads torch.
+
+        Raises:
+            ConfigError: it cannot be imported, or is not an engine.
+        """
+        from rillflow.rollout.engine import engine_class
+
+        return engine_class(self.recipe.rollout.engine)
+
+    @cached_property
+    def model_input(self) -> ModelInput | None:
+        """The model's tokeniser and context, without its weights; None if only the loaded model tells.
+
+        Raises:
+            ModelError: there is no tokeniser, or a file cannot be read.
+        """
+        new, folder, as_written = self.recipe.policy.model.new, self.directory, self.say is None
+        if new is not None:
+            return ModelInput(
+                tokenizer=Tokenizer(character_tokenizer(new.alphabet, new.context)), context=new.context
+            )
+        if folder is None or self.sizes is None or (as_written and not (folder / "tokenizer.json").is_file()):
+            return None
+        inner = load_tokenizer(str(folder), as_written=as_written, whole=False)
+        tokenizer = Tokenizer(inner, stop_tokens=end_tokens(str(folder)))
+        return ModelInput(tokenizer=tokenizer, context=self.sizes.context)
+
+    @cached_property
+    def encoded(self) -> EncodedTask | None:
+        """The rows as tokens; None if the model's tokeniser and context are not available."""
+        if self.model_input is None:
+            return None
+        return encode_task(self.recipe, self.task, self.model_input, self.say)
+
+    @cached_property
+    def longest(self) -> int | None:
+        """Tokens of the longest row, prompt and answer; None if the tokeniser is not available."""
+        return None if self.encoded is None else longest_row(self.recipe, self.encoded)
+
+
+def _require_numbers(task: Task, columns: Sequence[str]) -> None:
+    """Refuse rows without a finite number in a column that the algorithm reads as a number."""
+    for row, name in ((row, name) for row in (*task.train, *task.held_out) for name in columns):
+        value = row.columns.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            has = f"has {shown(value)}" if name in row.columns else "is missing"
+            raise DataError(
+                f"the column {name!r} of {row} {has}",
+                why=f"algorithm.{name} reads a number in every row",
+                fix=f"write it, 0 where nothing is known, or algorithm.{name} = false",
+            )
+
+
+def judge_source(judge: JudgeConfig, base: Path) -> str:
+    """Return the directory or hub name of a judge; for a run, its newest judge.
+
+    Raises:
+        ModelError: there is no such model.
+        RunDirectoryError: the run has no judge yet.
+        ConfigError: neither the recipe nor the judge's directory has a frame.
+    """
+    source = scorer_source(JUDGE, judge.model, base, role="judge")
+    settings = Path(base_of(source)) / "config.json"
+    if judge.frame is None and settings.is_file() and KEPT not in json.loads(settings.read_bytes()):
+        raise no_frame(judge.model)
+    return source
+
+
+def scorer_source(setting: str, path: str, base: Path, role: str = "reward_model") -> str:
+    """Return the directory or hub name of a model that scores; for a run, the newest model of a role.
+
+    Raises:
+        ModelError: there is no such model.
+        RunDirectoryError: the run has no model of this role yet.
+    """
+    return _existing(setting, named_model(path, base, role) or path, base)
+
+
+def _existing(setting: str, path: str, base: Path) -> str:
+    """Return the location of an existing model."""
+    try:
+        source = locate(path, base)
+    except ModelError as error:
+        if Path(path).exists():
+            hint = f"paths are relative to the recipe's folder; the one you mean is {Path(path).resolve()}"
+            raise ModelError(error.what, why=error.why, fix=hint) from error
+        raise
+    model = base_of(source)
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        raise ModelError(
+            f"{setting} is {path!r}",
+            why=f"{model} has no config.json",
+            fix="name the directory of a Hugging Face model",
+        )
+    return source
