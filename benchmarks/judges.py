@@ -37,6 +37,7 @@ from rillflow.models.language_model import load_model
 from rillflow.rewards.judge_prompt import kept_frame
 from rillflow.roles.judge import Judge
 from rillflow.roles.model_shard import ModelShard
+from rillflow.roles.trained_role import Training
 from rillflow.runs.layout import rollout_files
 from rillflow.runs.reader import read_metrics, read_rollouts
 from rillflow.tasks.config import TaskConfig
@@ -116,7 +117,7 @@ def position(folder: Path, wanted: Mapping[str, Any]) -> dict[str, float]:
     loaded = load_model(model, seed=0, device=torch.device("cpu"), base=Path())
     frame = kept_frame(loaded.module.config.to_dict())
     assert frame is not None
-    judge = Judge(ModelShard.whole(loaded), frame=frame, train=TrainConfig(), seed=0, updates=1)
+    judge = Judge(ModelShard.whole(loaded), Training(config=TrainConfig(), seed=0), frame=frame)
     source = TaskConfig(source=str(RECIPES / "preference/pairs.jsonl"), held_out=10)
     task = open_task(source, PREFERENCES, base=Path(), seed=seed)
     apart = {pair.key for pair in task.held_out}

@@ -32,13 +32,13 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
 
-from rillflow.app.engines import engine_class
 from rillflow.app.launch import launch
 from rillflow.app.recipe import load_recipe
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import engine_class
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs.reader import read_metrics, read_rollouts, read_spans
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rillflow.app.graphs import ENDPOINTS, signatures_of
-from rillflow.app.role_table import JUDGE_REWARD, PANEL, ROLES
+from rillflow.app.role_table import ROLES, SCORERS
 from rillflow.cli.main import main
 
 PAGES = Path(__file__).parent / "algorithms"
@@ -51,10 +51,9 @@ def graphs_of_recipes() -> dict[str, object]:
 
 
 def endpoints_of_roles() -> dict[str, object]:
-    """The endpoints of every shipped role, by the factory that makes it."""
-    kinds = [kind for row in ROLES.values() for kind in (row, row.of_model) if kind is not None]
-    kinds += [JUDGE_REWARD, PANEL]
-    marked = {str(kind.factory): signatures_of(str(kind.factory), kind) for kind in kinds}
+    """The endpoints of every shipped role, by its class."""
+    specs = {str(spec.role): spec for spec in (*ROLES.values(), *SCORERS.values())}
+    marked = {role: signatures_of(role, spec) for role, spec in specs.items()}
     return {role: {name: asdict(each) for name, each in own.items()} for role, own in marked.items()}
 
 

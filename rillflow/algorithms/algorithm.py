@@ -37,7 +37,7 @@ class Algorithm:
     score: Callable[..., Any] | None = None
     """Scorer of held-out answers: ``score(flow, rows, config)`` returns their field ``rewards``."""
     brings: Mapping[str, type | str] = field(default_factory=dict)
-    """Roles that it adds, by name: classes with endpoints (see ``assembly.role_factories.RoleSetting``), or
+    """Roles that it adds, by name: classes with endpoints (see ``roles.setting.RoleSetting``), or
     ``"critic"`` or ``"reference"`` for one more of a shipped kind.
     """
     _heard: dict[str, Listener] = field(default_factory=dict, repr=False, compare=False)

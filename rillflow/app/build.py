@@ -111,7 +111,7 @@ class Build:
             max_skipped=recipe.run.max_skipped,
             rollouts_every=recipe.run.rollouts_every,
             rollouts_share=recipe.run.rollouts_share,
-            last_set="" if self.encoded.held_out else next(iter(self._sets()), ""),
+            last_set=next(iter(self._sets()), ""),
         )
         total = plans[-1].first + plans[-1].config.steps
         evaluate, deadline_s = self._evaluator(plans[-1]), recipe.placement.deadline_s
@@ -173,7 +173,7 @@ class Build:
         return Source(
             self._roles.executor,
             stream,
-            sync=self._roles.delivery if plan.samples else None,
+            sync=self._roles.delivery if plan.evaluated else None,
             is_ahead=plan.freshness > 0,
             chunks=self._recipe.rollout.stream_chunks,
             kept=kept.sampled if kept is not None else lambda _: (),
@@ -261,31 +261,25 @@ class Build:
 
     def _evaluator(self, plan: PhasePlan) -> Callable[[GroupExecutor], Sequence[Evaluation]] | None:
         """Return the evaluator of held-out rows and named sets; None without rows or without a scorer."""
-        if not self._recipe.evaluate.problems or not (self.encoded.held_out or self._sets()):
-            return None
-        if plan.algorithm.score is not None:
-            return self._of_every_set(plan.algorithm.data, partial(self._evaluate_ranking, plan))
+        most, sets = self._recipe.evaluate.problems, self._sets()
+        data: DataKind = PROMPTS
         judged_alone = self._recipe.reward.judge is not None  # it needs two answers to compare
         scorers = [EVAL_REWARD] if judged_alone else [EVAL_REWARD, "reward"]
-        scorer = next((role for role in scorers if role in self._roles), None)
-        if scorer is None:
+        there = [role for role in scorers if role in self._roles]
+        evaluate = partial(self._evaluate_answers, there)
+        if plan.algorithm.score is not None:
+            data, evaluate = plan.algorithm.data, partial(self._evaluate_ranking, plan)
+        elif not there:
             return None
-        return self._of_every_set(PROMPTS, partial(self._evaluate_answers, scorer))
-
-    def _of_every_set(
-        self, data: DataKind, judge: Callable[[GroupExecutor, Batch], Evaluation]
-    ) -> Callable[[GroupExecutor], Sequence[Evaluation]]:
-        """Return an evaluator of the held-out rows, if there are any, and then of each named set."""
-        most = self._recipe.evaluate.problems
-        sets = {"": self.encoded.held_out} if self.encoded.held_out else {}
-        found = {
-            name: data.batch(rows[:most], HELD_OUT_EPOCH) for name, rows in (sets | self._sets()).items()
-        }
-        return lambda executor: [replace(judge(executor, rows), set=name) for name, rows in found.items()]
+        if not most or not sets:
+            return None
+        found = {name: data.batch(rows[:most], HELD_OUT_EPOCH) for name, rows in sets.items()}
+        return lambda executor: [replace(evaluate(executor, rows), set=name) for name, rows in found.items()]
 
     def _sets(self) -> dict[str, Sequence[Encoded]]:
-        """Return the named sets that have rows."""
-        return {name: rows for name, rows in self.encoded.sets.items() if rows}
+        """Return the sets to evaluate on that have rows: the held-out rows, named "", and the named sets."""
+        sets = {"": self.encoded.held_out, **self.encoded.sets}
+        return {name: rows for name, rows in sets.items() if rows}
 
     def _evaluate_ranking(self, plan: PhasePlan, executor: GroupExecutor, rows: Batch) -> Evaluation:
         """Evaluate an algorithm's own scores of held-out rows, as their kind of data says."""
@@ -295,8 +289,10 @@ class Build:
         evaluation: Evaluation = found.read(self._recipe.placement.deadline_s)
         return evaluation
 
-    def _evaluate_answers(self, scorer: str, executor: GroupExecutor, prompts: Batch) -> Evaluation:
-        """Score the policy's answers; add the reward model's scores if a function is the scorer."""
+    def _evaluate_answers(
+        self, scorers: Sequence[str], executor: GroupExecutor, prompts: Batch
+    ) -> Evaluation:
+        """Score the policy's answers by the first scorer; a second one is the model that it trains on."""
         recipe = self._recipe
         sampling = SamplingConfig(
             temperature=recipe.evaluate.temperature,
@@ -305,9 +301,6 @@ class Build:
         )
         options = {"samples": recipe.evaluate.samples, "sampling": sampling}
         rollouts = executor.call("policy", "generate", [prompts], options)
-        scorers = [scorer]
-        if scorer == EVAL_REWARD and recipe.reward.judge is None:
-            scorers.append("reward")
         scores = [executor.call(each, "score", [rollouts], {}) for each in scorers]
         success = recipe.evaluate.success
         found = executor.apply(judged, rollouts, *scores, place=rollouts.places[0], success=success)

@@ -20,7 +20,6 @@ from rillflow.app.ask import native_engine
 from rillflow.app.evaluate import powers_of_two
 from rillflow.app.facts import RecipeFacts, judge_source, scorer_source
 from rillflow.app.recipe import LoadedRecipe, Recipe
-from rillflow.app.second_tokenizer import OtherTokens
 from rillflow.app.trained import model_directory
 from rillflow.config.load import validate
 from rillflow.errors import ConfigError, RewardError
@@ -42,8 +41,10 @@ from rillflow.rewards.workers import WeightedWorkers
 from rillflow.roles.comparisons import prompt_text
 from rillflow.roles.judge import Judge
 from rillflow.roles.model_shard import ModelShard
+from rillflow.roles.retokenize import OtherTokens
 from rillflow.roles.reward import Reward
 from rillflow.roles.scalar_roles import RewardModel
+from rillflow.roles.trained_role import Training
 from rillflow.rollout.config import RolloutConfig
 from rillflow.runs import layout
 from rillflow.tasks.encoded import Encoder
@@ -201,10 +202,8 @@ def _by_model(side: Side, model: ScalarModel, recipe: Recipe) -> list[float | No
     reread = OtherTokens(wrote=side.model.tokenizer, encoder=encoder, context=model.context)
     role = RewardModel(
         ModelShard.whole(model),
+        Training(config=recipe.policy.as_train(), seed=0),
         tokenizer=side.model.tokenizer,
-        train=recipe.policy.as_train(),
-        seed=0,
-        updates=1,
         reread=reread,
     )
     return _values(role.score(side.rollouts))
@@ -230,7 +229,8 @@ def _by_judge(one: Side, other: Side, path: Path, recipe: Recipe) -> Verdicts:
             why="its frame has {answer}, and two answers are compared",
             fix="a frame with {first} and {second}",
         )
-    judge = Judge(ModelShard.whole(model), frame=frame, train=recipe.policy.as_train(), seed=0, updates=1)
+    training = Training(config=recipe.policy.as_train(), seed=0)
+    judge = Judge(ModelShard.whole(model), training, frame=frame)
     prompts = [prompt_text(columns) for columns in one.rollouts.ragged("columns").to_text()]
     places, found = judge.compared(prompts, one.texts, other.texts)
     outcomes: list[float | None] = [None] * len(prompts)

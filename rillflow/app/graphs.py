@@ -15,7 +15,7 @@ from typing import Any
 
 from rillflow.app.phases import phase_plans
 from rillflow.app.recipe import Recipe
-from rillflow.app.role_table import RoleKind, table_of
+from rillflow.app.role_table import RoleSpec, table_of
 from rillflow.controller.flow import Flow
 from rillflow.graph.graph import Graph
 from rillflow.graph.trace import Signature, Symbol, Tracer, trace
@@ -23,7 +23,7 @@ from rillflow.workers.config import SAMPLER
 from rillflow.workers.transfer import SPLIT_DP_REDUCE
 
 ENDPOINTS = Path(__file__).parent / "endpoints.json"
-"""The signatures of every shipped role's endpoints, by the factory that makes the role."""
+"""The signatures of every shipped role's endpoints, by the role's class."""
 
 
 def graphs(recipe: Recipe) -> list[Graph]:
@@ -63,23 +63,20 @@ def unpublished(graph: Graph) -> str:
 def signatures(recipe: Recipe) -> Mapping[str, Mapping[str, Signature]]:
     """Return the endpoints of every role that a recipe may have."""
     shipped, found = json.loads(ENDPOINTS.read_bytes()), dict[str, dict[str, Signature]]()
-    for name, kind in table_of(recipe).items():
-        marked = shipped.get(str(kind.factory))
-        own = {each: _signature(**marked[each]) for each in marked} if marked else signatures_of(name, kind)
+    for name, spec in table_of(recipe).items():
+        listed = shipped.get(str(spec.role), {})
+        own = {each: _signature(**fields) for each, fields in listed.items()} or signatures_of(name, spec)
         found.setdefault("policy" if name == SAMPLER else name, {}).update(own)
     return found
 
 
-def signatures_of(role: str, kind: RoleKind) -> dict[str, Signature]:
+def signatures_of(role: str, spec: RoleSpec) -> dict[str, Signature]:
     """Return the endpoints that a role's class marks; this loads torch.
 
     Raises:
         ConfigError: the class that an algorithm brings has no endpoint.
     """
-    from rillflow.app.role_factories import role_class
-    from rillflow.workers.endpoint import endpoints_of
-
-    return {name: marked.signature for name, marked in endpoints_of(role_class(role, kind)).items()}
+    return {name: marked.signature for name, marked in spec.endpoints(role).items()}
 
 
 def _signature(transfer: str, **fields: list[str]) -> Signature:

@@ -30,7 +30,7 @@ from rillflow.app.encoding import EncodedTask
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.memory import Peak, answering, optimiser_bytes, rows_a_rank
 from rillflow.app.recipe import Recipe
-from rillflow.app.role_table import RoleKind, roles_of
+from rillflow.app.role_table import RoleSpec, roles_of
 from rillflow.formulas.logprobs import token_logprobs
 from rillflow.models.architecture import has_plain_head, short_copy
 from rillflow.models.config import ModelConfig
@@ -78,7 +78,7 @@ class _Trial:
     """One role's model on one rank, run on fake tensors."""
 
     def __init__(
-        self, facts: RecipeFacts, role: str, kind: RoleKind, rows: Batch, prompts: Batch, sampler: Peak
+        self, facts: RecipeFacts, role: str, kind: RoleSpec, rows: Batch, prompts: Batch, sampler: Peak
     ) -> None:
         self._recipe, self._role, self._kind = facts.recipe, role, kind
         self._rows, self._prompts, self._sampler = rows, prompts, sampler
@@ -271,7 +271,7 @@ def _cut(module: Any, tp: int, live: _Live) -> nn.Module:
     return local
 
 
-def _model(facts: RecipeFacts, role: str, kind: RoleKind) -> tuple[ModelConfig, bool]:
+def _model(facts: RecipeFacts, role: str, kind: RoleSpec) -> tuple[ModelConfig, bool]:
     """Return a role's model config, and whether it has a scalar head."""
     source, model = facts.named.get(kind.section), facts.recipe.policy.model
     is_judge = kind.section == "reward" and facts.recipe.reward.judge is not None

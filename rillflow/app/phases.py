@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig, SampledConfig
 from rillflow.algorithms.registry import warm_start
-from rillflow.app.recipe import Recipe
 from rillflow.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from rillflow.app.recipe import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +29,7 @@ class PhasePlan:
     first: int
     """Number of the run's steps before the phase."""
     evaluated: bool
-    """Whether the trained model is evaluated before, during and after the phase."""
-    samples: bool
-    """Whether rows may be sampled in the phase or for its evaluation."""
+    """Whether rows may be sampled, and the model is evaluated before, during and after the phase."""
 
     @property
     def freshness(self) -> int:
@@ -43,30 +44,17 @@ class PhasePlan:
 
 def phase_plans(recipe: Recipe) -> list[PhasePlan]:
     """Return the recipe's phases in order: the warm start, if there is one, and the algorithm."""
-    plans, first = [], 0
-    if recipe.warm_start is not None:
-        algorithm, config = warm_start(recipe.warm_start)
-        plans.append(
-            PhasePlan(
-                name="warm_start",
-                algorithm=algorithm,
-                config=config,
-                train=recipe.policy.with_rate(recipe.warm_start),
-                first=0,
-                evaluated=False,
-                samples=False,
-            )
-        )
-        first = config.steps
-    plans.append(
-        PhasePlan(
-            name=recipe.algorithm.name,
-            algorithm=recipe.chosen,
-            config=recipe.algorithm,
-            train=recipe.policy.as_train(),
-            first=first,
-            evaluated=True,
-            samples=True,
-        )
+    main = PhasePlan(
+        name=recipe.algorithm.name,
+        algorithm=recipe.chosen,
+        config=recipe.algorithm,
+        train=recipe.policy.as_train(),
+        first=0,
+        evaluated=True,
     )
-    return plans
+    if recipe.warm_start is None:
+        return [main]
+    algorithm, config = warm_start(recipe.warm_start)
+    train = recipe.policy.with_rate(recipe.warm_start)
+    warm = replace(main, name="warm_start", algorithm=algorithm, config=config, train=train, evaluated=False)
+    return [warm, replace(main, first=config.steps)]

@@ -16,10 +16,11 @@ from pydantic import Field, create_model, field_validator, model_validator
 
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig, WarmStartConfig
-from rillflow.algorithms.registry import ALGORITHMS, warm_start
+from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.app.consistency import inconsistencies
 from rillflow.app.corrections import with_correction
-from rillflow.app.role_table import SECTION_ROLES
+from rillflow.app.phases import phase_plans
+from rillflow.app.role_table import ROLES, Start
 from rillflow.app.trained import named_model
 from rillflow.config.load import Override, apply_overrides, parse_override, read_toml, validate
 from rillflow.config.problems import together
@@ -163,22 +164,17 @@ class Recipe(Section):
     @property
     def total_steps(self) -> int:
         """Steps of all phases."""
-        return self.algorithm.steps + (self.warm_start.steps if self.warm_start is not None else 0)
+        return sum(plan.config.steps for plan in phase_plans(self))
 
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles that the phases call, in the order of their first call."""
-        found: list[str] = []
-        if self.warm_start is not None:
-            first, settings = warm_start(self.warm_start)
-            found += first.called(settings)
-        found += self.chosen.called(self.algorithm)
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(role for plan in phase_plans(self) for role in plan.roles))
 
     @property
     def trained_role(self) -> str:
         """Role whose model the section ``policy`` describes: the first role that starts from it."""
-        own = (role for role in self.roles if role in SECTION_ROLES)
+        own = (role for role in self.roles if role in ROLES and ROLES[role].start is Start.SECTION)
         return next(own, self.roles[0])
 
     @property

@@ -1,11 +1,12 @@
-"""Role table: each role's factory, its section of the recipe, and the model it starts from.
+"""Role table: each role's class, its section of the recipe, and the model it starts from.
 
-    ROLES and an algorithm's ``brings`` ─ roles_of(recipe) ─> the roles that take part, each a RoleKind
+    ROLES, SCORERS, an algorithm's ``brings`` ─ roles_of(recipe) ─> the roles that take part, each a RoleSpec
         check, consistency   sections that nothing reads, impossible placements
-        drawing              the endpoints a step may call
+        graphs               the endpoints a step may call
         RoleGroups           when and on which grid a role is made; which roles are trained and checkpointed
 
-Nothing heavy is imported: the table names a factory, and ranks look it up in ``role_factories``.
+A shipped role is a class of ``rillflow.roles`` whose ``make`` takes a RoleSetting, and a row of the table.
+Nothing heavy is imported until a row's class is loaded.
 """
 
 from __future__ import annotations
@@ -13,65 +14,90 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from rillflow.errors import ConfigError, nearest
 from rillflow.workers.config import SAMPLER
 
 if TYPE_CHECKING:
     from rillflow.app.recipe import Recipe
+    from rillflow.workers.endpoint import Endpoint
 
 EVAL_REWARD = "eval_reward"
 """Role of the function that scores held-out answers if a model is the reward."""
-NO_ROLE = "a role is a class with methods marked as endpoints; see assembly.role_factories.RoleSetting"
+NO_ROLE = "a role is a class with methods marked as endpoints; see roles.setting.RoleSetting"
 """Reason to refuse something that an algorithm brings."""
 
 
 class Start(StrEnum):
-    """Source of a role's object."""
+    """When a role is made, and from which model."""
 
     FUNCTIONS = "functions"
-    """Functions that score, or nothing."""
+    """With the run, from functions that score."""
     SECTION = "section"
-    """Model of the section ``policy``, or of the checkpoint."""
-    PHASE = "phase"
-    """The policy at the start of the phase; the role is made again for each phase."""
+    """With the run, from the model of the section ``policy``, or of the checkpoint."""
     NAMED = "named"
-    """Model that the role's own section names."""
-    BROUGHT = "brought"
-    """Class that an algorithm brings; its object is made once, in the first phase that calls it."""
+    """With the run, from the models that the role's own section names."""
+    POLICY = "policy"
+    """With the run, from the policy; it has no model of its own."""
+    PHASE = "phase"
+    """With each phase again, from the policy at its start."""
+    CALLED = "called"
+    """In the first phase that calls it, from no model."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleKind:
+class RoleSpec:
     """Row of the table.
 
     Example:
-        RoleKind(factory="critic", section="critic", start=Start.PHASE, is_trained=True)
+        RoleSpec(role="scalar_roles:Critic", section="critic", start=Start.PHASE, is_trained=True)
     """
 
-    factory: str | type
-    """Function of ``role_factories`` that makes the role's object, or a class that an algorithm brings."""
+    role: str | type
+    """Module and class below ``rillflow.roles``, or a class that an algorithm brings."""
     section: str = ""
     """Section of a recipe that the role reads."""
-    start: Start = Start.FUNCTIONS
-    """Source of the role's object."""
+    start: Start = Start.CALLED
+    """When the role is made, and from which model."""
     is_trained: bool = False
     """Whether the role has an optimiser and is in checkpoints."""
     joins: Callable[[Recipe], bool] = lambda _: False
     """Whether the role takes part although no step calls it."""
-    of_model: RoleKind | None = None
-    """Kind that replaces this one if the role's section names a model."""
 
     @property
     def is_model(self) -> bool:
         """Whether the role's ranks share a model."""
-        return self.start in (Start.SECTION, Start.PHASE, Start.NAMED)
+        return self.start in (Start.SECTION, Start.NAMED, Start.PHASE)
+
+    def load(self) -> Any:
+        """Return the role's class; this loads torch."""
+        if isinstance(self.role, type):
+            return self.role
+        module, _, name = self.role.partition(":")
+        return vars(import_module(f"rillflow.roles.{module}"))[name]
 
     @property
-    def takes_device(self) -> bool:
-        """Whether the role's ranks compute on accelerators; only functions that score do not."""
-        return self.factory not in ("reward", "cost")
+    def make(self) -> Callable[..., Any]:
+        """Maker of the role's object from a RoleSetting: ``make`` of its class, or a brought class."""
+        make: Callable[..., Any] = self.role if isinstance(self.role, type) else self.load().make
+        return make
+
+    def endpoints(self, name: str) -> Mapping[str, Endpoint]:
+        """Return the endpoints of the role's class by name; errors call the role ``name``.
+
+        Raises:
+            ConfigError: the class that an algorithm brings has no endpoint.
+        """
+        from rillflow.workers.endpoint import endpoints_of
+
+        found = endpoints_of(self.load())
+        if not found:
+            raise ConfigError(
+                f"the algorithm brings {name!r}, which is no role: {self.role!r:.60}", why=NO_ROLE
+            )
+        return found
 
 
 def _samples(recipe: Recipe) -> bool:
@@ -82,60 +108,61 @@ def _scores_by_model(recipe: Recipe) -> bool:
     return recipe.has_policy and (recipe.reward.model is not None or recipe.reward.judge is not None)
 
 
-_CRITIC = RoleKind(factory="critic", section="critic", start=Start.PHASE, is_trained=True)
-_REWARD_MODEL = RoleKind(factory="frozen_reward_model", section="reward", start=Start.NAMED, joins=_samples)
-JUDGE_REWARD = RoleKind(factory="frozen_judge", section="reward", start=Start.NAMED, joins=_samples)
-"""Kind of the reward if a judge scores."""
-PANEL = RoleKind(factory="panel", section="reward", start=Start.NAMED, joins=_samples)
-"""Kind of the reward if several scorers are combined."""
-_COST_MODEL = RoleKind(factory="frozen_cost_model", section="cost", start=Start.NAMED)
-ROLES: Mapping[str, RoleKind] = {
-    "policy": RoleKind(factory="policy", section="policy", start=Start.SECTION, is_trained=True),
-    SAMPLER: RoleKind(factory="sampler", section="rollout", joins=_samples),
-    "reference": RoleKind(factory="reference", start=Start.PHASE),
+_TRAINED: dict[str, Any] = {"section": "policy", "start": Start.SECTION, "is_trained": True}
+_CRITIC = RoleSpec(role="scalar_roles:Critic", section="critic", start=Start.PHASE, is_trained=True)
+_FUNCTION: dict[str, Any] = {"role": "reward:Reward", "section": "reward", "start": Start.FUNCTIONS}
+ROLES: Mapping[str, RoleSpec] = {
+    "policy": RoleSpec(role="policy:Policy", **_TRAINED),
+    SAMPLER: RoleSpec(role="sampler:Sampler", section="rollout", start=Start.POLICY, joins=_samples),
+    "reference": RoleSpec(role="policy:Reference", start=Start.PHASE),
     "critic": _CRITIC,
     "cost_critic": _CRITIC,
-    "reward": RoleKind(factory="reward", section="reward", joins=_samples, of_model=_REWARD_MODEL),
-    EVAL_REWARD: RoleKind(factory="reward", section="reward", joins=_scores_by_model),
-    "cost": RoleKind(factory="cost", section="cost", of_model=_COST_MODEL),
-    "reward_model": RoleKind(factory="reward_model", section="policy", start=Start.SECTION, is_trained=True),
-    "judge": RoleKind(factory="judge", section="policy", start=Start.SECTION, is_trained=True),
+    "reward": RoleSpec(**_FUNCTION, joins=_samples),
+    EVAL_REWARD: RoleSpec(**_FUNCTION, joins=_scores_by_model),
+    "cost": RoleSpec(role="reward:Cost", section="cost", start=Start.FUNCTIONS),
+    "reward_model": RoleSpec(role="scalar_roles:RewardModel", **_TRAINED),
+    "judge": RoleSpec(role="judge:Judge", **_TRAINED),
 }
 """The shipped roles by name."""
-SECTION_ROLES = frozenset(name for name, kind in ROLES.items() if kind.start is Start.SECTION)
-"""Roles whose model the section ``policy`` describes."""
+_REWARD: dict[str, Any] = {"section": "reward", "start": Start.NAMED, "joins": _samples}
+SCORERS: Mapping[str, RoleSpec] = {
+    "cost.model": RoleSpec(role="scalar_roles:SafetyCostModel", section="cost", start=Start.NAMED),
+    "reward.model": RoleSpec(role="scalar_roles:RewardModel", **_REWARD),
+    "reward.judge": RoleSpec(role="judge:Judge", **_REWARD),
+    "reward.weights": RoleSpec(role="combined_scores:Panel", **_REWARD),
+}
+"""Rows that replace ``cost`` and ``reward`` if these settings are given; the last one wins."""
 
 
-def table_of(recipe: Recipe) -> Mapping[str, RoleKind]:
+def table_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
     """Return every role that a recipe may have, including those that its algorithm brings.
 
     Raises:
         ConfigError: the algorithm brings a shipped role's name, an unknown kind, or something else.
     """
-    named = {"reward": recipe.reward.model, "cost": recipe.cost.model}
-    found = {
-        name: kind.of_model if kind.of_model is not None and named[name] is not None else kind
-        for name, kind in ROLES.items()
+    given = {
+        "cost.model": recipe.cost.model,
+        "reward.model": recipe.reward.model,
+        "reward.judge": recipe.reward.judge,
+        "reward.weights": recipe.reward.weights,
     }
-    if recipe.reward.judge is not None:
-        found["reward"] = JUDGE_REWARD
-    if recipe.reward.weights is not None:
-        found["reward"] = PANEL
-    again = [name for name, kind in ROLES.items() if kind.start is Start.PHASE]
-    for name, kind in recipe.chosen.brings.items():
+    found = dict(ROLES)
+    found |= {name.partition(".")[0]: SCORERS[name] for name, value in given.items() if value is not None}
+    again = [name for name, spec in ROLES.items() if spec.start is Start.PHASE]
+    for name, brought in recipe.chosen.brings.items():
         what = f"{recipe.algorithm.name} brings a role {name!r}"
         if name in ROLES:
             raise ConfigError(f"{what}, which is a shipped one's name", why="a role is found by its name")
-        if isinstance(kind, str) and kind not in again:
+        if isinstance(brought, str) and brought not in again:
             why = f"a kind is a class with endpoints, or one of {', '.join(again)}"
-            raise ConfigError(f"{what} of the kind {kind!r}", why=why, fix=nearest(kind, again))
-        if not isinstance(kind, str | type):
-            raise ConfigError(f"{what}, which is no role: {kind!r:.60}", why=NO_ROLE)
-        found[name] = found[kind] if isinstance(kind, str) else RoleKind(factory=kind, start=Start.BROUGHT)
+            raise ConfigError(f"{what} of the kind {brought!r}", why=why, fix=nearest(brought, again))
+        if not isinstance(brought, str | type):
+            raise ConfigError(f"{what}, which is no role: {brought!r:.60}", why=NO_ROLE)
+        found[name] = found[brought] if isinstance(brought, str) else RoleSpec(role=brought)
     return found
 
 
-def roles_of(recipe: Recipe) -> Mapping[str, RoleKind]:
+def roles_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
     """Return the roles that take part: those that steps call, in order, and those that join them.
 
     Raises:
@@ -149,7 +176,7 @@ def roles_of(recipe: Recipe) -> Mapping[str, RoleKind]:
                 why=f"there are {', '.join(table)}",
                 fix=f"{nearest(role, table)}; Algorithm(brings=...) adds one",
             )
-    joined = [role for role, kind in table.items() if kind.joins(recipe)]
+    joined = [role for role, spec in table.items() if spec.joins(recipe)]
     return {role: table[role] for role in dict.fromkeys([*recipe.roles, *joined])}
 
 

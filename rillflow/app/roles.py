@@ -14,26 +14,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rillflow.app.encoding import ModelInput
-from rillflow.app.facts import JUDGE, RecipeFacts
+from rillflow.app.facts import RecipeFacts
 from rillflow.app.meshes import require_near
 from rillflow.app.phases import PhasePlan
 from rillflow.app.recipe import Recipe
-from rillflow.app.role_factories import RoleSetting, keep_policy, made, model_input, role_class
-from rillflow.app.role_table import EVAL_REWARD, PANEL, Start, roles_of
+from rillflow.app.role_table import EVAL_REWARD, Start, roles_of
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.weight_sync import WeightSync
 from rillflow.models.config import ModelConfig
+from rillflow.models.tokenizer import ModelInput
 from rillflow.placement.mesh import Mesh
 from rillflow.rewards.function import FunctionPath
+from rillflow.roles.setting import RoleSetting, made
+from rillflow.roles.trained_role import TrainedRole
 from rillflow.runs import layout
 from rillflow.sharding.layout import generation_mesh
 from rillflow.training.config import TrainConfig
 from rillflow.training.skipping import leave_out
 from rillflow.workers.backend import Backend, Pool
 from rillflow.workers.config import SAMPLER
-from rillflow.workers.endpoint import endpoints_of
 from rillflow.workers.group import Group
 
 
@@ -52,7 +52,7 @@ class RoleGroups:
     ) -> None:
         recipe, self._base = facts.recipe, facts.base.absolute()
         self._facts, self._recipe, self._run, self._backend = facts, recipe, run.absolute(), backend
-        self._kinds = roles_of(recipe)
+        self._specs = roles_of(recipe)
         self._groups: dict[str, Group] = {}
         self.executor = GroupExecutor(self._groups, backend)
         self.delivery: WeightSync | None = None
@@ -67,7 +67,7 @@ class RoleGroups:
         self._start(role, model=model, version=done, generate=generate)
         if recipe.has_policy:
             self._start_sampler(model)
-        found = self.executor.on_first_rank(role, model_input)
+        found = self.executor.on_first_rank(role, TrainedRole.model_input)
         self._model_input = found.read(recipe.placement.deadline_s)
 
     @property
@@ -86,14 +86,11 @@ class RoleGroups:
             functions: functions that score, or that score held-out answers if a model is the reward.
             costs: functions that compute a row's cost.
         """
+        dtype, sources = self._recipe.policy.model.dtype, self._facts.scorers
+        models = {setting: ModelConfig(path=source, dtype=dtype) for setting, source in sources.items()}
         for role, scoring in {"reward": functions, EVAL_REWARD: functions, "cost": costs}.items():
-            kind = self._kinds.get(role)
-            if kind is PANEL:
-                self._start(role, models=self._panel_models(), functions=scoring)
-            elif kind is not None and kind.start is Start.NAMED:
-                self._start(role, model=self._named_model(role))
-            elif kind is not None and scoring:
-                self._start(role, functions=scoring)
+            if role in self._specs and (scoring or self._specs[role].is_model):
+                self._start(role, functions=scoring, scorers=models)
 
     def begin(self, plan: PhasePlan, goes_on: Checkpoint | None) -> tuple[str, ...]:
         """Prepare a phase and return the roles it trains; the policy or its replacement comes first.
@@ -103,13 +100,13 @@ class RoleGroups:
             goes_on: a checkpoint of this very phase; None at the start of the phase.
         """
         for role in plan.roles:
-            if self._kinds[role].start is Start.PHASE:
+            if self._specs[role].start is Start.PHASE:
                 done = goes_on.state["done"] if goes_on is not None else 0
                 how: dict[str, Any] = {"train": self._train(role, plan), "version": done}
                 self._start(role, model=self._phase_model(role, goes_on), **how)
-            elif self._kinds[role].start is Start.BROUGHT and role not in self:
+            elif self._specs[role].start is Start.CALLED and role not in self:
                 self._start(role)
-        trained = tuple(role for role in plan.roles if self._kinds[role].is_trained)
+        trained = tuple(role for role in plan.roles if self._specs[role].is_trained)
         for role in trained:
             begun = self._groups[role].call(
                 "begin",
@@ -120,7 +117,7 @@ class RoleGroups:
             begun.read(self._recipe.placement.deadline_s)
             drafts = self._run / layout.BUNDLES / layout.DRAFT
             self.executor.on_all_ranks(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
-        if self.delivery is not None and plan.samples:
+        if self.delivery is not None and plan.evaluated:
             self.delivery.begin(is_ahead=plan.freshness > 0)
         return trained
 
@@ -138,7 +135,7 @@ class RoleGroups:
             of: the role that it belongs to; the policy, for a sampler.
             given: further fields of its RoleSetting.
         """
-        recipe, kind = self._recipe, self._kinds[role]
+        recipe, spec = self._recipe, self._specs[role]
         placement, sizes = recipe.placement, recipe.placement.mesh_of(role)
         pool = placement.pool_of(role)
         rows = Mesh.of(dp=placement.pools[pool])
@@ -157,8 +154,7 @@ class RoleGroups:
             model_input=self._model_input,
             **{"train": recipe.policy.as_train(), **given},
         )
-        mesh = lies or (sizes.mesh if kind.is_model else rows)
-        endpoints = endpoints_of(role_class(role, kind))
+        mesh = lies or (sizes.mesh if spec.is_model else rows)
         if not placement.tp_across_nodes:
             require_near(
                 role,
@@ -166,8 +162,8 @@ class RoleGroups:
                 mesh,
                 {at.rank: node.address for at, node in self._backend.nodes.items() if at.pool == pool},
             )
-        group = Group(role, endpoints, mesh=mesh, pool=pool, backend=self._backend, of=of)
-        group.start(partial(made, kind.factory, setting), placement.deadline_s)
+        group = Group(role, spec.endpoints(role), mesh=mesh, pool=pool, backend=self._backend, of=of)
+        group.start(partial(made, spec.make, setting), placement.deadline_s)
         self._groups[role] = group
 
     def _start_sampler(self, model: ModelConfig) -> None:
@@ -195,34 +191,18 @@ class RoleGroups:
 
         The run directory keeps the policy, so that a resume starts from the same one.
         """
-        folder, kind = self._run / layout.REFERENCE, self._kinds[role]
+        folder, spec = self._run / layout.REFERENCE, self._specs[role]
         if not folder.exists():
-            kept = self.executor.on_all_ranks("policy", keep_policy, folder)
+            kept = self.executor.on_all_ranks("policy", TrainedRole.save_weights, folder)
             kept.read(self._recipe.placement.deadline_s)
         if goes_on is not None and goes_on.model(role).is_dir():
             return self._directory(goes_on.model(role))
         found, path = self._directory(folder), self._recipe.critic.path
-        return found.model_copy(update={"path": path}) if kind.is_trained and path is not None else found
-
-    def _named_model(self, role: str) -> ModelConfig:
-        """Return the model that the role's section names."""
-        is_judge = role == "reward" and self._recipe.reward.judge is not None
-        return self._scorers()[JUDGE if is_judge else f"{role}.model"]
-
-    def _panel_models(self) -> dict[str, ModelConfig]:
-        """Return the models of the panel's members."""
-        found, settings = self._scorers(), {"model": "reward.model", "judge": JUDGE}
-        weights = self._recipe.reward.weights or {}
-        return {name: found[setting] for name, setting in settings.items() if name in weights}
-
-    def _scorers(self) -> dict[str, ModelConfig]:
-        """Return the models that score, by setting."""
-        dtype, sources = self._recipe.policy.model.dtype, self._facts.scorers
-        return {setting: ModelConfig(path=source, dtype=dtype) for setting, source in sources.items()}
+        return found.model_copy(update={"path": path}) if spec.is_trained and path is not None else found
 
     def _train(self, role: str, plan: PhasePlan) -> TrainConfig:
         """Return the optimiser settings of a role in a phase."""
-        lr = self._recipe.critic.lr if self._kinds[role].section == "critic" else None
+        lr = self._recipe.critic.lr if self._specs[role].section == "critic" else None
         return plan.train if lr is None else plan.train.model_copy(update={"lr": lr})
 
     def _directory(self, path: Path) -> ModelConfig:
@@ -231,6 +211,6 @@ class RoleGroups:
 
 def pools_of(recipe: Recipe) -> list[Pool]:
     """Return the pools, and whether a role in them computes on a device; reward functions do not."""
-    placement, kinds = recipe.placement, roles_of(recipe)
-    taking = {placement.pool_of(role) for role, kind in kinds.items() if kind.takes_device}
+    placement, specs = recipe.placement, roles_of(recipe)
+    taking = {placement.pool_of(role) for role, spec in specs.items() if spec.start is not Start.FUNCTIONS}
     return [Pool(name=name, size=size, takes_device=name in taking) for name, size in placement.pools.items()]

@@ -463,3 +463,17 @@ def _lost(text: str) -> ModelError:
         why="the tokeniser's class does not fit its files, or its vocabulary does not fit the text",
         fix="set tokenizer_class in tokenizer_config.json; TokenizersBackend takes tokenizer.json as it is",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInput:
+    """Tokeniser and context that rows are encoded for."""
+
+    tokenizer: Tokenizer
+    """The model's tokeniser."""
+    context: int
+    """The longest row in tokens."""
+
+    def reads_as(self, other: ModelInput) -> bool:
+        """Return whether rows encoded for ``other`` are valid here."""
+        return self.context == other.context and self.tokenizer.reads_as(other.tokenizer)

@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 
 from rillflow.config.load import validate
 from rillflow.config.schema import Section
+from rillflow.errors import ConfigError
 
 KEPT = "judge_frame"
 """Key of the frame in a model's config.json."""
@@ -101,3 +102,12 @@ def kept_frame(config: Mapping[str, Any]) -> FrameConfig | None:
     """
     found = config.get(KEPT)
     return None if found is None else validate(_Kept, {KEPT: found}, "config.json").judge_frame
+
+
+def no_frame(model: str) -> ConfigError:
+    """Return the error for a judge without a frame."""
+    return ConfigError(
+        f"reward.judge.model is {model!r}, and reward.judge.frame is not set",
+        why="a judge that pairwise trained keeps in its directory how it is asked, and this one does not",
+        fix='write reward.judge.frame = { template = "... {prompt} ... {answer} ...", labels = ["1", "2"] }',
+    )

@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Self
 
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.workers import summed
-from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS, reward_metrics, scored_rows
+from rillflow.roles.judge import Judge
+from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS, Reward, reward_metrics, scored_rows
+from rillflow.roles.scalar_roles import RewardModel
+from rillflow.roles.setting import RoleSetting
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import GROUPS
 
-
-class PanelMember(Protocol):
-    """A scorer of rows: the reward role, a reward model or a judge."""
-
-    def score(self, rollouts: Batch, /) -> Batch:
-        """Return the fields of a score."""
+PanelMember = Reward | RewardModel | Judge
+"""A scorer of rows."""
+_MEMBERS: Mapping[str, type[PanelMember]] = {"function": Reward, "model": RewardModel, "judge": Judge}
 
 
 class Panel:
@@ -39,6 +39,13 @@ class Panel:
 
     def __init__(self, members: Mapping[str, PanelMember], weights: Mapping[str, float]) -> None:
         self._members, self._weights = members, weights
+
+    @classmethod
+    def make(cls, setting: RoleSetting) -> Self:
+        """Make the members that the recipe weighs."""
+        weights = setting.limits.weights
+        assert weights is not None, "a recipe without weights has no panel"
+        return cls({name: _MEMBERS[name].make(setting) for name in weights}, weights)
 
     @endpoint(
         GROUPS,

@@ -11,7 +11,7 @@ An answer's reward is its mean probability to win against the others. A comparis
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -23,19 +23,19 @@ from rillflow.graph.loss import only_term
 from rillflow.models.language_model import LanguageModel
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
-from rillflow.records.metrics import Mean, Metric, mean_of, merge_metrics
+from rillflow.records.metrics import Mean, Metric, mean_of
 from rillflow.records.rollout import completions
 from rillflow.rewards.config import JudgeConfig
-from rillflow.rewards.judge_prompt import KEPT, FrameConfig
+from rillflow.rewards.judge_prompt import KEPT, FrameConfig, kept_frame, no_frame
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.roles.comparisons import Question, Questioner, Standings, prompt_text
 from rillflow.roles.model_shard import ModelShard
-from rillflow.roles.reward import SCORE_FIELDS, reward_metrics, scored_rows
-from rillflow.roles.trained_role import TrainedRole
-from rillflow.training.config import PassesConfig, TrainConfig
+from rillflow.roles.reward import SCORE_FIELDS, require_readable, reward_metrics, scored_rows
+from rillflow.roles.setting import RoleSetting
+from rillflow.roles.trained_role import TrainedRole, Training
+from rillflow.training.config import PassesConfig
 from rillflow.training.loss import loss_of
 from rillflow.training.minibatches import gathered, prompt_units
-from rillflow.training.scorer import Scorer
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import GROUPS, SPLIT_PAIRS_REDUCE
 
@@ -63,12 +63,9 @@ class Judge(TrainedRole[LanguageModel]):
 
     Args:
         share: the model, or this rank's shard of it.
+        training: settings of its training.
         frame: its question template; the model's directory keeps it.
         tokenizer: the policy's tokeniser, which wrote the judged rows; None for the judge's own.
-        train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
-        seed: the run's seed.
-        updates: optimiser steps of that phase, for the schedule.
-        version: calls of the training endpoint so far.
         judging: which answers are compared, and what counts as a tie.
 
     Raises:
@@ -78,21 +75,32 @@ class Judge(TrainedRole[LanguageModel]):
     def __init__(
         self,
         share: ModelShard[LanguageModel],
+        training: Training,
         *,
         frame: FrameConfig,
-        train: TrainConfig,
-        seed: int,
-        updates: int,
-        version: int = 0,
         tokenizer: Tokenizer | None = None,
         judging: JudgeConfig | None = None,
     ) -> None:
-        super().__init__(share, train=train, seed=seed, updates=updates, version=version, name="judge")
-        self._scorer = Scorer(share.model.module, train, parallel=share.parallel)
+        super().__init__(share, training, name="judge")
         self._wrote, self._frame = tokenizer or share.model.tokenizer, frame
         self._how = judging or JudgeConfig(model="")
         self._questioner = Questioner(share.model.tokenizer, frame, share.model.context)
         setattr(share.model.module.config, KEPT, frame.model_dump(mode="json"))
+
+    @classmethod
+    def make(cls, setting: RoleSetting) -> Self:
+        """Make a judge to train, or one that only scores, with the recipe's frame or its directory's."""
+        model = setting.load(LanguageModel, "reward.judge.model")
+        if setting.model is not None:
+            assert setting.frame is not None, "an algorithm that trains a judge says how it is asked"
+            return cls(setting.share(model), setting.training, frame=setting.frame)
+        judging = setting.limits.judge
+        assert judging is not None, "a recipe without a judge has no such role"
+        frame = judging.frame or kept_frame(model.module.config.to_dict())
+        if frame is None:
+            raise no_frame(judging.model)
+        share, wrote = setting.share(model), setting.tokenizer
+        return cls(share, setting.training, frame=frame, tokenizer=wrote, judging=judging)
 
     @endpoint(SPLIT_PAIRS_REDUCE, reads=("tokens", "loss_mask", "columns"), model_outputs=MODEL_OUTPUTS)
     def update(
@@ -114,10 +122,7 @@ class Judge(TrainedRole[LanguageModel]):
         rows, left = self._lessons(pairs, orders)
         term = only_term("judge.update", loss, options)
         made = loss_of(term, MODEL_OUTPUTS, "judge")
-        cut = self._minibatches(rows, passes, (0, 1))
-        metrics = merge_metrics([self.trainer.update(minibatch, made) for minibatch in cut])
-        self.version += 1
-        return metrics | {"judge/left_out/share": left}
+        return self._learn(rows, made, passes) | {"judge/left_out/share": left}
 
     @endpoint(
         GROUPS,
@@ -138,12 +143,7 @@ class Judge(TrainedRole[LanguageModel]):
         """
         prompts, texts = self._texts(rollouts)
         why = [self._reason(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-        if texts and all(why):
-            raise RewardError(
-                f"the judge can read none of {len(texts)} rows; the first: {why[0]}",
-                why="nothing can be learned from rows without a score",
-                fix="choose a judge that reads what the policy writes, and has room for it",
-            )
+        require_readable("judge", why)
         readable = [place for place, reason in enumerate(why) if not reason]
         if self._frame.compares:
             groups = gathered(readable, prompt_units(rollouts))

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,11 +28,13 @@ from rillflow.records.metrics import Max, Metric, Metrics, histogram_of, mean_of
 from rillflow.roles.answer_totals import KeptTotals, totals_of
 from rillflow.roles.logprob_check import canary_rows
 from rillflow.roles.model_shard import ModelShard
-from rillflow.roles.publishing import SharedWeights, TrainedWeights
+from rillflow.roles.publishing import SentWeights, SharedWeights, TrainedWeights, lay_out
 from rillflow.roles.saving import Saving
-from rillflow.roles.trained_role import StatefulRole, TrainedRole
+from rillflow.roles.setting import RoleSetting
+from rillflow.roles.trained_role import StatefulRole, TrainedRole, Training
 from rillflow.rollout.config import NATIVE, RolloutConfig
-from rillflow.training.config import PassesConfig, TrainConfig, UpdateConfig
+from rillflow.rollout.engine import Capability, engine_class
+from rillflow.training.config import PassesConfig, UpdateConfig
 from rillflow.training.guards import ROUTES, check_freshness
 from rillflow.training.loss import are_sampled, loss_of
 from rillflow.training.offload import OnHost
@@ -53,12 +55,9 @@ class Policy(TrainedRole[LanguageModel]):
 
     Args:
         share: the model, or this rank's shard of it.
-        train: the optimiser's settings of the first phase.
+        training: settings of its training.
         rollout: sampling settings; losses use the temperature.
         weights: sends the weights to the sampler; None if the sampler has the trained module itself.
-        seed: the run's seed; every random number follows from it and from row ids.
-        updates: optimiser steps of that phase, for the schedule.
-        version: publishes so far.
         has_canary: whether a publish carries the log probabilities of fixed texts.
 
     Raises:
@@ -68,22 +67,38 @@ class Policy(TrainedRole[LanguageModel]):
     def __init__(
         self,
         share: ModelShard[LanguageModel],
+        training: Training,
         *,
-        train: TrainConfig,
         rollout: RolloutConfig,
-        seed: int,
-        updates: int,
-        version: int = 0,
         weights: TrainedWeights | None = None,
         has_canary: bool = False,
     ) -> None:
-        super().__init__(share, train=train, seed=seed, updates=updates, version=version, name="policy")
-        if train.balance > 0:
-            share.parallel.routers.require(f"policy.balance is {train.balance:g}")
+        super().__init__(share, training, name="policy")
+        if training.config.balance > 0:
+            share.parallel.routers.require(f"policy.balance is {training.config.balance:g}")
         if rollout.replay_routing:
             share.parallel.routers.require("rollout.replay_routing is true")
-        self.weights = weights or SharedWeights(share.model.module, version)
+        self.weights = weights or SharedWeights(share.model.module, self.version)
         self._rollout, self._has_canary = rollout, has_canary
+
+    @classmethod
+    def make(cls, setting: RoleSetting) -> Self:
+        """Make the policy, whose sampler is on the same ranks, or on others that it sends its weights to."""
+        model = setting.load(LanguageModel)
+        weights: TrainedWeights
+        if setting.generate is None:
+            share = setting.share(model)
+            weights = SentWeights(share)
+        else:
+            share, weights = lay_out(
+                model,
+                sizes=setting.sizes,
+                generate=setting.generate,
+                ranks=setting.site.ranks,
+                version=setting.version,
+            )
+        has_canary = Capability.SCORE in engine_class(setting.rollout.engine).can
+        return cls(share, setting.training, rollout=setting.rollout, weights=weights, has_canary=has_canary)
 
     def _be_training(self) -> None:
         self.weights.turn_to_training()
@@ -92,7 +107,7 @@ class Policy(TrainedRole[LanguageModel]):
     def logprobs(self, rollouts: Batch) -> Batch:
         """Return the field ``old_logprobs``: log probabilities of sampled tokens by the present weights."""
         self.weights.turn_to_training()
-        found = self.trainer.scorer.logprobs(rollouts, temperature=self._rollout.temperature)
+        found = self._scorer.logprobs(rollouts, temperature=self._rollout.temperature)
         return Batch(ids=rollouts.ids, fields={"old_logprobs": found})
 
     @endpoint(
@@ -104,7 +119,7 @@ class Policy(TrainedRole[LanguageModel]):
     def totals(self, rows: Batch) -> Batch:
         """Return the field ``policy_totals`` [B]: the rows' log probabilities by the present weights."""
         self.weights.turn_to_training()
-        found = totals_of(self.trainer.scorer, rows, self._rollout.temperature)
+        found = totals_of(self._scorer, rows, self._rollout.temperature)
         return Batch(ids=rows.ids, fields={"policy_totals": found})
 
     @endpoint(
@@ -174,12 +189,12 @@ class Policy(TrainedRole[LanguageModel]):
         return self.version
 
     def announce(self, compared: bool = True) -> None:
-        """Announce the weights as the present version; see ``TrainedWeights.publish``."""
+        """Announce the weights as the present version; see ``SharedWeights.publish``."""
         canary: tuple[float, ...] = ()
         if self._has_canary:
             self.weights.turn_to_training()
             rows = canary_rows(self.model)
-            found = self.trainer.scorer.logprobs(rows).values
+            found = self._scorer.logprobs(rows).values
             self.share.groups.pp.sum_([found])
             canary = tuple(found[rows.ragged("loss_mask").values].tolist())
         self.weights.publish(self.version, compared, canary)
@@ -253,37 +268,35 @@ class Reference(StatefulRole):
 
     Args:
         share: the model, or this rank's shard of it; it is frozen, unless it is the policy's.
-        train: settings of micro-batches, and of where weights are between two calls.
-        temperature: sampling temperature of the policy.
+        setting: settings of the role; a file next to its model keeps the totals of data rows.
         within: set if the policy's own module is the reference.
-        kept: file that keeps the totals of data rows; None keeps them in memory only.
-        policy: the policy to follow, if any; on the same ranks and sharded alike.
-        version: calls of ``follow`` so far.
-        name: its name in files.
     """
 
     def __init__(
-        self,
-        share: ModelShard[LanguageModel],
-        *,
-        train: TrainConfig,
-        temperature: float,
-        within: EarlierAdapter | None = None,
-        kept: Path | None = None,
-        policy: Policy | None = None,
-        version: int = 0,
-        name: str = "reference",
+        self, share: ModelShard[LanguageModel], setting: RoleSetting, within: EarlierAdapter | None = None
     ) -> None:
         super().__init__()
-        self.share, self._within, self._policy, self._name = share, within, policy, name
-        self._followed = version
-        self._scorer = Scorer(share.model.module, train, parallel=share.parallel)
-        self._temperature, self._kept = temperature, KeptTotals(share.groups, kept)
+        assert setting.model is not None and setting.model.path is not None, "it is a copy of the policy"
+        kept = Path(setting.model.path).with_name(f"{setting.role}_totals.jsonl")
+        self.share, self._within, self._name = share, within, setting.role
+        self._policy: Policy | None = setting.site.objects.get("policy")
+        self._followed = setting.version
+        """Calls of ``follow`` so far."""
+        self._scorer = Scorer(share.model.module, setting.train, parallel=share.parallel)
+        self._temperature, self._kept = setting.rollout.temperature, KeptTotals(share.groups, kept)
         self._there: AbstractContextManager[None] = within or nullcontext()
         if within is None:
             share.model.module.requires_grad_(False)
-            if train.offload in ("reference", "all"):
+            if setting.train.offload in ("reference", "all"):
                 self._there = OnHost(share.model.module.parameters())
+
+    @classmethod
+    def make(cls, setting: RoleSetting) -> Self:
+        """Make a frozen copy of the policy: a model, or an earlier adapter in the policy's own module."""
+        model, policy = setting.load(LanguageModel), setting.site.objects.get("policy")
+        if policy is None or not policy.share.has_base_of(model, setting.sizes):
+            return cls(ModelShard.of(model, setting.sizes, setting.site.ranks), setting)
+        return cls(policy.share, setting, EarlierAdapter(policy, policy.share.read_trained(model)))
 
     @endpoint(SPLIT_DP, reads=("tokens", "loss_mask"), writes=("reference_logprobs",))
     def logprobs(self, rollouts: Batch) -> Batch:

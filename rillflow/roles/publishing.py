@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,36 +36,39 @@ from rillflow.workers.config import MeshSizes
 Links = Sequence[Mapping[int, Sequence[int]]]
 """Receivers of every sending rank, for every bucket."""
 Canary = tuple[float, ...]
-"""Log probabilities of fixed texts by the trainer: roles.canary."""
+"""Log probabilities of fixed texts by the trainer: roles.logprob_check."""
 
 
-class TrainedWeights(Protocol):
-    """The trainer's side of publishing."""
+class SharedWeights:
+    """Weights for a sampler that uses the trainer's own module.
+
+    Every kind of weights has its methods: ``publish`` and ``turn_to_training`` on the trainer's ranks,
+    ``turn_to_generation``, ``module`` and ``tp`` on the sampler's.
+
+    Args:
+        module: the whole module.
+        version: publishes so far.
+    """
+
+    def __init__(self, module: nn.Module, version: int) -> None:
+        self.module, self.version = module, version
+        self.tp: Ranks = SingleRank()
+        """Ranks that share one copy of the module."""
+        self.canary: Canary = ()
+        """Log probabilities of fixed texts by the trainer; empty if the engine is not checked."""
+        self._asleep: Callable[[], None] | None = None
 
     def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
         """Announce the trained weights as this version; every rank of the trainer calls it.
 
         Args:
             version: publishes so far.
-            compared: whether the sampler must verify the digests of the weights, and not only the version.
+            compared: whether the sampler must verify the digests of the weights, and not only the version;
+                one copy has none to compare.
             canary: log probabilities of fixed texts.
         """
-
-    def turn_to_training(self) -> None:
-        """Give the trainer its weights; every rank calls it."""
-
-
-class SampledWeights(Protocol):
-    """The sampler's side of publishing."""
-
-    module: nn.Module
-    """Module that the rollout engine runs."""
-    tp: Ranks
-    """Ranks that share one copy of the module."""
-    version: int
-    """Version of the weights in the module."""
-    canary: Canary
-    """Log probabilities of fixed texts by the trainer; empty if the engine is not checked."""
+        del compared
+        self.version, self.canary = version, canary
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:
         """Load the published weights into the module; every rank of the sampler calls it.
@@ -77,33 +79,10 @@ class SampledWeights(Protocol):
         Raises:
             WeightError: the digests differ; the error names the weights, and nothing is generated with them.
         """
-
-
-class SharedWeights:
-    """Weights for a sampler that uses the trainer's own module.
-
-    Args:
-        module: the whole module.
-        version: publishes so far.
-    """
-
-    def __init__(self, module: nn.Module, version: int) -> None:
-        self.module, self.version = module, version
-        self.tp: Ranks = SingleRank()
-        self.canary: Canary = ()
-        self._asleep: Callable[[], None] | None = None
-
-    def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
-        """See TrainedWeights; there is one copy, so no digests are compared."""
-        del compared
-        self.version, self.canary = version, canary
-
-    def turn_to_generation(self, asleep: Callable[[], None]) -> None:
-        """See SampledWeights."""
         self._asleep = asleep
 
     def turn_to_training(self) -> None:
-        """See TrainedWeights."""
+        """Give the trainer its weights; every rank calls it."""
         if self._asleep is not None:
             self._asleep()
             self._asleep = None
@@ -136,13 +115,13 @@ class ReshardedWeights:
         self.canary: Canary = ()
 
     def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
-        """See TrainedWeights."""
+        """See SharedWeights."""
         self.turn_to_training()
         self.version, self.canary = version, canary
         self._published = _announced(self._share, version, compared)
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:
-        """See SampledWeights."""
+        """See SharedWeights."""
         self._asleep = asleep
         if self._switch.is_generating:
             return
@@ -159,7 +138,7 @@ class ReshardedWeights:
             raise
 
     def turn_to_training(self) -> None:
-        """See TrainedWeights."""
+        """See SharedWeights."""
         if self._switch.is_generating:
             self._asleep()
             self._switch.to_training()
@@ -185,7 +164,7 @@ class SentWeights(_End):
         self._share, self._announced = share, Digests(version=-1, of={})
 
     def publish(self, version: int, compared: bool = True, canary: Canary = ()) -> None:
-        """See TrainedWeights."""
+        """See SharedWeights."""
         self._announced = replace(_announced(self._share, version, compared), canary=canary)
 
     def what_was_published(self) -> Digests:
@@ -193,7 +172,7 @@ class SentWeights(_End):
         return self._announced
 
     def turn_to_training(self) -> None:
-        """See TrainedWeights; the weights never leave."""
+        """See SharedWeights; the weights never leave."""
 
     def lie(self) -> Layout:
         """Return the layout of the weights on the trainer's ranks."""
@@ -271,7 +250,7 @@ class ReceivedWeights(_End):
         return self.version
 
     def turn_to_generation(self, asleep: Callable[[], None]) -> None:
-        """See SampledWeights; no rank trains here."""
+        """See SharedWeights; no rank trains here."""
         del asleep
         if self.version < 0:
             raise WeightError(
@@ -279,6 +258,12 @@ class ReceivedWeights(_End):
                 why="none arrived whole since it was made, or since the last publish began",
                 fix="flow.publish(flow.policy) sends them",
             )
+
+
+TrainedWeights = SharedWeights | ReshardedWeights | SentWeights
+"""The trainer's side of publishing."""
+SampledWeights = SharedWeights | ReshardedWeights | ReceivedWeights
+"""The sampler's side of publishing."""
 
 
 def links_of(plan: ReshardPlan) -> Links:

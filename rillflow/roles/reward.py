@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import FAILED, Outcome, Score
 from rillflow.rewards.workers import WeightedWorkers
+from rillflow.roles.setting import RoleSetting
 from rillflow.training.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP
@@ -100,6 +101,12 @@ class Reward:
         self._tokenizer = tokenizer
         self._max_failures = max_failures
 
+    @classmethod
+    def make(cls, setting: RoleSetting) -> Self:
+        """Make the role; its functions run in child processes that end with the rank."""
+        workers = setting.site.stack.enter_context(WeightedWorkers(setting.functions, setting.limits))
+        return cls(workers, setting.tokenizer, max_failures=setting.limits.max_failures)
+
     @endpoint(DP, reads=("tokens", "loss_mask", "columns"), writes=SCORE_FIELDS, measures=reward_metrics)
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout.
@@ -119,24 +126,21 @@ class Reward:
         return found.with_fields(parts=Ragged.from_text(parts)) if self.field == "rewards" else found
 
     def _call(self, texts: list[str], columns: list[str]) -> list[Score]:
+        """Return the score of every row; a row whose agent failed is not sent to the functions."""
         rows: list[dict[str, Any]] = [json.loads(text) for text in columns]
-        failed = {place: row[FAILED] for place, row in enumerate(rows) if FAILED in row}
-        if failed:
-            kept = [place for place in range(len(rows)) if place not in failed]
-            found = iter(self._call([texts[place] for place in kept], [columns[place] for place in kept]))
-            return [
-                Score(outcome=Outcome(failed[place][0]), message=failed[place][1])
-                if place in failed
-                else next(found)
-                for place in range(len(rows))
-            ]
-        prompts = [row.pop("prompt") for row in rows]
+        kept = [place for place, row in enumerate(rows) if FAILED not in row]
+        prompts = [rows[place].pop("prompt") for place in kept]
         answers: list[Any] = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, texts, strict=True)
+            texts[place] if isinstance(prompt, str) else [{"role": "assistant", "content": texts[place]}]
+            for place, prompt in zip(kept, prompts, strict=True)
         ]
-        names = list(rows[0]) if rows else []
-        return self._workers.score(prompts, answers, {name: [row[name] for row in rows] for name in names})
+        names = list(rows[kept[0]]) if kept else []
+        more = {name: [rows[place][name] for place in kept] for name in names}
+        found = iter(self._workers.score(prompts, answers, more))
+        return [
+            Score(outcome=Outcome(row[FAILED][0]), message=row[FAILED][1]) if FAILED in row else next(found)
+            for row in rows
+        ]
 
     def _stop_if_broken(self, rollouts: Batch, scores: list[Score]) -> None:
         bad = [
@@ -161,6 +165,20 @@ class Cost(Reward):
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout; see Reward, with ``costs`` for ``rewards``."""
         return super().score(rollouts)
+
+
+def require_readable(name: str, why: Sequence[str]) -> None:
+    """Refuse rows of which a model can read none; ``why`` has each row's reason, empty if it is readable.
+
+    Raises:
+        RewardError: there are rows, and the model can read none.
+    """
+    if why and all(why):
+        raise RewardError(
+            f"the {name} can read none of {len(why)} rows; the first: {why[0]}",
+            why="nothing can be learned from rows without a score",
+            fix=f"choose a {name} that reads what the policy writes, and has room for it",
+        )
 
 
 def scored_rows(

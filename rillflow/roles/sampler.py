@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
+from typing import Self
 
 import torch
 
@@ -18,11 +20,14 @@ from rillflow.records.batch import Batch
 from rillflow.records.metrics import Max, Metric, Sum, mean_of
 from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
+from rillflow.rewards.function import parse_function
 from rillflow.roles.logprob_check import canary_texts, check_canary
-from rillflow.roles.publishing import SampledWeights
+from rillflow.roles.publishing import ReceivedWeights, SampledWeights
+from rillflow.roles.setting import RoleSetting
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Engine, Stops
+from rillflow.rollout.engine import Engine, Stops, engine_class, server_python
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.tasks.encoded import Encoder
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import SPLIT_ALL
@@ -116,6 +121,34 @@ class Sampler:
         self._model, self._loaded = model, -1
         self._later: Iterator[Batch] = iter(())
         self._running: dict[GroupId, _Running] = {}
+
+    @classmethod
+    def make(cls, setting: RoleSetting) -> Self:
+        """Make the sampler on the policy's ranks, or with a model that receives the policy's weights."""
+        weights: SampledWeights
+        if setting.model is None:
+            policy = setting.site.objects["policy"]
+            model, weights = policy.model, policy.weights
+        else:
+            assert setting.generate is not None, "a sampler lies on generation's grid"
+            model = setting.load(LanguageModel)
+            weights = ReceivedWeights(model, mesh=setting.generate, ranks=setting.site.ranks)
+        rollout = setting.rollout
+        engine: Callable[..., Engine] = engine_class(rollout.engine)
+        if rollout.server is not None:
+            server = str(server_python(rollout.server, setting.base))
+            rollout = rollout.model_copy(update={"server": server})
+        if rollout.agent is not None:
+            from rillflow.serving.agents import AgentEngine
+
+            engine = partial(
+                AgentEngine,
+                inner=engine,
+                function=parse_function(rollout.agent.function, setting.base, "agent"),
+                encoder=Encoder.of(model.tokenizer, setting.task),
+                stack=setting.site.stack,
+            )
+        return cls(weights, model=model, rollout=rollout, seed=setting.seed, engine=engine)
 
     @endpoint(SPLIT_ALL, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS, measures=rollout_metrics)
     def generate(self, prompts: Batch, samples: int = 1, sampling: SamplingConfig | None = None) -> Batch:

@@ -12,7 +12,7 @@ A rollout is scored at its last token; the model reads prompt and answer as the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, Self
 
 import torch
 
@@ -21,78 +21,57 @@ from rillflow.graph.loss import only_term
 from rillflow.models.language_model import ScalarModel, require_same_tokens
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch, joined
-from rillflow.records.metrics import Metric, merge_metrics
+from rillflow.records.metrics import Metric
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.roles.model_shard import ModelShard
-from rillflow.roles.retokenize import Reread
-from rillflow.roles.reward import COST_FIELDS, SCORE_FIELDS, cost_metrics, reward_metrics, scored_rows
-from rillflow.roles.trained_role import TrainedRole
-from rillflow.training.config import PassesConfig, TrainConfig
+from rillflow.roles.retokenize import OtherTokens, Reread
+from rillflow.roles.reward import (
+    COST_FIELDS,
+    SCORE_FIELDS,
+    cost_metrics,
+    require_readable,
+    reward_metrics,
+    scored_rows,
+)
+from rillflow.roles.setting import RoleSetting
+from rillflow.roles.trained_role import TrainedRole, Training
+from rillflow.tasks.encoded import Encoder
+from rillflow.training.config import PassesConfig
 from rillflow.training.loss import loss_of
-from rillflow.training.scorer import Scorer
-from rillflow.training.terms import Loss
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import SPLIT_DP, SPLIT_DP_REDUCE, SPLIT_PAIRS_REDUCE
 
 
-class ScalarRole(TrainedRole[ScalarModel]):
-    """A model with a scalar head that scores and is trained.
+class Critic(TrainedRole[ScalarModel]):
+    """A model with a scalar head that is trained on returns; a cost critic has another name.
 
     Args:
         share: the model, or this rank's shard of it.
-        tokenizer: the policy's tokeniser; both must have the same tokens, unless ``reread`` converts rows.
-        train: the optimiser's settings of the first phase, and how a batch is cut into micro-batches.
-        seed: the run's seed; it decides how rows are cut into minibatches.
-        updates: optimiser steps of that phase, for the schedule.
-        version: calls of the training endpoint so far.
-        name: its name in errors and files; None for ``called``.
-        reread: converts the policy's rows for a model with other tokens, which only scores.
+        training: settings of its training.
+        tokenizer: the policy's tokeniser.
+        name: its name in errors, metrics and files.
 
     Raises:
-        ModelError: the model's tokens differ from the policy's, and ``reread`` is None.
+        ModelError: the model's tokens differ from the policy's.
     """
-
-    called: ClassVar[str]
-    """Usual name."""
 
     def __init__(
         self,
         share: ModelShard[ScalarModel],
+        training: Training,
         *,
         tokenizer: Tokenizer,
-        train: TrainConfig,
-        seed: int,
-        updates: int,
-        version: int = 0,
-        name: str | None = None,
-        reread: Callable[[Batch], Reread] | None = None,
+        name: str = "critic",
     ) -> None:
-        name = name or self.called
-        if reread is None:
-            require_same_tokens(share.model, tokenizer, name)
-        super().__init__(share, train=train, seed=seed, updates=updates, version=version, name=name)
-        self._scorer = Scorer(share.model.module, train, parallel=share.parallel)
-        self._tokenizer, self._reread = tokenizer, reread
+        require_same_tokens(share.model, tokenizer, name)
+        super().__init__(share, training, name=name)
 
-    def _trained(
-        self,
-        rows: Batch,
-        loss: Loss,
-        passes: PassesConfig,
-        part: tuple[int, int] = (0, 1),
-    ) -> dict[str, Metric]:
-        """Make optimiser steps over rows, those of one unit together; see ``Policy.update`` for ``part``."""
-        cut = self._minibatches(rows, passes, part, loss.units(rows))
-        metrics = merge_metrics([self.trainer.update(minibatch, loss) for minibatch in cut])
-        self.version += part[0] + 1 == part[1]
-        return metrics
-
-
-class Critic(ScalarRole):
-    """A model with a scalar head that is trained on returns; a cost critic has another name."""
-
-    called = "critic"
+    @classmethod
+    def make(cls, setting: RoleSetting) -> Self:
+        """Make a critic with a zero head or a checkpoint's; errors and metrics carry the role's name."""
+        share = setting.share(setting.load(ScalarModel))
+        return cls(share, setting.training, tokenizer=setting.tokenizer, name=setting.role)
 
     @endpoint(SPLIT_DP, reads=("tokens", "loss_mask"), writes=("values",))
     def values(self, rollouts: Batch) -> Batch:
@@ -136,16 +115,50 @@ class Critic(ScalarRole):
         rows = joined(known)
         rows = rows.with_fields(old_values=rows.ragged("values"))
         term = only_term(f"{self._name}.update", loss, options)
-        metrics = self._trained(rows, loss_of(term, ("values",), self._name), passes, part=part)
+        metrics = self._learn(rows, loss_of(term, ("values",), self._name), passes, part=part)
         return {f"{self._name}/{name.partition('/')[2]}": metric for name, metric in metrics.items()}
 
 
-class RewardModel(ScalarRole):
-    """A model with a scalar head that scores rollouts and is trained on pairs."""
+class RewardModel(TrainedRole[ScalarModel]):
+    """A model with a scalar head that scores rollouts and is trained on pairs.
+
+    Args:
+        share: the model, or this rank's shard of it.
+        training: settings of its training.
+        tokenizer: the policy's tokeniser; both must have the same tokens, unless ``reread`` converts rows.
+        reread: converts the policy's rows for a model with other tokens, which only scores.
+
+    Raises:
+        ModelError: the model's tokens differ from the policy's, and ``reread`` is None.
+    """
 
     called = "reward model"
+    """Its name in errors and files."""
     field = "rewards"
     """Name of the scores' field."""
+
+    def __init__(
+        self,
+        share: ModelShard[ScalarModel],
+        training: Training,
+        *,
+        tokenizer: Tokenizer,
+        reread: Callable[[Batch], Reread] | None = None,
+    ) -> None:
+        if reread is None:
+            require_same_tokens(share.model, tokenizer, self.called)
+        super().__init__(share, training, name=self.called)
+        self._tokenizer, self._reread = tokenizer, reread
+
+    @classmethod
+    def make(cls, setting: RoleSetting) -> Self:
+        """Make a model to train, or one that only scores, whose tokeniser may differ from the policy's."""
+        model, reread = setting.load(ScalarModel, f"{setting.role}.model"), None
+        wrote = model.tokenizer if setting.model is not None else setting.tokenizer
+        if model.tokenizer.first_difference(wrote) is not None:
+            encoder = Encoder.of(model.tokenizer, setting.task)
+            reread = OtherTokens(wrote=wrote, encoder=encoder, context=model.context)
+        return cls(setting.share(model), setting.training, tokenizer=wrote, reread=reread)
 
     @endpoint(
         SPLIT_DP,
@@ -165,12 +178,8 @@ class RewardModel(ScalarRole):
             TrainingError: a row is empty.
         """
         reread = None if self._reread is None else self._reread(rollouts)
-        if reread is not None and len(rollouts) and all(reread.why):
-            raise RewardError(
-                f"the {self.called} can read none of {len(rollouts)} rows; the first: {reread.why[0]}",
-                why="its tokens are not the policy's, and nothing can be learned from rows without a score",
-                fix=f"choose a {self.called} that reads what the policy writes",
-            )
+        why = [""] * len(rollouts) if reread is None else reread.why
+        require_readable(self.called, why)
         values = self._scorer.scores(rollouts if reread is None else reread.rows)
         odd = (~torch.isfinite(values)).nonzero()
         if len(odd):
@@ -183,7 +192,7 @@ class RewardModel(ScalarRole):
         texts = [self._tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
         scores = [
             Score(outcome=Outcome.ERROR, message=why) if why else Score(outcome=Outcome.SCORE, value=value)
-            for value, why in zip(values.tolist(), reread.why if reread else [""] * len(texts), strict=True)
+            for value, why in zip(values.tolist(), why, strict=True)
         ]
         return scored_rows(rollouts, texts, scores, self.field)
 
@@ -207,7 +216,7 @@ class RewardModel(ScalarRole):
             TrainingError: a row has no partner, or a number is not finite.
         """
         term = only_term(f"{self._name}.update", loss, options)
-        return self._trained(pairs, loss_of(term, ("chosen", "rejected"), self._name), passes)
+        return self._learn(pairs, loss_of(term, ("chosen", "rejected"), self._name), passes)
 
 
 class SafetyCostModel(RewardModel):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
 
@@ -16,16 +17,34 @@ from torch import Tensor
 from rillflow.errors import RunDirectoryError
 from rillflow.models.language_model import Model
 from rillflow.models.model_files import Digest
+from rillflow.models.tokenizer import ModelInput
 from rillflow.records.batch import Batch
+from rillflow.records.metrics import Metric, merge_metrics
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.saving import Saving
-from rillflow.runs.durable import flush, publish_folder
+from rillflow.runs.durable import flush, publish_folder, write_error
 from rillflow.sharding.sharded_file import WRITE, together
 from rillflow.training.config import PassesConfig, TrainConfig
 from rillflow.training.minibatches import minibatches
+from rillflow.training.scorer import Scorer
+from rillflow.training.terms import Loss
 from rillflow.training.trainer import Trainer
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import BROADCAST
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Settings of a role's training; a phase replaces those of the optimiser."""
+
+    config: TrainConfig
+    """Settings of the optimiser and of micro-batches."""
+    seed: int
+    """The run's seed; it decides how rows are cut into minibatches."""
+    updates: int = 1
+    """Optimiser steps of the phase, for the schedule."""
+    version: int = 0
+    """Number of publishes, or of training calls, so far."""
 
 
 class StatefulRole:
@@ -58,28 +77,17 @@ class TrainedRole(StatefulRole, Generic[Model]):
 
     Args:
         share: the model, or this rank's shard of it.
-        train: the optimiser's settings of the first phase.
-        seed: the run's seed; it decides how rows are cut into minibatches.
-        updates: optimiser steps of that phase, for the schedule.
-        version: number of publishes, or of training calls, so far.
+        training: settings of its training.
         name: its name in errors and files.
     """
 
-    def __init__(
-        self,
-        share: ModelShard[Model],
-        *,
-        train: TrainConfig,
-        seed: int,
-        updates: int,
-        version: int,
-        name: str,
-    ) -> None:
+    def __init__(self, share: ModelShard[Model], training: Training, *, name: str) -> None:
         super().__init__()
-        self.model = share.model
-        self.version = version
-        self._name = name.replace(" ", "_")
-        self.share, self._train, self._seed, self._updates = share, train, seed, updates
+        self.model, self.share = share.model, share
+        self.version = training.version
+        self._name, self._seed = name.replace(" ", "_"), training.seed
+        self._config, self._updates = training.config, training.updates
+        self._scorer = Scorer(share.model.module, training.config, parallel=share.parallel)
         self._trainer: Trainer | None = None
 
     def _be_training(self) -> None:
@@ -90,7 +98,7 @@ class TrainedRole(StatefulRole, Generic[Model]):
         """The trainer, made at first use, because a model that only scores needs no optimiser memory."""
         if self._trainer is None:
             self._trainer = Trainer(
-                self.model.module, self._train, total_steps=self._updates, parallel=self.share.parallel
+                self.model.module, self._config, total_steps=self._updates, parallel=self.share.parallel
             )
         return self._trainer
 
@@ -104,7 +112,7 @@ class TrainedRole(StatefulRole, Generic[Model]):
             resume: the directory that ``begin_saving`` wrote in this phase; None starts anew.
         """
         self._be_training()
-        self._train, self._updates, self._trainer = train, updates, None
+        self._config, self._updates, self._trainer = train, updates, None
         if resume is not None:
             self.share.load_state(self.trainer, resume)
 
@@ -112,6 +120,23 @@ class TrainedRole(StatefulRole, Generic[Model]):
     def updates(self) -> int:
         """Optimiser steps made in this phase."""
         return self.trainer.optimizer.steps
+
+    def model_input(self) -> ModelInput:
+        """Return the tokeniser and context that rows are encoded for."""
+        return ModelInput(tokenizer=self.model.tokenizer, context=self.model.context)
+
+    def _learn(
+        self,
+        rows: Batch,
+        loss: Loss,
+        passes: PassesConfig,
+        part: tuple[int, int] = (0, 1),
+    ) -> dict[str, Metric]:
+        """Make optimiser steps over rows, those of one unit together; see ``Policy.update`` for ``part``."""
+        cut = self._minibatches(rows, passes, part, loss.units(rows))
+        metrics = merge_metrics([self.trainer.update(minibatch, loss) for minibatch in cut])
+        self.version += part[0] + 1 == part[1]
+        return metrics
 
     def _minibatches(
         self, rows: Batch, passes: PassesConfig, part: tuple[int, int], units: Tensor | None = None
@@ -147,7 +172,7 @@ class TrainedRole(StatefulRole, Generic[Model]):
         """Write the weights as a Hugging Face directory, and wait for it; all ranks call it.
 
         Raises:
-            OSError, RunDirectoryError: the disk fails; an earlier directory is left intact.
+            RunDirectoryError: the disk is full or fails; an earlier directory is left intact.
         """
         self._be_training()
         draft, everyone = folder.with_name(f".{folder.name}.draft"), self.share.groups.everyone
@@ -165,6 +190,8 @@ class TrainedRole(StatefulRole, Generic[Model]):
                 for path in draft.iterdir():
                     flush(path)
                 publish_folder(draft, folder)
-        except (OSError, RunDirectoryError):
+        except (OSError, RunDirectoryError) as error:
             shutil.rmtree(draft, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise write_error(folder, error) from error
             raise

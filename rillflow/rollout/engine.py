@@ -14,18 +14,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import ClassVar, Protocol
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor, nn
 
-from rillflow.errors import RolloutError, RowError
+from rillflow.errors import ConfigError, RolloutError, RowError, nearest
 from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
-from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.config import NATIVE, VLLM, RolloutConfig, SamplingConfig
 from rillflow.rollout.native.scheduler import check_ids
 from rillflow.workers.collectives import Ranks
+
+_METHODS = ("can", "load", "generate", "add", "step", "abort", "sleep", "wake")
 
 
 class Capability(StrEnum):
@@ -296,3 +300,41 @@ def not_finite(row: RowId, position: int) -> RowError:
         fix="check the weights of the last update for NaN and infinite values",
         row=row,
     )
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Return the engine class that ``rollout.engine`` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is not an engine.
+    """
+    if name == NATIVE:
+        from rillflow.rollout.native.engine import NativeEngine
+
+        return NativeEngine
+    if name == VLLM:
+        from rillflow.rollout.vllm.engine import VllmEngine
+
+        return VllmEngine
+    module, _, what = name.partition(":")
+    try:
+        found: Any = vars(import_module(module)).get(what)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"rollout.engine is {name!r}, which cannot be imported",
+            why=str(error),
+            fix=f'it is "{NATIVE}", "{VLLM}", or "package.module:Class" of a package that Python finds here',
+        ) from None
+    lacking = [each for each in _METHODS if found is None or each not in dir(found)]
+    if lacking:
+        raise ConfigError(
+            f"rollout.engine is {name!r}, which is no engine",
+            why=f"it has no {lacking[0]}" if found is not None else f"{module} has no {what!r}",
+            fix=nearest(what, vars(import_module(module))) if found is None else "rillflow/rollout/engine.py",
+        )
+    return cast(type[Engine], found)
+
+
+def server_python(server: str, base: Path) -> Path:
+    """Return the Python that ``rollout.server`` names, relative to the recipe's folder; keep its links."""
+    return (base / Path(server).expanduser()).absolute()

@@ -10,7 +10,6 @@ import torch
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.algorithms.steps import update_and_publish
-from rillflow.app.role_factories import RoleSetting
 from rillflow.cli.main import main
 from rillflow.controller.flow import Flow
 from rillflow.formulas import group_advantages
@@ -18,6 +17,7 @@ from rillflow.graph.handle import Handle
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Metric, mean_of
 from rillflow.records.rollout import completions
+from rillflow.roles.setting import RoleSetting
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP
 

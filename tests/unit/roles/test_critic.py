@@ -18,6 +18,7 @@ from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.scalar_roles import Critic
+from rillflow.roles.trained_role import Training
 from rillflow.training.config import PassesConfig, TrainConfig
 
 MakeModel = Callable[..., ScalarModel]
@@ -28,11 +29,8 @@ ANSWERS = ("7", "42", "108", "3", "55")
 def critic_of(model: ScalarModel, lr: float = 1e-3, seed: int = 0, version: int = 0) -> Critic:
     return Critic(
         ModelShard.whole(model),
+        Training(config=TrainConfig(lr=lr), seed=seed, updates=100, version=version),
         tokenizer=model.tokenizer,
-        train=TrainConfig(lr=lr),
-        seed=seed,
-        updates=100,
-        version=version,
     )
 
 
@@ -117,7 +115,7 @@ def test_what_is_missing_or_not_finite_is_named(make_model: MakeModel, make_roll
 def test_a_critic_with_other_tokens_than_the_policy_is_refused(make_model: MakeModel) -> None:
     other = Tokenizer(character_tokenizer("=0123456789+-", 32))
     with pytest.raises(ModelError, match="the critic and the policy decode the token 1 to different text"):
-        Critic(ModelShard.whole(make_model()), tokenizer=other, train=TrainConfig(), seed=0, updates=1)
+        Critic(ModelShard.whole(make_model()), Training(config=TrainConfig(), seed=0), tokenizer=other)
 
 
 def test_the_final_value_is_that_of_the_state_after_the_last_token(

@@ -25,6 +25,7 @@ from rillflow.roles.comparisons import Question, Questioner, prompt_text
 from rillflow.roles.judge import Judge, judge_metrics
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.reward import OUTCOMES
+from rillflow.roles.trained_role import Training
 from rillflow.tasks.arithmetic import arithmetic_examples
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.preference import PREFERENCES
@@ -54,8 +55,8 @@ class Said(Judge):
 
 def judge(model: LanguageModel, frame: FrameConfig = FRAME, kind: type[Judge] = Judge, **how: Any) -> Any:
     judging = JudgeConfig(model="", **how)
-    train = TrainConfig(lr=3e-3)
-    return kind(ModelShard.whole(model), frame=frame, train=train, seed=0, updates=100, judging=judging)
+    training = Training(config=TrainConfig(lr=3e-3), seed=0, updates=100)
+    return kind(ModelShard.whole(model), training, frame=frame, judging=judging)
 
 
 def said(table: dict[tuple[str, str], float], **how: Any) -> Any:

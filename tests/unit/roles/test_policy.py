@@ -19,6 +19,7 @@ from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.policy import Policy
 from rillflow.roles.publishing import SharedWeights
 from rillflow.roles.sampler import Sampler
+from rillflow.roles.trained_role import Training
 from rillflow.rollout.config import RolloutConfig
 from rillflow.training.config import TrainConfig, UpdateConfig
 
@@ -30,7 +31,7 @@ def policy_of(dtype: str, rollout: RolloutConfig, new: NewModel = NEW) -> tuple[
     torch.set_num_threads(1)
     config = ModelConfig(new=new, dtype=dtype)  # type: ignore[arg-type]
     model = load_model(config, seed=0, device=torch.device("cpu"), base=Path())
-    policy = Policy(ModelShard.whole(model), train=TrainConfig(lr=1e-2), rollout=rollout, seed=0, updates=1)
+    policy = Policy(ModelShard.whole(model), Training(config=TrainConfig(lr=1e-2), seed=0), rollout=rollout)
     prompts = Batch(
         ids=row_ids([RowId(0, 0, 0)]),
         fields={

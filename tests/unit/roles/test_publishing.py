@@ -17,6 +17,7 @@ from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.policy import Policy
 from rillflow.roles.publishing import ReceivedWeights, SentWeights, links_of
 from rillflow.roles.sampler import Sampler
+from rillflow.roles.trained_role import Training
 from rillflow.rollout.config import RolloutConfig
 from rillflow.training.config import TrainConfig
 from rillflow.workers.collectives import SingleRank
@@ -118,10 +119,9 @@ def test_a_publish_that_is_not_compared_is_served_as_it_arrives() -> None:
 @pytest.mark.parametrize(("every", "wanted"), [(1, [True] * 4), (2, [False, True] * 2)])
 def test_a_policy_has_one_publish_in_so_many_compared(every: int, wanted: list[bool]) -> None:
     share, found = ModelShard.whole(model(1)), []
-    rollout = RolloutConfig(max_tokens=2, verify_every=every)
-    policy = Policy(
-        share, train=TrainConfig(), rollout=rollout, seed=0, updates=1, weights=SentWeights(share)
-    )
+    rollout = RolloutConfig(max_tokens=2, weight_check_interval=every)
+    training = Training(config=TrainConfig(), seed=0)
+    policy = Policy(share, training, rollout=rollout, weights=SentWeights(share))
     for _ in wanted:
         policy.publish()
         assert isinstance(policy.weights, SentWeights)

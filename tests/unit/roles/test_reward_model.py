@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from rillflow.app.second_tokenizer import OtherTokens
 from rillflow.errors import ModelError, RecordError, RewardError, TrainingError
 from rillflow.formulas.losses import margin_preference_loss, preference_loss
 from rillflow.models.architecture import head_of
@@ -21,8 +20,10 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.roles.model_shard import ModelShard
+from rillflow.roles.retokenize import OtherTokens
 from rillflow.roles.reward import OUTCOMES
 from rillflow.roles.scalar_roles import RewardModel, SafetyCostModel
+from rillflow.roles.trained_role import Training
 from rillflow.tasks.arithmetic import arithmetic_examples
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.preference import PREFERENCES
@@ -37,8 +38,8 @@ MakeRollouts = Callable[[ScalarModel, Sequence[str]], Batch]
 def role(
     model: ScalarModel, lr: float = 1e-3, kind: type[RewardModel] = RewardModel, **settings: object
 ) -> RewardModel:
-    given: dict = {"tokenizer": model.tokenizer, "seed": 0, "updates": 100} | settings
-    return kind(ModelShard.whole(model), train=TrainConfig(lr=lr), **given)
+    given: dict = {"tokenizer": model.tokenizer} | settings
+    return kind(ModelShard.whole(model), Training(config=TrainConfig(lr=lr), seed=0, updates=100), **given)
 
 
 def pairs_for(model: ScalarModel, size: int = 200) -> Batch:
@@ -94,24 +95,25 @@ def test_a_saved_role_goes_on_bit_for_bit(
     make_model: MakeModel, tmp_path: Path, kind: type[RewardModel]
 ) -> None:
     model, name = make_model(), {RewardModel: "reward_model", SafetyCostModel: "cost_model"}[kind]
-    given: dict = {"tokenizer": model.tokenizer, "train": TrainConfig(lr=1e-3), "seed": 0, "updates": 9}
+    train, tokenizer = TrainConfig(lr=1e-3), model.tokenizer
     first, pairs, twice = (
-        kind(ModelShard.whole(model), **given),
+        kind(ModelShard.whole(model), Training(config=train, seed=0, updates=9), tokenizer=tokenizer),
         pairs_for(model, 20),
         PassesConfig(minibatches=3),
     )
     first.update(pairs, preference_loss, twice)
     first.save(tmp_path)
     again = load_scalar_model(ModelConfig(path=name), seed=5, device=torch.device("cpu"), base=tmp_path)
-    second = kind(ModelShard.whole(again), **given, version=first.version)
-    second.begin(given["train"], 9, resume=tmp_path / f"{name}.optimizer")
+    training = Training(config=train, seed=0, updates=9, version=first.version)
+    second = kind(ModelShard.whole(again), training, tokenizer=tokenizer)
+    second.begin(train, 9, resume=tmp_path / f"{name}.optimizer")
     for one, other in zip(first.score(pairs).fields.items(), second.score(pairs).fields.items(), strict=True):
         assert one[0] == other[0]
         if isinstance(one[1], Tensor) and isinstance(other[1], Tensor):
             assert torch.equal(one[1], other[1])
     assert first.update(pairs, preference_loss, twice) == second.update(pairs, preference_loss, twice)
     assert all(torch.equal(one, two) for one, two in zip(weights(model), weights(again), strict=True))
-    second.begin(given["train"], 9)
+    second.begin(train, 9)
     assert second.trainer.optimizer.steps == 0, "a new phase begins afresh"
 
 

@@ -23,7 +23,7 @@ from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.roles import saving
 from rillflow.roles.model_shard import ModelShard
 from rillflow.roles.saving import Saving
-from rillflow.roles.trained_role import TrainedRole
+from rillflow.roles.trained_role import TrainedRole, Training
 from rillflow.runs.formatting import size
 from rillflow.training.config import TrainConfig
 from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
@@ -130,10 +130,14 @@ def test_what_fails_is_told_when_it_is_asked_for(
     assert "resumes" in caught.value.fix
 
 
+def trained(loaded: LanguageModel) -> TrainedRole[LanguageModel]:
+    training = Training(config=TrainConfig(), seed=0, updates=9)
+    return TrainedRole(ModelShard.whole(loaded), training, name="policy")
+
+
 def test_files_are_told_of_the_save_that_is_asked_for_and_not_of_the_newest(tmp_path: Path) -> None:
     loaded = model()
-    given: dict[str, Any] = {"train": TrainConfig(), "seed": 0, "updates": 9, "version": 0, "name": "policy"}
-    role, folders = TrainedRole(ModelShard.whole(loaded), **given), [tmp_path / "1", tmp_path / "2"]
+    role, folders = trained(loaded), [tmp_path / "1", tmp_path / "2"]
     for folder in folders:
         folder.mkdir()
         role.begin_saving(folder)
@@ -144,8 +148,7 @@ def test_files_are_told_of_the_save_that_is_asked_for_and_not_of_the_newest(tmp_
 
 
 def test_one_save_is_written_before_the_next_is_copied(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"train": TrainConfig(), "seed": 0, "updates": 9, "version": 0, "name": "policy"}
-    role, there = TrainedRole(ModelShard.whole(model()), **given), tmp_path / "1/policy/model.safetensors"
+    role, there = trained(model()), tmp_path / "1/policy/model.safetensors"
     (tmp_path / "1").mkdir()
     (tmp_path / "2").mkdir()
     with ThreadPoolExecutor(1) as rank, saving._DISK:
