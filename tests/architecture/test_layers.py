@@ -158,3 +158,20 @@ def test_the_table_is_read_in_order(order: dict[str, int]) -> None:
         < order["training"]
         < order["cli"]
     )
+
+
+def test_the_way_of_a_batch_names_ten_files_and_functions_that_exist(root: Path) -> None:
+    page = (root / "docs/architecture.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\d+) \| `([\w/]+\.py)` \| `(\w+)` \|", page, flags=re.MULTILINE)
+    assert [int(number) for number, *_ in rows] == list(range(1, 11))
+    for _, file, name in rows:
+        tree = ast.parse((root / file).read_text("utf-8"))
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert name in defined, f"{file} has no {name}"
+
+
+def test_what_an_addition_changes_is_shown_in_files_that_exist(root: Path) -> None:
+    page = (root / "docs/architecture.md").read_text("utf-8")
+    section = page.partition("## What an addition changes")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+/[\w./]+)`", section)
+    assert len(named) >= 8 and [name for name in named if not (root / name).exists()] == ["app/role_table.py"]
