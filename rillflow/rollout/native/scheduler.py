@@ -30,7 +30,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import count, islice
 from math import inf
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rillflow.errors import RolloutError
 from rillflow.records.row import RowId
@@ -360,15 +360,22 @@ class Scheduler:
             return True
         return positions_of(self.layout.arranged(rows, self.clock, is_tight=True, ahead=ahead)) <= self.room
 
+    def _arranged(self, rows: Rows[Sequence]) -> list[LengthBucket[Sequence]]:
+        """Return the roomiest buckets that fit into memory.
+
+        One way fits: ``overdue`` made room for the second one, and ``_admissible`` admits rows by the third.
+        """
+        ways: list[dict[str, Any]] = [{}, {"is_tight": True}, {"is_tight": True, "ahead": AHEAD}]
+        tried = (self.layout.arranged(rows, self.clock, **way) for way in ways)
+        return next(buckets for buckets in tried if positions_of(buckets) <= self.room)
+
     def _seat(self, running: Rows[Sequence], entries: Rows[_Entry]) -> _Seating:
         """Give every row its cache row and slot."""
         found, slot = _Seating(), 0
         if self.clock < self._lasts:
             return found
         rows = [*running, *(entry.sequence for entry in entries)]
-        buckets = self.layout.arranged(rows, self.clock)
-        if positions_of(buckets) > self.room:
-            buckets = self.layout.arranged(rows, self.clock, is_tight=True)
+        buckets = self._arranged(rows)
         self.layout.buckets, self._lasts = buckets, inf
         ran = {row.cache_row for row in running}
         origins = {row: (row.cache_row, self.clock - row.start_step) for row in running}

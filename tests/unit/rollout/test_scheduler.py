@@ -8,7 +8,7 @@ from collections.abc import Sequence as Rows
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import RolloutError
@@ -102,6 +102,7 @@ def drawn_rows(chance: Random) -> list[Sequence]:
     spare=st.sampled_from([None, 0, 50, 400, 4000]),
     fixed=st.booleans(),
 )
+@example(chance=Random(1001), max_rows=3, budget=4, spare=50, fixed=False)
 def test_every_row_runs_on_its_own_tokens(
     chance: Random, max_rows: int, budget: int, spare: int | None, fixed: bool
 ) -> None:
