@@ -63,7 +63,7 @@ class Build:
     Args:
         facts: the recipe, its rows, models and functions.
         run: the run directory that records everything.
-        checkpoint: the checkpoint to resume from; None to start anew.
+        checkpoint: the checkpoint to resume from; None to start from the beginning.
         stack: closes every rank when the run ends, with or without an error.
     """
 

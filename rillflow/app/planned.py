@@ -56,7 +56,7 @@ def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
     """Refuse a plan of another recipe, or a plan that no run supports yet.
 
     Raises:
-        PlanError: it is another algorithm's, places a role the recipe does not call, spans two fleets,
+        PlanError: it is for another algorithm, places a role the recipe does not call, spans two fleets,
             shards experts together with other axes, or needs accelerators that are not here.
     """
     recipe = loaded.recipe

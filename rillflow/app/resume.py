@@ -67,7 +67,7 @@ def resolved(recipe: Recipe, task: Task, base: Path) -> dict[str, Any]:
 
 
 def sources_of(recipe: Recipe, task: Task, base: Path) -> dict[str, bytes]:
-    """Return the source files of the recipe's functions by setting, and the texts of those given in Python.
+    """Return the sources of the recipe's functions by setting, including functions given in Python.
 
     Raises:
         RewardError: a file is missing.

@@ -135,7 +135,7 @@ SCORERS: Mapping[str, RoleSpec] = {
 
 
 def table_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
-    """Return every role that a recipe may have, including those that its algorithm brings.
+    """Return every role that a recipe may have, including the roles that its algorithm brings.
 
     Raises:
         ConfigError: the algorithm brings a shipped role's name, an unknown kind, or something else.
@@ -163,7 +163,7 @@ def table_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
 
 
 def roles_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
-    """Return the roles that take part: those that steps call, in order, and those that join them.
+    """Return the roles that take part: the roles that steps call, in order, and the roles that join them.
 
     Raises:
         ConfigError: a step calls a role that is neither shipped nor brought.

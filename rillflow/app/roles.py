@@ -43,7 +43,7 @@ class RoleGroups:
     Args:
         facts: the recipe and its models.
         run: the run directory.
-        checkpoint: the checkpoint to resume from; None to start anew.
+        checkpoint: the checkpoint to resume from; None to start from the beginning.
         backend: the backend with the ranks.
     """
 

@@ -28,7 +28,9 @@ def model_directory(run: Path, role: str, step: int | None = None) -> Path:
         there = sorted({path.parent.name for path in found.parent.glob("*/*config.json")})
         raise RunDirectoryError(
             f"{run} has no {role.replace('_', ' ')}",
-            why=f"it trains the {', the '.join(there).replace('_', ' ')}" if there else "it trains nothing",
+            why=f"it trains the {', the '.join(there).replace('_', ' ')}"
+            if there
+            else "its checkpoint holds no model",
             fix="give another run",
         )
     return found

@@ -10,7 +10,7 @@ from rillflow.runs.error_lines import own_line
 from rillflow.runs.formatting import visible
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done; failed after the start; impossible, with nothing started; stopped by the user."""
+"""Exit codes: done; failed after the start; refused before the start; stopped by the user."""
 
 
 def explain_failure(error: BaseException, *, debug: bool) -> int:

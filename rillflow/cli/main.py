@@ -31,7 +31,7 @@ from rillflow.runs.formatting import visible
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
 
-EPILOG = "exit codes: 0 done, 1 failed after the start, 2 impossible and nothing was started, 130 interrupted"
+EPILOG = "exit codes: 0 done, 1 failed after the start, 2 refused before the start, 130 interrupted"
 
 
 def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()) -> int:
@@ -159,7 +159,7 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="show only errors")
     placed = parser.add_mutually_exclusive_group()
     placed.add_argument(
-        "--plan", type=Path, metavar="FILE", help="place the roles as in this plan of rillflow plan"
+        "--plan", type=Path, metavar="FILE", help="place the roles by a plan file that rillflow plan wrote"
     )
     told = "predict the seconds of the recipe's own placement on the devices of a cluster's TOML file"
     placed.add_argument("--cluster", type=Path, metavar="FILE", help=told)
@@ -170,14 +170,20 @@ def _run_arguments(parser: argparse.ArgumentParser) -> None:
 def _graph_arguments(parser: argparse.ArgumentParser) -> None:
     recipe_arguments(parser)
     forms = ("text", "mermaid", "json")
-    parser.add_argument("--format", choices=forms, default="text", help="output format (text)")
+    parser.add_argument("--format", choices=forms, default="text", help="output format (default: text)")
 
 
 def _ask_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _report_arguments(parser)
     add("prompt", nargs="?", metavar="PROMPT", help="left out, each line of standard input is a prompt")
-    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy (0)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 (default) is greedy",
+    )
     add("--max-tokens", type=int, metavar="N", help="most tokens of an answer; left out, as in training")
     chat = parser.add_mutually_exclusive_group()
     chat.add_argument("--system", metavar="TEXT", help="system message before the prompt")
@@ -197,12 +203,25 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     by = parser.add_mutually_exclusive_group()
     told = "directory of a judge, or the run that trained it; left out, the task's function scores"
     by.add_argument("--judge", type=Path, metavar="DIR", help=told)
-    by.add_argument("--reward-model", type=Path, metavar="DIR", help="same for a reward model")
+    by.add_argument(
+        "--reward-model",
+        type=Path,
+        metavar="DIR",
+        help="directory of a reward model, or the run that trained it",
+    )
     told = "recipe with the held-out prompts; left out, the first run's"
     add("--recipe", type=Path, metavar="FILE", help=told)
     add("--problems", type=_count, metavar="N", help="most prompts to use; left out, all held-out prompts")
-    add("--samples", type=_count, default=1, metavar="N", help="answers of each model per prompt (1)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy (0)")
+    add(
+        "--samples", type=_count, default=1, metavar="N", help="answers of each model per prompt (default: 1)"
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 (default) is greedy",
+    )
     add("--out", type=Path, metavar="FILE", help="new JSON file for the results and the pairs")
 
 
@@ -221,11 +240,11 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8000,
         metavar="N",
-        help="port on the loopback device; 0 is a free one (8000)",
+        help="port on the loopback device; 0 picks a free one (default: 8000)",
     )
     told = "file with the bearer token; created if missing. Left out, a new token is printed"
     add("--token-file", type=Path, metavar="FILE", help=told)
-    add("--max-rows", type=int, default=64, metavar="N", help="most rows that run at once (64)")
+    add("--max-rows", type=int, default=64, metavar="N", help="most rows that run at once (default: 64)")
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -260,7 +279,9 @@ def _merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", type=Path, metavar="ADAPTER", help=told)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the new model")
     types = ("float32", "bfloat16")
-    parser.add_argument("--dtype", choices=types, default="float32", help="dtype of the weights (float32)")
+    parser.add_argument(
+        "--dtype", choices=types, default="float32", help="dtype of the weights (default: float32)"
+    )
     told = "weights of an int8 base: trained, the dequantised ones (default), or full, the directory's own"
     parser.add_argument("--base", choices=("trained", "full"), default="trained", help=told)
 
