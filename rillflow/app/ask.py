@@ -77,7 +77,7 @@ class Respondent:
         trained = validate(RolloutConfig, config["rollout"], str(run / layout.CONFIG))
         limit = trained.max_tokens if max_tokens is None else max_tokens
         asked = {"temperature": temperature, "max_tokens": limit, "stop": trained.stop, "max_rows": 1}
-        rollout = validate(RolloutConfig, asked, "the question")
+        rollout = validate(RolloutConfig, asked, "the sampling settings")
         self._trained, self._system = _first_prompts(run), system
         folder = model_directory(run, "policy", step).absolute()
         if chat or self._is_chat:
@@ -116,7 +116,7 @@ class Respondent:
         if given is not None or not known or None in known:
             return ""
         every = f", {json.dumps(known[0], ensure_ascii=False)}" if known.count(known[0]) == len(known) else ""
-        return f"the prompts that were trained on have a system message{every}; this has none: --system TEXT"
+        return f"the training prompts have a system message{every}; this prompt has none: add --system TEXT"
 
     @property
     def _is_chat(self) -> bool:
@@ -158,7 +158,7 @@ def read_messages(path: Path) -> tuple[Message, ...]:
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"cannot read messages from {path}: {error}",
-            why="they are a JSON list of objects with 'role' and 'content', or one such object a line",
+            why="messages are a JSON list of objects with 'role' and 'content', or one such object per line",
         ) from error
     except DataError as error:
         raise DataError(f"{path}: {error.what}", error.why, error.fix) from None

@@ -36,7 +36,7 @@ def batch_lines(recipe: Recipe) -> list[str]:
         begun, longest = config.begun, recipe.rollout.max_tokens
         if begun > (config.prompts_per_step, config.samples_per_prompt):
             lines.append(
-                f"begun: {begun[0]:,} prompts x {begun[1]:,} samples a step; the longest wait for a later one"
+                f"started: {begun[0]:,} prompts x {begun[1]:,} samples a step; later steps train the longest"
             )
         rows = config.steps * config.rows_per_step
         lines.append(

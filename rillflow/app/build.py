@@ -63,7 +63,7 @@ class Build:
     Args:
         facts: the recipe, its rows, models and functions.
         run: the run directory that records everything.
-        checkpoint: the checkpoint to resume from; None to start anew.
+        checkpoint: the checkpoint to resume from; None to start from the beginning.
         stack: closes every rank when the run ends, with or without an error.
     """
 
@@ -180,7 +180,7 @@ class Build:
         )
 
     def _sampling(self, plan: PhasePlan, kept: Checkpoint | None) -> GroupSampling:
-        """Return how a phase is sampled whose groups are sampled before its steps ask for them."""
+        """Return the sampling settings of a phase whose groups are sampled before its steps request them."""
         asked, done = plan.algorithm.answers(plan.config), kept.state["done"] if kept is not None else 0
         assert asked is not None  # was checked
         return GroupSampling(
@@ -192,7 +192,7 @@ class Build:
         )
 
     def _ready(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> AsyncRollout:
-        """Return the source of steps that train the groups that are complete first."""
+        """Return the source of steps that train on the groups that complete first."""
         config, delivery = plan.config, self._roles.delivery
         assert isinstance(config, SampledConfig) and delivery is not None  # was checked
         rule: type[StalenessBound[GroupInFlight]] = (
@@ -217,7 +217,7 @@ class Build:
     def _cut(
         self, plan: PhasePlan, stream: DataStream, aside: Sequence[Sequence[int]], kept: Checkpoint | None
     ) -> TailBatching:
-        """Return the source of steps that leave the longest rows for later."""
+        """Return the source of steps that postpone the longest rows."""
         config, data, how = plan.config, plan.algorithm.data, self._sampling(plan, kept)
         assert isinstance(config, SampledConfig)  # was checked
         rows = {row.example.index: row for row in self.encoded.train[data] if row is not None}

@@ -46,7 +46,7 @@ def check(
         report.attempt(look_at_peaks, facts)
     lines = setting_lines(loaded)
     given = [line for line in lines if not line.endswith(f"({DEFAULT})")]
-    rest = f"and {len(lines) - len(given)} with their defaults, which --all shows"
+    rest = f"and {len(lines) - len(given)} more have their defaults; --all shows them"
     report.say("settings", lines if every_setting else [*given, rest])
     return report
 
@@ -135,14 +135,14 @@ def placement_lines(recipe: Recipe) -> list[str]:
             what = ("weights", "reference") if role == "reference" else ("moments and masters", "optimizer")
             is_within = role == "reference" and recipe.shares_reference
             if recipe.policy.offload in ("all", what[1]) and not is_within:
-                lines.append(f"  {what[0]} in host memory between their uses")
+                lines.append(f"  {what[0]} in host memory while not in use")
         if role == "policy" and placement.samples_apart:
             answers = placement.pools[placement.pool_of(SAMPLER)]
             last = f" to {answers - 1}" if answers > 1 else ""
             config = recipe.algorithm
             ahead = config.freshness if isinstance(config, SampledConfig) else 0
             lines.append(
-                f"  answers prompts: pool {placement.pool_of(SAMPLER)}, rank 0{last}, "
+                f"  generation: pool {placement.pool_of(SAMPLER)}, rank 0{last}, "
                 f"tp {placement.generate_tp}; weights are sent there at every publish"
                 + (f", and used {ahead} steps later" if ahead else "")
             )

@@ -110,7 +110,7 @@ def contest(first: Path, second: Path | None, asking: Asking) -> dict[str, Any]:
         asking: the contest's settings.
 
     Raises:
-        ConfigError: no prompt is held out, nothing scores, or a judge has nothing to compare.
+        ConfigError: no prompt is held out, no function scores, or a judge has only one model.
         RunDirectoryError, ModelError, DataError, RewardError: a run, model, task or function cannot be used.
     """
     recipe = asking.loaded.recipe
@@ -121,18 +121,18 @@ def contest(first: Path, second: Path | None, asking: Asking) -> dict[str, Any]:
         raise ConfigError(
             f"no prompt of {task.name} is held out",
             why="models are compared on prompts that they were not trained on",
-            fix="--recipe FILE with task.held_out or task.held_out_source",
+            fix="give --recipe FILE of a recipe that sets task.held_out or task.held_out_source",
         )
     functions = facts.functions
     if asking.judge is None and asking.reward_model is None and not functions:
         raise ConfigError(
-            f"nothing scores answers to {task.name}",
-            why="the recipe names no function, and the task has none of its own",
-            fix="--judge DIR, or --reward-model DIR",
+            f"no function scores answers to {task.name}",
+            why="the recipe names no reward function, and the task has no default one",
+            fix="give --judge DIR or --reward-model DIR",
         )
     if asking.judge is not None and second is None:
         raise ConfigError(
-            "--judge without --against", why="a judge compares two answers", fix="add --against OTHER"
+            "--judge also needs --against", why="a judge compares two answers", fix="add --against OTHER"
         )
     sides = [_answers(source, examples, asking) for source in (first, second) if source is not None]
     found: dict[str, Any] = {
@@ -167,7 +167,7 @@ def _answers(source: Path, examples: Sequence[Example], asking: Asking) -> Side:
     folder = model_directory(source, "policy") if layout.is_run_directory(source) else source
     model = _language_model(folder, recipe)
     asked = {**recipe.rollout.model_dump(), "temperature": asking.temperature}
-    rollout = validate(RolloutConfig, asked, "the question")
+    rollout = validate(RolloutConfig, asked, "the sampling settings")
     encoded = Encoder.of(model.tokenizer, recipe.task).rows(examples)
     prompts = prompt_batch(encoded, epoch=HELD_OUT_EPOCH)
     rollouts = native_engine(model, rollout, recipe.run.seed).generate(prompts, samples=asking.samples)
@@ -222,12 +222,12 @@ def _by_judge(one: Side, other: Side, path: Path, recipe: Recipe) -> Verdicts:
     asked = JudgeConfig(model=str(path.absolute()), frame=None if own is None else own.frame)
     model = _language_model(Path(judge_source(asked, Path())), recipe)
     frame = asked.frame or kept_frame(model.module.config.to_dict())
-    assert frame is not None, "judge_source looked"
+    assert frame is not None, "judge_source checks the frame"
     if not frame.compares:
         raise ConfigError(
-            f"--judge {path} rates answers",
-            why="its frame has {answer}, and two answers are compared",
-            fix="a frame with {first} and {second}",
+            f"--judge {path} rates single answers",
+            why="its frame has {answer}; a contest compares two answers",
+            fix="choose a judge whose frame has {first} and {second}",
         )
     training = Training(config=recipe.policy.as_train(), seed=0)
     judge = Judge(ModelShard.whole(model), training, frame=frame)
@@ -242,7 +242,7 @@ def _by_judge(one: Side, other: Side, path: Path, recipe: Recipe) -> Verdicts:
     if not places:
         raise RewardError(
             f"the judge {path} can read none of {len(prompts)} pairs",
-            why="its tokeniser lacks a character, or two answers leave no room in its context",
+            why="its tokeniser cannot encode a character, or two answers exceed its context",
             fix="choose another judge",
         )
     more = {

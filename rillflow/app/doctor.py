@@ -44,7 +44,7 @@ LEAST_PROCESSES = 64
 
 _PROBE = "def probe(completions):\n    return []\n"
 _FIX_NAMESPACES = (
-    "let Linux give user namespaces: sysctl user.max_user_namespaces=10000; on Ubuntu also "
+    "allow user namespaces: sysctl user.max_user_namespaces=10000; on Ubuntu also "
     "kernel.apparmor_restrict_unprivileged_userns=0; in Docker --security-opt seccomp=unconfined "
     "--security-opt systempaths=unconfined"
 )
@@ -64,7 +64,7 @@ class Finding:
     """Finding of one probe.
 
     Example:
-        Finding(name="memory", health=Health.WARN, what="1.2 GiB are free", fix="close something large")
+        Finding(name="memory", health=Health.WARN, what="1.2 GiB are free", fix="close other programs")
     """
 
     name: str
@@ -113,7 +113,7 @@ def packages() -> list[Finding]:
         written = metadata.requires("rillflow") or []
     except metadata.PackageNotFoundError:
         fix = "pip install -e . in the repository's folder"
-        return _found("rillflow", "runs without being installed", fix)
+        return _found("rillflow", "not installed; it runs from its source folder", fix)
     asked = [requirement for requirement in map(Requirement, written) if requirement.marker is None]
     return [finding for requirement in asked for finding in package_finding(requirement)]
 
@@ -124,7 +124,7 @@ def package_finding(requirement: Requirement) -> list[Finding]:
     if version is None:
         return _found(name, "not installed", fix, fails=True)
     if not requirement.specifier.contains(version.split("+")[0], prereleases=True):
-        return _found(name, f"{version}, and {requirement.specifier} is what was tested", fix)
+        return _found(name, f"{version}; Rillflow is tested with {requirement.specifier}", fix)
     return _found(name, version)
 
 
@@ -154,13 +154,13 @@ def torch_and_device() -> list[Finding]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        fix = "install torch again; a library that is missing is named above"
+        fix = "reinstall torch; the message above names a missing library"
         return _found("device", f"torch cannot be loaded: {error}", fix, fails=True)
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         found = _found("device", f"cuda: {', '.join(names)}")
     elif Path("/dev/nvidia0").exists():
-        what = f"a GPU is there, and torch {torch.__version__} does not see it"
+        what = f"this machine has a GPU, but torch {torch.__version__} does not see it"
         fix = "install a CUDA build of torch that fits the driver"
         found = _found("device", what, fix)
     else:
@@ -186,7 +186,7 @@ def cuda_devices() -> int | None:
 def threads_finding(threads: int, cores: float) -> list[Finding]:
     fix = ""
     if threads > cores:
-        fix = f"set run.threads = {max(1, int(cores))}: more threads than cores wait for each other"
+        fix = f"set run.threads = {max(1, int(cores))}: more threads than cores slow each other down"
     elif threads < int(cores) and "OMP_NUM_THREADS" in os.environ:
         now = os.environ["OMP_NUM_THREADS"]
         fix = f"unset OMP_NUM_THREADS (now {now}), or set run.threads = {int(cores)}"
@@ -209,7 +209,7 @@ def memory() -> list[Finding]:
     free = available_memory()
     if free is None:
         return []
-    fix = "close something large; a small model needs about 1 GiB"
+    fix = "close other programs; a small model needs about 1 GiB"
     return _found("memory", f"{size(free)} free", fix if free < LEAST_MEMORY_BYTES else "")
 
 
@@ -218,7 +218,7 @@ def shared_memory() -> list[Finding]:
     if not Path("/dev/shm").is_dir():
         return []
     free = shutil.disk_usage("/dev/shm").free
-    fix = "docker run --shm-size=8g; less only slows down runs on several ranks"
+    fix = "docker run --shm-size=8g; a smaller size only slows down runs on several ranks"
     return _found("shared memory", f"{size(free)} free", fix if free < LEAST_SHARED_BYTES else "")
 
 
@@ -270,7 +270,7 @@ def device_memory(device: str) -> int | None:
 def disk(folder: Path) -> list[Finding]:
     """Report free space where runs would be written."""
     free = shutil.disk_usage(folder).free
-    fix = "make room, or choose a run directory on another disk with --dir"
+    fix = "free some space, or choose a run directory on another disk with --dir"
     what = f"{size(free)} free in {folder.resolve()}"
     return _found("disk", what, fix if free < LEAST_DISK_BYTES else "")
 
@@ -283,8 +283,8 @@ def writing(folder: Path) -> list[Finding]:
             file.flush()
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        what = f"no: {error.strerror} in {folder.resolve()}"
-        fix = "choose a run directory on a local disk that you may write, with --dir"
+        what = f"not possible: {error.strerror} in {folder.resolve()}"
+        fix = "choose a run directory on a local, writable disk with --dir"
         return _found("writing", what, fix, fails=True)
     return _found("writing", "files can be written and locked")
 
@@ -303,7 +303,7 @@ def _limit(name: str, kind: int, least: int, fix: str) -> list[Finding]:
     if soft == resource.RLIM_INFINITY:
         return _found(name, "no limit")
     if soft < least:
-        return _found(name, f"{soft:,} allowed, at least {least:,} are wanted", fix)
+        return _found(name, f"{soft:,} allowed; at least {least:,} are recommended", fix)
     return _found(name, f"{soft:,} allowed")
 
 
@@ -320,8 +320,8 @@ def sandbox(limit: Level = Level.FULL) -> list[Finding]:
             level, missing = workers.level, workers.shortcomings
     except RewardError as error:
         reason = error.what.partition(REFUSED)[2].strip(": ") or error.what
-        what = f"{Level.NONE}: {reason}; a reward or an agent that runs text is refused"
+        what = f"{Level.NONE}: {reason}; rewards and agents that run text as code are refused"
         return _found("sandbox", what, _FIX_NAMESPACES)
-    fix = "" if level is Level.FULL else "start runs as root, of a container too, so that users can be mapped"
+    fix = "" if level is Level.FULL else "start runs as root, also in containers, to allow mapped user ids"
     found = _found("sandbox", f"{level}: {SENTENCES[level]}", fix)
     return found + (_found("sandbox memory", missing, _FIX_GROUP) if missing else [])

@@ -35,7 +35,7 @@ def evaluated(recipe: Path, model: Path) -> Evaluation:
 
     Raises:
         RillflowError: the recipe cannot run with this model.
-        ConfigError: the recipe holds no rows out, or nothing scores them.
+        ConfigError: the recipe has no held-out rows, or no role scores them.
     """
     from rillflow.app.build import Build
     from rillflow.app.facts import RecipeFacts
@@ -57,8 +57,8 @@ def evaluated(recipe: Path, model: Path) -> Evaluation:
         found = [each for each in build.evaluate() if not each.set]
     if not found:
         raise ConfigError(
-            f"{recipe} holds no rows out by which a model could be judged",
-            why="a greedy soup adds parents by their scores",
-            fix="set task.held_out and evaluate.problems, and a reward",
+            f"{recipe} has no held-out rows to evaluate a model on",
+            why="a greedy soup selects models by their held-out scores",
+            fix="set task.held_out, evaluate.problems and a reward",
         )
     return found[0]

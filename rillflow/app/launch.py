@@ -107,7 +107,7 @@ def _run(
     command: Sequence[str],
     asked: Interruption,
 ) -> None:
-    """Run what is left, and write the summary and the report, also of a run that ends early."""
+    """Run the remaining steps, then write the summary and the report, also if the run ends early."""
     for note in run.notes:
         progress.note(f"damaged: {note}")
     if is_finished(facts.recipe, run.path):
@@ -127,7 +127,7 @@ def _run(
     try:
         _write_report(run)
     except RunDirectoryError as error:  # the run is complete without it
-        progress.note(f"the run is finished, and its report is not; the same command writes it: {error}")
+        progress.note(f"the run is finished, but its report is not; the same command writes it: {error}")
 
 
 def _say(summary: Summary, path: Path) -> None:
@@ -143,9 +143,9 @@ def _leave_report(run: RunDirectory, progress: Progress) -> None:
     if not holds_step(run.path):
         return
     try:
-        progress.note(f"what there is so far: {_write_report(run)}")
-    except Exception as second:  # noqa: BLE001  what ended the run is the first error
-        progress.note(f"its report could not be written: {second}")
+        progress.note(f"report so far: {_write_report(run)}")
+    except Exception as second:  # noqa: BLE001  the first error ended the run
+        progress.note(f"the report could not be written: {second}")
 
 
 def _write_report(run: RunDirectory) -> Path:
@@ -181,13 +181,13 @@ def _train(
     kept = checkpoint.step if checkpoint else 0
     lost = max((record.step for record in read_metrics(run.path)), default=0) - kept
     run.rewind(checkpoint.step if checkpoint else -1)
-    again = f"; {lost} steps that no checkpoint has are made again" if lost > 0 else ""
+    again = f"; {lost} steps without a checkpoint are repeated" if lost > 0 else ""
     if checkpoint:
         again += fresher_steps(recipe, checkpoint)
         progress.note(f"resuming after step {kept} from {checkpoint.path}{again}")
     else:
         if again:
-            progress.note(f"beginning again{again}")
+            progress.note(f"starting again{again}")
         shutil.rmtree(run.path / layout.REFERENCE, ignore_errors=True)
     shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)
     for change in run.changes:
@@ -199,7 +199,7 @@ def _train(
     is_planned = keep_plan(run.path, plan, recipe.placement)
     left = run.path / layout.PLAN
     if not is_planned and left.is_file():
-        progress.note(f"not placed as {left} says, so no longer compared with it; --plan {left} goes on")
+        progress.note(f"{left} does not match the placement, so it is unused; --plan {left} applies it")
     run.log_start(
         {
             **environment(device=", ".join(sorted(set(build.devices.values()))), command=command),

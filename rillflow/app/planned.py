@@ -44,9 +44,9 @@ def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
         dotted = parse_override(text).dotted
         if dotted == "placement" or dotted.startswith(PLANNED):
             raise ConfigError(
-                f"--set {text} beside --plan",
-                why=f"the plan settles {', '.join(PLANNED)}",
-                fix="change the plan's file, or leave one of the two out",
+                f"--set {text} cannot be combined with --plan",
+                why=f"the plan sets {', '.join(PLANNED)}",
+                fix="change the plan's file, or remove one of the two options",
             )
     said = [f"algorithm.{key}={vars(plan)[key]}" for key in _AHEAD if vars(plan)[key] != vars(Plan)[key]]
     return [*said, *(f"placement.{key}={inline_text(value)}" for key, value in plan.placement.items())]
@@ -56,23 +56,23 @@ def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
     """Refuse a plan of another recipe, or a plan that no run supports yet.
 
     Raises:
-        PlanError: it is another algorithm's, places a role the recipe does not call, spans two fleets,
+        PlanError: it is for another algorithm, places a role the recipe does not call, spans two fleets,
             shards experts together with other axes, or needs accelerators that are not here.
     """
     recipe = loaded.recipe
     for what, why in _not_yet(plan):
-        raise PlanError(f"the plan {what}", why=why, fix="change the plan's file, or plan what is here")
+        raise PlanError(f"the plan {what}", why=why, fix="change the plan's file, or make a new plan")
     if plan.name != recipe.algorithm.name:
         raise PlanError(
-            f"the plan is one of {plan.name}",
+            f"the plan is for {plan.name}",
             why=f"{loaded.path} runs {recipe.algorithm.name}",
-            fix=f"rillflow plan {loaded.path} --out makes one",
+            fix=f"make a plan with rillflow plan {loaded.path} --out FILE",
         )
     for name in plan.units:
         if name not in (*recipe.roles, SAMPLER):
             raise PlanError(
                 f"the plan places {name!r}",
-                why=f"{loaded.path} calls {', '.join(recipe.roles)}",
+                why=f"the roles of {loaded.path} are {', '.join(recipe.roles)}",
                 fix=nearest(name, recipe.roles),
             )
 
@@ -119,21 +119,21 @@ def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
 
 
 def _not_yet(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yield what in a plan no run supports yet, and why."""
+    """Yield each part of a plan that no run supports yet, and why."""
     if plan.streams or plan.publish_every:
-        streams = "a step's minibatches as they come" if plan.streams else "what minibatches publish"
+        streams = "a step's minibatches as they arrive" if plan.streams else "weights published within a step"
         yield f"trains on {streams}", "a run trains on whole steps"
     fleets = sorted({pool.fleet for pool in plan.pools})
     if len(fleets) > 1:
-        yield f"lies on {' and '.join(fleets)}", "a run takes its ranks from machines of one kind"
+        yield f"spans the fleets {' and '.join(fleets)}", "all ranks of a run are on one fleet"
     for name, unit in plan.units.items():
         grid = unit.grid
         if grid.ep > 1 and (grid.pp * grid.tp * grid.cp > 1 or grid.is_sharded or grid.dp % grid.ep):
-            why = "a run shares out experts over ranks that hold all else whole, some of dp"
-            yield f"says units.{name}.ep is {grid.ep} beside {grid}", why
+            why = "a run shards experts only over dp ranks that hold the rest of the model whole"
+            yield f"sets units.{name}.ep to {grid.ep} in the grid {grid}", why
     for pool in plan.pools:
         if pool.device and not pool.device.lower().startswith(PROCESSOR) and not _has_accelerator():
-            yield f"has {pool.devices} x {pool.device} as pool {pool.name}", "this machine has no accelerator"
+            yield f"has {pool.devices} x {pool.device} in pool {pool.name}", "this machine has no accelerator"
 
 
 def _has_accelerator() -> bool:

@@ -68,7 +68,7 @@ class Planning(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """What a distribution adds."""
+    """Commands and predictions that a distribution adds."""
 
     commands: Mapping[str, Command] = field(default_factory=dict)
     """Commands by name."""
@@ -101,7 +101,7 @@ def _loaded(point: EntryPoint) -> Plugin | None:
         ) from error
     if not isinstance(found, Plugin):
         raise ConfigError(
-            f"the plugin {point.name} ({point.value}) is no Plugin",
+            f"the plugin {point.name} ({point.value}) is not a Plugin",
             why=f"its type is {type(found).__name__}",
             fix="name a rillflow.app.plugins.Plugin in its entry point",
         )
@@ -165,7 +165,7 @@ def commands(taken: Collection[str] = ()) -> Mapping[str, Command]:
             if name in found or name in taken:
                 raise ConfigError(
                     f"the plugin {plugin} adds the command {name}",
-                    why="there is a command of this name",
+                    why="another command already has this name",
                     fix=f"pip uninstall one of them: {', '.join(installed())}",
                 )
             found[name] = command

@@ -64,7 +64,7 @@ def train(
             task as in ``task.source``; None for the recipe's. Given rows are held out only if ``settings``
             says so, or a recipe dict without a source of its own. The held-out settings of other recipes
             apply to their own source.
-        reward: a function ``reward(prompts, completions, **columns)``, also one of a notebook's cell. A list
+        reward: a function ``reward(prompts, completions, **columns)``, also one from a notebook cell. A list
             of functions, or of pairs with a weight, is summed. A text names one in a file. None takes
             the recipe's.
         settings: values by dotted keys that override the recipe's, such as ``{"policy.lr": 1e-5}``.
@@ -127,7 +127,7 @@ def _holds_out(loaded: LoadedRecipe, recipe: object) -> bool:
 
 
 def _relative(named: str, base: Path) -> str:
-    """Return a file relative to the recipe's folder, not the present one; a task's name stays unchanged."""
+    """Return a file relative to the recipe's folder, not the current one; a task's name stays unchanged."""
     is_file = Path(named.rpartition(":")[0] or named).suffix in (*ENDINGS, ".py")
     return os.path.relpath(named, base) if is_file else named
 
@@ -138,8 +138,8 @@ def _functions(reward: Any) -> tuple[FunctionPath, ...]:
     found = tuple(shipped(function, weight) for function, weight in pairs)
     names = [each.name for each in found]
     if len(set(names)) < max(1, len(names)):
-        why = "something has to score, and what each says is recorded by its name"
-        raise RewardError(f"the rewards are called {names}", why, "give functions with names of their own")
+        why = "a run needs at least one reward, and metrics record each reward by name"
+        raise RewardError(f"the rewards have the names {names}", why, "give functions with different names")
     return found
 
 
@@ -170,7 +170,7 @@ def _failure(callback: object, step: int, error: Exception) -> CallbackError:
     failure = CallbackError(
         f"the callback {name} failed after step {step}: {type(error).__name__}: {error}",
         why=innermost_line(error),
-        fix="mend it, and give the same call again: it goes on from the last step that is saved",
+        fix="correct the callback and repeat the call; it resumes from the last saved step",
     )
     failure.__cause__ = error
     return failure

@@ -65,9 +65,9 @@ def replay(bundle: Path, algorithms: Sequence[Algorithm] = ()) -> list[Replayed]
     folders = sorted(file.parent for file in bundle.glob(f"*/{ABOUT}"))
     if not folders:
         raise RunDirectoryError(
-            f"{bundle} is no bundle",
-            why=f"no folder in it has a {ABOUT}",
-            fix="name a folder such as RUN/bundles/step-000012; a run lists what it left out in skips.jsonl",
+            f"{bundle} is not a bundle",
+            why=f"none of its folders contains {ABOUT}",
+            fix="name a folder such as RUN/bundles/step-000012; skips.jsonl lists the skipped updates",
         )
     own = _losses(algorithms)
     try:
@@ -130,9 +130,9 @@ def _aim(
     source, options = own.get(about["source"]) or formulas.named(about["source"]), about["options"]
     if source is None:
         raise RunDirectoryError(
-            f"the update's loss was {about['source'].replace(':', '.')}",
-            why="only the file that has it knows it, and nothing from a bundle is executed",
-            fix="let that file replay it: python FILE.py replay BUNDLE",
+            f"replay does not know the update's loss, {about['source'].replace(':', '.')}",
+            why="the file of a custom algorithm defines it, and replay executes no code from a bundle",
+            fix="replay with that file: python FILE.py replay BUNDLE",
         )
     if _is_section(source):
         source, options = source.model_validate(options), {}

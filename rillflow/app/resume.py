@@ -67,7 +67,7 @@ def resolved(recipe: Recipe, task: Task, base: Path) -> dict[str, Any]:
 
 
 def sources_of(recipe: Recipe, task: Task, base: Path) -> dict[str, bytes]:
-    """Return the source files of the recipe's functions by setting, and the texts of those given in Python.
+    """Return the sources of the recipe's functions by setting, including functions given in Python.
 
     Raises:
         RewardError: a file is missing.
@@ -119,14 +119,14 @@ def _kept_data(run: Path) -> Mapping[str, Any]:
     if [type(kept.get(name)) for name in ("drawn", "rows", "held_out")] != [int, list, list]:
         raise RunDirectoryError(
             f"{run / layout.DATA} has no digests of rows",
-            why="something else wrote it",
-            fix="restore it from a copy, or remove it where the data are as they were",
+            why="Rillflow did not write this file",
+            fix="restore it from a backup, or remove it if the data have not changed",
         )
     return kept
 
 
 def _require_same_rows(task: Task, run: Path) -> None:
-    """Refuse data in which a row of the run has changed or is gone."""
+    """Refuse data in which a row of the run has changed or is missing."""
     kept, now = _kept_data(run), task.fingerprint
     apart, drawn = (task.held_out, ()) if now.held_out else ((), task.held_out)
     for part, digests, rows in (("held_out", now.held_out, apart), ("rows", now.rows, (*task.train, *drawn))):
@@ -134,11 +134,11 @@ def _require_same_rows(task: Task, run: Path) -> None:
         if place is None:
             continue
         row = next((str(row) for row in rows if row.index == place), f"row {place + 1} of {task.name}")
-        said = "is not the row that" if place < len(digests) else "is gone; it is one that"
+        said = "differs from the row that" if place < len(digests) else "is missing; it is a row that"
         raise DataError(
-            f"{row} {said} {run} was begun with",
-            why="what a run learns from and is judged by stays; rows may be added after those it learns from",
-            fix="put the row back, or choose another run directory; --fresh sets the old one aside",
+            f"{row} {said} {run} was started with",
+            why="the rows of a run stay the same; new rows may only follow the training rows",
+            fix="restore the row, or choose another run directory; --fresh sets the old one aside",
         )
 
 
@@ -146,17 +146,17 @@ def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task:
     """Refuse a change to an allowed setting whose new value is impossible.
 
     Raises:
-        RunDirectoryError: the run has made more steps than the recipe asks for; or a KL penalty needs a
+        RunDirectoryError: the run has made more steps than the recipe sets; or a KL penalty needs a
             reference that the run has not kept.
-        DataError: a row of the run has changed or is gone; the message names it.
+        DataError: a row of the run has changed or is missing; the message names it.
     """
     made = max(kept_steps(run / layout.CHECKPOINTS), default=0)
     if made > recipe.total_steps:
         raise RunDirectoryError(
-            f"algorithm.steps is {recipe.algorithm.steps}, {recipe.total_steps} with all phases, and "
-            f"{run} has made {made}",
-            why="steps cannot be taken back",
-            fix="set more steps, or choose another run directory",
+            f"algorithm.steps is {recipe.algorithm.steps}, {recipe.total_steps} with all phases, but "
+            f"{run} has already made {made}",
+            why="a resume cannot undo steps",
+            fix="raise algorithm.steps, or choose another run directory",
         )
     for change in changed:
         if change.key == "data.digest":
@@ -165,7 +165,7 @@ def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task:
         if paid and not (run / layout.REFERENCE).is_dir():
             raise RunDirectoryError(
                 f"{run} holds a run with another config: {change}",
-                why="the divergence is one from the policy as the phase began, and the run has not kept that",
+                why="a KL penalty needs the policy from the start of the phase, and the run has not kept it",
                 fix="choose another run directory, or add --fresh to set the old one aside",
             )
 
@@ -181,14 +181,14 @@ def run_state(path: Path) -> str:
     if not layout.is_run_directory(path):
         raise RunDirectoryError(
             f"{path} exists and is not a run directory",
-            why="a run mixes with nothing that it did not make",
-            fix="choose another one with --dir",
+            why="a run writes only to an empty directory or to its own",
+            fix="choose another directory with --dir",
         )
     if (path / layout.FINISHED).is_file():
-        return f"{path}: finished; more algorithm.steps go on, --fresh sets it aside and begins anew"
+        return f"{path}: finished; raise algorithm.steps to continue, or use --fresh to start again"
     steps = kept_steps(path / layout.CHECKPOINTS)
     if not steps:
-        return f"{path}: begun and without a checkpoint; begins again"
+        return f"{path}: started, but has no checkpoint; starts again"
     return f"{path}: resumes after step {max(steps)}"
 
 
@@ -205,7 +205,7 @@ def kill_cost(recipe: Recipe) -> str:
     parts += [f"{run.checkpoint_every:,} steps (run.checkpoint_every)"] if run.checkpoint_every else []
     if not parts:
         return "a kill costs all steps of the phase: run.checkpoint_minutes and run.checkpoint_every are 0"
-    return f"a kill costs at most {' or '.join(parts)} of work, and the step that runs"
+    return f"a kill costs at most {' or '.join(parts)} of work, and the step in progress"
 
 
 def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
@@ -223,8 +223,8 @@ def fresher_steps(recipe: Recipe, checkpoint: Checkpoint) -> str:
         return ""
     which = f"step {last} is" if last == step + 1 else f"steps {step + 1} to {last} are"
     return (
-        f"; {which} sampled by the weights after step {step}: its checkpoint keeps nothing that was sampled "
-        "ahead. A run that was never ended there samples them with older weights: its bits differ"
+        f"; {which} sampled by the weights after step {step}: its checkpoint keeps no rows sampled "
+        "ahead. An uninterrupted run samples them with older weights, so its results differ"
     )
 
 

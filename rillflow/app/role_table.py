@@ -95,7 +95,7 @@ class RoleSpec:
         found = endpoints_of(self.load())
         if not found:
             raise ConfigError(
-                f"the algorithm brings {name!r}, which is no role: {self.role!r:.60}", why=NO_ROLE
+                f"the algorithm brings {name!r}, which is not a role: {self.role!r:.60}", why=NO_ROLE
             )
         return found
 
@@ -135,7 +135,7 @@ SCORERS: Mapping[str, RoleSpec] = {
 
 
 def table_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
-    """Return every role that a recipe may have, including those that its algorithm brings.
+    """Return every role that a recipe may have, including the roles that its algorithm brings.
 
     Raises:
         ConfigError: the algorithm brings a shipped role's name, an unknown kind, or something else.
@@ -152,18 +152,18 @@ def table_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
     for name, brought in recipe.chosen.brings.items():
         what = f"{recipe.algorithm.name} brings a role {name!r}"
         if name in ROLES:
-            raise ConfigError(f"{what}, which is a shipped one's name", why="a role is found by its name")
+            raise ConfigError(f"{what}, which is a shipped role", why="each role needs its own name")
         if isinstance(brought, str) and brought not in again:
             why = f"a kind is a class with endpoints, or one of {', '.join(again)}"
-            raise ConfigError(f"{what} of the kind {brought!r}", why=why, fix=nearest(brought, again))
+            raise ConfigError(f"{what} of the unknown kind {brought!r}", why=why, fix=nearest(brought, again))
         if not isinstance(brought, str | type):
-            raise ConfigError(f"{what}, which is no role: {brought!r:.60}", why=NO_ROLE)
+            raise ConfigError(f"{what}, which is not a role: {brought!r:.60}", why=NO_ROLE)
         found[name] = found[brought] if isinstance(brought, str) else RoleSpec(role=brought)
     return found
 
 
 def roles_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
-    """Return the roles that take part: those that steps call, in order, and those that join them.
+    """Return the roles that take part: the roles that steps call, in order, and the roles that join them.
 
     Raises:
         ConfigError: a step calls a role that is neither shipped nor brought.
@@ -172,9 +172,9 @@ def roles_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
     for role in recipe.roles:
         if role not in table:
             raise ConfigError(
-                f"the step of {recipe.algorithm.name} calls flow.{role}, and there is no role {role!r}",
-                why=f"there are {', '.join(table)}",
-                fix=f"{nearest(role, table)}; Algorithm(brings=...) adds one",
+                f"the step of {recipe.algorithm.name} calls flow.{role}, but there is no role {role!r}",
+                why=f"the roles are {', '.join(table)}",
+                fix=f"{nearest(role, table)}; Algorithm(brings=...) adds a role",
             )
     joined = [role for role, spec in table.items() if spec.joins(recipe)]
     return {role: table[role] for role in dict.fromkeys([*recipe.roles, *joined])}

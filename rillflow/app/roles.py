@@ -43,7 +43,7 @@ class RoleGroups:
     Args:
         facts: the recipe and its models.
         run: the run directory.
-        checkpoint: the checkpoint to resume from; None to start anew.
+        checkpoint: the checkpoint to resume from; None to start from the beginning.
         backend: the backend with the ranks.
     """
 
@@ -56,7 +56,7 @@ class RoleGroups:
         self._groups: dict[str, Group] = {}
         self.executor = GroupExecutor(self._groups, backend)
         self.delivery: WeightSync | None = None
-        """WeightSync of versions to a sampler on ranks of its own; None if it shares the policy's ranks."""
+        """WeightSync to a sampler on its own ranks; None if it shares the policy's ranks."""
         role, model, done = recipe.trained_role, recipe.policy.model, 0
         if checkpoint is not None:
             model = self._directory(checkpoint.model(role))
@@ -97,7 +97,7 @@ class RoleGroups:
 
         Args:
             plan: the phase.
-            goes_on: a checkpoint of this very phase; None at the start of the phase.
+            goes_on: a checkpoint of this phase; None at the start of the phase.
         """
         for role in plan.roles:
             if self._specs[role].start is Start.PHASE:

@@ -136,15 +136,15 @@ class Run:
         return write_report(self.path, predict_steps())
 
     def stop(self) -> None:
-        """End the run after the present step, with a checkpoint; for callbacks and other threads.
+        """End the run after the current step, with a checkpoint; for callbacks and other threads.
 
         Raises:
             RunDirectoryError: this object does not train the run.
         """
         if self._interruption is None:
             raise RunDirectoryError(
-                f"{self.path} is not trained by this object",
-                why="what opens a run directory only reads it",
+                f"this object does not train {self.path}",
+                why="open_run only reads a run directory",
                 fix=f"send SIGTERM to the process that {self.path / layout.LOCK} names, if it still runs",
             )
         self._interruption.requested = self.is_stopped = True

@@ -1,4 +1,4 @@
-"""Serving: serve a model, or a run's newest checkpoint, by OpenAI's protocol.
+"""Serving: serve a model, or a run's newest checkpoint, over OpenAI's protocol.
 
 run | model directory ─> model, engine ─ one thread: passes, newer checkpoints ─> EngineQueue ─> Door
 """
@@ -57,26 +57,26 @@ class _Served:
     looked: float = 0.0
     """Time of the last check of the run."""
     failure: RillflowError | None = None
-    """Error that broke the engine."""
+    """Error that stopped the engine."""
 
     def serve(self, ended: Callable[[], None]) -> None:
         """Run engine passes as long as the process lives; an error of the engine ends the command.
 
         Args:
-            ended: called when the engine is broken and every client has received an error.
+            ended: called when the engine has failed and every client has received an error.
         """
         try:
             while True:
                 self._turn()
         except BaseException as error:
-            logger.exception("the engine has broken")
+            logger.exception("the engine failed")
             self.failure = StreamError(
-                "the engine has broken, and the door is closed",
+                "the engine failed, and the server stopped",
                 why=f"{type(error).__name__}: {error}",
-                fix="look at the log, and start the command again",
+                fix="read the log, and start the command again",
             )
             self.failure.is_underway = True
-            self.queue.fail(Declined(503, self.failure.what, self.failure.why, "ask again later"))
+            self.queue.fail(Declined(503, self.failure.what, self.failure.why, "try again later"))
             ended()
 
     def _turn(self) -> None:
@@ -117,7 +117,7 @@ def serve(
         announce: receives the address, and the token if no file holds it.
 
     Raises:
-        RillflowError: there is no model, the port is taken, or the engine broke.
+        RillflowError: there is no model, the port is taken, or the engine failed.
     """
     token, is_new = _token(token_file)
     listening = bound(port)
@@ -132,7 +132,7 @@ def serve(
     newest = f", step {served.queue.version}" if served.run is not None else ""
     announce(f"{source}{newest}: {server.url}")
     if is_new:
-        announce(f"token: {token}" if token_file is None else f"token: in {token_file}")
+        announce(f"token: {token}" if token_file is None else f"token: written to {token_file}")
     server.run()
     if served.failure is not None:
         raise served.failure
@@ -150,7 +150,7 @@ def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
         folder = model_directory(run, "policy").absolute()
         version = int(folder.parent.name.removeprefix("step-"))
     kept = {name: settings[name] for name in _KEPT if name in settings}
-    usual = validate(RolloutConfig, {**kept, "max_rows": max_rows}, "what is served")
+    usual = validate(RolloutConfig, {**kept, "max_rows": max_rows}, "the sampling settings")
     chosen = ModelConfig(path=str(folder), dtype=dtype)
     model = load_model(chosen, seed=0, device=choose_device("auto"), base=Path())
     engine = native_engine(model, usual)
@@ -174,5 +174,7 @@ def _token(file: Path | None) -> tuple[str, bool]:
     except (OSError, UnicodeDecodeError) as error:
         raise RunDirectoryError(f"--token-file {file} cannot be used", why=str(error)) from None
     if len(token) < 16:
-        raise StreamError(f"a token of {len(token)} characters", why="16 are the least that is not guessed")
+        raise StreamError(
+            f"the token has {len(token)} characters", why="a token of fewer than 16 characters can be guessed"
+        )
     return token, is_new

@@ -1,4 +1,4 @@
-"""Where: check that the nodes of a run's ranks share its directory, and report clocks that are off.
+"""Shared paths: check that the nodes of a run's ranks share its directory, and report clocks that are off.
 
 driver writes a mark ─> run directory <─ one rank per node sees it, and writes there too
 """
@@ -55,8 +55,8 @@ def _require_here(site: Site, node: str, mark: Path, files: Sequence[Path]) -> N
     if missing:
         path = str(mark.parent) if missing == [str(mark)] else missing[0]
         raise RunDirectoryError(
-            f"node {node} does not see {path} as this machine does",
-            why="ranks read and write there: checkpoints, rollouts, what a recipe names",
+            f"node {node} does not see {path}, which this machine sees",
+            why="all ranks read and write the same checkpoints, rollouts and files of the recipe",
             fix="put it on a disk that all nodes share, at one path; --dir chooses the run directory",
         )
     try:
@@ -71,7 +71,7 @@ def clock_notes(nodes: Mapping[Place, Node]) -> list[str]:
     """Return a note on every node whose clock is far off."""
     return [
         f"the clock of node {node.address} is {duration(abs(node.ahead_s))} "
-        f"{'ahead of' if node.ahead_s > 0 else 'behind'} this machine's; the times it tells are corrected"
+        f"{'ahead of' if node.ahead_s > 0 else 'behind'} this machine's; its times are corrected"
         for node in dict.fromkeys(nodes.values())
         if abs(node.ahead_s) > MENTIONED_S
     ]

@@ -28,8 +28,10 @@ def model_directory(run: Path, role: str, step: int | None = None) -> Path:
         there = sorted({path.parent.name for path in found.parent.glob("*/*config.json")})
         raise RunDirectoryError(
             f"{run} has no {role.replace('_', ' ')}",
-            why=f"it trains the {', the '.join(there).replace('_', ' ')}" if there else "it trains nothing",
-            fix="name another run",
+            why=f"it trains the {', the '.join(there).replace('_', ' ')}"
+            if there
+            else "its checkpoint holds no model",
+            fix="give another run",
         )
     return found
 
@@ -78,12 +80,16 @@ def write_merged(
 
     folder = model_directory(source, "policy") if layout.is_run_directory(source) else source
     if out.exists():
-        raise RunDirectoryError(f"{out} is there already", why="nothing is written over", fix="name another")
+        raise RunDirectoryError(
+            f"{out} already exists",
+            why="existing files are never overwritten",
+            fix="choose another directory",
+        )
     config = ModelConfig(path=str(folder.absolute()), dtype=dtype)
     how: dict[str, Any] = {"seed": 0, "device": choose_device("cpu"), "base": Path()}
     model = load_model(config, **how)
     if model.adapter is None:
-        raise ModelError(f"{folder} is a whole model", why="there is no adapter in it to merge")
+        raise ModelError(f"{folder} holds a whole model", why="it has no adapter to merge")
     full = (
         load_model(ModelConfig(path=model.adapter.base, dtype=dtype), **how).module
         if base == "full"
@@ -113,7 +119,7 @@ def _checkpoint(run: Path, step: int | None) -> Path:
         there = kept_steps(folder)
         raise RunDirectoryError(
             f"{run} has no checkpoint of step {step}",
-            why=f"it has those of steps {', '.join(map(str, there))}" if there else "it has none",
-            fix=f"--checkpoint {there[-1]}" if there else "wait for the first one",
+            why=f"it has checkpoints of the steps {', '.join(map(str, there))}" if there else "it has none",
+            fix=f"use --checkpoint {there[-1]}" if there else "wait for the first one",
         )
     return chosen

@@ -1,7 +1,7 @@
 """Verify: check that a run directory is as the run wrote it.
 
     digests.jsonl ─ lines, files ─┐
-    manifests ─ checkpoints ──────┴─> Verified: what is whole, damaged, lost
+    manifests ─ checkpoints ──────┴─> Verified: whole, damaged and lost files
 
 Not covered: report.html and run.lock, which no resume reads; bundles and the reference, which have no digest.
 """
@@ -45,7 +45,9 @@ def verify(run: Path) -> Verified:
     found += [Damage(place=f"{folder}/{name}", problem=what) for name, what in checkpoints.items() if what]
     newest = newest_checkpoint(run)
     if newest is not None and f"step-{newest:06d}" not in checkpoints:
-        found.append(Damage(place=f"{folder}/step-{newest:06d}", problem="missing: it was the newest one"))
+        found.append(
+            Damage(place=f"{folder}/step-{newest:06d}", problem="missing, and it was the newest checkpoint")
+        )
     names = [*layout.LINE_FILES, *(f"{folder}/{name}" for name in checkpoints)]
     names += [file for file in (layout.CONFIG, layout.ENVIRONMENT, layout.FINISHED) if (run / file).exists()]
     rollouts = sum(map(len, layout.written_rollouts(run).values()))

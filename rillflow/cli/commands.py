@@ -25,8 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     """``rillflow run``: check a recipe, then run it to its end."""
     if arguments.lengths is not None and arguments.cluster is None:
         raise ConfigError(
-            "--lengths without --cluster",
-            why="lengths of rows are for what a cluster's file predicts",
+            "--lengths is given without --cluster",
+            why="only the prediction for --cluster uses row lengths",
             fix="add --cluster FILE, or leave --lengths out",
         )
     plan, placed = None, []
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """``rillflow check``: report everything that can be known before a run."""
+    """``rillflow check``: report everything about a recipe that can be known before it runs."""
     loaded = load(arguments)
     from rillflow.app.check import check as examine_recipe
 
@@ -64,7 +64,7 @@ def check(arguments: argparse.Namespace) -> int:
         from rillflow.config.problems import together
 
         raise together(report.problems, str(loaded.path))
-    print("\nready" if not arguments.no_code else "\nready, but for what was not run")
+    print("\nready" if not arguments.no_code else "\nready, except for code that was not run")
     return DONE
 
 
@@ -102,9 +102,9 @@ def ask(arguments: argparse.Namespace) -> int:
     require_run(arguments.run)
     if arguments.messages is not None and arguments.prompt is not None:
         raise ConfigError(
-            "a PROMPT beside --messages",
+            "PROMPT cannot be combined with --messages",
             why="the messages are the whole conversation",
-            fix="write it into the file as its last message, or leave one of the two out",
+            fix="add the prompt to the file as its last message, or remove one of the two",
         )
     from rillflow.app.ask import Respondent, read_messages
 
@@ -145,16 +145,16 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     if arguments.out is not None and arguments.out.exists():
         raise ConfigError(
-            f"--out {arguments.out}: it exists",
-            why="nothing of yours is overwritten",
-            fix="give another name",
+            f"--out {arguments.out} already exists",
+            why="existing files are never overwritten",
+            fix="choose another name",
         )
     runs = [each for each in (arguments.source, arguments.against) if each and layout.is_run_directory(each)]
     if arguments.recipe is None and not runs:
         raise ConfigError(
-            f"{arguments.source} is no run directory",
-            why="prompts are those that a run held out, or a recipe does",
-            fix="--recipe FILE says which prompts are answered",
+            f"{arguments.source} is not a run directory",
+            why="the prompts are the held-out prompts of a run or a recipe",
+            fix="give --recipe FILE to choose the prompts",
         )
     known = arguments.algorithms
     loaded = (
@@ -171,13 +171,13 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """``rillflow serve``: serve a model, or a run's newest, by OpenAI's protocol until interrupted."""
+    """``rillflow serve``: serve a model, or a run's newest checkpoint, until interrupted."""
     try:
         from rillflow.app.serve import serve as serve_source
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed",
-            why="the door is an extra",
+            why="rillflow serve needs an optional package",
             fix="pip install 'rillflow[service]'",
         ) from None
     told = {"port": arguments.port, "token_file": arguments.token_file, "max_rows": arguments.max_rows}
@@ -195,7 +195,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def timeline(arguments: argparse.Namespace) -> int:
-    """``rillflow timeline``: show where a run's ranks waited, and for whom; write the trace of its steps."""
+    """``rillflow timeline``: show how long ranks waited and for which stage; write the trace of its steps."""
     from rillflow.app.plugins import predict_steps
     from rillflow.runs.durable import replace
     from rillflow.runs.json_lines import encode
@@ -206,9 +206,9 @@ def timeline(arguments: argparse.Namespace) -> int:
     out: Path | None = arguments.out
     if out is not None and (out.exists() or not out.parent.is_dir()):
         raise ConfigError(
-            f"--out {out}: {'it exists' if out.exists() else f'there is no folder {out.parent}'}",
-            why="a trace is a new file in a folder that is there; nothing of yours is overwritten",
-            fix="give another name" if out.exists() else "make the folder, or give another one",
+            f"--out {out}: {'it already exists' if out.exists() else f'there is no folder {out.parent}'}",
+            why="a trace is a new file in an existing folder; existing files are never overwritten",
+            fix="choose another name" if out.exists() else "create the folder, or choose another",
         )
     data = load(arguments.run)
     found = measured(data, *(arguments.steps or ()))
@@ -293,7 +293,7 @@ def _show_report(report: Report) -> None:
 
 
 def _typed() -> Iterator[str]:
-    """Yield prompts from the input: typed after a sign on a terminal, else every line that is not empty."""
+    """Yield prompts from standard input: typed after ``> `` on a terminal, else every non-empty line."""
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
         return

@@ -10,7 +10,7 @@ from rillflow.runs.error_lines import own_line
 from rillflow.runs.formatting import visible
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done; failed on the way; impossible, with nothing started; stopped by the user."""
+"""Exit codes: done; failed after the start; refused before the start; stopped by the user."""
 
 
 def explain_failure(error: BaseException, *, debug: bool) -> int:
@@ -24,17 +24,17 @@ def explain_failure(error: BaseException, *, debug: bool) -> int:
         for note in (*vars(error).get("__notes__", ()), *([f"at {own}"] if own else ())):
             print(visible(f"  where: {note}"), file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
-        print("interrupted; what was written before the last checkpoint is kept", file=sys.stderr)
+        print("interrupted; everything up to the last checkpoint is kept", file=sys.stderr)
     elif own:
         print(
             f"error: {visible(''.join(traceback.format_exception_only(error))).strip()}\n"
             f"  why: raised at {own}\n"
-            "  fix: mend what that line does; --debug shows the traceback",
+            "  fix: correct that line; --debug shows the traceback",
             file=sys.stderr,
         )
     else:
         print(
-            f"error: {type(error).__name__} is not an error Rillflow expects, so it is a fault in it\n"
+            f"error: unexpected {type(error).__name__}, which is a bug in Rillflow\n"
             "  fix: report it with the lines above; the same command resumes from the last checkpoint",
             file=sys.stderr,
         )

@@ -31,7 +31,7 @@ from rillflow.runs.formatting import visible
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
 
-EPILOG = "exit codes: 0 done, 1 failed on the way, 2 cannot be done and nothing was started, 130 interrupted"
+EPILOG = "exit codes: 0 done, 1 failed after the start, 2 refused before the start, 130 interrupted"
 
 
 def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()) -> int:
@@ -138,88 +138,113 @@ def recipe_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = Fal
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change a setting, such as policy.lr=1e-5; again for more; the value none takes a setting away",
+        help="change a setting, such as policy.lr=1e-5; may be repeated; the value none removes a setting",
     )
-    parser.add_argument("--dir", metavar="DIR", help="the run directory, as --set run.dir=DIR")
+    parser.add_argument("--dir", metavar="DIR", help="the run directory; short for --set run.dir=DIR")
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
     recipe_arguments(parser)
-    parser.add_argument("--all", action="store_true", help="show every setting, not only those given")
-    told = (
-        "also try a step's passes without numbers: what every rank will hold, by role and phase (loads torch)"
-    )
+    parser.add_argument("--all", action="store_true", help="show every setting, not only the given ones")
+    told = "also report each rank's peak memory by role and phase, from a step on fake tensors (loads torch)"
     parser.add_argument("--memory", action="store_true", help=told)
-    told = "run nothing that the recipe names (functions, an engine, a server's Python), and say what that is"
+    told = "run no code that the recipe names (functions, an engine, a server's Python), and list that code"
     parser.add_argument("--no-code", action="store_true", help=told)
 
 
 def _run_arguments(parser: argparse.ArgumentParser) -> None:
     recipe_arguments(parser)
-    told = "begin anew: an older run in the directory is moved aside, not deleted"
+    told = "start from the beginning; an older run in the directory is renamed, not deleted"
     parser.add_argument("--fresh", action="store_true", help=told)
-    parser.add_argument("--quiet", action="store_true", help="show nothing but errors")
+    parser.add_argument("--quiet", action="store_true", help="show only errors")
     placed = parser.add_mutually_exclusive_group()
     placed.add_argument(
-        "--plan", type=Path, metavar="FILE", help="place roles as a plan of rillflow plan does"
+        "--plan", type=Path, metavar="FILE", help="place the roles by a plan file that rillflow plan wrote"
     )
     told = "predict the seconds of the recipe's own placement on the devices of a cluster's TOML file"
     placed.add_argument("--cluster", type=Path, metavar="FILE", help=told)
-    told = "a run whose rows give the lengths for --cluster; assumed if left out"
+    told = "run whose row lengths --cluster uses; left out, lengths are assumed"
     parser.add_argument("--lengths", type=Path, metavar="RUN", help=told)
 
 
 def _graph_arguments(parser: argparse.ArgumentParser) -> None:
     recipe_arguments(parser)
     forms = ("text", "mermaid", "json")
-    parser.add_argument("--format", choices=forms, default="text", help="how it is drawn (text)")
+    parser.add_argument("--format", choices=forms, default="text", help="output format (default: text)")
 
 
 def _ask_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _report_arguments(parser)
-    add("prompt", nargs="?", metavar="PROMPT", help="left out: one prompt a line of the input")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
-    add("--max-tokens", type=int, metavar="N", help="longest answer; as in training if left out")
+    add("prompt", nargs="?", metavar="PROMPT", help="left out, each line of standard input is a prompt")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 (default) is greedy",
+    )
+    add("--max-tokens", type=int, metavar="N", help="most tokens of an answer; left out, as in training")
     chat = parser.add_mutually_exclusive_group()
-    chat.add_argument("--system", metavar="TEXT", help="the system message before the prompt")
-    told = "ask a conversation: a JSON list of messages, or a message a line; - for standard input"
+    chat.add_argument("--system", metavar="TEXT", help="system message before the prompt")
+    told = "answer a conversation: a JSON list of messages, or one message per line; - is standard input"
     chat.add_argument("--messages", type=Path, metavar="FILE", help=told)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--checkpoint", type=int, metavar="STEP", help="the newest if left out")
-    which.add_argument("--best", action="store_true", help="the one with the highest held-out mean reward")
+    which.add_argument(
+        "--checkpoint", type=int, metavar="STEP", help="step of the checkpoint; left out, the newest"
+    )
+    which.add_argument("--best", action="store_true", help="checkpoint with the highest held-out mean reward")
 
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", type=Path, metavar="RUN_OR_MODEL", help="a run, or a model's directory")
-    add("--against", type=Path, metavar="OTHER", help="a run or model whose answers it is compared with")
+    add("--against", type=Path, metavar="OTHER", help="run or model to compare with")
     by = parser.add_mutually_exclusive_group()
-    told = "a judge's directory, or the run that trained it; left out, the task's function compares"
+    told = "directory of a judge, or the run that trained it; left out, the task's function scores"
     by.add_argument("--judge", type=Path, metavar="DIR", help=told)
-    by.add_argument("--reward-model", type=Path, metavar="DIR", help="a reward model's instead")
-    told = "whose held-out prompts are answered; the first run's if left out"
+    by.add_argument(
+        "--reward-model",
+        type=Path,
+        metavar="DIR",
+        help="directory of a reward model, or the run that trained it",
+    )
+    told = "recipe with the held-out prompts; left out, the first run's"
     add("--recipe", type=Path, metavar="FILE", help=told)
-    add("--problems", type=_count, metavar="N", help="prompts at most; all that are held out if left out")
-    add("--samples", type=_count, default=1, metavar="N", help="answers of each model to a prompt (1)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
-    add("--out", type=Path, metavar="FILE", help="where numbers and pairs are written as JSON; a new file")
+    add("--problems", type=_count, metavar="N", help="most prompts to use; left out, all held-out prompts")
+    add(
+        "--samples", type=_count, default=1, metavar="N", help="answers of each model per prompt (default: 1)"
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 (default) is greedy",
+    )
+    add("--out", type=Path, metavar="FILE", help="new JSON file for the results and the pairs")
 
 
 def _count(text: str) -> int:
     """Return a whole number above 0."""
     if not (text.isdecimal() and text.isascii() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of one or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("source", type=Path, metavar="MODEL_OR_RUN", help="a model's directory, or a run, which is followed")
-    add("--port", type=int, default=8000, metavar="N", help="of the loopback device; 0 for a free one (8000)")
-    told = "holds the token that requests bear; made where it is not there. Left out: a new one is shown"
+    add("source", type=Path, metavar="MODEL_OR_RUN", help="a model's directory, or a run to serve and follow")
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="port on the loopback device; 0 picks a free one (default: 8000)",
+    )
+    told = "file with the bearer token; created if missing. Left out, a new token is printed"
     add("--token-file", type=Path, metavar="FILE", help=told)
-    add("--max-rows", type=int, default=64, metavar="N", help="rows that run at once (64)")
+    add("--max-rows", type=int, default=64, metavar="N", help="most rows that run at once (default: 64)")
 
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -228,9 +253,9 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _timeline_arguments(parser: argparse.ArgumentParser) -> None:
     _report_arguments(parser)
-    told = "such as 5-8, or 5; those of the last phase if left out"
+    told = "steps, such as 5-8, or 5; left out, the steps of the last phase"
     parser.add_argument("--steps", type=_steps, metavar="A-B", help=told)
-    told = "where to write them as a trace for Perfetto or chrome://tracing; a new file"
+    told = "new file for a trace of the steps, for Perfetto or chrome://tracing"
     parser.add_argument("--out", type=Path, metavar="FILE", help=told)
 
 
@@ -239,30 +264,32 @@ def _steps(text: str) -> tuple[int, int]:
     first, _, last = text.partition("-")
     ends = (first, last if "-" in text else first)
     if not all(end.isdecimal() and end.isascii() for end in ends) or int(ends[0]) > int(ends[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no range of steps, such as 5-8, or 5")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps, such as 5-8, or 5")
     return int(ends[0]), int(ends[1])
 
 
 def _replay_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("bundle", type=Path, metavar="BUNDLE", help="such as RUN/bundles/step-000012")
+    parser.add_argument(
+        "bundle", type=Path, metavar="BUNDLE", help="folder of a bundle, such as RUN/bundles/step-000012"
+    )
 
 
 def _merge_arguments(parser: argparse.ArgumentParser) -> None:
-    told = "an adapter's directory, or a run, whose last policy it is"
+    told = "directory of an adapter, or a run whose newest policy is an adapter"
     parser.add_argument("adapter", type=Path, metavar="ADAPTER", help=told)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the model is written")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory of the new model")
     types = ("float32", "bfloat16")
-    parser.add_argument("--dtype", choices=types, default="float32", help="of its weights (float32)")
-    told = (
-        "of an int8 base: trained, what its whole numbers stand for (the default), or full, the directory's"
+    parser.add_argument(
+        "--dtype", choices=types, default="float32", help="dtype of the weights (default: float32)"
     )
+    told = "weights of an int8 base: trained, the dequantised ones (default), or full, the directory's own"
     parser.add_argument("--base", choices=("trained", "full"), default="trained", help=told)
 
 
 def known_commands(words: Sequence[str]) -> dict[str, Command]:
     """Return the commands that an invocation may name.
 
-    One of the package's own commands is known alone: it runs without loading a plugin, also a broken one.
+    A command of the package itself is returned alone: it then runs without loading any plugin.
     """
     first = words[0] if words else ""
     return {first: COMMANDS[first]} if first in COMMANDS else {**COMMANDS, **plugins.commands(COMMANDS)}
@@ -270,12 +297,12 @@ def known_commands(words: Sequence[str]) -> dict[str, Command]:
 
 COMMANDS: Mapping[str, Command] = {
     "run": Command(
-        help="run a recipe to its end, or go on with it from its last checkpoint",
+        help="run a recipe to its end, or resume it from its last checkpoint",
         run=commands.run,
         add_arguments=_run_arguments,
     ),
     "check": Command(
-        help="say everything about a recipe that can be known before it runs",
+        help="report everything about a recipe that can be known before it runs",
         run=commands.check,
         add_arguments=_check_arguments,
     ),
@@ -285,7 +312,7 @@ COMMANDS: Mapping[str, Command] = {
         add_arguments=_graph_arguments,
     ),
     "ask": Command(
-        help="let the trained model of a run answer a prompt",
+        help="answer prompts with the trained model of a run",
         run=commands.ask,
         add_arguments=_ask_arguments,
     ),
@@ -295,7 +322,7 @@ COMMANDS: Mapping[str, Command] = {
         add_arguments=_evaluate_arguments,
     ),
     "serve": Command(
-        help="answer by OpenAI's protocol with a model, or with a run's newest checkpoint",
+        help="serve a model, or a run's newest checkpoint, over OpenAI's protocol",
         run=commands.serve,
         add_arguments=_serve_arguments,
     ),
@@ -305,7 +332,7 @@ COMMANDS: Mapping[str, Command] = {
         add_arguments=_report_arguments,
     ),
     "timeline": Command(
-        help="say where the ranks of a run waited, and for whom; write its steps as a trace",
+        help="show how long a run's ranks waited and for which stage; write the steps as a trace",
         run=commands.timeline,
         add_arguments=_timeline_arguments,
     ),
@@ -315,17 +342,17 @@ COMMANDS: Mapping[str, Command] = {
         add_arguments=_report_arguments,
     ),
     "replay": Command(
-        help="make an update that a run left out again, and say where its first odd number is",
+        help="re-run a skipped update from its bundle and report the first non-finite value",
         run=commands.replay,
         add_arguments=_replay_arguments,
     ),
     "merge-adapter": Command(
-        help="put an adapter into its base's weights, as a model of its own",
+        help="merge an adapter into the weights of its base and write a whole model",
         run=commands.merge_adapter,
         add_arguments=_merge_arguments,
     ),
     "doctor": Command(
-        help="look at this machine and say what would be in the way",
+        help="check this machine for problems that would stop or slow down a run",
         run=commands.doctor,
         add_arguments=lambda _: None,
     ),

@@ -1,4 +1,4 @@
-"""Load: turn a TOML file and ``--set`` settings into a checked record, or list every reason why not.
+"""Load: turn a TOML file and ``--set`` settings into a checked record, or list every problem in them.
 
 file ─ read_toml ─> data ─ apply_overrides ─> data ─ validate ─> record
        line, column        "policy.lr=1e-5"          all problems at once
@@ -114,7 +114,7 @@ def _syntax_error(path: Path, text: str, message: str) -> ConfigError:
     return ConfigError(
         f"{path} line {line}, column {column}: {reason}",
         why=f"the line is: {shown.strip()[:100]}",
-        fix='a setting reads key = value, with texts in "quotes" and sections in [brackets]',
+        fix='write key = value, with strings in "quotes" and sections in [brackets]',
     )
 
 

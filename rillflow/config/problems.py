@@ -57,7 +57,7 @@ def explain(error: ErrorDetails, schema: type[Section], data: Data) -> ConfigErr
         return _unchosen(place.dotted, place.field, error["input"])
     if kind == "value_error" and isinstance(error["input"], Mapping):
         conflict = f"{place.dotted}: {context['error']}"
-        return ConfigError(conflict, why="these settings cannot go together", fix="change one of them")
+        return ConfigError(conflict, why="these settings contradict each other", fix="change one of them")
     if subsections(place.field):
         return _not_a_section(place.dotted, place.field, error["input"])
     rule = _RULES[kind].format(**context) if kind in _RULES else error["msg"]
@@ -122,7 +122,7 @@ def _unknown(place: SettingPlace, value: object, schema: type[Section]) -> Confi
         new = place.section.renamed[name]
         fix = f"write {f'{parent}.{new}' if parent else new}"
         return ConfigError(what, why=f"{name!r} was renamed to {new!r}", fix=fix)
-    why = f"it has {', '.join(known)}"
+    why = f"it has the keys {', '.join(known)}"
     return ConfigError(what, why=why, fix=_meant(name, known, schema))
 
 
@@ -133,7 +133,7 @@ def _meant(name: str, known: Mapping[str, FieldInfo], schema: type[Section]) -> 
         return spelling
     elsewhere = sorted({key.dotted for key in walk(schema) if key.path[-1] == name})
     if elsewhere:
-        return f"{name!r} stands elsewhere: {' or '.join(elsewhere)}"
+        return f"{name!r} is in another section: {' or '.join(elsewhere)}"
     words = name.replace("_", " ").lower()
     described = [key for key, field in known.items() if words in (field.description or "").lower()]
     return f"did you mean {described[0]!r}?" if described else "remove it"
@@ -146,7 +146,7 @@ def _missing(dotted: str, field: FieldInfo) -> ConfigError:
         first = subsections(field)[0].model_fields
         needed = [key for key, inner in first.items() if inner.is_required()]
         keys = f" with {', '.join(needed)}" if needed else ""
-        return ConfigError(what, why="a recipe cannot do without this section", fix=f"add [{dotted}]{keys}")
+        return ConfigError(what, why="a recipe needs this section", fix=f"add [{dotted}]{keys}")
     return ConfigError(
         what,
         why=_because("it has no default", field),
@@ -166,7 +166,7 @@ def _unchosen(dotted: str, field: FieldInfo, value: object) -> ConfigError:
         )
     return ConfigError(
         f"{dotted}.{tag} is missing",
-        why=f"it chooses what [{dotted}] holds: {', '.join(map(shown, names))}",
+        why=f"it selects the settings of [{dotted}]: {', '.join(map(shown, names))}",
         fix=f"add {tag} = {shown(names[0])} to [{dotted}]",
     )
 

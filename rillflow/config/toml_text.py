@@ -74,5 +74,5 @@ def _value(value: object, place: str) -> str:
     if isinstance(value, Sequence):
         return f"[{', '.join(_value(entry, place) for entry in value)}]"
     raise ConfigError(
-        f"{place} is {value!r}", why="a file of ours holds texts, truth values, finite numbers and lists"
+        f"{place} is {value!r}", why="Rillflow writes strings, booleans, finite numbers, lists and tables"
     )

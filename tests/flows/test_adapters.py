@@ -164,6 +164,6 @@ def test_an_adapter_is_merged_by_a_command(tmp_path: Path, capsys: pytest.Captur
         found, expected = (each.module(input_ids=tokens).logits for each in (whole, beside))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert main(["merge-adapter", str(tmp_path / "a/run"), "--out", str(out)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["merge-adapter", str(out), "--out", str(tmp_path / "again")]) == 2
-    assert "is a whole model" in capsys.readouterr().err
+    assert "holds a whole model" in capsys.readouterr().err

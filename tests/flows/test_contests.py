@@ -104,12 +104,12 @@ def test_what_cannot_be_compared_is_refused(folder: Path, capsys: pytest.Capture
     one, model = str(folder / "one"), next((folder / "one/checkpoints").glob("*/policy"))
     (folder / "there.json").write_text("{}")
     for words, why in (
-        ([one, "--judge", str(folder / "judge")], "--judge without --against"),
+        ([one, "--judge", str(folder / "judge")], "--judge also needs --against"),
         ([str(model)], "--recipe FILE"),
         ([one, "--against", str(folder / "judge")], "has no policy"),
         ([one, "--against", one, "--judge", str(model)], "frame is not set"),
         ([one, "--against", one, "--reward-model", one], "has no reward model"),
-        ([one, "--out", str(folder / "there.json")], "it exists"),
+        ([one, "--out", str(folder / "there.json")], "already exists"),
         ([one, "--temperature", "-1"], "temperature"),
     ):
         assert main(["evaluate", *words]) != 0

@@ -215,9 +215,9 @@ def assert_said(ended: Ended, error: int, turn: int, writes: list[str]) -> None:
     """The error is ours, with the system's reason; its code says how far the run was."""
     said = ended.err if ended.code else ended.out
     assert re.search(r"cannot (write|be written)", said) and os.strerror(error) in said, ended
-    assert "Traceback" not in said and "fix that line" not in said, ended
+    assert "Traceback" not in said and "correct that line" not in said, ended
     if turn > writes.index("rename finished.json") + 2:  # and the flush of the folder
-        assert ended.code == 0 and "the run is finished, and its report is not" in said, ended
+        assert ended.code == 0 and "the run is finished, but its report is not" in said, ended
     else:
         assert ended.code == (1 if turn > last_of_the_start(writes) else 2), ended
 

@@ -54,7 +54,7 @@ def test_a_finished_run_goes_on_to_more_steps_with_the_bits_of_one_that_was_that
     assert tiny.run("short", "algorithm.steps=6") == 0
     assert "is finished" in capsys.readouterr().out
     assert tiny.run("short", "algorithm.steps=2") == 2
-    assert "algorithm.steps is 2, 4 with all phases, and" in capsys.readouterr().err
+    assert "algorithm.steps is 2, 4 with all phases, but" in capsys.readouterr().err
 
 
 def test_a_schedule_goes_on_as_that_of_the_longer_run_and_a_rate_changes_from_there_on(tiny: Tiny) -> None:
@@ -98,7 +98,7 @@ def test_edited_data_and_other_settings_are_refused(tiny: Tiny, capsys: pytest.C
         assert settings[0].partition("=")[0] in capsys.readouterr().err
     tiny.write_rows(12, p0="9+9=")
     assert tiny.run("run", "algorithm.steps=4") == 2
-    assert "is not the row that" in capsys.readouterr().err
+    assert "differs from the row that" in capsys.readouterr().err
     assert tiny.numbers("run") == before
 
 
@@ -140,8 +140,8 @@ def test_a_row_that_changed_or_is_gone_is_named(tiny: Tiny, capsys: pytest.Captu
     assert tiny.run("run", apart, "algorithm.steps=1") == 0
     capsys.readouterr()
     for count, other, says in (
-        (15, {"p3": "9+9="}, 'prompts.jsonl line 4 ("9+9=") is not the row that'),
-        (11, {}, "row 12 of prompts.jsonl is gone"),
+        (15, {"p3": "9+9="}, 'prompts.jsonl line 4 ("9+9=") differs from the row that'),
+        (11, {}, "row 12 of prompts.jsonl is missing"),
     ):
         tiny.write_rows(count, **({"p0": "5+5=", "p1": "6+6="} | other))
         for command in ("run", "check"):
@@ -152,7 +152,7 @@ def test_a_row_that_changed_or_is_gone_is_named(tiny: Tiny, capsys: pytest.Captu
     with (tiny.folder / "judge.jsonl").open("a") as file:
         file.write('{"prompt": "7+2=", "answer": "9"}\n')
     assert tiny.run("run", apart, "algorithm.steps=4") == 2
-    assert 'judge.jsonl line 3 ("7+2=") is not the row that' in capsys.readouterr().err
+    assert 'judge.jsonl line 3 ("7+2=") differs from the row that' in capsys.readouterr().err
 
 
 def test_the_page_lists_the_settings_that_may_change_and_no_other() -> None:

@@ -70,7 +70,7 @@ def test_what_a_sound_folder_may_hold_ends_and_runs_nothing(
 ) -> None:
     BOUNDED[name](folder)
     code, said = checked(folder, "--no-code")
-    assert code == 0 and said.endswith("ready, but for what was not run\n"), said[-2000:]
+    assert code == 0 and said.endswith("ready, except for code that was not run\n"), said[-2000:]
     assert not (folder / "owned").exists()
 
 

@@ -209,7 +209,7 @@ def serving(model: Path) -> Iterator[Server]:
         try:
             assert process.stdout is not None
             found = re.search(r"http://\S+", process.stdout.readline())
-            assert found is not None and process.stdout.readline().startswith("token: in")
+            assert found is not None and process.stdout.readline().startswith("token: written to")
             yield Server(url=found[0], token=token.read_text(), pid=process.pid)
             assert process.poll() is None, "the door has ended"
         finally:

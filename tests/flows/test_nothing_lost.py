@@ -63,7 +63,7 @@ def test_an_outage_of_the_reward_loses_no_step_and_the_same_command_goes_on(
     failure, saved = said.out.index("the judge is down"), said.out.index("; saving the finished steps first")
     assert failure < saved < said.out.index("step 4 is saved: run the same command to resume")
     assert tiny.steps_kept("late") == [4]
-    assert "what there is so far" in said.out and (folder / "report.html").is_file()
+    assert "report so far: " in said.out and (folder / "report.html").is_file()
     assert json.loads((folder / "summary.json").read_text())["is_finished"] is False
     failing.unlink()
     assert tiny.run("late") == 0

@@ -89,11 +89,11 @@ def function(*_: Any) -> None:
 @pytest.mark.parametrize(
     ("brings", "what"),
     [
-        ({"verifier": function}, "'verifier', which is no role: <function function"),
-        ({"verifier": Path}, "'verifier', which is no role: <class 'pathlib"),
-        ({"critic": own_role.Verifier}, "'critic', which is a shipped one's name"),
-        ({"verifier": "critc"}, "a role 'verifier' of the kind 'critc'"),
-        ({"verifier": "sampler"}, "a role 'verifier' of the kind 'sampler'"),
+        ({"verifier": function}, "'verifier', which is not a role: <function function"),
+        ({"verifier": Path}, "'verifier', which is not a role: <class 'pathlib"),
+        ({"critic": own_role.Verifier}, "'critic', which is a shipped role"),
+        ({"verifier": "critc"}, "a role 'verifier' of the unknown kind 'critc'"),
+        ({"verifier": "sampler"}, "a role 'verifier' of the unknown kind 'sampler'"),
     ],
 )
 def test_what_is_no_role_is_refused_before_anything_starts(

@@ -142,7 +142,7 @@ def test_a_run_is_opened_by_its_path_and_read(tiny: Tiny) -> None:
     assert run.ask("1+1=") == run.ask("1+1=", step=2)
     assert "<iframe" in run._repr_html_() and "polyline" in run._repr_html_()
     assert run.report() == run.path / "report.html"
-    with pytest.raises(RunDirectoryError, match="is not trained by this object"):
+    with pytest.raises(RunDirectoryError, match="this object does not train"):
         run.stop()
     with pytest.raises(RunDirectoryError, match="there is no run directory"):
         rillflow.open_run(tiny.folder / "nothing")
@@ -194,8 +194,8 @@ def test_a_callback_that_raises_ends_the_run_with_its_step_saved_and_a_second_on
         ({"prompts": []}, DataError, "<prompts> has no rows"),
         ({"prompts": Path("no.jsonl")}, DataError, "no.jsonl is not there"),
         ({"callbacks": [3]}, ConfigError, "callback 1 is 3"),
-        ({"reward": []}, RewardError, "the rewards are called []"),
-        ({"reward": [LENGTH, LENGTH]}, RewardError, "the rewards are called ['length', 'length']"),
+        ({"reward": []}, RewardError, "the rewards have the names []"),
+        ({"reward": [LENGTH, LENGTH]}, RewardError, "the rewards have the names ['length', 'length']"),
         ({"reward": lambda completion: [1.0] * len(completion)}, RewardError, "needs a column 'completion'"),
         ({"reward": "no.py:f"}, RewardError, "is in a file that does not exist"),
         ({"settings": {"policy.lrr": 1}}, ConfigError, "has no key 'lrr'"),

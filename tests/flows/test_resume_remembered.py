@@ -165,5 +165,5 @@ def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
     """The step it ends in is the one that is done again."""
     recipe, run = written(tmp_path, "ppo"), tmp_path / "run"
     errors = ended_in_the_middle(recipe, run, signal.SIGINT, signal.SIGINT)
-    assert "what was written before the last checkpoint is kept" in errors
+    assert "everything up to the last checkpoint is kept" in errors
     assert json.loads((newest(run) / "state.json").read_text())["done"] == 4

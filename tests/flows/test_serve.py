@@ -52,7 +52,7 @@ def test_a_run_is_served_and_followed(tmp_path: Path) -> None:
         first = process.stdout.readline().decode()
         found = re.search(r"run, step 2: (http://127\.0\.0\.1:\d+/v1)", first)
         assert found is not None, first
-        assert process.stdout.readline().decode() == f"token: in {tmp_path / 'token'}\n"
+        assert process.stdout.readline().decode() == f"token: written to {tmp_path / 'token'}\n"
         assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
         client = openai.OpenAI(base_url=found[1], api_key=(tmp_path / "token").read_text())
         try:
@@ -107,4 +107,4 @@ def test_an_engine_that_breaks_closes_the_door_and_the_command_fails(tmp_path: P
         )
         _, said = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "error: the engine has broken, and the door is closed\n  why: RuntimeError: " in said
+    assert "error: the engine failed, and the server stopped\n  why: RuntimeError: " in said

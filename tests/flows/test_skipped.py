@@ -62,7 +62,7 @@ def test_it_is_left_out_and_counted_its_rows_are_named_and_a_replay_finds_the_on
     assert main(["replay", str(bundle)]) == 2
     assert "cannot be read" in capsys.readouterr().err
     assert main(["replay", str(bundle.parent)]) == 2
-    assert "is no bundle" in capsys.readouterr().err
+    assert "is not a bundle" in capsys.readouterr().err
 
 
 def test_a_spent_budget_stops_with_a_checkpoint_and_a_larger_one_goes_on_to_the_same_bits(

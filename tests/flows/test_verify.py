@@ -51,7 +51,7 @@ def test_what_is_damaged_is_named_and_the_code_is_1(run: Path, capsys: pytest.Ca
     assert "damaged  checkpoints/step-000002: policy/model.safetensors is not what was written" in said
     shutil.rmtree(run / "checkpoints")
     assert main(["verify", str(run)]) == 1
-    assert "checkpoints/step-000002: missing: it was the newest one" in capsys.readouterr().out
+    assert "checkpoints/step-000002: missing, and it was the newest checkpoint" in capsys.readouterr().out
 
 
 def test_a_resume_says_what_is_missing(tiny: Tiny, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

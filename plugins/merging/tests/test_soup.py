@@ -88,4 +88,4 @@ def test_a_recipe_says_which_parents_are_kept(
     nothing = RECIPE.replace("held_out = 8", "held_out = 0")
     (tmp_path / "run.toml").write_text(nothing)
     assert main([*words[:-1], str(tmp_path / "again"), "--recipe", str(tmp_path / "run.toml")]) == 2
-    assert "holds no rows out" in capsys.readouterr().err
+    assert "has no held-out rows" in capsys.readouterr().err

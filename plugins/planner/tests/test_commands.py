@@ -250,7 +250,7 @@ def test_generation_may_be_apart_in_step(here: Path, capsys: pytest.CaptureFixtu
         (["calibrate", "nowhere"], "no run directory"),
         (["run", "run.toml", "--plan", "plan.toml"], "plan.toml does not exist"),
         (["run", "run.toml", "--cluster", "clutser.toml"], "did you mean 'cluster.toml'"),
-        (["run", "run.toml", "--lengths", "nowhere"], "--lengths without --cluster"),
+        (["run", "run.toml", "--lengths", "nowhere"], "--lengths is given without --cluster"),
         (["run", "run.toml", "--cluster", "cluster.toml", "--lengths", "nowhere"], "no run directory"),
         (["run", "run.toml", "--cluster", "cluster.toml", "--set", "placement.pools.main=4"], "4"),
     ],
@@ -290,4 +290,4 @@ def test_what_places_and_what_only_predicts_are_not_given_together(here: Path) -
 def test_a_plan_beside_settings_that_place_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said(capsys, *PLAN, "--out", "plan.toml")
     err = said(capsys, "run", "run.toml", "--plan", "plan.toml", "--set", "placement.pools.main=2", code=2)
-    assert "beside --plan" in err
+    assert "cannot be combined with --plan" in err

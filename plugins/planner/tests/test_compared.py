@@ -15,7 +15,7 @@ from tests.flows.conftest import written
 
 CLUSTER = '[[fleet]]\nname = "cores"\ndevice = "cpu"\ndevices = 2\nper_machine = 2\n'
 TITLE = "predicted and measured, medians of"
-LEFT = "not placed as"
+LEFT = "does not match the placement"
 TWO = ("--set", "placement.backend=inline", "--set", "placement.pools.main=2")
 
 

@@ -245,14 +245,14 @@ def test_messages_that_cannot_be_asked_are_refused(
     code, _, error = said(make_run(), "--messages", str(file))
     assert code == 2 and what in error and str(file) in error
     code, _, error = said(make_run(), "--messages", str(file), "1+1=")
-    assert code == 2 and "PROMPT beside --messages" in error
+    assert code == 2 and "PROMPT cannot be combined with --messages" in error
     assert "there.json" in said(make_run(), "--messages", str(tmp_path / "there.json"))[2]
 
 
 def test_a_system_message_that_training_had_is_missed(
     make_run: Callable[..., str], said: Said, tmp_path: Path
 ) -> None:
-    note = 'system message, "0 1"; this has none: --system TEXT'
+    note = 'system message, "0 1"; this prompt has none: add --system TEXT'
     run = make_run([SYSTEM, USER], [SYSTEM, USER])
     code, _, error = said(run, "1+1=")
     assert code == 0 and error.startswith("note: ") and note in error

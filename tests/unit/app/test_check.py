@@ -96,7 +96,7 @@ def test_settings_that_were_given_are_shown_and_all_on_demand(folder: Path) -> N
     assert not any("(default)" in line for line in lines)
     every = said(check(chosen, every_setting=True), "settings").splitlines()
     assert "policy.beta1 = 0.9  (default)" in every
-    assert lines[-1] == f"and {len(every) - len(lines) + 1} with their defaults, which --all shows"
+    assert lines[-1] == f"and {len(every) - len(lines) + 1} more have their defaults; --all shows them"
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_a_run_under_other_settings_is_a_problem_once_it_made_a_step(folder: Pat
     assert problems(folder, *same) == ""
     assert "prompts_per_step: 4 -> 2" in problems(folder, *same, "algorithm.prompts_per_step=2")
     write_rows(folder, [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(10)])
-    assert 'prompts.jsonl line 1 ("0+2=") is not the row that' in problems(folder, *same)
+    assert 'prompts.jsonl line 1 ("0+2=") differs from the row that' in problems(folder, *same)
 
 
 def test_what_a_resume_would_change_is_said_and_what_cannot_be_is_refused(folder: Path) -> None:
@@ -323,13 +323,13 @@ def test_what_a_resume_would_change_is_said_and_what_cannot_be_is_refused(folder
         folder, "run.dir=runs/a", "algorithm.steps=1"
     )
     (folder / "reward.py").write_text(REWARD)
-    assert "the run has not kept that" in problems(folder, "run.dir=runs/a", "algorithm.loss.kl=0.1")
+    assert "the run has not kept it" in problems(folder, "run.dir=runs/a", "algorithm.loss.kl=0.1")
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ((), "at most 5 minutes (run.checkpoint_minutes) of work, and the step that runs"),
+        ((), "at most 5 minutes (run.checkpoint_minutes) of work, and the step in progress"),
         (("run.checkpoint_every=7",), "5 minutes (run.checkpoint_minutes) or 7 steps (run.checkpoint_every)"),
         (("run.checkpoint_minutes=0",), "costs all steps of the phase"),
     ],

@@ -149,7 +149,7 @@ def test_the_arithmetic_of_a_run() -> None:
 
 def test_the_arithmetic_of_a_step_that_begins_more_than_it_trains() -> None:
     lines = batch_lines(recipe(algorithm={"oversample_prompts": 1.5, "oversample_samples": 1.25}))
-    assert "begun: 6 prompts x 10 samples a step; the longest wait for a later one" in lines
+    assert "started: 6 prompts x 10 samples a step; later steps train the longest" in lines
     assert len(lines) == 1 + len(batch_lines(recipe(algorithm={"oversample_prompts": 1})))
 
 

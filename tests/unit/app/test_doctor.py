@@ -102,7 +102,7 @@ def test_threads_lost_to_the_environment_are_found(monkeypatch: pytest.MonkeyPat
 
 def test_low_limits_are_found() -> None:
     done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True)
-    assert "open files|warn|100 allowed, at least 256 are wanted|ulimit -n 1024" in done.stdout
+    assert "open files|warn|100 allowed; at least 256 are recommended|ulimit -n 1024" in done.stdout
 
 
 def test_space_is_told_with_its_number(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_other_settings_stay(recipe: Path) -> None:
     "text", ["placement.pools.main=2", "placement.roles={}", "placement.train_parallel.main.tp=2"]
 )
 def test_a_setting_that_places_is_refused_beside_a_plan(recipe: Path, text: str) -> None:
-    with pytest.raises(ConfigError, match="beside --plan"):
+    with pytest.raises(ConfigError, match="cannot be combined with --plan"):
         loaded(recipe, plan_of(("main",) * 3, (Grid(dp=4),) * 3), text)
 
 
@@ -184,16 +184,16 @@ def test_a_plan_begins_more_than_it_trains(recipe: Path) -> None:
     config = loaded(recipe, plan).recipe.algorithm
     assert isinstance(config, OnlineConfig) and config.begun == (80, 12)
     require_for(plan, loaded(recipe, plan))
-    with pytest.raises(ConfigError, match=r"oversample_prompts=2 beside --plan"):
+    with pytest.raises(ConfigError, match=r"oversample_prompts=2 cannot be combined with --plan"):
         settings_of(plan, ["algorithm.oversample_prompts=2"])
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda plan: replace(plan, streams=True), "a step's minibatches as they come"),
-        (with_experts, "policy.ep is 2"),
-        (lambda plan: replace(plan, name="grpo"), "one of grpo"),
+        (lambda plan: replace(plan, streams=True), "a step's minibatches as they arrive"),
+        (with_experts, "policy.ep to 2"),
+        (lambda plan: replace(plan, name="grpo"), "is for grpo"),
         (lambda plan: replace(plan, units={**plan.units, "judge": plan.units["critic"]}), "places 'judge'"),
     ],
 )

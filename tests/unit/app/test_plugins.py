@@ -66,7 +66,7 @@ def test_a_plugin_whose_folder_is_gone_is_not_installed(install: Install) -> Non
         ("import no_such_dependency", ("cannot be loaded", "no_such_dependency")),
         ("from rillflow.app.plugins import NoSuchName", ("cannot be loaded", "NoSuchName")),
         ("", ("cannot be loaded", "no attribute 'PLUGIN'")),
-        ("PLUGIN = 3", ("is no Plugin", "its type is int")),
+        ("PLUGIN = 3", ("is not a Plugin", "its type is int")),
     ],
 )
 def test_a_broken_plugin_ends_a_command_of_plugins_with_2_and_no_other(

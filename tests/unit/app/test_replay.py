@@ -128,7 +128,7 @@ def no_step(flow: Any, prompts: object, config: object) -> None:
 def test_a_loss_of_ones_own_is_replayed_by_the_file_that_has_it(model: LanguageModel, tmp_path: Path) -> None:
     loss = TokenLoss(root_of, model_outputs=("logprobs", "entropy"), name="policy", options={"shift": 0.1})
     bundled(model, tmp_path, rows(), loss)
-    with pytest.raises(RunDirectoryError, match=rf"(?s)loss was {__name__}\.root_of.*FILE\.py replay BUNDLE"):
+    with pytest.raises(RunDirectoryError, match=rf"(?s)loss, {__name__}\.root_of.*FILE\.py replay BUNDLE"):
         replay(tmp_path)
     own = Algorithm(config=AlgorithmConfig, step=no_step)
     (found,) = replay(tmp_path, [own])
@@ -147,7 +147,7 @@ def test_an_update_that_is_finite_here_says_so(model: LanguageModel, tmp_path: P
 
 
 def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="is no bundle"):
+    with pytest.raises(RunDirectoryError, match="is not a bundle"):
         replay(tmp_path)
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "bundle.json").write_text("{}")

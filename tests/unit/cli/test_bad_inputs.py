@@ -250,7 +250,11 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
     "key twice": (text("run.toml", "[run]\nseed = 1\nseed = 2\n"), "", "line 3"),
     "table twice": (text("run.toml", "[run]\n[run]\n"), "", "line 2"),
     "empty recipe": (text("run.toml", ""), "", "policy is missing"),
-    "bare key": (text("run.toml", "lr = 1e-5\n" + TOML), "", "'lr' stands elsewhere: critic.lr or policy.lr"),
+    "bare key": (
+        text("run.toml", "lr = 1e-5\n" + TOML),
+        "",
+        "'lr' is in another section: critic.lr or policy.lr",
+    ),
     "recipe of bytes": (text("run.toml", b"\xff\xfe"), "", "is not UTF-8"),
     # models
     "model missing": (nothing, "policy.model.path=./modle", "there is no directory"),

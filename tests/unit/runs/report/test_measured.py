@@ -225,7 +225,7 @@ def test_the_drawing_shows_waits_beside_work_and_no_more_ranks_than_it_has_room_
         (["RUN", "--steps", "3"], "has no span of step 3"),
         (["RUN", "--steps", "0-2"], "has spans of steps 1 to 2"),
         (["RUN", "--out", "no/such/folder/t.json"], "there is no folder no/such/folder"),
-        (["RUN", "--out", "there.json"], "nothing of yours is overwritten"),
+        (["RUN", "--out", "there.json"], "existing files are never overwritten"),
         (["EMPTY"], "has no spans"),
     ],
 )
@@ -252,4 +252,4 @@ def test_a_range_that_is_none_is_refused_with_its_text(text: str, capsys: pytest
     with pytest.raises(SystemExit) as caught:
         main(["timeline", "run", f"--steps={text}"])
     assert caught.value.code == 2
-    assert f"{text!r} is no range of steps, such as 5-8, or 5" in capsys.readouterr().err
+    assert f"{text!r} is not a range of steps, such as 5-8, or 5" in capsys.readouterr().err
