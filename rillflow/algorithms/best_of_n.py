@@ -40,7 +40,7 @@ class BestOfNConfig(SampledConfig):
     def _leaves_some_out(self) -> BestOfNConfig:
         if self.keep >= self.samples_per_prompt:
             raise ValueError(
-                f"keep is {self.keep} and samples_per_prompt is {self.samples_per_prompt}: all rows would be "
+                f"keep is {self.keep} and samples_per_prompt {self.samples_per_prompt}: all rows would be "
                 "imitated, good or bad; lower keep"
             )
         return self

@@ -70,7 +70,7 @@ class CriticTrainedConfig(TokenConfig):
     def _shown(self) -> CriticTrainedConfig:
         if self.pretrain_weight and self.minibatches > self.prompts_per_step:
             raise ValueError(
-                f"minibatches is {self.minibatches} and prompts_per_step is {self.prompts_per_step}: with "
+                f"minibatches is {self.minibatches} and prompts_per_step {self.prompts_per_step}: with "
                 f"pretrain_weight {self.pretrain_weight:g} every minibatch needs a demonstration, and a step "
                 "has one per prompt"
             )
