@@ -33,7 +33,7 @@ class Algorithm:
     data: DataKind = PROMPTS
     """Kind of data of an iteration."""
     beside: Callable[[Any], DataKind | None] = lambda _: None
-    """Kind of data of the second batch, from the settings: as many rows, in an order of their own."""
+    """Kind of data of the second batch, from the settings; it has as many rows, in its own order."""
     score: Callable[..., Any] | None = None
     """Scorer of held-out answers: ``score(flow, rows, config)`` returns their field ``rewards``."""
     brings: Mapping[str, type | str] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class BestOfNConfig(SampledConfig):
         if self.keep >= self.samples_per_prompt:
             raise ValueError(
                 f"keep is {self.keep} and samples_per_prompt {self.samples_per_prompt}: all rows would be "
-                "imitated and none be better than another; keep fewer"
+                "imitated, good or bad; lower keep"
             )
         return self
 

@@ -65,7 +65,7 @@ class ShapeConfig(Section):
     @classmethod
     def _in_order(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
         if value is not None and not value[0] < value[1]:
-            raise ValueError(f"from {value[0]:g} to {value[1]:g} there is no reward; the least comes first")
+            raise ValueError(f"{value[0]:g} is not below {value[1]:g}; write the smaller bound first")
         return value
 
 

@@ -61,8 +61,8 @@ class CriticTrainedConfig(TokenConfig):
     def _priced(self) -> CriticTrainedConfig:
         if self.kl_target and self.loss.kl_paid != "reward":
             raise ValueError(
-                f"kl_target is {self.kl_target:g}, and loss.kl, which is to adapt, is {self.loss.kl:g} "
-                f"in the {self.loss.kl_in}: it has to begin above 0, in the reward"
+                f"kl_target is {self.kl_target:g}, and loss.kl is {self.loss.kl:g} "
+                f"in the {self.loss.kl_in}: only a loss.kl above 0 with kl_in = 'reward' can adapt"
             )
         return self
 
@@ -72,7 +72,7 @@ class CriticTrainedConfig(TokenConfig):
             raise ValueError(
                 f"minibatches is {self.minibatches} and prompts_per_step {self.prompts_per_step}: with "
                 f"pretrain_weight {self.pretrain_weight:g} every minibatch needs a demonstration, and a step "
-                "has as many as prompts"
+                "has one per prompt"
             )
         return self
 

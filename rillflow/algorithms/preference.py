@@ -1,4 +1,4 @@
-"""Preference: train a reward or cost model on pairs of answers, of which one is better.
+"""Preference: train a reward or cost model on pairs of answers, one better than the other.
 
 pairs ─ update ─> report            -log sigmoid(s_chosen - s_rejected): Bradley and Terry, 1952
                                     less a margin of the pair, plus centring x (s_chosen + s_rejected)^2

@@ -36,7 +36,7 @@ class ReMaxConfig(OnlineConfig):
     def _of_one_scale(self) -> Self:
         if self.shape is not None and self.shape.normalise is not None:
             raise ValueError(
-                "shape.normalise would scale the likeliest answer's reward and the samples' each by its own; "
+                "shape.normalise would scale the rewards of greedy answers and of samples differently; "
                 "leave it out"
             )
         return self

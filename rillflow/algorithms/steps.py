@@ -38,7 +38,7 @@ def with_logprobs(flow: Flow, rollouts: Handle, config: OnlineConfig) -> list[Ha
 
 
 def shaped(flow: Flow, rewards: Handle, rollouts: Handle, config: SampledConfig) -> Handle:
-    """Return the rewards, normalised, bounded and less a length price, as far as the settings say."""
+    """Return the rewards after the normalisation, clipping and length penalty of the settings."""
     shape = config.shape
     if shape is None:
         return rewards
@@ -54,7 +54,7 @@ def shaped(flow: Flow, rewards: Handle, rollouts: Handle, config: SampledConfig)
 
 
 def _rescaled(flow: Flow, rewards: Handle) -> Handle:
-    """Normalise rewards by the mean and deviation of all so far, these included, and remember those."""
+    """Normalise rewards by the mean and deviation of all rewards so far, and remember both."""
     count, mean, squares = (flow.recall(f"reward_{name}", 0.0) for name in ("count", "mean", "squares"))
     found = {
         "count": flow.number(formulas.next_reward_count, rewards, count=count),

@@ -59,9 +59,9 @@ class Questioner:
         pieces = frame.split(text)
         if pieces[1::2] != frame.places:
             raise ModelError(
-                f"the judge's chat template writes the places {pieces[1::2]}",
-                why=f"the frame has {frame.places}, each once",
-                fix="set frame.chat = false and write the text around them in the frame",
+                f"the judge's chat template renders the placeholders {pieces[1::2]}",
+                why=f"it must keep the frame's placeholders {frame.places}, each once and in this order",
+                fix="set frame.chat = false, and write the chat format into the frame",
             )
         self._fixed = [
             tokenizer.encode_more(each, is_rendered=frame.chat) if each else [] for each in pieces[::2]
@@ -86,7 +86,7 @@ class Questioner:
         room = self._context - 1 - len(before) - len(after)
         if room < min(len(prompt), 1):
             raise ModelError(
-                f"two answers of {[len(each) for each in question.answers]} characters leave no room",
+                f"answers of {[len(each) for each in question.answers]} characters leave no room",
                 why=f"prompt, answers and frame share the judge's context of {self._context} tokens",
                 fix="use a judge with a longer context, or shorter answers",
             )
@@ -116,9 +116,9 @@ class Questioner:
         tokens = self._tokenizer.encode_more(label)
         if len(tokens) != 1:
             raise ModelError(
-                f"the label {label!r} is {len(tokens)} tokens of the judge",
-                why="a judge answers with one token",
-                fix="choose labels that are one token each, with a space before them where it has one",
+                f"the label {label!r} is {len(tokens)} tokens in the judge's tokeniser",
+                why="the judge answers with one token, which must be a whole label",
+                fix="choose labels of one token each; some tokenisers need a leading space",
             )
         return tokens[0]
 
@@ -171,7 +171,7 @@ class Standings:
 
 
 def _silent(met: float) -> Score:
-    why = "every comparison is as good as a tie" if met else "there is no other answer to compare it with"
+    why = "every comparison is a tie" if met else "the prompt has no other answer to compare with"
     return Score(outcome=Outcome.ABSTAIN, message=why)
 
 

@@ -92,7 +92,7 @@ class Judge(TrainedRole[LanguageModel]):
         """Make a judge to train, or one that only scores, with the recipe's frame or its directory's."""
         model = setting.load(LanguageModel, "reward.judge.model")
         if setting.model is not None:
-            assert setting.frame is not None, "an algorithm that trains a judge says how it is asked"
+            assert setting.frame is not None, "an algorithm that trains a judge has a frame"
             return cls(setting.share(model), setting.training, frame=setting.frame)
         judging = setting.limits.judge
         assert judging is not None, "a recipe without a judge has no such role"
@@ -106,7 +106,7 @@ class Judge(TrainedRole[LanguageModel]):
     def update(
         self, /, pairs: Batch, loss: Any, passes: PassesConfig, orders: str = "both", **options: Any
     ) -> dict[str, Metric]:
-        """Make optimiser steps over pairs of answers, of which one is better.
+        """Make optimiser steps over pairs of answers, one better than the other.
 
         Args:
             pairs: two rows per pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.
@@ -217,8 +217,8 @@ class Judge(TrainedRole[LanguageModel]):
         if not any(map(int, counts)):  # a rank has no pair if there are fewer pairs than ranks
             raise RewardError(
                 f"the judge can read none of {len(order) // 2} pairs; the last: {reason}",
-                why="there is nothing to learn from",
-                fix="raise the judge's context, or add what its tokeniser lacks",
+                why="no pair is left to train on",
+                fix="use a judge with a longer context, or a tokeniser that has the characters of the data",
             )
         rows = self._questioner.labelled(found, labels, torch.tensor(ids, dtype=torch.int64).view(-1, 3))
         return rows, Mean(total=float(left), count=float(len(order) // 2))
@@ -240,8 +240,8 @@ class Judge(TrainedRole[LanguageModel]):
         if not bool(found.isfinite().all()):
             raise RewardError(
                 "a log probability of the judge is not finite",
-                why="nothing can be learned from such a judgment",
-                fix="look for weights that are not finite",
+                why="a reward from it would not be finite either",
+                fix="look for non-finite weights in the judge",
             )
         return label_shares(found)
 

@@ -67,9 +67,9 @@ def check_canary(
         at, which = int(gaps.argmax()), "largest" if is_exact else "mean"
         raise WeightError(
             f"the rollout engine does not sample with version {version}: a token of a fixed text has the log "
-            f"probability {float(other[at]):.6g} there and {float(own[at]):.6g} by the trainer",
-            why=f"the {which} difference is {float(gap):.3g}, more than {most:g}: a weight was lost, cut or "
-            "named otherwise, or is an older version's",
-            fix="do not train on what it says; try another release of the engine, or "
+            f"probability {float(other[at]):.6g} in the engine and {float(own[at]):.6g} in the trainer",
+            why=f"the {which} difference is {float(gap):.3g}, more than {most:g}: the engine lost, cut or "
+            "renamed a weight wrongly, or kept an older version of it",
+            fix="do not train on its samples; try another release of the engine, or set "
             'rollout.engine = "native"',
         )

@@ -175,8 +175,8 @@ class Policy(TrainedRole[LanguageModel]):
         if len({len(aims) for aims in whole}) > 1:
             counts = [f"{len(aims)} of {aims[0].loss.name}" for aims in whole]
             raise TrainingError(
-                f"the losses of an update are over unequal numbers of minibatches: {', '.join(counts)}",
-                why="every optimiser step takes one of each",
+                f"the losses of an update have unequal numbers of minibatches: {', '.join(counts)}",
+                why="every optimiser step takes one minibatch of each loss",
                 fix="lower algorithm.minibatches, or raise algorithm.prompts_per_step",
             )
         return _with(ages, [self.trainer.step(*aims) for aims in zip(*whole, strict=True)])
@@ -218,8 +218,8 @@ class Policy(TrainedRole[LanguageModel]):
             ):
                 raise TrainingError(
                     "the policy's loss reads old_logprobs, and no batch of the update has them",
-                    why="a step is on rows of other weights (freshness, minibatches or epochs); against the "
-                    "present ones every ratio is 1",
+                    why="freshness, minibatches or epochs make the rows off-policy; without old log "
+                    "probabilities every ratio would be 1",
                     fix='add flow.policy.logprobs(rollouts) to the batches, or set old_logprobs = "sampler"',
                 )
         how: dict[str, Any] = {"weight": term.weight, "ratio_tolerance": ratio, "gap_tolerance": gap}
@@ -276,7 +276,9 @@ class Reference(StatefulRole):
         self, share: ModelShard[LanguageModel], setting: RoleSetting, within: EarlierAdapter | None = None
     ) -> None:
         super().__init__()
-        assert setting.model is not None and setting.model.path is not None, "it is a copy of the policy"
+        assert setting.model is not None and setting.model.path is not None, (
+            "a reference is a copy of the policy"
+        )
         kept = Path(setting.model.path).with_name(f"{setting.role}_totals.jsonl")
         self.share, self._within, self._name = share, within, setting.role
         self._policy: Policy | None = setting.site.objects.get("policy")
@@ -344,14 +346,14 @@ class Reference(StatefulRole):
         if policy is None or next(cut) != next(cut):
             raise ModelError(
                 "the reference cannot follow the policy",
-                why="a rank moves what it holds of both, and they lie on other ranks or are cut otherwise",
-                fix="give both one pool and one grid",
+                why="each rank moves its own shard; the two are on different ranks or sharded differently",
+                fix="place both in one pool with one grid",
             )
         if rate < 1 and self.share.model.adapter is not None:
             raise ModelError(
-                f"the reference is to move by {rate:g} towards a policy that trains an adapter",
-                why="a mean of two adapters' factors is not the mean of what they add to the weights",
-                fix="algorithm.reference_rate = 1.0, which takes the policy's adapter as it is",
+                f"algorithm.reference_rate is {rate:g}, and the policy trains an adapter",
+                why="the mean of two adapters' factors is not the mean of their changes to the weights",
+                fix="set algorithm.reference_rate = 1.0, which copies the policy's adapter",
             )
         self._followed += 1
         if self._followed % every == 0:

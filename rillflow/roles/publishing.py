@@ -220,7 +220,7 @@ class ReceivedWeights(_End):
         return reshard_plan(self._weights, source, self._layout)
 
     def receive(self, bucket: int, *packed: Tensor) -> None:
-        """Unpack what the senders of a bucket packed for this rank.
+        """Unpack a bucket's weights, which its senders packed for this rank.
 
         Args:
             bucket: index of the bucket.
@@ -254,9 +254,9 @@ class ReceivedWeights(_End):
         del asleep
         if self.version < 0:
             raise WeightError(
-                "the sampler has no weights that were published",
-                why="none arrived whole since it was made, or since the last publish began",
-                fix="flow.publish(flow.policy) sends them",
+                "the sampler has no published weights",
+                why="no complete version arrived since the sampler started, or since the last publish began",
+                fix="call flow.publish(flow.policy), which sends them",
             )
 
 

@@ -30,7 +30,7 @@ class Reread:
     rows: Batch
     """``tokens`` of B rows, at least one per row."""
     why: Sequence[str]
-    """Reason why each row could not be read, its tokens then being a placeholder; empty if it could."""
+    """Reason why each row could not be read; empty if it could. An unreadable row has a placeholder token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class OtherTokens:
             read = self._short(row) if isinstance(row, Encoded) else None
             is_ended = bool(answer) and answer[-1] in self.wrote.stop_tokens
             tokens.append(array("i", [0]) if read is None else _whole(read, is_ended))
-            reason = f"its answer does not fit into {self.context} tokens of the model"
+            reason = f"its answer does not fit into the model's context of {self.context} tokens"
             why.append("" if read is not None else reason if isinstance(row, Encoded) else str(row))
         return Reread(rows=Batch(ids=rollouts.ids, fields={"tokens": Ragged.from_rows(tokens)}), why=why)
 

@@ -151,8 +151,8 @@ class Reward:
             raise RewardError(
                 f"the reward failed on {len(bad)} of {len(scores)} rows; "
                 f"the first, row ({rollouts.row_id(bad[0])}): {first.outcome}: {first.message}",
-                why=f"more than reward.max_failures = {self._max_failures:g} of a step's rows",
-                fix="mend the function, or raise reward.max_failures or reward.timeout_s",
+                why=f"the share is above reward.max_failures = {self._max_failures:g}",
+                fix="fix the function, or raise reward.max_failures or reward.timeout_s",
             )
 
 
@@ -168,7 +168,7 @@ class Cost(Reward):
 
 
 def require_readable(name: str, why: Sequence[str]) -> None:
-    """Refuse rows of which a model can read none; ``why`` has each row's reason, empty if it is readable.
+    """Refuse rows if a model can read none; ``why`` has each row's reason, empty if it is readable.
 
     Raises:
         RewardError: there are rows, and the model can read none.
@@ -176,8 +176,8 @@ def require_readable(name: str, why: Sequence[str]) -> None:
     if why and all(why):
         raise RewardError(
             f"the {name} can read none of {len(why)} rows; the first: {why[0]}",
-            why="nothing can be learned from rows without a score",
-            fix=f"choose a {name} that reads what the policy writes, and has room for it",
+            why="rows without a score cannot be trained on",
+            fix=f"choose a {name} whose tokeniser and context hold the policy's rows",
         )
 
 

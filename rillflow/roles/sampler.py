@@ -130,7 +130,7 @@ class Sampler:
             policy = setting.site.objects["policy"]
             model, weights = policy.model, policy.weights
         else:
-            assert setting.generate is not None, "a sampler lies on generation's grid"
+            assert setting.generate is not None, "a sampler has the grid of generation"
             model = setting.load(LanguageModel)
             weights = ReceivedWeights(model, mesh=setting.generate, ranks=setting.site.ranks)
         rollout = setting.rollout
@@ -189,7 +189,7 @@ class Sampler:
         """Return the rows of the next part."""
         for rollouts in self._later:
             return rollouts
-        raise Stranded("no part is on its way", why="what ran failed, or was taken")
+        raise Stranded("no part is being generated", why="generation failed, or all parts were taken")
 
     def advance(
         self,

@@ -186,8 +186,8 @@ class RewardModel(TrainedRole[ScalarModel]):
             row = int(odd[0])
             raise RewardError(
                 f"the model's score of row ({rollouts.row_id(row)}) is {float(values[row])}",
-                why=f"nothing can be learned from such {self.field}",
-                fix="look for weights that are not finite",
+                why=f"training needs finite {self.field}",
+                fix="look for non-finite weights in the model",
             )
         texts = [self._tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
         scores = [
@@ -203,7 +203,7 @@ class RewardModel(TrainedRole[ScalarModel]):
         model_outputs=("chosen", "rejected"),
     )
     def update(self, /, pairs: Batch, loss: Any, passes: PassesConfig, **options: Any) -> dict[str, Metric]:
-        """Make optimiser steps over pairs of answers, of which one is better.
+        """Make optimiser steps over pairs of answers, one better than the other.
 
         Args:
             pairs: two rows per pair, one after the other, as ``tasks.prompts.answered_batch`` makes them.

@@ -209,17 +209,15 @@ def answer_of(value: object, name: str) -> str:
     if isinstance(value, str):
         return text_of(value, name)
     if not isinstance(value, list):
-        raise DataError(
-            f"the {name} is {shown(value)}", why="an answer is text, or one message of the assistant"
-        )
+        raise DataError(f"the {name} is {shown(value)}", why="an answer is text, or one assistant message")
     messages = [message_of(item, number, name) for number, item in enumerate(value, 1)]
     if [message["role"] for message in messages] != ["assistant"] or "tool_calls" in messages[0]:
         roles = ", ".join(message["role"] for message in messages) or "nobody"
         calls = ", with tool_calls" * any("tool_calls" in message for message in messages)
         raise DataError(
             f"the {name} has messages of {roles}{calls}",
-            why="an answer is the text of one message of the assistant; what came before it is the prompt",
-            fix="move the other messages into the column 'prompt', and write a call as text",
+            why="an answer is the text of one assistant message; the messages before it are the prompt",
+            fix="move the other messages into the column 'prompt', and write tool calls as text",
         )
     return _text(messages[0]["content"], f"the {name}")
 
@@ -234,7 +232,7 @@ def _text(content: Any, where: str) -> str:
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     kinds = [(part.get("type"), type(part.get("text"))) for part in parts] if _are_objects(parts) else [None]
     if set(kinds) - {("text", str)}:
-        why = "a content is text, or a list of parts like {'type': 'text', 'text': '...'}"
+        why = "content is text, or a list of parts like {'type': 'text', 'text': '...'}"
         raise DataError(f"{where} has the content {shown(content)}", why=why)
     return "".join(part["text"] for part in parts)
 
@@ -255,8 +253,8 @@ def text_of(text: str, name: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"the {name} has half a character, {text[error.start]!r}, at position {error.start}",
-            why="a lone surrogate is not valid text; it comes from a \\u escape without its partner",
+            f"the {name} has the lone surrogate {text[error.start]!r} at position {error.start}",
+            why="it is half a character, from a \\u escape without its partner; UTF-8 cannot encode it",
         ) from None
     return text
 

@@ -38,7 +38,7 @@ class Labelled(DataKind):
                 nor one assistant message; the label is not true or false. The message does not say where the
                 row is.
         """
-        other = "choose an algorithm that learns from pairs, which these rows are"
+        other = "these rows are pairs: choose an algorithm that learns from pairs"
         for name in ("completion", "label"):
             require_column(row, name, other * ({"chosen", "rejected"} <= row.keys()))
         prompt, completion = prompt_of(row), answer_of(row.pop("completion"), "completion")

@@ -97,7 +97,7 @@ def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
     if chosen[:-1] != rejected[:-1]:
         alike = [one == other for one, other in zip(chosen, rejected, strict=False)]
         raise DataError(
-            f"chosen has {len(chosen)} messages and rejected {len(rejected)}, alike in the "
+            f"chosen has {len(chosen)} messages and rejected {len(rejected)}; they share only the "
             f"first {[*alike, False].index(False)}",
             why="a pair is two answers to the same messages: only the last ones may differ",
             fix="end both conversations at the first assistant message that differs",
@@ -118,6 +118,6 @@ def _shared(row: dict[str, Any]) -> tuple[Message, ...] | None:
 
 def _answer(row: dict[str, Any], name: str) -> str:
     """Remove an answer from a row and return it."""
-    other = "choose an algorithm that learns from labelled answers, which these rows are"
+    other = "these rows are labelled answers: choose an algorithm that learns from them"
     require_column(row, name, other * ({"completion", "label"} <= row.keys()))
     return answer_of(row.pop(name), f"answer {name!r}")

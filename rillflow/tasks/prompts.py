@@ -72,8 +72,8 @@ class PromptStream(Generic[Row]):
         is_there = 0 <= position.offset <= size <= len(rows) and position.epoch >= 0
         if all(row is None for row in rows) or not is_there:
             raise DataError(
-                f"there is no epoch {position.epoch}, row {position.offset} in {len(rows)} rows",
-                why="the stream would start there: the position belongs to other data, or there are no rows",
+                f"the stream starts at epoch {position.epoch}, row {position.offset} of {len(rows)} rows",
+                why="the position was saved with other data, or there are no rows",
             )
         self._rows = rows
         self._seed = seed

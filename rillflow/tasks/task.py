@@ -90,8 +90,8 @@ def open_task(
     train = tuple(example for example in examples if example.identity(names) not in apart)
     if not train:
         raise DataError(
-            f"nothing of {config.source!r} is left to train on",
-            why=f"every one of its {len(examples)} rows is held out",
+            f"no row of {config.source!r} is left to train on",
+            why=f"all {len(examples)} rows are held out",
             fix="hold out fewer or other rows",
         )
     left_out = len(examples) - len(train) - (0 if config.held_out_source else len(held_out))

@@ -79,7 +79,7 @@ class AnswerLoss(Loss):
             where = f"row ({rows.row_id(int(silent[0]))})" if len(silent) else "a minibatch"
             raise TrainingError(
                 f"{where} has no loss token",
-                why="the loss is one of whole answers, and this one has no token",
+                why="the loss is over whole answers, and this answer has no token",
                 fix="remove rows with an empty answer",
             )
         weights = mask.with_values(mask.values.double() / (unit * mask.expand(lengths)))
@@ -186,7 +186,7 @@ def _units(rows: Batch, unit: int) -> dict[str, Tensor]:
         return {"loss_units": units, "answer_place": places}
     rule = "sample 0 is the chosen answer and sample 1 the rejected one"
     if unit != 2:
-        rule = f"the samples 0 to {unit - 1} are its answers"
+        rule = f"its answers are the samples 0 to {unit - 1}"
     _check_units(rows, units, rows.ids[:, 2], unit, rule)
     return {"loss_units": units, "answer_place": rows.ids[:, 2]}
 

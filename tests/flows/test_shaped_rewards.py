@@ -85,9 +85,9 @@ def test_a_resumed_run_goes_on_with_the_same_mean_and_deviation(
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (["algorithm.shape={clip=[1.0,-1.0]}"], "least comes first"),
+        (["algorithm.shape={clip=[1.0,-1.0]}"], "smaller bound first"),
         (["algorithm.shape={normalise='all'}"], "normalise"),
-        (["algorithm.name=remax", "algorithm.shape={normalise='batch'}"], "each by its own"),
+        (["algorithm.name=remax", "algorithm.shape={normalise='batch'}"], "of greedy answers and of samples"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(recipe: Path, settings: list[str], why: str) -> None:

@@ -63,8 +63,8 @@ def merge_models(
             raise ConfigError(
                 "--method greedy needs --recipe"
                 if recipe is None
-                else "--method greedy has no use for --weights",
-                why="its parents are chosen by a recipe's evaluation, and those that are kept count equally",
+                else "--method greedy does not use --weights",
+                why="it selects parents by a recipe's evaluation, and averages them with equal weights",
                 fix="add --recipe run.toml" if recipe is None else "leave --weights out",
             )
         return greedy_soup(parents, out, held_out_score(recipe))
@@ -73,9 +73,9 @@ def merge_models(
 def _require_used(option: str, given: Path | None, method: str, of: str) -> None:
     if given is not None and method != of:
         raise ConfigError(
-            f"{option} with --method {method}",
-            why=f"it is for --method {of}",
-            fix=f"leave it out, or add --method {of}",
+            f"{option} is given with --method {method}",
+            why=f"only --method {of} uses it",
+            fix=f"leave it out, or use --method {of}",
         )
 
 
@@ -85,9 +85,9 @@ def _texts(prompts: Path) -> list[str]:
     found = [example.prompt for example in task.train if isinstance(example.prompt, str)]
     if not found:
         raise DataError(
-            f"{prompts} has no prompt that is a text",
-            why="models are aligned by what they say of texts",
-            fix='write one {"prompt": "..."} a line',
+            f"{prompts} has no text prompt",
+            why="models are aligned by their activations on texts",
+            fix='write one {"prompt": "..."} per line',
         )
     return found
 
@@ -102,7 +102,7 @@ def model_of(source: Path) -> Path:
     if not source.is_dir():
         raise ModelError(
             f"{source} is not there" if not source.exists() else f"{source} is a file",
-            why="a parent is a model's directory, or a run's",
+            why="a parent is a model directory or a run directory",
             fix="name a directory",
         )
     if not layout.is_run_directory(source):
@@ -125,11 +125,11 @@ def _whole(folders: Sequence[Path], out: Path) -> Iterator[list[Path]]:
         return
     if len(bases) > 1:
         raise ConfigError(
-            "the adapters stand beside different bases"
+            "the adapters have different base models"
             if None not in bases
-            else "some parents are adapters and some whole models",
-            why="an adapter says what changed of its own base",
-            fix="make models of the adapters with rillflow merge-adapter, and merge those if you mean it",
+            else "some parents are adapters, and others are whole models",
+            why="an adapter holds changes to its own base model",
+            fix="merge each adapter into its base with rillflow merge-adapter, then merge the models",
         )
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.parents-") as beside_out:

@@ -80,7 +80,7 @@ class MergeSettings:
         needs = self.method in OF_TASK_VECTORS
         if needs != has_base and (needs or self.method != "greedy"):
             raise ConfigError(
-                f"--method {self.method} {'needs' if needs else 'has no use for'} --base",
+                f"--method {self.method} {'needs' if needs else 'does not use'} --base",
                 why="it merges the changes that each parent made to a common base model"
                 if needs
                 else "it merges the parents' weights themselves",

@@ -77,7 +77,7 @@ def normalised(weights: Sequence[float] | None, count: int) -> list[float]:
     if not all(map(math.isfinite, given)) or total <= 0:
         raise ConfigError(
             f"--weights {','.join(f'{each:g}' for each in given)} cannot be used",
-            why="they are divided by their sum, which has to be a positive number",
+            why="weights are divided by their sum, which must be finite and above 0",
             fix=f"give {count} numbers such as {','.join(['1'] * count)}",
         )
     return [each / total for each in given]

@@ -31,14 +31,14 @@ def merge(arguments: argparse.Namespace) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``merge``."""
     add = parser.add_argument
-    told = "a model's directory, or a run, whose newest model it is"
+    told = "model directory, or run (its newest model)"
     add("parents", nargs="+", type=Path, metavar="MODEL_OR_RUN", help=told)
-    add("--out", type=Path, required=True, metavar="DIR", help="where the merged model is written")
+    add("--out", type=Path, required=True, metavar="DIR", help="directory for the merged model")
     told = "linear (the default), slerp, ties, dare, ot or greedy; see plugins/merging/docs/merging.md"
     add("--method", default="linear", metavar="NAME", help=told)
-    told = "the model that all were trained from, for slerp, ties and dare"
+    told = "model that all parents were trained from, for slerp, ties and dare"
     add("--base", type=Path, metavar="MODEL_OR_RUN", help=told)
-    told = "a number a parent, such as 2,1; divided by their sum (equal)"
+    told = "one weight per parent, such as 2,1, divided by their sum (equal weights)"
     add("--weights", type=_numbers, metavar="W,W", help=told)
     add(
         "--density",
@@ -47,15 +47,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="share of changes that ties and dare keep (0.5)",
     )
-    told = "ties keeps that share of each tensor (tensor, the default) or of the model, as its paper (model)"
+    told = "scope of the share that ties keeps: tensor (the default), or model, as in its paper"
     add("--trim", default="tensor", metavar="WHAT", help=told)
-    add("--scale", type=float, default=1.0, metavar="S", help="of the merged change of ties and dare (1)")
-    add("--seed", type=int, default=0, metavar="N", help="of what dare drops (0)")
-    told = "prompts, by what is said of which ot aligns; without, by weights"
+    add(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="factor of the merged change in ties and dare (1)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="seed of the changes that dare drops (0)")
+    told = "prompts: ot aligns by activations on them; without them, by weights"
     add("--prompts", type=Path, metavar="FILE", help=told)
-    told = "of ot: Sinkhorn's regularisation, such as 0.01; without, exact transport"
+    told = "Sinkhorn regularisation of ot, such as 0.01; without it, exact transport"
     add("--reg", type=float, metavar="R", help=told)
-    told = "whose held-out rows say which parents a greedy soup keeps"
+    told = "recipe whose held-out score selects the parents of greedy"
     add("--recipe", type=Path, metavar="RECIPE", help=told)
 
 
@@ -64,7 +70,7 @@ def _numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, such as 2,1") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers, such as 2,1") from None
 
 
 PLUGIN = Plugin(

@@ -78,7 +78,7 @@ def _number(found: float, parent: Path) -> float:
     if not math.isfinite(found):
         raise ModelError(
             f"the score of {parent} is {found}",
-            why="parents are added in the order of their scores",
+            why="parents are added in the order of their scores, which must be finite",
             fix="hold out rows that can be scored: set task.held_out and evaluate.problems",
         )
     return found

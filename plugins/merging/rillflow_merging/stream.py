@@ -61,7 +61,7 @@ def require_new(out: Path) -> None:
     """
     if out.exists():
         raise ConfigError(
-            f"{out} exists already", why="a merge overwrites nothing", fix="name another directory"
+            f"{out} exists already", why="a merge does not overwrite files", fix="name another directory"
         )
 
 

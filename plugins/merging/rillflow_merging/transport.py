@@ -71,7 +71,7 @@ def transport(cost: Tensor, reg: float | None = None) -> Matching:
         ConfigError: POT is not installed, or ``reg`` is not positive.
     """
     if reg is not None and not reg > 0:
-        raise ConfigError(f"reg is {reg:g}", why="a regularisation is positive", fix="try 0.01")
+        raise ConfigError(f"reg is {reg:g}", why="the regularisation must be above 0", fix="try 0.01")
     ot = _pot()
     left, right = (torch.full((count,), 1 / count, dtype=torch.float64).numpy() for count in cost.shape)
     if reg is None:

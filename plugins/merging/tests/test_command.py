@@ -47,7 +47,7 @@ def test_adapters_of_other_bases_and_beside_whole_models_are_refused(tmp_path: P
     bases = [written(ModelConfig(new=NEW), tmp_path / f"base{seed}", seed) for seed in range(2)]
     adapter = AdapterConfig(rank=2)
     parents = [written(ModelConfig(path=str(each), adapter=adapter), Path(f"{each}-lora")) for each in bases]
-    with pytest.raises(ConfigError, match="stand beside different bases"):
+    with pytest.raises(ConfigError, match="have different base models"):
         merge_models(parents, tmp_path / "out", MergeSettings())
     with pytest.raises(ConfigError, match="some parents are adapters"):
         merge_models([parents[0], bases[0]], tmp_path / "out", MergeSettings())

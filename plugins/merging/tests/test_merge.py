@@ -191,7 +191,7 @@ def test_what_cannot_be_merged_is_refused_with_a_reason(make: Made, tmp_path: Pa
     assert "--method ties needs --base" in refused([a, b], out, method="ties")
     assert "--trim is layer, and --method ties" in refused([a, b], out, a, method="ties", trim="layer")
     assert "--trim is model, and --method linear" in refused([a, b], out, trim="model")
-    assert "--method linear has no use for --base" in refused([a, b], out, base=a)
+    assert "--method linear does not use --base" in refused([a, b], out, base=a)
     assert "--weights has 3 numbers for 2 parents" in refused([a, b], out, weights=(1, 2, 3))
     assert "divided by their sum" in refused([a, b], out, weights=(1, -1))
     assert "--density is 0" in refused([a, b], out, base=a, method="dare", density=0.0)

@@ -88,10 +88,11 @@ def _stated(arguments: argparse.Namespace) -> Statement:
     if arguments.recipe is not None or cluster is not None or len(given) < len(SHORT):
         kinds = {"a recipe": arguments.recipe, "--cluster": cluster, **{f"--{name}": name for name in given}}
         raise PlanError(
-            f"given is {' and '.join(kind for kind, one in kinds.items() if one is not None) or 'nothing'}",
-            why="what to plan is a recipe on a cluster, or words say the model, devices, step and lengths",
-            fix="rillflow plan RECIPE --cluster FILE, or rillflow plan --model config.json --gpus 64xH100 "
-            "--algorithm NAME --response mean=2000,max=8192",
+            "the command has "
+            f"{' and '.join(kind for kind, one in kinds.items() if one is not None) or 'nothing'}",
+            why="it needs a recipe and --cluster, or --model, --gpus, --algorithm and --response",
+            fix="run rillflow plan RECIPE --cluster FILE, or rillflow plan --model config.json "
+            "--gpus 64xH100 --algorithm NAME --response mean=2000,max=8192",
         )
     from rillflow_planner.request import state_request
 
@@ -176,34 +177,34 @@ def _word(metavar: str | tuple[str, ...] | None, told: str, kind: Any = Path, **
 def _page(text: str) -> Path:
     """Return the path of a picture's file. Example: ``_page("plan.html") == Path("plan.html")``."""
     if Path(text).suffix != ".html":
-        raise argparse.ArgumentTypeError(
-            f"{text} names no kind of picture: a browser shows .html, and prints it"
-        )
+        raise argparse.ArgumentTypeError(f"{text} does not end in .html, the only format of charts")
     return Path(text)
 
 
-CLUSTER = {"--cluster": _word("FILE", "a cluster's TOML file")}
-LENGTHS = {"--lengths": _word("RUN", "a run whose rows say how long rows are; else assumed")}
-PLAN = {"--plan": _word("FILE", "place roles as a plan of rillflow plan does")}
-OUT = {"--out": _word("FILE", "where to write what was found: the best plan, or the cluster's file")}
-FORMAT: Words = {
-    "--format": {"choices": ("text", "json"), "default": "text", "help": "what is printed (text)"}
-}
-PLOT = {"--plot": _word("FILE", "a picture, .html", _page)}
+CLUSTER = {"--cluster": _word("FILE", "cluster file (TOML)")}
+LENGTHS = {"--lengths": _word("RUN", "run to measure row lengths from; without it, lengths are assumed")}
+PLAN = {"--plan": _word("FILE", "plan file, written by rillflow plan --out")}
+OUT = {"--out": _word("FILE", "file for the result: the best plan, or the fitted cluster file")}
+FORMAT: Words = {"--format": {"choices": ("text", "json"), "default": "text", "help": "output format (text)"}}
+PLOT = {"--plot": _word("FILE", "write a chart to this .html file", _page)}
 WORDS: Words = {
-    "--model": _word("FILE", "a config.json"),
-    "--gpus": _word("NxKIND", "such as 64xH100", str),
-    "--algorithm": _word("NAME", "whose step: one that recipes/ has", str),
-    "--response": _word("LENGTHS", "mean=2000,max=8192; median, sigma, p90 too; or a file", str),
-    "--prompt": _word("LENGTHS", "the same of prompts, or one number (256)", str, default="256"),
-    "--prompts": _word("N", "prompts of a step (512)", int, default=512),
-    "--samples": _word("N", "rows of a prompt (8)", int, default=8),
-    "--minibatches": _word("N", "optimiser steps of a step (1)", int, default=1),
-    "--like": _word("STACK", "whose factors: nemo-rl, verl, ... (nemo-rl)", str, default="nemo-rl"),
-    "--between": _word("RATE", "one device's share of the network (50 GB/s)", str, default=""),
-    "--price": _word("PRICE", 'of a device, such as "2.5 $/h"', str, default=""),
-    "--reward-seconds": _word("S", "of the reward's function for a row (0)", float, default=0.0),
-    "--steps": _word("N", "of the whole run, for its hours and price", int, default=0),
+    "--model": _word("FILE", "the model's config.json"),
+    "--gpus": _word("NxKIND", "number and type of devices, such as 64xH100", str),
+    "--algorithm": _word("NAME", "shipped algorithm, such as grpo", str),
+    "--response": _word(
+        "LENGTHS", "response lengths: mean=2000,max=8192 (also median, sigma, p90), or a file", str
+    ),
+    "--prompt": _word("LENGTHS", "prompt lengths in the same form, or one number (256)", str, default="256"),
+    "--prompts": _word("N", "prompts per step (512)", int, default=512),
+    "--samples": _word("N", "completions per prompt (8)", int, default=8),
+    "--minibatches": _word("N", "minibatches per step (1)", int, default=1),
+    "--like": _word(
+        "STACK", "stack with measured factors: nemo-rl, verl, ... (nemo-rl)", str, default="nemo-rl"
+    ),
+    "--between": _word("RATE", "bandwidth between machines, per device (50 GB/s)", str, default=""),
+    "--price": _word("PRICE", 'price of a device, such as "2.5 $/h"', str, default=""),
+    "--reward-seconds": _word("S", "seconds of the reward function per row (0)", float, default=0.0),
+    "--steps": _word("N", "steps of the run, to predict its hours and price", int, default=0),
 }
 """Options of a plan without a recipe."""
 
@@ -212,13 +213,13 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``simulate``."""
     recipe_arguments(parser)
     _add(parser, PLAN | CLUSTER, required=True)
-    more = "begin so many times the prompts and the samples, and leave the longest for later"
-    slow = "this share of the devices takes so many times as long"
+    more = "begin this many times the prompts and the samples, and leave the longest for later"
+    slow = "this share of the devices takes this many times as long"
     words: Words = {
         "--steps": _word("N", "steps to simulate (20)", int, default=20),
-        "--seed": _word("N", "of lengths and slow devices (0)", int, default=0),
-        "--freshness": _word("K", "versions a trained token may be old, instead of the plan's", int),
-        "--parts": _word("N", "hand a step's rows on in N parts, in order, as a run does", int, default=0),
+        "--seed": _word("N", "seed of row lengths and slow devices (0)", int, default=0),
+        "--freshness": _word("K", "largest age of a trained token in versions, instead of the plan's", int),
+        "--parts": _word("N", "pass a step's rows on in N parts, in order, as a run does", int, default=0),
         "--oversample": _word(("PROMPTS", "SAMPLES"), more, float, nargs=2),
         "--stragglers": _word(("SHARE", "FACTOR"), slow, float, nargs=2),
     }
@@ -230,18 +231,18 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
     recipe_arguments(parser, is_optional=True)
     _add(parser.add_argument_group("without a recipe"), WORDS, action=_Once)
     goals = (
-        "what is to be least: seconds of a step (step), device-hours of a step, devices under a "
+        "quantity to minimise: seconds of a step (step), device-hours of a step, devices under a "
         "deadline, or the cost of a step at the cluster's prices"
     )
     choices = ("step", "device-hours", "devices", "cost")
-    bounds = "freshness bounds to try: 0 in step (0), more with generation on devices of its own"
+    bounds = "freshness bounds to try (0); a bound above 0 generates on separate devices"
     words: Words = {
         "--objective": {"choices": choices, "default": "step", "help": goals},
-        "--deadline": _word("S", "most seconds a step may take", float, default=math.inf),
+        "--deadline": _word("S", "largest allowed seconds of a step", float, default=math.inf),
         "--freshness": _word("K,K", bounds, _freshness_bounds, default=(0,)),
         "--apart-in-step": {
             "action": "store_true",
-            "help": "try bound 0 with generation on devices of its own too, waiting while the policy trains",
+            "help": "also try bound 0 with separate devices for generation, idle while the policy trains",
         },
     }
     _add(parser, CLUSTER | LENGTHS | words | OUT | FORMAT | PLOT)
@@ -249,7 +250,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``calibrate``."""
-    machine = _word("FILE", "what it ran on; this machine's cores if left out")
+    machine = _word("FILE", "cluster file of the run; without it, this machine's cores")
     _add(parser, {"run": _word("RUN", "a run directory"), "--cluster": machine} | OUT | FORMAT)
 
 
@@ -262,7 +263,7 @@ def _freshness_bounds(text: str) -> tuple[int, ...]:
     """Return freshness bounds. Example: ``_freshness_bounds("0,1,4") == (0, 1, 4)``."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and part.isascii() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers from 0 on, such as 0,1,4")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers from 0 up, such as 0,1,4")
     return tuple(map(int, parts))
 
 

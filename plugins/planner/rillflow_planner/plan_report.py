@@ -391,13 +391,15 @@ def _warnings(found: Decision) -> Iterator[str]:
             yield f"warning: {one.devices} devices gain {gain}"
             if before.devices == hardware.devices:
                 pays = found.pays_with
-                batch = f"{pays:,} prompts a step" if pays else "none of the tried numbers of prompts a step"
+                batch = (
+                    f"{pays:,} prompts per step" if pays else "none of the tried numbers of prompts per step"
+                )
                 yield f"{one.devices} devices would pay off with {batch}"
     for fleet in hardware.fleets:
         is_unsaid = fleet.between_bandwidth == fleet.device.inside_bandwidth
         larger = any(one.devices > hardware.devices for one in found.ranking.sizes)
         if is_unsaid and fleet.devices == fleet.per_machine and larger:
-            yield f"note: no link between machines of {fleet.name} is given; it counts as fast as within one"
+            yield f"note: fleet {fleet.name} has no bandwidth between machines; assumed as fast as within one"
 
 
 def _placement(plan: Plan) -> list[str]:

@@ -63,8 +63,8 @@ class Objective:
             told = "no deadline" if is_open else f"a deadline of {self.deadline_s} seconds"
             raise PlanError(
                 f"the objective {self.goal} has {told}",
-                why="a step takes more than 0 seconds, and the fewest devices need a limit on its seconds",
-                fix="set the deadline to the most seconds that a step may take",
+                why="a deadline must be above 0 seconds, and the objective devices needs one",
+                fix="set the deadline to the largest allowed seconds of a step",
             )
 
     def values(self, step_s: Floats, devices: Floats, price_per_hour: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""Planning: state a recipe, or a run of one, as a problem for the planner.
+"""Planning: state a recipe, or a run of a recipe, as a problem for the planner.
 
 recipe ─┬─ a phase ─ drawing ─────────────────> graph
         ├─ models: new or config.json ────────> shapes
@@ -78,8 +78,8 @@ def state_problem(loaded: LoadedRecipe, hardware: Hardware, measured: Path | Non
     """
     recipe = loaded.recipe
     problem = _problem(loaded, phase_plans(recipe)[-1], graphs(recipe)[-1], hardware, measured)
-    per_token, runs = characters_per_token(recipe) if measured is None else 1, "--lengths RUN measures"
-    characters = [f"prompts: {per_token} characters a token; {runs}"] if per_token > 1 else []
+    per_token, runs = characters_per_token(recipe) if measured is None else 1, "measure with --lengths RUN"
+    characters = [f"prompts: {per_token} characters per token; {runs}"] if per_token > 1 else []
     others = assumed(problem, lengths=runs, seconds=runs)
     return Statement(problem=problem, assumptions=(*characters, *others), steps=recipe.algorithm.steps)
 
@@ -108,8 +108,8 @@ def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
     if len(fleets) > 1:
         raise PlanError(
             f"the cluster has the fleets {' and '.join(fleet.name for fleet in fleets)}",
-            why="a recipe does not say on which of them its ranks are",
-            fix="give a cluster's file with the one that the run is on",
+            why="a recipe does not name the fleet of its ranks",
+            fix="pass a cluster file with only the fleet of the run",
         )
     plan = plan_of(recipe, problem.graph, fleets[0])
     problem = problem.of_plan(plan)
@@ -184,7 +184,7 @@ def shape_of_directory(source: str) -> ModelShape:
         raise ModelError(
             f"the sizes of {source} are not known",
             why="its config.json is not on this machine",
-            fix="give a directory that has one; weights are not needed to plan",
+            fix="name a directory with a config.json; planning needs no weights",
         )
     return open_shape(Path(file), folder.name)
 
@@ -211,8 +211,8 @@ def observe(
         if device.split(":")[0] != "cpu":
             raise PlanError(
                 f"{run} ran on {device}",
-                why="what that is and how it is linked stands in no run directory",
-                fix="give the cluster's file with --cluster",
+                why="a run directory does not describe its devices and their network",
+                fix="pass the run's cluster file with --cluster",
             )
         hardware = this_machine(sum(recipe.placement.pools.values()))
     made, found = {phase.name: phase for phase in data.phases}, []
@@ -234,7 +234,7 @@ def observe(
     if not found:
         raise PlanError(
             f"{run} has no phase of more than {WARM_UP} steps",
-            why="the first ones are not like the others",
+            why="calibration ignores the first steps, in which memory is first allocated",
             fix=f"name a run of {WARM_UP + 3} steps or more",
         )
     return found

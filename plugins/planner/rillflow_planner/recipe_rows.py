@@ -127,7 +127,7 @@ def _measured(rows: _Rows, run: Path, minibatches: int) -> Workload:
     if not records:
         raise PlanError(
             f"{run} has no rollouts",
-            why="lengths are measured from the rows a run sampled",
+            why="row lengths are measured from a run's rollouts",
             fix="name a run of an algorithm that samples, or leave --lengths out",
         )
     scored = [span for span in read_spans(run) if span.stage in ("reward.score", "cost.score") and span.rows]

@@ -108,7 +108,7 @@ def test_freshness_bounds_that_are_none_are_named(
 ) -> None:
     with pytest.raises(SystemExit):
         main([*PLAN, f"--freshness={bounds}"])
-    assert f"{bounds!r} is no list of whole numbers from 0 on, such as 0,1,4" in capsys.readouterr().err
+    assert f"{bounds!r} is not a list of whole numbers from 0 up, such as 0,1,4" in capsys.readouterr().err
 
 
 def test_the_price_that_an_error_asks_for_is_one_that_a_cluster_may_have(
@@ -162,13 +162,13 @@ def test_the_short_form_decides_without_a_recipe_and_without_torch() -> None:
     ("words", "what"),
     [
         ([*SHORT, "--samples", "8"], "--samples is given twice: 4 and 8"),
-        ([*SHORT, "--cluster", "cluster.toml"], "given is --cluster and --model"),
-        ([*SHORT[:3]], "given is --model\n"),
+        ([*SHORT, "--cluster", "cluster.toml"], "the command has --cluster and --model"),
+        ([*SHORT[:3]], "the command has --model\n"),
         (
             ["plan", "run.toml", *SHORT[3:5], "--cluster", "cluster.toml"],
-            "given is a recipe and --cluster and --gpus",
+            "the command has a recipe and --cluster and --gpus",
         ),
-        (["plan", "run.toml"], "given is a recipe\n"),
+        (["plan", "run.toml"], "the command has a recipe\n"),
     ],
 )
 def test_words_of_the_short_form_that_cannot_be_together_are_refused(
@@ -267,9 +267,9 @@ def test_what_cannot_be_planned_is_said(
     ("words", "what"),
     [
         (["--freshness", "-1"], "-1"),
-        (["--freshness", "a"], "'a' is no list"),
+        (["--freshness", "a"], "'a' is not a list"),
         (["--objective", "speed"], "'speed'"),
-        (["--plot", "plan.pdf"], "plan.pdf names no kind of picture"),
+        (["--plot", "plan.pdf"], "plan.pdf does not end in .html"),
     ],
 )
 def test_wrong_words_are_usage_errors(

@@ -137,7 +137,7 @@ def test_one_setting_of_a_loss_leaves_its_other_defaults(name: str, defaults: di
 
 def test_a_price_that_is_to_adapt_begins_above_zero_in_the_reward() -> None:
     for loss in ({}, {"kl": 0.1, "kl_in": "loss"}):
-        with pytest.raises(ValueError, match=r"kl_target is 2.*above 0, in the reward"):
+        with pytest.raises(ValueError, match=r"kl_target is 2.*above 0 with kl_in = 'reward'"):
             configured("ppo", {"kl_target": 2.0, "loss": loss})
 
 

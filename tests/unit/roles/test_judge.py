@@ -138,7 +138,7 @@ def test_a_chat_template_writes_the_frame_and_no_answer_ends_its_message() -> No
     pairs = rows(model, ["1", "2"])
     assert judge(model, frame).score(pairs).dense("valid").all()
     tokenizer._library.chat_template = "{% for m in messages %}{{ m['content'] * 2 }}{% endfor %}"
-    with pytest.raises(ModelError, match="writes the places"):
+    with pytest.raises(ModelError, match="renders the placeholders"):
         Questioner(tokenizer, frame, 64)
 
 
@@ -221,7 +221,7 @@ def test_a_judge_that_contradicts_itself_is_counted_and_near_ties_abstain() -> N
     found = role.score(rows(role.model, ["1", "2", "3"]))
     assert found.dense("valid").tolist() == [False] * 3
     assert [OUTCOMES[each] for each in found.dense("outcome").tolist()] == ["abstain"] * 3
-    assert found.ragged("message").to_text() == ["every comparison is as good as a tie"] * 3
+    assert found.ragged("message").to_text() == ["every comparison is a tie"] * 3
     metrics = {name: metric.value for name, metric in judge_metrics(found).items()}
     assert metrics["judge/contradiction/share"] == 1.0 and metrics["judge/tie/share"] == 1.0
     assert metrics["judge/position_bias/mean"] == pytest.approx(0.4)

@@ -73,7 +73,7 @@ def test_what_was_trained_is_what_is_sampled_in_buckets_of_any_size(most_bytes: 
 
 def test_nothing_is_sampled_before_a_publish_or_while_one_is_on_its_way() -> None:
     ends = Ends(2**20)
-    with pytest.raises(WeightError, match="no weights that were published"):
+    with pytest.raises(WeightError, match="no published weights"):
         ends.received.turn_to_generation(lambda: None)
     ends.sent.publish(0)
     ends.deliver()

@@ -213,7 +213,7 @@ def test_rows_that_a_model_with_other_tokens_cannot_read_have_an_error_and_no_0(
         "score",
     ]
     messages = found.ragged("message").to_text()
-    assert "'x'" in messages[1] and "does not fit into 32 tokens" in messages[2]
+    assert "'x'" in messages[1] and "context of 32 tokens" in messages[2]
     short = reread(rollouts).rows.ragged("tokens").lists()[3]
     assert list(short) == [*model.tokenizer.encode("3" * 30 + "2"), 0], "its prompt lost its beginning"
     with pytest.raises(RewardError, match="can read none of 1 rows"):

@@ -58,7 +58,7 @@ def test_a_row_that_is_no_labelled_answer_is_named_with_its_line(
 @pytest.mark.parametrize(
     ("row", "what", "fix"),
     [
-        (GOOD, "no column 'chosen'", "choose an algorithm that learns from labelled answers"),
+        (GOOD, "no column 'chosen'", "these rows are labelled answers: choose an algorithm"),
         ({**PAIR, "rejected": "2"}, 'chosen and rejected are both "2"', "remove the row"),
         ({**PAIR, "chosen": None}, "the answer 'chosen' is null", ""),
         ({**PAIR, "rejected": None}, "the answer 'rejected' is null", ""),

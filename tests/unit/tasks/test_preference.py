@@ -121,7 +121,7 @@ def test_parquet_rows_become_the_same_pairs(tmp_path: Path, write: Write) -> Non
         (row(chosen=[*TALK, *assistant("2")]), "the answer 'chosen' has messages of user, assistant, user"),
         (
             row(chosen=[*TALK, *assistant("2")], rejected=[*TALK[:1], *assistant("3")]),
-            "chosen has 4 messages and rejected 2, alike in the first 1",
+            "chosen has 4 messages and rejected 2; they share only the first 1",
         ),
         (
             row(chosen=[*TALK, *assistant("2")], rejected=[*TALK, *assistant("3")]),
@@ -137,7 +137,10 @@ def test_parquet_rows_become_the_same_pairs(tmp_path: Path, write: Write) -> Non
         ),
         (row(prompt=None), "the prompt is null"),
         (row(prompt=assistant("a")), "the prompt's last message is the assistant's"),
-        ('{"prompt": "a", "chosen": "\\ud800", "rejected": "b"}', "the answer 'chosen' has half a character"),
+        (
+            '{"prompt": "a", "chosen": "\\ud800", "rejected": "b"}',
+            "the answer 'chosen' has the lone surrogate",
+        ),
         ({"prompt": "a", "chosen": "b"}, "there is no column 'rejected', which line 1 has"),
         ('{"prompt": "a", ', "this is not JSON"),
     ],

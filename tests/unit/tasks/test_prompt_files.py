@@ -173,7 +173,7 @@ GOOD = {"prompt": "p", "a": 1}
         ({"prompt": [{"role": "user", "content": None}]}, ["message 1", "'content'"]),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": "a.png"}]}]},
-            ["message 1 of the prompt", '"image_url"', "a content is text"],
+            ["message 1 of the prompt", '"image_url"', "content is text"],
         ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
@@ -188,7 +188,7 @@ GOOD = {"prompt": "p", "a": 1}
             {"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
             ["assistant's"],
         ),
-        ({"prompt": "p", "completion": 3}, ["the completion is 3", "one message of the assistant"]),
+        ({"prompt": "p", "completion": 3}, ["the completion is 3", "one assistant message"]),
         ({"prompt": "p", "completions": "c"}, ["a column 'completions'", "'completion'"]),
         ({"prompt": "p", "prompts": "c"}, ["a column 'prompts'", "'prompt'"]),
         ({"prompt": "p", "id": [1]}, ["the id is [1]"]),
@@ -201,7 +201,7 @@ GOOD = {"prompt": "p", "a": 1}
         ('{"prompt": "p", "a": NaN}', ["line 1", "NaN"]),
         ('{"prompt": "p", "a": [-Infinity]}', ["line 1", "-Infinity"]),
         ('{"prompt": "p", "a": 1e999}', ["line 1", "1e999"]),
-        ('{"prompt": "a\\ud800b"}', ["line 1", "half a character", "\\ud800"]),
+        ('{"prompt": "a\\ud800b"}', ["line 1", "lone surrogate", "\\ud800"]),
         ('{"prompt": "p", "a": 1, "prompt": "q"}', ["line 1", "the key 'prompt' occurs twice"]),
         ('{"prompt": "p", "a": [{"b": 1, "b": 1}]}', ["line 1", "the key 'b' occurs twice"]),
         ('{"prompt": "p", "a": ' + "[" * 100_000, ["line 1", "nested too deeply"]),

@@ -237,7 +237,7 @@ def test_a_position_of_other_data_is_refused(count: int, position: StreamPositio
         PromptStream([example(index) for index in range(count)], seed=0, position=position)
     with pytest.raises(DataError):
         PromptStream([None] * count, seed=0)
-    assert f"epoch {position.epoch}, row {position.offset} in {count} rows" in caught.value.what
+    assert f"epoch {position.epoch}, row {position.offset} of {count} rows" in caught.value.what
 
 
 def test_the_built_in_task_fits_the_new_model_s_default_alphabet() -> None:

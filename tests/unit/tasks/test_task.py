@@ -170,7 +170,7 @@ def test_a_held_out_file_is_kept_whole_and_its_prompts_leave_training(tmp_path: 
     assert [row.prompt for row in task.train] == ["a", "c"]
     assert [row.prompt for row in task.held_out] == ["b", "z"]
     assert task.left_out == 2
-    with pytest.raises(DataError, match=r"nothing of 'rows\.jsonl' is left"):
+    with pytest.raises(DataError, match=r"no row of 'rows\.jsonl' is left"):
         from_rows(tmp_path, [{"prompt": "b"}, {"prompt": "z"}], held_out_source="test.jsonl")
 
 
