@@ -177,7 +177,7 @@ def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> R
     return (Stranded if is_echo else ClusterError)(
         f"{type(error).__name__} {where}{f': {error}' if str(error) else ''}",
         why=f"raised at {innermost_line(error)}",
-        fix='fix that line; with placement.backend = "inline" or one rank, breakpoint() works there',
+        fix='correct that line; with placement.backend = "inline" or one rank, breakpoint() works there',
     )
 
 
