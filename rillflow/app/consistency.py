@@ -257,7 +257,7 @@ def _context(recipe: Recipe) -> Iterator[ConfigError]:
     if recipe.has_policy and new is not None and limit >= new.context:
         yield ConfigError(
             f"rollout.max_tokens is {limit} and policy.model.new.context is {new.context}",
-            why=f"the context holds prompt and answer; the prompt would have room for {new.context - limit} tokens",
+            why=f"the context holds prompt and answer; {new.context - limit} tokens remain for the prompt",
             fix="lower rollout.max_tokens or raise policy.model.new.context",
         )
 

