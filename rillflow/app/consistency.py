@@ -156,7 +156,7 @@ def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
     if parts > 1:
         yield ConfigError(
             f"{said}, and rollout.stream_chunks is {parts}",
-            why="the rows of a step are known only when all of them have ended",
+            why="a step chooses its rows when enough of them have ended, so no chunk can go on before",
             fix=f"set rollout.stream_chunks = 1, or {fix}",
         )
     if recipe.chosen.answers(config) is None:
@@ -269,7 +269,7 @@ def _tail(recipe: Recipe) -> Iterator[ConfigError]:
             yield ConfigError(
                 f"algorithm.{name} is {tokens} and rollout.max_tokens is {limit}",
                 why="it counts tokens at the end of the longest answer, which has fewer",
-                fix=f"set at most {limit}",
+                fix=f"set it to at most {limit}",
             )
 
 
@@ -279,7 +279,7 @@ def _batch(recipe: Recipe) -> Iterator[ConfigError]:
         yield ConfigError(
             f"algorithm.minibatches is {config.minibatches}",
             why=f"a step has {step_rows(recipe)}, and every minibatch needs at least one row",
-            fix=f"set at most {config.rows_per_step}; 1 to 8 is usual",
+            fix=f"set it to at most {config.rows_per_step}; 1 to 8 is usual",
         )
 
 
@@ -334,7 +334,7 @@ def _judge(recipe: Recipe) -> Iterator[ConfigError]:
         yield ConfigError(
             "algorithm.samples_per_prompt is 1, and reward.judge compares answers",
             why="the judge scores an answer against other answers to the same prompt",
-            fix="set at least 2, or rate single answers: reward.judge.frame with {prompt} and {answer}",
+            fix="set it to at least 2, or rate single answers: reward.judge.frame with {prompt} and {answer}",
         )
     rates = judge.frame is not None and not judge.frame.compares
     if rates and (judge.abstain or judge.compare == "tournament"):
@@ -351,7 +351,7 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
         yield ConfigError(
             "rollout.temperature is 0",
             why="all answers to a prompt would be identical, so none could score higher than another",
-            fix="set 0.7 to 1.0; evaluate.temperature is a separate setting and may be 0",
+            fix="set it to 0.7 to 1.0; evaluate.temperature is a separate setting and may be 0",
         )
     samples, judged = recipe.evaluate.samples, recipe.evaluate.problems > 0
     if samples > 1 and judged and recipe.evaluate.temperature == 0 and recipe.rollout.agent is None:

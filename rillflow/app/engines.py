@@ -170,7 +170,7 @@ def engine_notes(facts: RecipeFacts) -> list[str]:
             raise ConfigError(
                 f"rollout.engine is {rollout.engine!r}, which cannot {capability}",
                 why=because,
-                fix=f"change that setting or the engine; it can {', '.join(sorted(can)) or 'do none of it'}",
+                fix=f"change this setting or engine; it can {', '.join(sorted(can)) or 'do none of these'}",
             )
     return notes
 

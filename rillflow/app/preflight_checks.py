@@ -169,7 +169,7 @@ def _look_at_data(facts: RecipeFacts, report: Report) -> None:
         raise ConfigError(
             f"algorithm.prompts_per_step is {drawn:,} and {task.name} has {there:,} prompts",
             why=f"one step would draw every prompt {drawn // there:,} times",
-            fix=f"set at most {there:,}; for more answers to each prompt, raise algorithm.samples_per_prompt",
+            fix=f"use at most {there:,}; for more answers per prompt, raise algorithm.samples_per_prompt",
         )
 
 
@@ -440,7 +440,8 @@ def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: 
         raise RewardError(
             f"{function} failed on {len(failed)} of the {len(scores)} rows it was tried on: "
             f"{failed[0].message}",
-            why=f"a run stops if a share above reward.max_failures = {recipe.reward.max_failures:g} fails",
+            why="a run stops if more than "
+            f"reward.max_failures = {recipe.reward.max_failures:g} of the rows fail",
             fix=f"fix {function.file}; if {recipe.reward.timeout_s:g} s are too few, raise reward.timeout_s",
         )
     if failed:
