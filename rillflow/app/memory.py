@@ -1,10 +1,10 @@
-"""Memory: compute what a rank holds from the model's sizes and the longest row.
+"""Memory: estimate a rank's memory from the model's sizes and the longest row.
 
     ModelSizes, longest row ─┬─ estimate ─> Peak of the policy ──> check; require_memory refuses a run
                              └─ optimiser_bytes, answering ─┐
     peak_memory.py: counts on fake tensors ─────────────────┴─> Peak of every role ─> require_room
 
-Memory of libraries comes on top.
+Memory of libraries is not included.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def told(parts: Parts) -> str:
 
 
 def estimate(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
-    """Estimate what a rank holds of section ``policy``'s model and its reference.
+    """Estimate a rank's memory for section ``policy``'s model and its reference.
 
     Weights that tensor parallelism replicates (norms, an untied embedding) count as sharded, and activations
     as those of a whole model.
@@ -218,9 +218,9 @@ def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
     if allowed is not None and row > allowed * 2**30:
         raise ConfigError(
             f"rollout.cache_gib is {allowed:g}, which is {size(int(allowed * 2**30))}",
-            why=f"keys and values of one row of {tokens:,} tokens (the longest prompt's {prompt:,}, and "
-            f"rollout.max_tokens = {recipe.rollout.max_tokens:,}) take {size(row)} on a rank",
-            fix="raise it, or lower rollout.max_tokens",
+            why=f"the KV cache of one row of {tokens:,} tokens (the longest prompt's {prompt:,}, and "
+            f"rollout.max_tokens = {recipe.rollout.max_tokens:,}) takes {size(row)} on a rank",
+            fix="raise rollout.cache_gib, or lower rollout.max_tokens",
         )
 
 
@@ -294,13 +294,15 @@ def require_memory(recipe: Recipe, sizes: ModelSizes, longest: int, there: int, 
         helps.append((best, amounts[best]))
         now = changed[best]
     said = ", then ".join(f"{text} (at most {size(amount)})" for text, amount in helps)
-    last = "" if estimate(now, sizes, longest).total <= there else "a smaller model or more ranks; "
+    last = (
+        "" if estimate(now, sizes, longest).total <= there else "choose a smaller model or more ranks, and "
+    )
     raise ConfigError(
-        f"a rank takes {size(found.total)}, and {what} has {size(there)}",
+        f"a rank needs {size(found.total)}, and {what} has {size(there)}",
         why=found.text,
         fix=f"{last}set {said}"
         if said
-        else "choose a smaller model, or cut it over ranks (placement.train_parallel)",
+        else "choose a smaller model, or shard it over ranks (placement.train_parallel)",
     )
 
 
@@ -349,7 +351,7 @@ def peak_lines(peaks: list[Peak]) -> list[str]:
     lines = []
     for pool in dict.fromkeys(peak.pool for peak in peaks):
         saved = saved_bytes(peaks, pool)
-        most = f"at most {size(rank_bytes(peaks, pool))}, and the libraries'"
+        most = f"at most {size(rank_bytes(peaks, pool))}, without libraries"
         more = f"; up to {size(saved)} more while a checkpoint is written" if saved else ""
         lines.append(f"a rank of pool {pool}: {most}{more}")
         for peak in peaks:
@@ -360,7 +362,7 @@ def peak_lines(peaks: list[Peak]) -> list[str]:
 
 
 def require_room(peaks: list[Peak], ranks: Mapping[str, int], free: int) -> None:
-    """Refuse ranks that share a memory and do not fit into it.
+    """Refuse ranks that do not fit into the memory that they share.
 
     Args:
         peaks: peaks of all roles.
@@ -382,19 +384,19 @@ def require_room(peaks: list[Peak], ranks: Mapping[str, int], free: int) -> None
     kept = sum(sum(peak.kept.values()) + peak.saved for peak in there)
     every = " + ".join(f"{ranks[name]} of pool {name} {size(needed[name])}" for name in ranks)
     raise ConfigError(
-        f"the ranks hold {size(sum(needed.values()))} at most, and {size(free)} are free",
-        why=f"{every}; a rank of pool {pool} keeps {size(kept)}, and {told(most.phases[phase])} while the "
-        f"{most.role} {phase}",
+        f"the ranks need up to {size(sum(needed.values()))}, and {size(free)} are free",
+        why=f"{every}; a rank of pool {pool} keeps {size(kept)}, and adds {told(most.phases[phase])} while "
+        f"the {most.role} {phase}",
         fix=_FIXES["kept" if kept > most.working else phase],
     )
 
 
 _FIXES = {
-    "kept": "cut the model over more ranks (fsdp, ep, tp or pp in placement.train_parallel), choose a "
-    "smaller one, or lower rollout.max_rows where vLLM is the engine",
-    "trains": "lower policy.tokens_per_micro_batch, set policy.gradient_checkpointing = true, or cut the "
+    "kept": "shard the model over more ranks (fsdp, ep, tp or pp in placement.train_parallel), choose a "
+    "smaller one, or lower rollout.max_rows if the engine is vLLM",
+    "trains": "lower policy.tokens_per_micro_batch, set policy.gradient_checkpointing = true, or shard the "
     "model over more ranks",
-    "scores": "lower policy.tokens_per_micro_batch, or cut the model over more ranks",
-    "answers": "lower rollout.max_rows, or share the model over more ranks in placement.rollout_parallel",
+    "scores": "lower policy.tokens_per_micro_batch, or shard the model over more ranks",
+    "answers": "lower rollout.max_rows, or shard the model over more ranks in placement.rollout_parallel",
 }
 """Fixes, by what takes the most memory."""

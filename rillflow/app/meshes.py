@@ -26,8 +26,8 @@ def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigE
         wrong.append(
             ConfigError(
                 "placement.sequence_parallel is true and no model is trained with tp above 1",
-                why="tokens are shared out over the ranks of tp",
-                fix="set tp in placement.train_parallel, or remove it",
+                why="sequence parallelism shards tokens over the ranks of tp",
+                fix="set tp in placement.train_parallel, or remove placement.sequence_parallel",
             )
         )
     yield from wrong
@@ -43,7 +43,7 @@ def impossible(placement: PlacementConfig, roles: list[str]) -> Iterator[ConfigE
 def _wrong_key(placement: PlacementConfig, roles: Sequence[str], key: str) -> Iterator[ConfigError]:
     if key not in placement.pools and key not in roles:
         yield ConfigError(
-            f"placement.train_parallel names {key!r}",
+            f"placement.train_parallel names {key!r}, which is neither a pool nor a model",
             why=f"the pools are {', '.join(placement.pools)}, the models {', '.join(roles)}",
             fix=nearest(key, (*placement.pools, *roles)),
         )
@@ -53,13 +53,15 @@ def _wrong_axes(where: str, axes: Mapping[str, int], known: Sequence[str]) -> It
     for axis, size in axes.items():
         if axis not in known:
             yield ConfigError(
-                f"placement.{where} has an axis {axis!r}",
-                why=f"it may have {', '.join(known)}",
+                f"placement.{where} has an unknown axis {axis!r}",
+                why=f"the axes are {', '.join(known)}",
                 fix=nearest(axis, known),
             )
         elif size < 1:
             yield ConfigError(
-                f"placement.{where}.{axis} is {size}", why="the least is 1", fix="try 1, or leave it out"
+                f"placement.{where}.{axis} is {size}",
+                why="an axis is at least 1",
+                fix="set it to 1, or remove it",
             )
 
 
@@ -76,9 +78,9 @@ def _filled(placement: PlacementConfig, role: str) -> Iterator[ConfigError]:
     if mesh.ranks != size:
         yield ConfigError(
             f"placement.train_parallel.{key} is {mesh} = {mesh.ranks} ranks and the pool has {size}",
-            why=f"every rank has one place in the grid; {size} / ({mesh.pp} x {mesh.tp}) is "
+            why=f"every rank takes one place in the grid; {size} / ({mesh.pp} x {mesh.tp}) is "
             f"{size / (mesh.pp * mesh.tp):g}",
-            fix="change the pool's size or an axis; left out, dp is what remains",
+            fix="change the pool's size or an axis; without dp, the remaining ranks become dp",
         )
     elif placement.is_inline and not mesh.is_plain:
         yield _in_one_process(f"placement.train_parallel.{key} is {mesh}")
@@ -92,15 +94,15 @@ def _regrouped(placement: PlacementConfig) -> Iterator[ConfigError]:
         if mesh.dp % tp:
             yield ConfigError(
                 f"placement.rollout_parallel.tp is {tp} and the policy is trained with {mesh}",
-                why=f"so many of its ranks share a copy while they answer; {mesh.dp} / {tp} leaves "
+                why=f"each tp group shares a copy of the weights for sampling; {mesh.dp} / {tp} leaves "
                 f"{mesh.dp % tp}",
                 fix=f"choose placement.rollout_parallel.tp among {', '.join(map(str, divisors(mesh.dp)))}",
             )
     elif mesh.tp % tp:
         yield ConfigError(
             f"placement.rollout_parallel.tp is {tp} and the policy is trained with tp {mesh.tp}",
-            why="each rank's share for training has to lie inside its share for generation: the second "
-            f"divides the first; {mesh.tp} / {tp} leaves {mesh.tp % tp}",
+            why="a rank's training shard must lie inside its sampling shard, so sampling tp must divide "
+            f"training tp; {mesh.tp} / {tp} leaves {mesh.tp % tp}",
             fix=f"choose placement.rollout_parallel.tp among {', '.join(map(str, divisors(mesh.tp)))}",
         )
 
@@ -123,7 +125,7 @@ def require_near(role: str, pool: str, mesh: Mesh, nodes: Mapping[int, str]) -> 
             there = Counter(nodes.values())
             raise ClusterError(
                 f"the tp of {role} crosses nodes: {_ranks(group)} of pool {pool!r} are on {', '.join(on)}",
-                why="its ranks exchange activations in every layer; the pool has "
+                why="ranks of one tp group exchange activations in every layer; the pool has "
                 + ", ".join(f"{count} on {node}" for node, count in there.items()),
                 fix="choose a pool and a tp that fill nodes evenly, or set placement.tp_across_nodes = true",
             )
@@ -140,7 +142,7 @@ def _apart(placement: PlacementConfig) -> Iterator[ConfigError]:
     if size % tp:
         yield ConfigError(
             f"placement.rollout_parallel.tp is {tp} and the sampler's pool {pool} has {size} ranks",
-            why=f"every copy is shared by as many; {size} / {tp} leaves {size % tp}",
+            why=f"each tp group shares a copy of the weights; {size} / {tp} leaves {size % tp}",
             fix=f"choose placement.rollout_parallel.tp among {', '.join(map(str, divisors(size)))}",
         )
     elif tp > 1 and placement.is_inline:
@@ -149,8 +151,8 @@ def _apart(placement: PlacementConfig) -> Iterator[ConfigError]:
 
 def _in_one_process(what: str) -> ConfigError:
     return ConfigError(
-        f"{what} with everything in one process",
-        why="parameters are shared out over processes, one a rank",
+        f"{what}, and the run has only one process",
+        why="parameters are sharded over ranks, and every rank is a separate process",
         fix='set placement.backend = "ray"',
     )
 
@@ -164,12 +166,12 @@ def unfit(mesh: MeshSizes, generate_tp: int, heads: int, kv_heads: int, layers: 
             kind, count = odd[0]
             yield ConfigError(
                 f"tp is {tp} in placement.{where} and the model has {count} {kind} heads",
-                why=f"every rank has as many heads; {count} / {tp} leaves {count % tp}",
+                why=f"every rank needs the same number of heads; {count} / {tp} leaves {count % tp}",
                 fix=f"choose tp among {', '.join(map(str, fitting))}",
             )
     if mesh.pp > layers:
         yield ConfigError(
             f"pp is {mesh.pp} in placement.train_parallel and the model has {layers} layers",
-            why="every stage has a layer at least",
-            fix=f"at most {layers}",
+            why="every pipeline stage needs at least one layer",
+            fix=f"set pp to at most {layers}",
         )

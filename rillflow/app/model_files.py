@@ -5,7 +5,7 @@ directory ─┬─ config.json ────────── settings by name 
            │                         layer; the embedding has the vocabulary and width of the config
            └─ the tokeniser's files ─ a vocabulary; a chat template where prompts are conversations
 
-Loading finds what the headers cannot show: another weight of a wrong shape, numbers that are not finite.
+Loading finds the errors that headers cannot show: other weights of a wrong shape, non-finite numbers.
 """
 
 from __future__ import annotations
@@ -170,13 +170,13 @@ def require_model_files(directory: Path) -> None:
     if not any(any(directory.glob(name)) for name in _VOCABULARIES):
         raise ModelError(
             f"the model {directory} has no tokeniser",
-            why=f"there is none of {', '.join(_VOCABULARIES)} in it",
+            why=f"the directory has none of {', '.join(_VOCABULARIES)}",
             fix="put tokenizer.json and tokenizer_config.json beside the weights",
         )
 
 
 def kind_of(source: str | None) -> str | None:
-    """Return the type of the model in a directory; None if only loading it tells."""
+    """Return the type of the model in a directory; None if it is unknown until the model is loaded."""
     file = Path(source or "") / "config.json"
     return str(settings_in(file).get("model_type")) if source is not None and file.is_file() else None
 
@@ -190,8 +190,8 @@ def require_template(directory: Path) -> None:
     if not _has_template(directory):
         raise ModelError(
             f"the model {directory} has no chat template",
-            why="prompts are lists of messages, and only a template makes one text of them",
-            fix="give the prompts as text, without a system message, or choose a model with a chat template",
+            why="prompts are lists of messages, and only a template renders them as text",
+            fix="write the prompts as text, without a system message, or choose a model with a chat template",
         )
 
 
@@ -222,7 +222,7 @@ def _require_layers(directory: Path, config: Mapping[str, Any], names: Sequence[
     if missing:
         raise ModelError(
             f"the model {directory} has no weight {min(missing)!r}",
-            why=f"{sum(missing.values())} weights of its type would be random",
+            why=f"{sum(missing.values())} weights are missing and would be random",
             fix="name a complete checkpoint",
         )
 
@@ -240,7 +240,7 @@ def _require_embedding(
             raise ModelError(
                 f"{directory / 'config.json'}: {setting} is {config[setting]}",
                 why=f"the weight {name!r} in {file.name} has the shape {list(shape)}",
-                fix=f"write {setting} = {shape[dim]}, or fetch the files of one model again"
+                fix=f"set {setting} = {shape[dim]}, or download all files of the model again"
                 if len(shape) == 2
-                else "fetch the files of one model again",
+                else "download all files of the model again",
             )

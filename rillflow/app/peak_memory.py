@@ -7,7 +7,7 @@ A fake tensor has a shape, a dtype and a device but no memory, so models of any 
 ``memory.py`` give the optimiser's state, the KV cache and the logits. On a mesh a rank has its own layers,
 sharded by tp. With fsdp, one unit at a time is gathered: its parameters and its gradients.
 
-Memory of libraries, and freed memory that the C library keeps, come on top.
+Memory of libraries, and freed memory that the C library keeps, are not included.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from rillflow.workers.config import SAMPLER, MeshSizes
 
 
 def peaks_of(facts: RecipeFacts) -> list[Peak]:
-    """Return the peaks of a recipe's models; empty if the length of rows is not known.
+    """Return the peaks of a recipe's models; empty if row lengths are unknown.
 
     Raises:
-        ModelError: a model is missing, or cannot be sharded so.
+        ModelError: a model is missing, or cannot be sharded this way.
     """
     if facts.encoded is None or facts.sizes is None or facts.longest is None:
         return []
@@ -208,7 +208,7 @@ class _Trial:
 
 
 class _Others(SingleRank):
-    """Stand-in for absent ranks, which all hold the same as this one."""
+    """Stand-in for absent ranks, which all hold the same data as this one."""
 
     def __init__(self, ranks: int) -> None:
         self.size = ranks
@@ -287,7 +287,7 @@ def _longest(recipe: Recipe, encoded: EncodedTask) -> tuple[Batch, Batch]:
     rows, tokens = list[Encoded](), 0
     for number, row in enumerate(known[:prompts]):
         answers = row.answers
-        if not data.answers:  # samples share their prompt and nothing else
+        if not data.answers:  # samples share only their prompt
             samples = range(recipe.algorithm.rows_per_step // prompts)
             answers = tuple(array("i", [place or number % 2, *[0] * (limit - 1)]) for place in samples)
         rows.append(replace(row, answers=answers))

@@ -1,4 +1,4 @@
-"""Looks: preflight checks of ``run`` and ``check``; they find everything that would stop a run.
+"""Preflight checks of ``run`` and ``check``: find everything that would stop a run.
 
     Facts ─┬─ step, engine ───── traced, imported, asked for capabilities
            ├─ rows, model ────── from the disk: counts, files, headers, sizes, tokens, memory
@@ -7,7 +7,7 @@
            └─ run directory ──── new, resumes, finished: ``check`` only, a run opens it
                  └─> Report: topics to read, notes to think about, problems that stop a run
 
-Imports torch only for an algorithm that is not shipped, a model of an unusual type, or what ranks hold, so it
+Imports torch only for an algorithm that is not shipped, a model of an unusual type, or peak memory, so it
 answers in 1 to 2 seconds. It writes nothing.
 """
 
@@ -57,15 +57,15 @@ from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
 
 MOST_REPEATS = 100
-"""Most times that a step may draw the same prompt; a higher number is taken for a typing error."""
+"""Maximum times that a step may draw the same prompt; a higher number is treated as a typing error."""
 GIVEN = ("base_url", "api_key")
 """Arguments that an agent receives in addition to its row's columns."""
 _TRIED = 2
 _PLACES = 3
 _NO_END = (
-    "the model names no end token and rollout.stop is empty: every answer has rollout.max_tokens = {:,} "
-    "tokens. Set eos_token in tokenizer_config.json or eos_token_id in generation_config.json, or name a "
-    "text in rollout.stop"
+    "the model names no end token and rollout.stop is empty, so every answer has rollout.max_tokens = {:,} "
+    "tokens. Set eos_token in tokenizer_config.json or eos_token_id in generation_config.json, or add a "
+    "stop string to rollout.stop"
 )
 
 
@@ -156,8 +156,8 @@ def _look_at_settings(facts: RecipeFacts, report: Report) -> None:
     limit, margin = settings["cost_limit"], settings["cost_margin"]
     if 0 < margin >= limit:
         report.notes.append(
-            f"algorithm.cost_margin is {margin:g} and algorithm.cost_limit {limit:g}: the multiplier aims at "
-            f"a mean cost of {limit - margin:g}, and grows to its highest where no cost is negative"
+            f"algorithm.cost_margin is {margin:g} and algorithm.cost_limit {limit:g}: the multiplier "
+            f"targets a mean cost of {limit - margin:g}, and grows to its maximum if no cost is negative"
         )
 
 
@@ -169,7 +169,7 @@ def _look_at_data(facts: RecipeFacts, report: Report) -> None:
         raise ConfigError(
             f"algorithm.prompts_per_step is {drawn:,} and {task.name} has {there:,} prompts",
             why=f"one step would draw every prompt {drawn // there:,} times",
-            fix=f"at most {there:,}; algorithm.samples_per_prompt is how many answers a prompt gets",
+            fix=f"use at most {there:,}; for more answers per prompt, raise algorithm.samples_per_prompt",
         )
 
 
@@ -181,8 +181,8 @@ def _data_lines(recipe: Recipe, task: Task, report: Report) -> list[str]:
     prompts = recipe.algorithm.steps * recipe.algorithm.prompts_per_step
     if recipe.algorithm.prompts_per_step > len(task.train):
         report.notes.append(
-            f"a step draws {recipe.algorithm.prompts_per_step:,} {word} and there are {len(task.train):,}: "
-            f"within a step, {word} repeat"
+            f"a step draws {recipe.algorithm.prompts_per_step:,} {word} and the task has "
+            f"{len(task.train):,}: {word} repeat within a step"
         )
     sets = [
         f"the set {name} ({min(recipe.evaluate.problems, len(rows)):,})" for name, rows in task.sets.items()
@@ -192,20 +192,20 @@ def _data_lines(recipe: Recipe, task: Task, report: Report) -> list[str]:
         report.notes.append(f"nothing is held out, so {rest}")
     elif judged < recipe.evaluate.problems:
         report.notes.append(
-            f"of evaluate.problems = {recipe.evaluate.problems:,} only {judged:,} are held out"
+            f"evaluate.problems is {recipe.evaluate.problems:,}, but only {judged:,} rows are held out"
         )
     if task.shared_prompts:
         report.notes.append(
-            f"{task.shared_prompts:,} rows to train on have the prompt of a held-out row and differ from it "
-            "in another column: they are trained on"
+            f"{task.shared_prompts:,} training rows have the prompt of a held-out row and differ from it "
+            "in another column: the run trains on them"
         )
     counts = [f"{judged:,} {word}", *sets] if judged else sets
     is_judged = bool(counts) and recipe.evaluate.problems > 0
     return [
         f"{task.name}: {len(task.train):,} {word} to train on, {len(task.held_out):,} held out, "
-        f"{task.left_out:,} left out because they are among those",
-        f"the algorithm draws {prompts:,} {word}: {prompts / len(task.train):.1f} passes over them",
-        f"judged by {', '.join(counts)}{how}" if is_judged else "never evaluated",
+        f"{task.left_out:,} left out because they are held out too",
+        f"the algorithm draws {prompts:,} {word}: {prompts / len(task.train):.1f} passes over the data",
+        f"evaluated on {', '.join(counts)}{how}" if is_judged else "never evaluated",
     ]
 
 
@@ -224,14 +224,14 @@ def _look_at_model(facts: RecipeFacts, report: Report) -> None:
 
         report.notes += attention_notes(facts)
     if facts.sizes is None:
-        report.say("model", [f"{name}: its size is known when it is loaded"])
+        report.say("model", [f"{name}: its size is unknown until it is loaded"])
     else:
         sizes = facts.sizes
         if recipe.has_policy and limit >= sizes.context:
             raise ConfigError(
                 f"rollout.max_tokens is {limit} and the model's context is {sizes.context}",
                 why="the context holds prompt and answer",
-                fix=f"fewer than {sizes.context}",
+                fix=f"set rollout.max_tokens below {sizes.context}",
             )
         grid, tp = recipe.placement.mesh_of("policy"), recipe.placement.generate_tp
         for problem in unfit(grid, tp, sizes.heads, sizes.kv_heads, sizes.layers):
@@ -287,7 +287,7 @@ def _look_at_memory(facts: RecipeFacts, report: Report) -> None:
         require_memory(recipe, sizes, longest, there, "this machine")
     needed = estimate(recipe, sizes, longest).total
     if free is not None and needed > free and not recipe.run.device.startswith("cuda"):
-        report.notes.append(f"about {size(needed)} are needed and {size(free)} are free in main memory")
+        report.notes.append(f"the run needs about {size(needed)}, and {size(free)} of main memory are free")
 
 
 def look_at_peaks(facts: RecipeFacts, report: Report) -> None:
@@ -299,9 +299,9 @@ def look_at_peaks(facts: RecipeFacts, report: Report) -> None:
     peaks = peaks_of(facts)
     if not peaks:
         raise ConfigError(
-            "the memory of ranks cannot be said",
-            why="the model's tokeniser and sizes are not on this disk: how long rows are is not known",
-            fix="name a directory in policy.model.path",
+            "the memory of a rank cannot be computed",
+            why="the model's tokeniser and sizes are not on this disk, so row lengths are unknown",
+            fix="set policy.model.path to a local directory",
         )
     placement, free = facts.recipe.placement, available_memory()
     report.say("memory", peak_lines(peaks))
@@ -341,12 +341,12 @@ def _look_at_machine(facts: RecipeFacts, report: Report) -> None:
             raise ConfigError(
                 f"there is no device {device!r}",
                 why=f"this machine has {', '.join(names)}",
-                fix=f"{nearest(device, ['auto', *names])}; rillflow doctor says what torch sees",
+                fix=f"{nearest(device, ['auto', *names])}; rillflow doctor lists the devices that torch sees",
             )
     threads, cores = recipe.run.threads, usable_cores()
     if threads > cores:
         report.notes.append(
-            f"run.threads is {threads} and there are {cores:g} cores: more threads wait for each other"
+            f"run.threads is {threads} and there are {cores:g} cores: the extra threads wait for each other"
         )
 
 
@@ -388,7 +388,7 @@ def _look_at_agent(facts: RecipeFacts, report: Report) -> None:
             known = sorted({*columns, *GIVEN})
             raise RewardError(
                 f"{place_of(function)}: the agent {function.name} needs {name!r}",
-                why=f"{row} gives it {', '.join(known)}",
+                why=f"{row} provides {', '.join(known)}",
                 fix=f"{nearest(name, known)}; or give the parameter a default",
             )
 
@@ -397,7 +397,7 @@ def _execution_notes(function: FunctionPath, name: str, setting: Setting, level:
     """Return notes on a function that runs text, and its sandbox level; empty if it runs none."""
     uses = text_uses(function)
     if not uses and setting != "auto":
-        return [f"{function} has {name} = {shown(setting)}"] if setting else []
+        return [f"{function} runs with {name} = {shown(setting)}"] if setting else []
     if not uses:
         return []
     places = ", ".join(map(str, uses[:_PLACES])) + (", ..." if len(uses) > _PLACES else "")
@@ -406,7 +406,9 @@ def _execution_notes(function: FunctionPath, name: str, setting: Setting, level:
         held = f"{Level.NONE}: {SENTENCES[Level.NONE]}"
     said = [f"{function} runs text or starts processes ({places}); {name} = {shown(setting)}; {held}"]
     if setting is True and any(use.is_in_process for use in uses):
-        said.append(f"{function} runs text in its own process: an answer can set its own row's result")
+        said.append(
+            f"{function} runs text in its own process: an answer can overwrite the result of its own row"
+        )
     return said
 
 
@@ -438,13 +440,14 @@ def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: 
         raise RewardError(
             f"{function} failed on {len(failed)} of the {len(scores)} rows it was tried on: "
             f"{failed[0].message}",
-            why=f"a run stops where more than reward.max_failures = {recipe.reward.max_failures:g} fail",
-            fix=f"mend {function.file}; if {recipe.reward.timeout_s:g} s are too few, raise reward.timeout_s",
+            why="a run stops if more than "
+            f"reward.max_failures = {recipe.reward.max_failures:g} of the rows fail",
+            fix=f"fix {function.file}; if {recipe.reward.timeout_s:g} s are too few, raise reward.timeout_s",
         )
     if failed:
         report.notes.append(f"{function} failed on one of the rows it was tried on: {failed[0].message}")
     if all(score.outcome is Outcome.ABSTAIN for score in scores):
-        report.notes.append(f"{function} gave no score (None) to any row it was tried on")
+        report.notes.append(f"{function} returned no score (None) for every row it was tried on")
 
 
 def _tried(

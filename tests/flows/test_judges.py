@@ -93,7 +93,7 @@ def test_a_judge_that_cannot_be_asked_is_refused_before_the_run(folder: Path) ->
     ).problems
     assert any("has no judge" in each.what for each in problems)
     for settings, why in (
-        (['reward.model="plain"'], "leave one of them out"),
+        (['reward.model="plain"'], "remove one of them"),
         (["algorithm={name='reinforce_pp',steps=1,samples_per_prompt=1}"], "compares answers"),
         (
             ["reward.judge.frame={template='{prompt}{answer}',labels=['1','2']}", "reward.judge.abstain=0.1"],

@@ -188,7 +188,7 @@ def test_what_cannot_be_is_refused(small: Tiny, capsys: pytest.CaptureFixture[st
     apart = ["placement.pools={main=1,other=1}", 'placement.roles.reference="other"']
     moving = [word for each in (*apart, "algorithm.reference=moving") for word in ("--set", each)]
     assert main([*words[:-1], *moving]) == 2
-    assert "the two lie apart" in capsys.readouterr().err
+    assert "its placement is not the policy's" in capsys.readouterr().err
     adapter = ["--set", "policy.model.adapter.rank=2", "--set", "algorithm.reference=moving"]
     assert main([*words[:-1], *adapter]) == 2
-    assert "is not the mean of what they add" in capsys.readouterr().err
+    assert "is not the mean of their weight updates" in capsys.readouterr().err

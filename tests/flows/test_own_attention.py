@@ -59,7 +59,7 @@ def test_it_is_said_and_the_cut_into_micro_batches_changes_nothing(tmp_path: Pat
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("evaluate.problems=5", "cannot be sampled by the native engine"),
+        ("evaluate.problems=5", "the native engine cannot sample it"),
         (
             "placement={ pools = { main = 2 }, train_parallel = { policy = { tp = 2 } } }",
             "trains with its own attention, but tp, pp, fsdp or ep is above 1",

@@ -101,7 +101,7 @@ def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:
             "own_engine:Noting",
             ["algorithm.oversample_prompts=2"],
             "add and abort rows",
-            "begins more than it trains",
+            "starts more rows than it trains",
         ),
         ("own_engine:Noting", ["rollout.deterministic=true"], "fixed shapes", "deterministic is true"),
         ("own_engine:Notting", [], "no engine", "own_engine has no 'Notting'"),
@@ -144,11 +144,15 @@ def test_an_adapter_needs_an_engine_that_runs_it_beside_its_base(tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "correction", "said"),
     [
-        ([], "tis", "truncated weights make up for it"),
-        (['algorithm.loss.correction="none"'], "none", "nothing makes up for it"),
+        ([], "tis", "truncated importance weights correct the difference"),
+        (['algorithm.loss.correction="none"'], "none", "nothing corrects the difference"),
         (["algorithm.loss.correction=icepop"], "icepop", "correction is icepop"),
-        (["algorithm.old_logprobs=sampler", "algorithm.minibatches=2"], "none", "nothing makes up for it"),
-        (["algorithm.old_logprobs=sampler"], "tis", "truncated weights make up for it"),
+        (
+            ["algorithm.old_logprobs=sampler", "algorithm.minibatches=2"],
+            "none",
+            "nothing corrects the difference",
+        ),
+        (["algorithm.old_logprobs=sampler"], "tis", "truncated importance weights correct the difference"),
     ],
 )
 def test_other_arithmetic_has_truncated_weights_and_says_what_loosens(
@@ -160,7 +164,7 @@ def test_other_arithmetic_has_truncated_weights_and_says_what_loosens(
     assert native.recipe.algorithm.loss.correction == (correction if correction != "tis" else "none")
     assert own.recipe.algorithm.loss.correction == correction
     (note,) = engine_notes(facts_of(own))
-    assert said in note and "held to 1 in the mean" in note and "not bit for bit" in note
+    assert said in note and "must be 1 in the mean" in note and "not bit for bit" in note
     assert engine_notes(facts_of(native)) == []
 
 
@@ -171,7 +175,7 @@ def test_what_loosens_is_said_as_the_run_begins(tmp_path: Path, capfd: pytest.Ca
     loaded = load_recipe(tmp_path / "run.toml", settings)
     launch(loaded.recipe, loaded.base)
     shown = "".join(capfd.readouterr()).replace("\n", " ")
-    assert shown.index("does not compute as the trainer does") < shown.index("grpo 1/2")
+    assert shown.index("computes different log probabilities than the trainer") < shown.index("grpo 1/2")
 
 
 APART = (
@@ -210,7 +214,7 @@ def test_a_release_of_vllm_that_was_not_tried_is_refused_or_noted() -> None:
     assert release_notes("0.31.0") == release_notes("0.32.1.post2+cpu") == []
     with pytest.raises(ConfigError, match="vLLM here is of-tuesday"):
         release_notes("of-tuesday")
-    assert release_notes("0.33.0rc1") == ["vLLM 0.33.0rc1 is newer than what was tried: 0.31 and 0.32"]
+    assert release_notes("0.33.0rc1") == ["vLLM 0.33.0rc1 is newer than the tested releases, 0.31 and 0.32"]
 
 
 def python_that_says(folder: Path, said: str, status: int = 0) -> Path:
@@ -227,12 +231,12 @@ SERVED = ["rollout.engine=vllm", "rollout.server=python"]
 @pytest.mark.parametrize(
     ("said", "status", "what", "why"),
     [
-        ('{"release": "0.29.0", "missing": []}', 0, "python is 0.29.0", "tried are 0.31 and 0.32"),
-        ('{"release": null, "missing": []}', 0, "vLLM is not installed", "finds no package vllm"),
-        ('{"release": "0.32.0", "missing": ["torch"]}', 0, "lacks torch", "a server imports them"),
-        ("hello", 0, "does not say what it has", "JSONDecodeError"),
-        ("{}", 3, "does not say what it has", "odd"),
-        (None, 0, "does not say what it has", "FileNotFoundError"),
+        ('{"release": "0.29.0", "missing": []}', 0, "python is 0.29.0", "0.31 and 0.32 are tested"),
+        ('{"release": null, "missing": []}', 0, "vLLM is not installed", "has no package vllm"),
+        ('{"release": "0.32.0", "missing": ["torch"]}', 0, "lacks torch", "imports these packages"),
+        ("hello", 0, "does not list its packages", "JSONDecodeError"),
+        ("{}", 3, "does not list its packages", "odd"),
+        (None, 0, "does not list its packages", "FileNotFoundError"),
     ],
 )
 def test_the_vllm_of_another_environment_is_asked_what_it_is(
@@ -253,8 +257,8 @@ def test_a_newer_vllm_is_noted_and_an_adapter_it_has_not_is_refused(tmp_path: Pa
     python_that_says(tmp_path, '{"release": "0.40.0", "missing": []}')
     loaded = load_recipe(tmp_path / "run.toml", SERVED)
     notes = engine_notes(facts_of(loaded))
-    assert notes[0] == "vLLM 0.40.0 is newer than what was tried: 0.31 and 0.32"
-    assert "does not compute as the trainer does" in notes[1]
+    assert notes[0] == "vLLM 0.40.0 is newer than the tested releases, 0.31 and 0.32"
+    assert "computes different log probabilities than the trainer" in notes[1]
     (tmp_path / "base").mkdir()
     settings = {
         "peft_type": "LORA",
@@ -265,7 +269,7 @@ def test_a_newer_vllm_is_noted_and_an_adapter_it_has_not_is_refused(tmp_path: Pa
     }
     (tmp_path / "base/adapter_config.json").write_text(json.dumps(settings))
     adapted = load_recipe(tmp_path / "run.toml", [*SERVED, "policy.model.new=none", "policy.model.path=base"])
-    with pytest.raises(ConfigError, match="the adapter is of the kind dora"):
+    with pytest.raises(ConfigError, match="the adapter is a DoRA adapter"):
         engine_notes(facts_of(adapted))
 
 

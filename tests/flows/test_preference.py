@@ -86,7 +86,7 @@ def test_a_run_without_a_policy_leaves_what_every_run_leaves(recipe: Path) -> No
     said = {title: "\n".join(lines) for title, lines in report.topics.items()}
     assert "a step: 21 pairs, trained in 2 minibatches of 11 or 10 pairs" in said["batch"]
     assert "reward_model: pool main" in said["placement"] and "policy" not in said["placement"]
-    assert "judged by 20 pairs" in said["data"] and "reward" not in said
+    assert "evaluated on 20 pairs" in said["data"] and "reward" not in said
 
     run = ran(recipe, "run")
     steps = numbers(run)

@@ -224,7 +224,7 @@ def test_an_algorithm_that_samples_more_than_its_prompts_once_is_refused(tmp_pat
     (tmp_path / "reward.py").write_text(REWARD)
     ahead = ("algorithm.freshness=1", READY, *INLINE, APART)
     own = Algorithm(config=TwiceConfig, step=twice)
-    with pytest.raises(ConfigError, match="twice does not sample its prompts once"):
+    with pytest.raises(ConfigError, match="twice does not sample its step in one call"):
         load_recipe(tmp_path / "run.toml", ahead, [own])
 
 

@@ -145,7 +145,7 @@ def test_data_are_counted(folder: Path) -> None:
     text = said(check(loaded(folder)), "data")
     assert "prompts.jsonl: 8 prompts to train on, 2 held out" in text
     assert "12 prompts: 1.5 passes" in text
-    assert "judged by 2 prompts" in text
+    assert "evaluated on 2 prompts" in text
 
 
 def test_the_reward_is_called_on_two_rows(folder: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_reward_that_fails_on_one_row_or_gives_no_score_is_noted(folder: Path)
     assert report.problems == []
     assert any("failed on one of the rows it was tried on: the score is nan" in note for note in report.notes)
     (folder / "own.py").write_text("def reward(completions, **_): return [None, None]\n")
-    assert any("gave no score (None) to any row" in note for note in check(loaded(folder, *own)).notes)
+    assert any("returned no score (None) for every row" in note for note in check(loaded(folder, *own)).notes)
 
 
 def test_the_model_is_measured(folder: Path) -> None:
@@ -191,8 +191,8 @@ def test_notes_say_what_might_not_be_expected(folder: Path) -> None:
     notes = check(loaded(folder, "algorithm.prompts_per_step=9", "task.held_out=0")).notes
     assert notes == ["nothing is held out, so nothing will be evaluated"]
     notes = check(loaded(folder, "algorithm.prompts_per_step=9")).notes
-    assert any("draws 9 prompts and there are 8" in note for note in notes)
-    assert any("evaluate.problems = 500 only 2" in note for note in notes)
+    assert any("draws 9 prompts and the task has 8" in note for note in notes)
+    assert any("evaluate.problems is 500, but only 2" in note for note in notes)
     cores = int(usable_cores())
     notes = check(loaded(folder, f"run.threads={cores + 1}")).notes
     assert any(f"run.threads is {cores + 1} and there are {cores}" in note for note in notes)
@@ -214,7 +214,7 @@ def test_an_evaluation_may_be_taken_away(folder: Path) -> None:
         ("reward.function=rewards.py:exact", "rewards.py"),
         ("reward.function=none", "reward.function is missing"),
         ("reward.function=reward.py:broken", "no idea"),
-        ("rollout.cache_gib=1e-6", "keys and values of one row of"),
+        ("rollout.cache_gib=1e-6", "the KV cache of one row of"),
         ("rollout.max_tokens=30", "8 of 8 prompts to train on do not fit into 32 tokens"),
         ("algorithm.prompts_per_step=801", "one step would draw every prompt 100 times"),
         ("run.device=cuda:64", "there is no device 'cuda:64'"),
@@ -248,7 +248,7 @@ def test_a_path_of_the_working_directory_is_recognised(folder: Path, monkeypatch
     (elsewhere / "deep/model").mkdir(parents=True)
     monkeypatch.chdir(elsewhere)
     text = problems(folder, "policy.model.new=none", "policy.model.path=deep/model")
-    assert f"the one you mean is {elsewhere / 'deep/model'}" in text
+    assert f"use {elsewhere / 'deep/model'}" in text
 
 
 def test_a_directory_that_is_no_model_is_refused(folder: Path) -> None:
@@ -289,7 +289,7 @@ def test_a_run_looks_at_the_same_before_it_leaves_anything(folder: Path) -> None
     sound = facts()
     notes = require_sound(sound)
     assert sound.encoded is not None and len(sound.encoded.train[PROMPTS]) == 8
-    assert any("only 2 are held out" in note for note in notes)
+    assert any("only 2 rows are held out" in note for note in notes)
     assert said == [], "so few rows are encoded at once"
 
 

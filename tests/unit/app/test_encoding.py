@@ -104,8 +104,8 @@ def test_prompts_lose_their_beginnings_and_answers_stay_whole(folder: Path) -> N
     assert taught is not None and len(taught.prompt) == 22 and len(taught.answers[0]) == 2
     assert list(taught.prompt[-2:]) == list(cut.prompt[-2:]), "its end stays"
     assert found.left_out == {DEMONSTRATIONS: 1, PROMPTS: 0}
-    assert "cut: 2 of 7 prompts to train on lose their prompts' beginnings" in found.notes
-    assert "cut: 1 of 7 demonstrations to train on lose their prompts' beginnings" in found.notes
+    assert "cut: 2 of 7 prompts to train on have their prompts cut from the left" in found.notes
+    assert "cut: 1 of 7 demonstrations to train on have their prompts cut from the left" in found.notes
     assert any("left out: 1 of 7 demonstrations" in note for note in found.notes)
 
 

@@ -108,15 +108,23 @@ def test_a_pool_called_as_a_role_is_the_pool() -> None:
         ),
         ({"train_parallel": {"reward": {"dp": 1}}}, "names 'reward'", "the models policy, reference, critic"),
         ({"train_parallel": {"mian": {"tp": 1}}}, "names 'mian'", "the pools are main"),
-        ({"train_parallel": {"main": {"cp": 2}}}, "has an axis 'cp'", "dp, fsdp, ep, pp, tp"),
+        ({"train_parallel": {"main": {"cp": 2}}}, "has an unknown axis 'cp'", "dp, fsdp, ep, pp, tp"),
         (
             {"pools": {"main": 4}, "train_parallel": {"main": {"ep": 2, "tp": 2}}},
             "is ep 2 x pp 1 x tp 2, with both ep and tp above 1",
             "ranks that hold every other weight whole",
         ),
         ({"sequence_parallel": True}, "no model is trained with tp above 1", "over the ranks of tp"),
-        ({"rollout_parallel": {"pp": 2}}, "placement.rollout_parallel has an axis 'pp'", "it may have tp"),
-        ({"train_parallel": {"main": {"tp": 0}}}, "placement.train_parallel.main.tp is 0", "the least is 1"),
+        (
+            {"rollout_parallel": {"pp": 2}},
+            "placement.rollout_parallel has an unknown axis 'pp'",
+            "the axes are tp",
+        ),
+        (
+            {"train_parallel": {"main": {"tp": 0}}},
+            "placement.train_parallel.main.tp is 0",
+            "an axis is at least 1",
+        ),
         (
             {"pools": {"main": 2}, "train_parallel": {"main": {"dp": 2, "fsdp": 2}}},
             "dp 2 x fsdp 2 x pp 1 x tp 1 = 4 ranks",
@@ -135,12 +143,12 @@ def test_a_pool_called_as_a_role_is_the_pool() -> None:
         (
             {"pools": {"main": 8}, "train_parallel": {"main": {"pp": 8}}},
             "has 4 layers",
-            "every stage has a layer",
+            "at least one layer",
         ),
         (
             {"pools": {"main": 2}, "train_parallel": {"main": {"tp": 2}}, "backend": "inline"},
-            "with everything in one process",
-            "one a rank",
+            "the run has only one process",
+            "every rank is a separate process",
         ),
     ],
 )

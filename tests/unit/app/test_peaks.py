@@ -197,7 +197,7 @@ def test_what_cannot_fit_is_refused_with_what_would() -> None:
         phases={"trains": {"gradients": 4 << 30, "activations": 24 << 30}},
     )
     require_room([policy], {"main": 1}, 32 << 30)
-    with pytest.raises(ConfigError, match=r"hold 32.0 GiB at most, and 31.0 GiB are free") as error:
+    with pytest.raises(ConfigError, match=r"need up to 32.0 GiB, and 31.0 GiB are free") as error:
         require_room([policy], {"main": 1}, 31 << 30)
     assert "activations 24.0 GiB while the policy trains" in str(error.value)
     assert "policy.gradient_checkpointing = true" in error.value.fix

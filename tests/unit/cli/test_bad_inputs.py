@@ -209,14 +209,14 @@ CASES: Mapping[str, tuple[Spoil, str, str]] = {
     "no prompts": (nothing, "algorithm.prompts_per_step=0", "greater than 0"),
     "one sample": (nothing, "algorithm.samples_per_prompt=1", "at least 2"),
     "too many minibatches": (nothing, "algorithm.minibatches=1000", "4 prompts x 8 samples = 32 rows"),
-    "temperature 0": (nothing, "rollout.temperature=0", "none is better than another"),
+    "temperature 0": (nothing, "rollout.temperature=0", "none could score higher than another"),
     "temperature negative": (nothing, "rollout.temperature=-1", "at least 0"),
     "top_p above 1": (nothing, "rollout.top_p=1.5", "at most 1"),
     "device gpu": (nothing, "run.device=gpu", 'run.device is "gpu"'),
     "device that is not there": (nothing, "run.device=cuda:63", "there is no device 'cuda:63'"),
     "seed negative": (nothing, "run.seed=-1", "at least 0"),
     "float16": (nothing, "policy.model.dtype=float16", "float32"),
-    "pool of 0": (nothing, "placement.pools={main = 0}", "a rank at least"),
+    "pool of 0": (nothing, "placement.pools={main = 0}", "at least one rank"),
     "mesh that does not fit": (
         nothing,
         "placement.train_parallel={main = {tp = 3}}",
@@ -426,7 +426,7 @@ def test_the_folder_itself_is_sound(folder: Path, capsys: pytest.CaptureFixture[
     [
         (nothing, "rollout.max_rows=1_000_000_000", ""),
         (nothing, "run.threads=4096", "run.threads is 4096"),
-        (nothing, "algorithm.prompts_per_step=100", "within a step, prompts repeat"),
+        (nothing, "algorithm.prompts_per_step=100", "prompts repeat within a step"),
         (nothing, "evaluate=none", ""),
         (no_end, "", "the model names no end token"),
         (no_end, "rollout.stop=['x']", ""),
@@ -434,7 +434,7 @@ def test_the_folder_itself_is_sound(folder: Path, capsys: pytest.CaptureFixture[
             nothing,
             "algorithm.name=safe_rlhf cost={function = 'reward.py:brief'} algorithm.cost_margin=0.1 "
             "algorithm.cost_limit=0.05",
-            "the multiplier aims at a mean cost of -0.05",
+            "the multiplier targets a mean cost of -0.05",
         ),
         (
             lambda folder: text("prompts.jsonl", b"\xef\xbb\xbf" + (folder / "prompts.jsonl").read_bytes())(
