@@ -51,10 +51,12 @@ def both_ways(ranks: Ranks, cases: list[Case]) -> list[str]:
     differ = []
     for case, moments in zip(cases, cycle((None, "bfloat16"))):
         batch = own_rows(case, groups_of(case, ranks))
-        here, away = (made(case, ranks, moments=moments, offload=offload) for offload in (None, "optimizer"))
+        here, away = (
+            made(case, ranks, optimizer_dtype=moments, offload=offload) for offload in (None, "optimizer")
+        )
         update(case, here, batch)
         update(case, away, batch)
-        again = made(case, ranks, moments=moments, offload="optimizer")
+        again = made(case, ranks, optimizer_dtype=moments, offload="optimizer")
         with torch.no_grad():
             for name, held in again._parallel.local_weights().items():
                 held.copy_(away._parallel.local_weights()[name])

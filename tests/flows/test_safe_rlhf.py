@@ -20,6 +20,7 @@ from rillflow.app.recipe import load_recipe
 from rillflow.errors import ConfigError, RillflowError
 from rillflow.runs.layout import rollout_files
 from rillflow.runs.reader import rollout_columns
+from rillflow.tasks.kinds import DEMONSTRATIONS
 
 RECIPE = """
 [run]
@@ -208,5 +209,5 @@ def test_every_minibatch_has_a_demonstration(folder: Path) -> None:
 def test_what_is_given_beside_prompts_is_the_algorithms_own_wish() -> None:
     wishes = {name: algorithm.beside for name, algorithm in ALGORITHMS.items()}
     config = ALGORITHMS["ppo"].config.model_validate({"name": "ppo", "steps": 1, "pretrain_weight": 0.1})
-    assert wishes["ppo"](config) == wishes["safe_rlhf"](config) == "demonstrations"
+    assert wishes["ppo"](config) is wishes["safe_rlhf"](config) is DEMONSTRATIONS
     assert wishes["grpo"](config) is None
