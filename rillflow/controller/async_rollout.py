@@ -32,7 +32,7 @@ from rillflow.controller.admission import StalenessBound
 from rillflow.controller.checkpoint import PROMPTS
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.flow import StageResult
-from rillflow.controller.source import ChunkedResult, DataStream, Drawn, GroupSampling, Source
+from rillflow.controller.source import ChunkedResult, DataStream, GroupSampling, OpenedStep, Source
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch, concatenate
@@ -161,7 +161,7 @@ class AsyncRollout(Source):
         self._wanted -= groups
         return data
 
-    def opened(self) -> Drawn:
+    def opened(self) -> OpenedStep:
         """See Source; the metrics are of the rows in flight when the step was formed."""
         steps = (len(self._running) + len(self._complete)) / self._step_groups
         measured: dict[str, Metric] = {
@@ -172,7 +172,7 @@ class AsyncRollout(Source):
         }
         self._taken.clear()
         dropped, self._dropped = self._dropped, []
-        return Drawn(measured=measured, given_up=dropped, parcels=self._published())
+        return OpenedStep(measured=measured, given_up=dropped, parcels=self._published())
 
     def deliver(self, parcel: PackedWeights) -> None:
         """Have the replicas receive a version, one after the other."""

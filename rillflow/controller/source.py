@@ -63,7 +63,7 @@ class GroupSampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawn:
+class OpenedStep:
     """What a source tells about a step whose stages are all submitted."""
 
     measured: Mapping[str, Metric] = field(default_factory=dict)
@@ -196,10 +196,10 @@ class Source:
         """Return the version that the policy published, on its way to the sampler."""
         return published if self._sync is None else self._sync(published)
 
-    def opened(self) -> Drawn:
+    def opened(self) -> OpenedStep:
         """Note that all stages of the step are submitted."""
         arriving, self._arriving = self._arriving, []
-        return Drawn(arriving=arriving, parcels=self._published())
+        return OpenedStep(arriving=arriving, parcels=self._published())
 
     def _published(self) -> Sequence[PackedWeights]:
         return self._sync.take() if self._sync is not None else ()

@@ -28,7 +28,7 @@ from typing import Any
 
 from rillflow.controller.async_rollout import add_work, one_by_one
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.source import DataStream, Drawn, GroupSampling, Source
+from rillflow.controller.source import DataStream, GroupSampling, OpenedStep, Source
 from rillflow.controller.weight_sync import WeightSync
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Mean, Sum
@@ -105,7 +105,7 @@ class TailBatching(Source):
         """See Source; it includes the prompts that are put aside."""
         return {**super().position(), ASIDE: self.aside}
 
-    def opened(self) -> Drawn:
+    def opened(self) -> OpenedStep:
         """See Source; the metrics are of the rounds of the step."""
         return replace(
             super().opened(),

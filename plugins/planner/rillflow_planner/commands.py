@@ -190,7 +190,7 @@ PLOT = {"--plot": _word("FILE", "write a chart to this .html file", _page)}
 WORDS: Words = {
     "--model": _word("FILE", "the model's config.json"),
     "--gpus": _word("NxKIND", "number and type of devices, such as 64xH100", str),
-    "--algorithm": _word("NAME", "shipped algorithm, such as grpo", str),
+    "--algorithm": _word("NAME", "name of a shipped algorithm, as in recipes", str),
     "--response": _word(
         "LENGTHS", "response lengths: mean=2000,max=8192 (also median, sigma, p90), or a file", str
     ),
