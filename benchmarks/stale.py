@@ -318,14 +318,19 @@ def page(kept: Sequence[Mapping[str, Any]]) -> str:
     """The tables of the runs that are kept."""
     seeds = sorted({line["seed"] for line in kept})
     commits = sorted({line["commit"] for line in kept})
+    arms = " ".join(f'"{arm}"' for arm in ARMS if arm in {line["arm"] for line in kept})
     versions = ", ".join(f"{name} {version(name)}" for name in ("rillflow", "torch", "transformers"))
     lines = [
         "# What a correction does for rows of old weights",
         "",
-        "Command: `python benchmarks/stale.py --keep FILE`, then the same with `--write "
-        "benchmarks/results/stale.md`;",
-        f"package at commit {', '.join(commits)}; one thread of {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}, {versions}.",
+        f"Measured at commit {', '.join(commits)}.",
+        "",
+        *wrap(
+            f"Command: `python benchmarks/stale.py --keep FILE --seeds {' '.join(map(str, seeds))} "
+            f"--arms {arms}`, then the same with `--write benchmarks/results/stale.md`; one thread of {os.cpu_count()} cores, Python "
+            f"{platform.python_version()}, {versions}.",
+            width=110,
+        ),
         "",
         *wrap(
             f"GRPO, seeds {', '.join(map(str, seeds))}, 16 prompts x 8 samples a step, a policy of 2 layers "

@@ -28,6 +28,8 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
+import measured_at
+
 SMALLEST = []
 SLOW = ["--before HEAD --rounds 1 --only 'GRPO, inline'"]  # runs a worktree of another commit
 
@@ -136,15 +138,14 @@ def main() -> None:
             table = [row(case, trees, given.rounds, Path(folder)) for case in cases]
         finally:
             subprocess.run([*git, "worktree", "remove", "--force", before], check=True)
-    commit = subprocess.run(
-        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-    )
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray"))
     page = [
         "# Seconds of a step, before and now",
         "",
-        f"`python benchmarks/steps.py --before {given.before} --rounds {given.rounds}`, now is "
-        f"{commit.stdout.strip()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, "
+        measured_at.line(),
+        "",
+        f"`python benchmarks/steps.py --before {given.before} --rounds {given.rounds}`, "
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, "
         f"Python {platform.python_version()}, {versions}; cases and settings are at the head of the script.",
         "",
         "| case | steps each | before, s | now, s | now / before | of single rounds | bits before | now |",
