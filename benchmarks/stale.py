@@ -327,7 +327,8 @@ def page(kept: Sequence[Mapping[str, Any]]) -> str:
         "",
         *wrap(
             f"Command: `python benchmarks/stale.py --keep FILE --seeds {' '.join(map(str, seeds))} "
-            f"--arms {arms}`, then the same with `--write benchmarks/results/stale.md`; one thread of {os.cpu_count()} cores, Python "
+            f"--arms {arms}`, then the same with `--write benchmarks/results/stale.md`; one thread of "
+            f"{os.cpu_count()} cores, Python "
             f"{platform.python_version()}, {versions}.",
             width=110,
         ),
