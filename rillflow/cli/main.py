@@ -31,7 +31,7 @@ from rillflow.runs.formatting import visible
 if TYPE_CHECKING:
     from rillflow.algorithms.algorithm import Algorithm
 
-EPILOG = "exit codes: 0 done, 1 failed after the start, 2 refused before the start, 130 interrupted"
+EPILOG = "exit codes: 0 done, 1 failed, 2 refused before the start, 130 interrupted"
 
 
 def main(argv: Sequence[str] | None = None, algorithms: Sequence[Algorithm] = ()) -> int:

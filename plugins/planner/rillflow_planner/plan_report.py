@@ -399,7 +399,7 @@ def _warnings(found: Decision) -> Iterator[str]:
         is_unsaid = fleet.between_bandwidth == fleet.device.inside_bandwidth
         larger = any(one.devices > hardware.devices for one in found.ranking.sizes)
         if is_unsaid and fleet.devices == fleet.per_machine and larger:
-            yield f"note: fleet {fleet.name} has no bandwidth between machines; assumed as fast as within one"
+            yield f"note: fleet {fleet.name} has no bandwidth between machines; the speed within one is used"
 
 
 def _placement(plan: Plan) -> list[str]:

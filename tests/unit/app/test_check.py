@@ -347,7 +347,7 @@ def test_the_state_of_a_run_directory(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
         run_state(run)
     (run / "run.lock").touch()
-    assert "without a checkpoint" in run_state(run)
+    assert "has no checkpoint" in run_state(run)
     for step in (3, 12):
         (run / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     assert "resumes after step 12" in run_state(run)
