@@ -26,7 +26,10 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "arithmetic" / "run.toml"
 
 
 class PlainEngine(RowByRow):
-    """Continues every running row by one token per step."""
+    """Continues every running row by one token per step.
+
+    Further arguments of ``rollout.engine.Engine``, such as ``tp``, are accepted and not used.
+    """
 
     can: ClassVar = frozenset({Capability.GREEDY, Capability.ROWS, Capability.SCORE})
     held_bytes = 0

@@ -19,7 +19,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rillflow.app.encoding import EncodedTask, encode_task, longest_row
 from rillflow.app.model_files import ALIKE, ModelSizes, sizes_from, sizes_of_directory, sizes_of_new
@@ -87,8 +87,8 @@ class RecipeFacts:
             DataError: the source is unknown or its data cannot be used.
         """
         recipe, kind, rows = self.recipe, self.recipe.chosen.data, self.given.rows
-        where: Any = {"base": self.base, "seed": recipe.run.seed}
-        task = open_task(recipe.task, kind, drawn=self.drawn, rows=rows, **where)
+        seed, base = recipe.run.seed, self.base
+        task = open_task(recipe.task, kind, base=base, seed=seed, drawn=self.drawn, rows=rows)
         task = replace(task, sets=read_sets(recipe.evaluate.sets, self.base, kind))
         _require_numbers(task, recipe.algorithm.columns)
         return replace(task, reward=self.given.reward) if self.given.reward else task
@@ -143,8 +143,8 @@ class RecipeFacts:
 
         from rillflow.models.language_model import LanguageModel, outline
 
-        where: Any = {"device": torch.device("cpu"), "base": self.base, "section": "policy.model"}
-        return outline(LanguageModel, self.recipe.policy.model, seed=0, **where)
+        config, device = self.recipe.policy.model, torch.device("cpu")
+        return outline(LanguageModel, config, seed=0, device=device, base=self.base, section="policy.model")
 
     @cached_property
     def sizes(self) -> ModelSizes | None:

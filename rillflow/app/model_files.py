@@ -80,7 +80,7 @@ class ModelSizes:
     linear: int = 0
     """Parameters of the layers' other matrices, if the files show them; an int8 base has them in 8 bits."""
     is_tied: bool = True
-    """Whether the head is the embedding."""
+    """Whether the output head shares the embedding's weights."""
 
 
 def sizes_of_new(new: NewModel) -> ModelSizes:

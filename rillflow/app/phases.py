@@ -29,7 +29,7 @@ class PhasePlan:
     first: int
     """Number of the run's steps before the phase."""
     evaluated: bool
-    """Whether rows may be sampled, and the model is evaluated before, during and after the phase."""
+    """Whether the phase samples rows, and evaluates the model before, during and after it."""
 
     @property
     def freshness(self) -> int:

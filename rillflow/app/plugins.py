@@ -49,7 +49,7 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     """Function that adds the command's arguments to its parser."""
     ignores_unknown: bool = False
-    """Whether arguments that the parser does not know are ignored instead of refused."""
+    """Whether the parser ignores unknown arguments instead of refusing them."""
 
 
 class Planning(Protocol):

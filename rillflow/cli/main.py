@@ -177,13 +177,7 @@ def _ask_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     _report_arguments(parser)
     add("prompt", nargs="?", metavar="PROMPT", help="left out, each line of standard input is a prompt")
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="sampling temperature; 0 (default) is greedy",
-    )
+    _temperature_argument(parser)
     add("--max-tokens", type=int, metavar="N", help="most tokens of an answer; left out, as in training")
     chat = parser.add_mutually_exclusive_group()
     chat.add_argument("--system", metavar="TEXT", help="system message before the prompt")
@@ -194,6 +188,11 @@ def _ask_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", type=int, metavar="STEP", help="step of the checkpoint; left out, the newest"
     )
     which.add_argument("--best", action="store_true", help="checkpoint with the highest held-out mean reward")
+
+
+def _temperature_argument(parser: argparse.ArgumentParser) -> None:
+    told = "sampling temperature; 0 (default) is greedy"
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=told)
 
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -215,13 +214,7 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--samples", type=_count, default=1, metavar="N", help="answers of each model per prompt (default: 1)"
     )
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="sampling temperature; 0 (default) is greedy",
-    )
+    _temperature_argument(parser)
     add("--out", type=Path, metavar="FILE", help="new JSON file for the results and the pairs")
 
 

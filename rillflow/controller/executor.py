@@ -31,7 +31,7 @@ from rillflow.workers.backend import Backend, Place
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.endpoint import Endpoint, Measure
 from rillflow.workers.group import Group
-from rillflow.workers.pending import Pending, Work, pack_options, stages_of, submitted, wait_for
+from rillflow.workers.pending import Pending, Submission, pack_options, stages_of, submitted, wait_for
 from rillflow.workers.values import GROUPS, Lie, Own, RemoteValue, Rows, Whole, group_shares, groups_of
 
 
@@ -227,7 +227,7 @@ class GroupExecutor:
         return [
             Pending(
                 name,
-                Work(
+                Submission(
                     backend=self.backend, places=[place], references=[RemoteValue(value=value, facts=facts)]
                 ),
             )

@@ -30,7 +30,7 @@ from rillflow.records.metrics import Metric
 from rillflow.roles.sampler import GroupId
 from rillflow.rollout.config import SamplingConfig, answering
 from rillflow.workers.group import Group
-from rillflow.workers.pending import Pending, Work, joined
+from rillflow.workers.pending import Pending, Submission, joined
 from rillflow.workers.values import Facts, shares
 
 
@@ -48,7 +48,7 @@ class DataStream:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSampling:
-    """How the steps of a phase are sampled group by group, before they ask for rows."""
+    """Settings for sampling a phase's groups before its steps ask for rows."""
 
     groups: int
     """Groups that the phase still has to train."""
@@ -64,7 +64,7 @@ class GroupSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedStep:
-    """What a source tells about a step whose stages are all submitted."""
+    """Facts that a source reports once all stages of a step are submitted."""
 
     measured: Mapping[str, Metric] = field(default_factory=dict)
     """Metrics of the sampling."""
@@ -109,7 +109,7 @@ class ChunkedResult(Pending):
         made.chunks += chunks
         return made
 
-    def _joined(self) -> Work:
+    def _joined(self) -> Submission:
         self._submit()
         return joined(self.stage, self.chunks, is_partial=self._is_partial, worked=self._worked).work
 

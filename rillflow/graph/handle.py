@@ -54,6 +54,7 @@ class Handle:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _reckon
     __lt__ = __le__ = __gt__ = __ge__ = _reckon
 
+    # Type checkers must not see it: they would accept any attribute of a handle.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:

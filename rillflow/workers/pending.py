@@ -30,7 +30,7 @@ _ECHO_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Work:
+class Submission:
     """The work of ranks on one stage."""
 
     backend: Backend
@@ -77,7 +77,7 @@ class Pending(Handle):
         work: the submitted work, or a function that submits it when someone first needs the result.
     """
 
-    def __init__(self, stage: str, work: Work | Callable[[], Work]) -> None:
+    def __init__(self, stage: str, work: Submission | Callable[[], Submission]) -> None:
         super().__init__(stage)
         self.token = object()
         """Identity of the result in a Lie."""
@@ -86,9 +86,9 @@ class Pending(Handle):
         self._facts: list[Facts] = []
 
     @property
-    def work(self) -> Work:
+    def work(self) -> Submission:
         """The work of ranks on the stage; submitted now if nobody needed it before."""
-        if not isinstance(self._work, Work):
+        if not isinstance(self._work, Submission):
             self._work = self._work()
         return self._work
 
@@ -242,7 +242,7 @@ def submitted(
         taken: indices of the calls whose results are taken, in order.
         given: arguments and options as the caller gave them, among them results of other stages.
         after: stages that the result follows, if not those of all sources.
-        described: further fields of ``Work``.
+        described: further fields of ``Submission``.
     """
     made = []
     for place, function, arguments in calls:
@@ -250,7 +250,7 @@ def submitted(
         made.append(RemoteValue(value=value, facts=facts))
     others = sorted({*range(len(calls))} - {*taken})
     sources = [each for each in given if isinstance(each, Pending)]
-    work = Work(
+    work = Submission(
         backend=backend,
         places=[calls[index][0] for index in (*taken, *others)],
         references=[made[index] for index in taken],
@@ -271,10 +271,10 @@ def pack_options(options: Mapping[str, Any], stage: str, backend: Backend) -> An
 def joined(
     stage: str, parts: Sequence[Pending], *, is_partial: bool = False, worked: Sequence[Facts] = ()
 ) -> Pending:
-    """Join several results, by concatenation or by adding partial sums; for ``worked`` see Work."""
+    """Join several results, by concatenation or by adding partial sums; for ``worked`` see Submission."""
     taken = [place for each in parts for place in each.holders]
     watched = [place for each in parts for place in each.places[len(each.holders) :]]
-    work = Work(
+    work = Submission(
         backend=parts[0].work.backend,
         places=[*taken, *watched],
         references=[made for each in parts for made in each.work.references],

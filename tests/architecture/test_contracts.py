@@ -6,8 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from pathlib import Path
-
-import pytest
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TESTS = "\n".join(
@@ -29,10 +28,9 @@ def test_every_contract_has_a_test_of_its_name() -> None:
     assert lacking == []
 
 
-@pytest.mark.parametrize("sources", ["package", "plugins"])
-def test_a_class_name_stands_in_one_module(sources: str, request: pytest.FixtureRequest) -> None:
+def test_a_class_name_stands_in_one_module(package: list[Any], plugins: list[Any]) -> None:
     homes: dict[str, list[str]] = defaultdict(list)
-    for source in request.getfixturevalue(sources):
+    for source in (*package, *plugins):
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(source.path)

@@ -43,12 +43,12 @@ def plan(arguments: argparse.Namespace) -> int:
     from rillflow.placement.plan import plan_text
     from rillflow_planner.cost_model.costs import CostModel
     from rillflow_planner.plan_report import Decision, decision_data, decision_lines, plan_page, shown_s
-    from rillflow_planner.ranking import Goal, Objective, order_as_shown
+    from rillflow_planner.ranking import Goal, SearchObjective, order_as_shown
     from rillflow_planner.search import prompts_that_pay, search, variations
 
     statement = _stated(arguments)
     problem = statement.problem
-    objective = Objective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
+    objective = SearchObjective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
     bounds, apart = arguments.freshness, arguments.apart_in_step
     ranking = search(
         problem, CostModel, objective=objective, freshness=bounds, apart_in_step=apart, times=SIZES

@@ -25,7 +25,7 @@ from rillflow.runs.report.chart import Chart, Point, Series, draw
 from rillflow.runs.report.html import Html, el, page, section
 from rillflow.runs.report.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
 from rillflow_planner.problem import Statement
-from rillflow_planner.ranking import HOUR_S, LITTLE, ClusterSize, Goal, Objective, Ranked, Ranking
+from rillflow_planner.ranking import HOUR_S, LITTLE, ClusterSize, Goal, Ranked, Ranking, SearchObjective
 from rillflow_planner.search import Variation
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Decision:
 
     statement: Statement
     """The planning problem with its accuracy and assumptions."""
-    objective: Objective
+    objective: SearchObjective
     """The minimised quantity."""
     ranking: Ranking
     """The best plans."""

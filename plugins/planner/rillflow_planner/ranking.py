@@ -45,11 +45,11 @@ class Goal(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective:
+class SearchObjective:
     """A goal and its parameters.
 
     Example:
-        Objective(goal=Goal.DEVICES, deadline_s=300)
+        SearchObjective(goal=Goal.DEVICES, deadline_s=300)
     """
 
     goal: Goal = Goal.STEP

@@ -25,7 +25,7 @@ from rillflow_planner.cost_model.costs import CostsOf
 from rillflow_planner.evaluate import evaluate, no_plan_fits
 from rillflow_planner.hardware import Hardware
 from rillflow_planner.problem import Problem
-from rillflow_planner.ranking import LITTLE, ClusterSize, Goal, Objective, Ranked, Ranking, explained
+from rillflow_planner.ranking import LITTLE, ClusterSize, Goal, Ranked, Ranking, SearchObjective, explained
 from rillflow_planner.variant import Variant, preference
 from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
 
@@ -37,7 +37,7 @@ def search(
     problem: Problem,
     costs: CostsOf,
     *,
-    objective: Objective | None = None,
+    objective: SearchObjective | None = None,
     freshness: Sequence[int] = (0,),
     apart_in_step: bool = False,
     kept: int = KEPT,
@@ -57,7 +57,7 @@ def search(
     Raises:
         PlanError: no plan fits, or none meets the deadline.
     """
-    objective = objective or Objective()
+    objective = objective or SearchObjective()
     _require_prices(problem, objective)
     other = [scaled(problem.hardware, Fraction(factor)) for factor in sorted(times)]
     clusters = [hardware for hardware in other if hardware is not None]
@@ -125,7 +125,7 @@ def scaled(hardware: Hardware, factor: Fraction) -> Hardware | None:
     return replace(hardware, fleets=tuple(fleets))
 
 
-def _require_prices(problem: Problem, objective: Objective) -> None:
+def _require_prices(problem: Problem, objective: SearchObjective) -> None:
     free = [fleet.name for fleet in problem.hardware.fleets if not fleet.price_per_hour]
     if objective.goal is Goal.COST and free:
         raise PlanError(

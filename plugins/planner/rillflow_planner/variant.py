@@ -21,7 +21,7 @@ from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.evaluate import predicted
 from rillflow_planner.problem import Problem
-from rillflow_planner.ranking import Floats, Objective, Ranked
+from rillflow_planner.ranking import Floats, Ranked, SearchObjective
 from rillflow_planner.schedule import BESIDE, in_turn, tasks_of
 
 Whole = NDArray[np.int64]
@@ -70,7 +70,7 @@ class _Way:
 class Variant:
     """A problem with one freshness bound: its placements, and cached ways of all pools."""
 
-    def __init__(self, problem: Problem, costs: CostModel, objective: Objective) -> None:
+    def __init__(self, problem: Problem, costs: CostModel, objective: SearchObjective) -> None:
         self.problem = problem
         self._costs, self._objective = costs, objective
         self._units, self._stages = problem.units, problem.graph.stages

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from plugins.planner.tests.test_commands import RECIPE
 from rillflow.app.planned import is_placed_by, settings_of
 from rillflow.app.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import PlanError
@@ -14,20 +15,6 @@ from rillflow_planner.problem import Statement
 from rillflow_planner.recipe_problem import open_cluster, plan_as_placed, state_problem
 from rillflow_planner.search import search
 
-RECIPE = """
-[policy]
-model.new = { hidden = 64, layers = 4, heads = 8, kv_heads = 4, context = 64 }
-[rollout]
-max_tokens = 16
-[task]
-size = 600
-[algorithm]
-name = "ppo"
-steps = 3
-prompts_per_step = 16
-samples_per_prompt = 4
-loss.kl = 0.1
-"""
 FLEET = '[[fleet]]\nname = "{}"\ndevice = "cpu"\ndevices = 4\nper_machine = 4\n'
 
 

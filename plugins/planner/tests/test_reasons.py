@@ -15,7 +15,7 @@ from rillflow.errors import PlanError
 from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.hardware import Fleet
 from rillflow_planner.problem import Problem, Unit
-from rillflow_planner.ranking import Cause, Goal, Objective, order_as_shown
+from rillflow_planner.ranking import Cause, Goal, SearchObjective, order_as_shown
 from rillflow_planner.search import search
 
 PROBLEM = toy_problem(5, roles=3, fleets=[toy_fleet(devices=8)])
@@ -57,10 +57,12 @@ def plain(**changes: float) -> Callable[[Problem], PlainCosts]:
 @given(
     seed=st.integers(0, 10**6),
     link=st.sampled_from([0.0, 1.0, 50.0]),
-    objective=st.sampled_from([Objective(), Objective(goal=Goal.DEVICE_HOURS), Objective(goal=Goal.COST)]),
+    objective=st.sampled_from(
+        [SearchObjective(), SearchObjective(goal=Goal.DEVICE_HOURS), SearchObjective(goal=Goal.COST)]
+    ),
 )
 def test_each_of_the_best_but_the_first_says_what_it_is_behind_by(
-    seed: int, link: float, objective: Objective
+    seed: int, link: float, objective: SearchObjective
 ) -> None:
     problem = toy_problem(seed, roles=3, fleets=[toy_fleet()])
     costs = lambda one: ToyCosts(problem=one, seed=seed, memory=300.0, link=link)  # noqa: E731
@@ -132,7 +134,7 @@ def test_placements_too_large_for_a_device_are_counted() -> None:
 
 
 def test_with_the_fewest_devices_wanted_a_faster_placement_is_behind_by_devices() -> None:
-    fewest = Objective(goal=Goal.DEVICES, deadline_s=1000.0)
+    fewest = SearchObjective(goal=Goal.DEVICES, deadline_s=1000.0)
     best, *others = search(PROBLEM, plain(memory=300.0, link=0.0), objective=fewest).best
     assert best.evaluation.devices == 1
     assert Cause.DEVICES in {one.cause for one in others}
@@ -155,14 +157,14 @@ def test_the_least_cluster_that_would_do_is_named() -> None:
 def test_a_deadline_none_keeps_is_told() -> None:
     fastest = search(PROBLEM, plain(memory=300.0)).best[0].value
     with pytest.raises(PlanError, match="meets the deadline") as error:
-        search(PROBLEM, plain(memory=300.0), objective=Objective(deadline_s=0.1))
+        search(PROBLEM, plain(memory=300.0), objective=SearchObjective(deadline_s=0.1))
     assert error.value.why == f"the fastest step takes {fastest:.4g} s"
 
 
 def test_the_least_cost_needs_prices() -> None:
     free = replace(PROBLEM, hardware=replace(PROBLEM.hardware, fleets=(toy_fleet(price=0.0),)))
     with pytest.raises(PlanError, match="fleet here has no price"):
-        search(free, plain(), objective=Objective(goal=Goal.COST))
+        search(free, plain(), objective=SearchObjective(goal=Goal.COST))
 
 
 def test_doubling_brings_less_and_less_and_says_so() -> None:

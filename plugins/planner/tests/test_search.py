@@ -18,7 +18,7 @@ from rillflow_planner.evaluate import evaluate
 from rillflow_planner.hardware import Factors, Fleet, Hardware, shipped_devices
 from rillflow_planner.model_shape import ModelShape
 from rillflow_planner.problem import Problem
-from rillflow_planner.ranking import Goal, Objective
+from rillflow_planner.ranking import Goal, SearchObjective
 from rillflow_planner.search import search
 from rillflow_planner.variant import EVALUATED
 from rillflow_planner.workload import Lengths, Workload
@@ -28,11 +28,11 @@ LOSS = 0.02
 seeds = st.integers(0, 10**6)
 objectives = st.sampled_from(
     [
-        Objective(),
-        Objective(goal=Goal.DEVICE_HOURS),
-        Objective(goal=Goal.DEVICES, deadline_s=22.0),
-        Objective(goal=Goal.COST),
-        Objective(deadline_s=25.0),
+        SearchObjective(),
+        SearchObjective(goal=Goal.DEVICE_HOURS),
+        SearchObjective(goal=Goal.DEVICES, deadline_s=22.0),
+        SearchObjective(goal=Goal.COST),
+        SearchObjective(deadline_s=25.0),
     ]
 )
 SHAPE = ModelShape(
@@ -63,7 +63,7 @@ def seven_billions() -> Problem:
 def test_seven_billions_on_one_machine_equal_brute_force(bounds: tuple[int, ...]) -> None:
     step = variants(seven_billions(), bounds)[0]
     best: dict[object, float] = {}
-    for one in every_plan(step, CostModel(step), Objective()):
+    for one in every_plan(step, CostModel(step), SearchObjective()):
         best[one.names] = min(best.get(one.names, float("inf")), one.value)
     ranking = search(seven_billions(), CostModel, freshness=bounds)
     assert len(ranking.best) == ranking.placements == len(best)
@@ -78,7 +78,7 @@ def costs_of(seed: int, **changes: object) -> Callable[[Problem], ToyCosts]:
 @settings(max_examples=30, deadline=None)
 @given(seed=seeds, memory=st.sampled_from([30.0, 60.0, 100.0]), objective=objectives)
 def test_random_costs_are_never_beaten_and_nothing_that_fits_is_missed(
-    seed: int, memory: float, objective: Objective
+    seed: int, memory: float, objective: SearchObjective
 ) -> None:
     problem = toy_problem(seed, roles=2, fleets=[toy_fleet()])
     costs = costs_of(seed, memory=memory)

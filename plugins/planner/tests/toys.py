@@ -25,7 +25,7 @@ from rillflow_planner.evaluate import evaluate
 from rillflow_planner.hardware import Device, Factors, Fleet, Hardware
 from rillflow_planner.model_shape import ModelShape
 from rillflow_planner.problem import Problem, Unit
-from rillflow_planner.ranking import Objective
+from rillflow_planner.ranking import SearchObjective
 from rillflow_planner.workload import Lengths, Workload
 
 SHAPE = ModelShape(name="toy", hidden=8, layers=2, heads=2, kv_heads=2, head_dim=4, inner=16, vocabulary=32)
@@ -209,7 +209,7 @@ class Tried:
     plan: Plan
 
 
-def every_plan(problem: Problem, costs: ToyCosts, objective: Objective) -> Iterator[Tried]:
+def every_plan(problem: Problem, costs: ToyCosts, objective: SearchObjective) -> Iterator[Tried]:
     """Every plan there is that fits, one by one."""
     units = [unit.name for unit in problem.units]
     prices = {fleet.name: fleet.price_per_hour for fleet in problem.hardware.fleets}

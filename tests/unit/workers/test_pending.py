@@ -9,13 +9,13 @@ import pytest
 
 from rillflow.workers.backend import Place
 from rillflow.workers.inline import InlineBackend
-from rillflow.workers.pending import Pending, Work
+from rillflow.workers.pending import Pending, Submission
 from rillflow.workers.values import RemoteValue
 
 
 def pending_of(taken: Future[Any], watched: Future[Any]) -> Pending:
     """The result of two ranks of which the first's is needed."""
-    work = Work(
+    work = Submission(
         backend=InlineBackend(),
         places=[Place(pool="main", rank=rank) for rank in range(2)],
         references=[RemoteValue(value=taken, facts=taken)],

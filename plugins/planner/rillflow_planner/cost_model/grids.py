@@ -51,7 +51,7 @@ class Option:
     """A grid for one unit with its cost, in bytes of the fullest device; arrays for several grids at once."""
 
     grid: Grid
-    """How the devices share the model in training and scoring."""
+    """Grid of the devices that share the model in training and scoring."""
     generate_tp: int
     """Devices that share one copy during generation; 0 for a unit that does not generate."""
     seconds: Mapping[int, float]
