@@ -28,7 +28,7 @@ from rillflow.app.roles import RoleGroups, pools_of
 from rillflow.app.shared_paths import require_shared
 from rillflow.config.problems import together
 from rillflow.controller.admission import CapacityBound, StalenessBound
-from rillflow.controller.async_rollout import AsyncRollout, GroupInFlight
+from rillflow.controller.async_rollout import LEFT, AsyncRollout, GroupInFlight
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
@@ -37,9 +37,10 @@ from rillflow.controller.loop import Cadence, Loop
 from rillflow.controller.open_step import Phase
 from rillflow.controller.source import DataStream, GroupSampling, Source
 from rillflow.controller.step_executor import StepExecutor
+from rillflow.controller.streamed_stages import streamed_stages
 from rillflow.controller.tail_batching import ASIDE, TailBatching
 from rillflow.models.language_model import choose_device
-from rillflow.records.batch import Batch, load_batch
+from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean
 from rillflow.records.row import HELD_OUT_EPOCH
 from rillflow.rollout.config import SamplingConfig
@@ -164,10 +165,10 @@ class Build:
     def _source(self, plan: PhasePlan, place: Mapping[str, Any], kept: Checkpoint | None) -> Source:
         """Return the source of a phase's prompts and rows, from a position in the data on."""
         position = dict(place)
-        aside = position.pop(ASIDE, [])
+        aside, left = position.pop(ASIDE, []), position.pop(LEFT, [])
         stream = self._stream(plan.algorithm.data, position)
         if is_ready_first(plan.config):
-            return self._ready(plan, stream, kept)
+            return self._ready(plan, stream, left, kept)
         if cuts_tail(plan.config):
             return self._cut(plan, stream, aside, kept)
         return Source(
@@ -191,7 +192,9 @@ class Build:
             deadline_s=self._recipe.placement.deadline_s,
         )
 
-    def _ready(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> AsyncRollout:
+    def _ready(
+        self, plan: PhasePlan, stream: DataStream, left: Sequence[Sequence[int]], kept: Checkpoint | None
+    ) -> AsyncRollout:
         """Return the source of steps that train on the groups that complete first."""
         config, delivery = plan.config, self._roles.delivery
         assert isinstance(config, SampledConfig) and delivery is not None  # was checked
@@ -211,29 +214,39 @@ class Build:
             step_groups=config.prompts_per_step,
             parts=config.syncs_per_step,
             most_rows=self._recipe.rollout.max_rows,
-            again=load_batch(kept.prompts) if kept is not None and kept.prompts.is_file() else None,
+            streamed=streamed_stages(
+                plan.algorithm.listened(config).calls,
+                self._roles.executor,
+                changing=(*self._roles.trained(plan), *self._roles.moving(plan)),
+                most=(config.freshness + 1) * config.prompts_per_step,
+            ),
+            again=self._rows(plan, left),
         )
 
     def _cut(
         self, plan: PhasePlan, stream: DataStream, aside: Sequence[Sequence[int]], kept: Checkpoint | None
     ) -> TailBatching:
         """Return the source of steps that postpone the longest rows."""
-        config, data, how = plan.config, plan.algorithm.data, self._sampling(plan, kept)
+        config, how = plan.config, self._sampling(plan, kept)
         assert isinstance(config, SampledConfig)  # was checked
-        rows = {row.example.index: row for row in self.encoded.train[data] if row is not None}
-        there = [(epoch, prompt) for epoch, prompt in aside if prompt in rows]
         return TailBatching(
             self._roles.executor,
             stream,
             how=how,
             prompts=config.oversample_prompts,
             begun_samples=ceil(how.samples * config.oversample_samples - 1e-9),
-            aside=data.batch([rows[prompt] for _, prompt in there], [epoch for epoch, _ in there])
-            if there
-            else None,
+            aside=self._rows(plan, aside),
             sync=self._roles.delivery,
             chunks=self._recipe.rollout.stream_chunks,
         )
+
+    def _rows(self, plan: PhasePlan, groups: Sequence[Sequence[int]]) -> Batch | None:
+        """Return the rows of some groups (epoch, prompt) that the phase has drawn; None if there are none."""
+        data, columns = plan.algorithm.data, plan.config.columns
+        rows = {row.example.index: row for row in self.encoded.train[data] if row is not None}
+        there = [(epoch, prompt) for epoch, prompt in groups if prompt in rows]
+        drawn = [rows[prompt] for _, prompt in there]
+        return data.batch(drawn, [epoch for epoch, _ in there], columns) if there else None
 
     def _beside(self, plan: PhasePlan, resumed: Mapping[str, Any] | None) -> DataStream | None:
         """Return the stream of the step's second batch; None if the algorithm has none."""

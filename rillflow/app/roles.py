@@ -106,7 +106,7 @@ class RoleGroups:
                 self._start(role, model=self._phase_model(role, goes_on), **how)
             elif self._specs[role].start is Start.CALLED and role not in self:
                 self._start(role)
-        trained = tuple(role for role in plan.roles if self._specs[role].is_trained)
+        trained = self.trained(plan)
         for role in trained:
             begun = self._groups[role].call(
                 "begin",
@@ -120,6 +120,10 @@ class RoleGroups:
         if self.delivery is not None and plan.evaluated:
             self.delivery.begin(is_ahead=plan.freshness > 0)
         return trained
+
+    def trained(self, plan: PhasePlan) -> tuple[str, ...]:
+        """Return the roles that a phase trains; the policy or its replacement comes first."""
+        return tuple(role for role in plan.roles if self._specs[role].is_trained)
 
     def moving(self, plan: PhasePlan) -> tuple[str, ...]:
         """Return the roles of a phase that are not trained but change; checkpoints hold them too."""

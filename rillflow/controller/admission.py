@@ -66,7 +66,8 @@ class StalenessBound(Generic[GroupT]):
         """Number of the next batch, from 0."""
         self.dropped: list[GroupT] = []
         """Groups that no batch will take, in the order of detection; the caller may empty the list."""
-        self._freshness = freshness
+        self.freshness = freshness
+        """k, the bound."""
         self._prompts = prompts
         self._published = published
         self._begun: Counter[int] = Counter()
@@ -87,7 +88,7 @@ class StalenessBound(Generic[GroupT]):
             counted += self._begun[due]
             if counted >= room * self._prompts:
                 full = due
-        return -(-(full + 2) // self._published) - self._freshness - 1
+        return -(-(full + 2) // self._published) - self.freshness - 1
 
     def begin(self, group: GroupT) -> None:
         """Record that a group begins."""
@@ -136,7 +137,7 @@ class StalenessBound(Generic[GroupT]):
         return range(self.batch, max(self._begun, default=0) + 1)
 
     def _due(self, group: GroupT) -> int:
-        return int((group.version + self._freshness + 1) * self._published) - 1
+        return int((group.version + self.freshness + 1) * self._published) - 1
 
 
 class CapacityBound(StalenessBound[GroupT]):
@@ -152,10 +153,10 @@ class CapacityBound(StalenessBound[GroupT]):
 
         Otherwise return ``newest`` + 1, under which no group can begin.
         """
-        most = int((self._freshness + newest + 1) * self._published) * self._prompts
+        most = int((self.freshness + newest + 1) * self._published) * self._prompts
         if self._alive + self.batch * self._prompts >= most:
             return newest + 1
-        return self.version - self._freshness
+        return self.version - self.freshness
 
     def begin(self, group: GroupT) -> None:  # noqa: ARG002
         """Record that a group begins."""
@@ -171,7 +172,7 @@ class CapacityBound(StalenessBound[GroupT]):
 
     def overdue(self, groups: Iterable[GroupT]) -> list[GroupT]:
         """Return the groups in flight that are already too old for any batch."""
-        return [group for group in groups if group.version < self.version - self._freshness]
+        return [group for group in groups if group.version < self.version - self.freshness]
 
     def take(self) -> list[GroupT]:
         """Return the next batch: the groups that completed first, with ages within the bound."""

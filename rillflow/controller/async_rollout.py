@@ -1,20 +1,22 @@
 """Ready first: sample groups without a pause, and form each step from the groups that are ready.
 
-stream ─> prompts ─ begin ─> replicas: advance, advance, ... ─ complete ─> rule ─ take ─> the step's data
-             ^                   ^ between two of them: receive, serve      │
-             └───── again ───────┼────────────── given up ──────────────────┘
-                                 └─ new weights, one replica after the other
+stream ─> table ─ begin ─> replicas: advance, advance, ... ─ rows ─> streamed stages ─> rule ─ take ─> step
+            ^                 ^ between two of them: receive, serve        │ score, ...
+            └──── again ──────┼───────────── given up, holder died ────────┘
+                              └─ new weights, one replica after the other
 
-A replica runs its rows in short calls, two of which are in flight. New groups and new weights are submitted
-between these calls. The controller therefore knows the version that a replica samples with, and begins a
-group only if the admission rule (controller.admission) allows it. Rows that run when new weights arrive
-continue with the new weights.
+``GroupTable`` knows which stage has which group. A replica runs its rows in short calls, two of which are in
+flight. New groups and new weights are submitted between these calls. The controller therefore knows the
+version that a replica samples with, and begins a group only if the admission rule (controller.admission)
+allows it. Rows that run when new weights arrive continue with the new weights. Stages that read only sampled
+rows, such as a reward, run as soon as a group is sampled (controller.streamed_stages): a slow group delays no
+other. A group is ready when all of them are done.
 
 loop          ``until``, in the thread of the training loop, whenever that has to wait
-consumes      results of replica calls; parcels of finished steps; prompts of the stream
-waits for     the first result of a replica, or of the oldest open step
+consumes      results of replicas and streamed stages; parcels of finished steps; prompts of the stream
+waits for     the first result of a replica, of a streamed stage, or of the oldest open step
 unblocked by  those ranks; each wait ends at the deadline
-produces      calls to replicas; complete groups for the rule
+produces      calls to replicas and streamed stages; ready groups for the rule
 shutdown      healthy: the phase's last step trains the last groups. Checkpoint, stop or error: prompts of
               groups that no complete step has trained are sampled again
 """
@@ -22,76 +24,47 @@ shutdown      healthy: the phase's last step trains the last groups. Checkpoint,
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rillflow.controller.admission import StalenessBound
-from rillflow.controller.checkpoint import PROMPTS
-from rillflow.controller.executor import GroupExecutor, write_rows
+from rillflow.controller.executor import GroupExecutor, GroupPart
 from rillflow.controller.flow import StageResult
-from rillflow.controller.source import ChunkedResult, DataStream, GroupSampling, OpenedStep, Source
+from rillflow.controller.group_table import GENERATE, TRAIN, GroupTable
+from rillflow.controller.replicas import SamplerReplica
+from rillflow.controller.source import (
+    ChunkedResult,
+    DataStream,
+    GroupSampling,
+    OpenedStep,
+    Source,
+    one_by_one,
+)
+from rillflow.controller.streamed_stages import StageWorker
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import RolloutError
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Sum
-from rillflow.roles.sampler import Advanced, GroupId, Sampler
+from rillflow.roles.sampler import GroupId
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending, joined, wait_for_any
-from rillflow.workers.values import Facts
+from rillflow.workers.values import Lie
 
-ADVANCE_S = 0.1
-"""Seconds that a call runs rows; new weights and collected rows wait for about two calls."""
-ASKED = 2
-"""Calls of a replica in flight, so that the replica never idles between calls."""
-MOST_PASSES = 256
-"""Largest number of tokens that a call adds to a row."""
-PAUSE_S = 0.02
-"""Two calls with a shorter pause, in seconds, count as one span."""
-
-
-@dataclass(kw_only=True, eq=False)
-class SamplerReplica:
-    """Ranks that hold one copy of the sampled weights."""
-
-    ranks: Sequence[int]
-    """Ranks of the sampler."""
-    version: int = 0
-    """Number of publishes of the phase that the replica has after its submitted calls."""
-    rows: int = 0
-    """Rows that have begun on the replica and are not reported as ended."""
-    passes: int = 8
-    """Tokens that a call adds to each row in about ``ADVANCE_S``."""
-    turnover: int = 0
-    """Rows that ended in the last finished call."""
-    heard: int = 0
-    """Number of finished calls."""
-    asked: deque[Pending] = field(default_factory=deque)
-    """Calls in flight."""
-    arriving: Sequence[Pending] = ()
-    """Weight transfers in flight."""
-    begun: list[GroupInFlight] = field(default_factory=list)
-    """Groups that begin with the next call."""
-    given_up: list[GroupId] = field(default_factory=list)
-    """Groups that the next call drops."""
-    worked: list[Facts] = field(default_factory=list)
-    """Times when the replica ran rows since the last step was formed."""
+LEFT = "left"
+"""Key in the position in the data for groups that were drawn and that no step has trained."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupInFlight:
-    """A prompt whose rows have begun."""
+    """A group whose rows have begun."""
 
     id: GroupId
     """Epoch and prompt id."""
-    prompt: Batch
-    """The prompt, a batch of one row."""
     version: int
     """Publishes of the phase before the group's first token."""
     replica: SamplerReplica
-    """Replica that runs the group."""
+    """Replica that samples the group."""
     call: int
     """Number of the replica's call that begins the group; earlier calls report on rows that were given up."""
 
@@ -108,10 +81,9 @@ class AsyncRollout(Source):
         step_groups: groups of a step.
         parts: parts of a step; each part is trained before the next version is published.
         most_rows: largest number of rows of a replica at once.
+        streamed: workers of the stages that run group by group.
         again: drawn prompts that no step had trained when the run was interrupted; they are sampled first.
     """
-
-    is_salvageable = False
 
     def __init__(
         self,
@@ -124,18 +96,30 @@ class AsyncRollout(Source):
         step_groups: int,
         parts: int,
         most_rows: int,
-        again: Batch | None,
+        streamed: Sequence[StageWorker] = (),
+        again: Batch | None = None,
     ) -> None:
         super().__init__(executor, stream, sync=sync, is_ahead=True)
-        self._weights, self._rule, self._how, self._wanted = sync, rule, how, how.groups
-        self._step_groups, self._parts, self._most_rows = step_groups, parts, most_rows
-        self._replicas = [SamplerReplica(ranks=ranks) for ranks in how.replicas]
-        self._prompts = deque(one_by_one(again) if again is not None else ())
+        self._rule, self._how, self._wanted = rule, how, how.groups
+        self._step_groups, self._parts = step_groups, parts
+        self._replicas = [
+            SamplerReplica(executor=executor, sync=sync, how=how, number=number, most_rows=most_rows)
+            for number in range(len(how.replicas))
+        ]
+        self._workers = streamed
+        drawn = [*one_by_one(again)] if again is not None else []
+        most = len(drawn) + 4 * (rule.freshness + 2) * step_groups
+        self._table = GroupTable([each.stage for each in streamed], capacity=most)
+        for prompt in drawn:
+            self._table.add(prompt)
         self._newest, self._waited_s = 0, 0.0
         self._parcel: PackedWeights | None = None
-        self._running: dict[GroupId, GroupInFlight] = {}
-        self._complete: dict[GroupId, GroupInFlight] = {}
-        self._taken: list[GroupInFlight] = []
+        self._flight: dict[GroupId, GroupInFlight] = {}
+        """Groups that have begun and that no step has taken."""
+        self._complete: set[GroupId] = set()
+        """Those of them that a step may take."""
+        self._columns: list[tuple[Pending, Mapping[str, Pending]]] = []
+        """Rows of the step that is being opened, with the results of the streamed stages on them."""
         self._dropped: list[tuple[GroupId, str]] = []
         self._close: Callable[[], Sequence[Pending]] = tuple
 
@@ -161,16 +145,19 @@ class AsyncRollout(Source):
         self._wanted -= groups
         return data
 
+    def streamed(self, stage: str, args: Sequence[Any]) -> Pending | None:
+        """See Source."""
+        return next((made.get(stage) for rows, made in self._columns if args and args[0] is rows), None)
+
     def opened(self) -> OpenedStep:
-        """See Source; the metrics are of the rows in flight when the step was formed."""
-        steps = (len(self._running) + len(self._complete)) / self._step_groups
+        """See Source; the metrics are of the groups in flight when the step was formed."""
         measured: dict[str, Metric] = {
-            "flight/steps/mean": Mean(total=steps, count=1),
+            "flight/steps/mean": Mean(total=len(self._flight) / self._step_groups, count=1),
             "flight/waited_seconds/mean": Mean(total=self._waited_s, count=1),
             "flight/given_up/sum": Sum(value=len(self._dropped)),
             "flight/lag/max": Max(value=self._newest - min(each.version for each in self._replicas)),
         }
-        self._taken.clear()
+        self._columns.clear()
         dropped, self._dropped = self._dropped, []
         return OpenedStep(measured=measured, given_up=dropped, parcels=self._published())
 
@@ -182,22 +169,19 @@ class AsyncRollout(Source):
         """Wait until every replica has the version that was delivered last."""
         self._run(lambda: all(self._is_settled(each) for each in self._replicas), tuple)
 
-    def begin_saving(self, folder: Path) -> Mapping[str, Any]:
-        """See Source; the folder gets the prompts that were drawn and not trained, to be sampled again."""
-        place, left = super().begin_saving(folder), self.outstanding()
-        if left is not None:
-            write_rows(str(folder / PROMPTS), left)
-        return place
+    def position(self) -> Mapping[str, Any]:
+        """See Source; it includes the groups that were drawn and that no step has trained."""
+        return {**super().position(), LEFT: [list(group) for group in self._table.left]}
 
     def save_sampled(self, stages: Sequence[StageResult], name: str) -> list[Pending]:  # noqa: ARG002
         """See Source; rows in flight are not saved."""
         return []
 
-    def outstanding(self) -> Batch | None:
-        """Return the prompts that were drawn and that no step has trained; None if there are none."""
-        begun = [*self._taken, *self._complete.values(), *self._running.values()]
-        left = [*(each.prompt for each in begun), *self._prompts]
-        return concatenate(left) if left else None
+    @property
+    def left(self) -> Batch | None:
+        """Prompts that were drawn and that no step has trained; None if there are none."""
+        prompts = [*self._table.left.values()]
+        return concatenate(prompts) if prompts else None
 
     def until(self, done: Callable[[], bool]) -> None:
         """Run rows until ``done`` returns True, and close steps meanwhile.
@@ -215,8 +199,9 @@ class AsyncRollout(Source):
             if done():
                 return
             self._ask()
-            asked = [list(each.asked)[:1] for each in self._replicas]
-            events = [each for each in (*asked, *(one.arriving for one in self._replicas), others) if each]
+            running = [part for each in self._replicas for part in each.events]
+            running += [part for each in self._workers for part in each.events]
+            events = [each for each in (*running, others) if each]
             if not events:
                 raise self._stalled()
             if not any(all(part.is_ready for part in each) for each in events):
@@ -235,115 +220,121 @@ class AsyncRollout(Source):
 
         self.until(is_formed)
         self._waited_s = time.monotonic() - began
-        for each in taken:
-            del self._complete[each.id]
-        self._taken += taken
         size = -(-len(taken) // self._parts)
-        data = [self._collected(taken[first : first + size]) for first in range(0, len(taken), size)]
-        prompts = concatenate([each for part, _ in data for each in part])
-        worked = [each for replica in self._replicas for each in replica.worked]
-        for replica in self._replicas:
-            replica.worked = []
-        chunks = [rows for _, rows in data]
-        if len(chunks) > 1:
-            self._formed = prompts, ChunkedResult.of("policy.generate", chunks, worked)
-        else:
-            self._formed = prompts, joined("policy.generate", chunks, worked=worked)
+        parts = [self._by_replica(taken[first : first + size]) for first in range(0, len(taken), size)]
+        lies = [Lie.new(is_whole=True) for _ in parts]
+        made = {stage: self._gathered(stage, parts, lies) for stage in self._table.stages}
+        order = [group.id for part in parts for each in part for group in each]
+        prompts = concatenate([self._table.prompt(group) for group in order])
+        for group in order:
+            self._table.done(TRAIN, group)
+            del self._flight[group]
+        self._complete.difference_update(order)
+        rows = made.pop(GENERATE)
+        self._formed = prompts, rows
+        self._columns.append((rows, made))
         return prompts
 
-    def _collected(self, groups: Sequence[GroupInFlight]) -> tuple[list[Batch], Pending]:
-        """Return the prompts of complete groups, replica by replica, and their rows."""
-        prompts, parts = [], []
-        for replica in self._replicas:
-            here = [each for each in groups if each.replica is replica]
-            prompts += [each.prompt for each in here]
-            if here:
-                ids = [each.id for each in here]
-                parts.append(self._executor.on_ranks(SAMPLER, replica.ranks, Sampler.collect, ids))
-        return prompts, joined("policy.generate", parts)
+    def _by_replica(self, groups: Sequence[GroupInFlight]) -> list[list[GroupInFlight]]:
+        """Return groups in the order of the replicas that sampled them, so that their rows need not move."""
+        here = ([each for each in groups if each.replica is replica] for replica in self._replicas)
+        return [each for each in here if each]
+
+    def _gathered(
+        self, stage: str, parts: Sequence[Sequence[Sequence[GroupInFlight]]], lies: Sequence[Lie]
+    ) -> Pending:
+        """Return a stage's result for the groups of a step, in chunks if the step has several parts."""
+        workers: Sequence[SamplerReplica | StageWorker] = self._replicas
+        if stage != GENERATE:
+            workers = [each for each in self._workers if each.stage == stage]
+        worked = [each for worker in workers for each in worker.worked]
+        for worker in workers:
+            worker.worked = []
+        chunks = []
+        for part, lie in zip(parts, lies, strict=True):
+            held = [
+                GroupPart(
+                    place=self._executor.groups[SAMPLER].places[groups[0].replica.ranks[0]],
+                    groups=[each.id for each in groups],
+                    results=[*dict.fromkeys(self._table.result(stage, each.id) for each in groups)],
+                )
+                for groups in part
+            ]
+            chunks.append(self._executor.gathered(stage, held, lie))
+        if len(chunks) > 1:
+            return ChunkedResult.of(stage, chunks, worked)
+        return joined(stage, chunks, worked=worked)
 
     def _hear(self) -> None:
-        """Process the finished calls of the replicas."""
+        """Process the finished calls of the replicas and of the streamed stages."""
         for replica in self._replicas:
-            while replica.asked and replica.asked[0].is_ready:
-                call = replica.asked.popleft()
-                made: Advanced = call.read(self._how.deadline_s)
-                replica.rows, replica.turnover = replica.rows - made.ended, made.ended
-                facts = call.facts(self._how.deadline_s)
-                if made.passes:
-                    passes = round(ADVANCE_S * made.passes / max(facts[0].ended - facts[0].began, 1e-6))
-                    replica.passes = max(1, min(MOST_PASSES, passes))
-                for each in made.complete:
-                    group = self._running.get(each)
-                    if group and group.replica is replica and group.call <= replica.heard:
-                        self._complete[each] = self._running.pop(each)
-                        self._rule.complete(group)
-                replica.heard += 1
-                add_work(replica.worked, [*facts, *call.beside])
-            if replica.arriving and all(each.is_ready for each in replica.arriving):
-                self._weights.arrived(replica.arriving)
-                replica.arriving = ()
+            for call, advanced in replica.hear():
+                begun = [self._flight[each] for each in advanced.complete if each in self._flight]
+                sampled = [each.id for each in begun if each.replica is replica and each.call <= call]
+                for group, rows in (replica.collect(sampled) if sampled else {}).items():
+                    self._table.done(GENERATE, group, rows)
+        for worker in self._workers:
+            for group, made in worker.hear(self._how.deadline_s).items():
+                self._table.done(worker.stage, group, made)
+        for group in self._table.take(TRAIN, len(self._flight), "the next step"):
+            self._complete.add(group)
+            self._rule.complete(self._flight[group])
 
     def _ask(self) -> None:
-        """Submit all calls that the replicas may run now."""
-        for group in self._rule.overdue(self._running.values()):
+        """Submit all calls that the replicas and the streamed stages may run now."""
+        for group in self._rule.overdue(
+            [each for each in self._flight.values() if each.id not in self._complete]
+        ):
             self._rule.give_up(group)
             self._again(group)
         if not any(each.arriving for each in self._replicas):
             behind = [each for each in self._replicas if each.version < self._newest]
             if behind and self._parcel is not None:
-                behind[0].arriving = self._weights.install(self._parcel, behind[0].ranks)
-                behind[0].version = self._newest
+                behind[0].receive(self._parcel, self._newest)
         while self._begin():
             pass
         for replica in self._replicas:
-            while len(replica.asked) < ASKED and (replica.rows or replica.given_up):
-                prompts = concatenate([each.prompt for each in replica.begun]) if replica.begun else None
-                how = (prompts, replica.given_up, replica.passes, self._how.samples, self._how.sampling)
-                replica.asked.append(self._executor.on_ranks(SAMPLER, replica.ranks, Sampler.advance, *how))
-                replica.begun, replica.given_up = [], []
+            replica.ask()
+        for worker in self._workers:
+            groups = self._table.take(worker.stage, worker.room, worker.name)
+            if groups:
+                rows = dict.fromkeys(self._table.result(GENERATE, each) for each in groups)
+                worker.begin(groups, [*rows])
+            worker.ask()
 
     def _begin(self) -> bool:
         """Begin a group on the replica with the most room; return whether one could begin."""
-        if len(self._running) + len(self._complete) >= self._wanted:
-            return False
         least = self._rule.least_version(self._newest)
-        able = [
-            each
-            for each in self._replicas
-            if each.version >= least and len(each.asked) < ASKED and self._has_room(each)
-        ]
-        if not able:
+        able = [each for each in self._replicas if each.version >= least and each.has_room]
+        if not able or len(self._flight) >= self._wanted:
             return False
-        if not self._prompts:
-            self._prompts.extend(one_by_one(self._stream.take(self._step_groups)))
-        prompt, replica = self._prompts.popleft(), min(able, key=lambda each: each.rows)
-        group = GroupInFlight(
-            id=prompt.row_ids()[0].group,
-            prompt=prompt,
-            version=replica.version,
-            replica=replica,
-            call=replica.heard + len(replica.asked),
-        )
-        self._running[group.id] = group
-        self._rule.begin(group)
-        replica.begun.append(group)
-        replica.rows += self._how.samples
-        return True
-
-    def _has_room(self, replica: SamplerReplica) -> bool:
-        """Return whether new rows would run soon, counting running rows that are expected to end first."""
-        room = self._most_rows + min(ASKED * replica.turnover, self._most_rows)
-        return not replica.rows or replica.rows + self._how.samples <= room
+        replica = min(able, key=lambda each: each.rows)
+        taken = self._table.take(GENERATE, 1, replica.name)
+        if not taken and self._table.room >= self._step_groups:
+            for prompt in one_by_one(self._stream.take(self._step_groups)):
+                self._table.add(prompt)
+            taken = self._table.take(GENERATE, 1, replica.name)
+        for group in taken:
+            begun = GroupInFlight(id=group, version=replica.version, replica=replica, call=replica.next_call)
+            self._flight[group] = begun
+            self._rule.begin(begun)
+            replica.begin(self._table.prompt(group))
+        return bool(taken)
 
     def _again(self, group: GroupInFlight) -> None:
         """Drop the rows of a group, and sample its prompt again."""
-        group.replica.given_up.append(group.id)
-        self._running.pop(group.id, None)
-        self._complete.pop(group.id, None)
-        self._prompts.appendleft(group.prompt)
+        holders = self._table.holders(group.id)
+        if group.replica.name in holders:
+            group.replica.given_up.append(group.id)
+        for worker in self._workers:
+            if worker.name in holders:
+                worker.give_up(group.id)
         behind = self._rule.version - group.version
-        self._dropped.append((group.id, f"sampled {behind} versions before the weights that would train it"))
+        reason = f"sampled {behind} versions before the weights that would train it"
+        del self._flight[group.id]
+        self._complete.discard(group.id)
+        self._table.add(self._table.drop(group.id, reason))
+        self._dropped.append((group.id, reason))
 
     def _is_settled(self, replica: SamplerReplica) -> bool:
         return replica.version == self._newest and not replica.arriving
@@ -356,19 +347,3 @@ class AsyncRollout(Source):
             "start now would become older than algorithm.freshness allows",
             fix="call flow.publish(flow.policy) in every step, or sample in order",
         )
-
-
-def one_by_one(prompts: Batch) -> Iterable[Batch]:
-    """Return every prompt as a batch of its own."""
-    return (prompts.slice(place, place + 1) for place in range(len(prompts)))
-
-
-def add_work(worked: list[Facts], more: Sequence[Facts]) -> None:
-    """Merge the times of a call into those of earlier calls."""
-    for each in more:
-        for place, before in enumerate(worked):
-            if before.place == each.place and 0 <= each.began - before.ended < PAUSE_S:
-                worked[place] = replace(before, ended=each.ended)
-                break
-        else:
-            worked.append(replace(each, rows=0))

@@ -66,11 +66,6 @@ class Checkpoint:
         """Files of rows that steps have collected, by name."""
         return {path.stem: path for path in sorted(self.path.glob(f"{COLLECTED}/*.safetensors"))}
 
-    @property
-    def prompts(self) -> Path:
-        """File of the prompts that were drawn and not trained by any step, if there were any."""
-        return self.path / AHEAD / PROMPTS
-
 
 def save_checkpoint(
     folder: Path,

@@ -9,7 +9,7 @@ formula    ──> computed on a rank that holds the first batch; no batch comes
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,7 @@ from rillflow.graph.handle import Formula, Options
 from rillflow.graph.loss import field_parameters
 from rillflow.graph.trace import ROW_FIELDS
 from rillflow.records.batch import Batch, Field, concatenate, load_batch, save_batch
+from rillflow.roles.sampler import GroupId
 from rillflow.runs.durable import write_error
 from rillflow.workers import program
 from rillflow.workers.backend import Backend, Place
@@ -33,6 +34,18 @@ from rillflow.workers.endpoint import Endpoint, Measure
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending, Submission, pack_options, stages_of, submitted, wait_for
 from rillflow.workers.values import GROUPS, Lie, Own, RemoteValue, Rows, Whole, group_shares, groups_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupPart:
+    """Some groups of a step, whose rows come to one rank."""
+
+    place: Place
+    """The rank."""
+    groups: Sequence[GroupId]
+    """The groups, in order."""
+    results: Sequence[Pending]
+    """Results that hold their rows."""
 
 
 class GroupExecutor:
@@ -117,6 +130,19 @@ class GroupExecutor:
         """See Executor; the result is on one rank, where the first batch is."""
         after = stages_of(batches[-1:])  # the others belong to earlier steps
         return self._at([self._home(batches)], f"collect {name}", "", laid_together, batches, after=after)
+
+    def gathered(self, stage: str, parts: Sequence[GroupPart], lie: Lie) -> Pending:
+        """Return the rows of a step's groups, each part on one rank; see ``rows_of``.
+
+        Args:
+            stage: stage that made the rows.
+            parts: the groups of each part, and the results that hold their rows.
+            lie: layout of the rows, which is the same for all stages of the step.
+        """
+        cut = [[list(part.groups), *(each.whole() for each in part.results)] for part in parts]
+        sources = [each for part in parts for each in part.results]
+        places = [part.place for part in parts]
+        return self._at(places, stage, "", rows_of, [], lie=lie, sources=sources, cut=cut)
 
     def loaded(self, file: Path) -> Pending:
         """Return rows that ``write_rows`` wrote, loaded where collected rows are kept."""
@@ -291,6 +317,17 @@ def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch
         )
     result = formula(**{name: fields[name] for name in names}, **options)
     return float(result) if into is None else batches[0].with_fields(**{into: result})
+
+
+def rows_of(groups: Sequence[GroupId], *batches: Batch) -> Batch:
+    """Return the rows of some groups, ordered by group as given; batches may hold rows of other groups."""
+    rows = concatenate(batches)
+    places: dict[GroupId, list[int]] = {group: [] for group in groups}
+    for place, (epoch, prompt, _) in enumerate(rows.ids.tolist()):
+        if (epoch, prompt) in places:
+            places[epoch, prompt].append(place)
+    chosen = [place for each in places.values() for place in each]
+    return rows if chosen == [*range(len(rows))] else rows.select(chosen)
 
 
 def load_rows(file: Path, index: int, count: int) -> Batch:

@@ -232,7 +232,6 @@ class Loop:
         if is_unsaved and self._updates(phase, wait_s) == self._place.updates:
             self._keep_written(wait_s)
             save = self._begin_saving(phase, self._place.step, self._place.rows)
-            save.place = {}  # rows sampled for later steps are dropped
             self._checkpoint(phase, wait_s, save, wait=True)
 
     def _salvaged(self, phase: Phase, step: OpenStep, wait_s: float) -> bool:
@@ -379,14 +378,15 @@ class Loop:
         try:
             shutil.rmtree(folder, ignore_errors=True)
             (folder / (COLLECTED if rows else "")).mkdir(parents=True, exist_ok=True)
-            place = phase.source.begin_saving(folder / AHEAD)
+            if phase.freshness:
+                (folder / AHEAD).mkdir()
         except OSError as error:
             raise write_error(folder, error) from error
         begun = [phase.executor.on_all_ranks(role, begin_saving, folder) for role in phase.kept]
         for name, each in rows.items():
             file = str(folder / COLLECTED / f"{name}.safetensors")
             begun.append(phase.executor.apply(write_rows, file, each, place=each.places[0]))
-        save = Save(step=step, folder=folder, begun=begun, place=place)
+        save = Save(step=step, folder=folder, begun=begun)
         self._saves.append(save)
         self._ask(phase, save, wait=False)
         self._saved_at = self._clock()
@@ -426,7 +426,7 @@ class Loop:
         for each in later:
             name = str(save.folder / AHEAD / f"step-{each.number:06d}")
             wait_for(phase.source.save_sampled(each.journal.stages, name), wait_s)
-        save.state = {**self._place.state, **save.place}
+        save.state = self._place.state
         self._settle(phase, wait_s, wait=wait)
         self._saved_at = self._clock()
         self._saving_s = self._saved_at - began

@@ -105,8 +105,6 @@ class Save:
     """Folder that the ranks write to."""
     begun: list[Pending]
     """Results that are ready when the ranks have copied their state and may train on."""
-    place: Mapping[str, Any]
-    """Position in the data when the checkpoint began, if later steps were open."""
     state: Mapping[str, Any] | None = None
     """State that the controller resumes from; None until the step is closed."""
     asked: list[Pending] = field(default_factory=list)

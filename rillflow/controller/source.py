@@ -15,8 +15,8 @@ An algorithm's text is the same for all: ``flow.policy.generate`` returns ``rows
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,10 @@ class GroupSampling:
     """The sampler's ranks, replica by replica."""
     deadline_s: float
     """Longest wait for any rank."""
+
+
+PAUSE_S = 0.02
+"""Two calls with a shorter pause, in seconds, count as one span."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +196,10 @@ class Source:
         made = [first, *(group.call("next_part") for _ in cut[1:])]
         return ChunkedResult.of(f"{group.of}.generate", made)
 
+    def streamed(self, stage: str, args: Sequence[Any]) -> Pending | None:  # noqa: ARG002
+        """Return the result of a stage that ran on sampled rows before the step; None if none did."""
+        return None
+
     def publish(self, published: Pending) -> Pending:
         """Return the version that the policy published, on its way to the sampler."""
         return published if self._sync is None else self._sync(published)
@@ -223,20 +231,6 @@ class Source:
         """Return the position in the data, for a checkpoint."""
         return dict(self._stream.state())
 
-    def begin_saving(self, folder: Path) -> Mapping[str, Any]:
-        """Begin a checkpoint of the newest open step, before any later step.
-
-        Args:
-            folder: folder of the checkpoint for prompts and rows that no step has trained.
-
-        Returns:
-            The position in the data that a resumed run goes on from, if it is not that of the saved step.
-        """
-        if not self._is_ahead:
-            return {}
-        folder.mkdir(parents=True, exist_ok=True)
-        return {"stream": self.position()}
-
     def save_sampled(self, stages: Sequence[StageResult], name: str) -> list[Pending]:
         """Write the sampler's results of a later step, in order, to files whose names begin with ``name``."""
         made = [each.result for each in stages if self._executor.is_sampled(each.stage)]
@@ -244,3 +238,19 @@ class Source:
             self._executor.apply(write_rows, f"{name}-{index:03d}.safetensors", rows, place=rows.places[0])
             for index, rows in enumerate(made)
         ]
+
+
+def one_by_one(prompts: Batch) -> Iterable[Batch]:
+    """Return every prompt as a batch of its own."""
+    return (prompts.slice(place, place + 1) for place in range(len(prompts)))
+
+
+def add_work(worked: list[Facts], more: Sequence[Facts]) -> None:
+    """Merge the times of a call into those of earlier calls."""
+    for each in more:
+        for place, before in enumerate(worked):
+            if before.place == each.place and 0 <= each.began - before.ended < PAUSE_S:
+                worked[place] = replace(before, ended=each.ended)
+                break
+        else:
+            worked.append(replace(each, rows=0))

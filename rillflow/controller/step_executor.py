@@ -48,6 +48,9 @@ class StepExecutor(GroupExecutor):
             rows = self._source.rows(group, endpoint, args, options)
             if rows is not None:
                 return rows
+        made = self._source.streamed(f"{role}.{endpoint}", args)
+        if made is not None:
+            return made
         made = self._asked(group, endpoint, args, options)
         return self._source.publish(made) if (group.of, endpoint) == ("policy", "publish") else made
 

@@ -26,9 +26,8 @@ from itertools import accumulate
 from math import ceil
 from typing import Any
 
-from rillflow.controller.async_rollout import add_work, one_by_one
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.source import DataStream, GroupSampling, OpenedStep, Source
+from rillflow.controller.source import DataStream, GroupSampling, OpenedStep, Source, add_work, one_by_one
 from rillflow.controller.weight_sync import WeightSync
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Mean, Sum

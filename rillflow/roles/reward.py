@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -23,10 +24,22 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.rewards.outcome import FAILED, Outcome, Score
 from rillflow.rewards.workers import WeightedWorkers
+from rillflow.roles.sampler import GroupId
 from rillflow.roles.setting import RoleSetting
 from rillflow.training.minibatches import prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Result of letting groups be scored for some time."""
+
+    complete: Sequence[GroupId]
+    """Groups that were scored since the last call and can be collected."""
+    waiting: int
+    """Groups that are not complete."""
+
 
 OUTCOMES = tuple(Outcome)
 SCORE_FIELDS = ("rewards", "valid", "outcome", "completion", "message")
@@ -107,7 +120,13 @@ class Reward:
         workers = setting.site.stack.enter_context(WeightedWorkers(setting.functions, setting.limits))
         return cls(workers, setting.tokenizer, max_failures=setting.limits.max_failures)
 
-    @endpoint(DP, reads=("tokens", "loss_mask", "columns"), writes=SCORE_FIELDS, measures=reward_metrics)
+    @endpoint(
+        DP,
+        reads=("tokens", "loss_mask", "columns"),
+        writes=SCORE_FIELDS,
+        measures=reward_metrics,
+        by_groups=True,
+    )
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout.
 
@@ -124,6 +143,12 @@ class Reward:
         found = scored_rows(rollouts, texts, scores, self.field)
         parts = [json.dumps(score.parts) if score.parts else "" for score in scores]
         return found.with_fields(parts=Ragged.from_text(parts)) if self.field == "rewards" else found
+
+    def advance(self, rows: Batch | None, given_up: Sequence[GroupId], wait_s: float) -> Scored:
+        raise NotImplementedError
+
+    def collect(self, groups: Sequence[GroupId]) -> Batch:
+        raise NotImplementedError
 
     def _call(self, texts: list[str], columns: list[str]) -> list[Score]:
         """Return the score of every row; a row whose agent failed is not sent to the functions."""

@@ -46,6 +46,8 @@ class Endpoint:
     """Function that measures its result in every step."""
     by_parts: bool = False
     """Whether it may receive rows one part after the other; see ``Policy.update``."""
+    by_groups: bool = False
+    """Whether its role also computes it group by group, with ``advance`` and ``collect``."""
     optional_fields: tuple[str, ...] = ()
     """Optional fields that it reads if batches have them."""
 
@@ -105,6 +107,7 @@ def endpoint(
     model_outputs: tuple[str, ...] = (),
     measures: Measure | None = None,
     by_parts: bool = False,
+    by_groups: bool = False,
     optional_fields: tuple[str, ...] = (),
 ) -> Callable[[Callable[Concatenate[Any, _P], _T]], Marked[_P, _T]]:
     """Mark a method as an endpoint.
@@ -119,6 +122,7 @@ def endpoint(
         measures: a module's function: the metrics of a batch that it returned for rows of the step;
             ``writes`` must name the fields of that batch.
         by_parts: whether it takes ``part`` = (index, count) and then receives one part of the rows.
+        by_groups: whether the role also computes it group by group, without waiting: see ``Reward.advance``.
         optional_fields: fields that it reads if batches have them.
 
     Raises:
@@ -130,6 +134,7 @@ def endpoint(
         "model_outputs": model_outputs,
         "measures": measures,
         "by_parts": by_parts,
+        "by_groups": by_groups,
     }
     said = partial(Endpoint, transfer=transfer, optional_fields=optional_fields, **how)  # type: ignore[arg-type]
     return lambda method: Marked(method, said(name=method.__name__))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, cast
 import pytest
 from torch import Tensor
 
-from rillflow.controller import async_rollout
+from rillflow.controller import replicas
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import AsyncRollout, GroupInFlight
 from rillflow.controller.executor import GroupExecutor
@@ -41,7 +41,7 @@ SAMPLES = 2
 @pytest.fixture(autouse=True)
 def _short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """No clock decides how long a call is."""
-    monkeypatch.setattr(async_rollout, "MOST_PASSES", 4)
+    monkeypatch.setattr(replicas, "MOST_PASSES", 4)
 
 
 class Shuffled(InlineBackend):
@@ -250,7 +250,7 @@ class Scene:
                     for row, each in zip(rows.row_ids(), versions, strict=True)
                 ]
             )
-        left = self.ready.outstanding()
+        left = self.ready.left
         return Found(found, given_up, left.ids[:, 1].tolist() if left is not None else [], self.drawn)
 
     def _take(self, count: int) -> Batch:
@@ -299,7 +299,7 @@ def schedules(count: int) -> None:
         check(found, k, groups)
         if scene.steps < 12:
             again = Scene(
-                seed, k, groups, replicas, steps=12 - scene.steps, again=scene.ready.outstanding(), rows=rows
+                seed, k, groups, replicas, steps=12 - scene.steps, again=scene.ready.left, rows=rows
             )
             again.drawn = found.drawn
             after = again.run()
@@ -351,7 +351,7 @@ def test_weights_that_are_never_published_end_in_an_error() -> None:
 def test_a_sampler_that_never_takes_new_weights_is_named() -> None:
     scene = Scene(1, 2, 2, 1)
     scene.backend.stuck = True
-    with pytest.raises(ClusterError, match=r"sampler\.take has not answered on rank 0 of pool 'answers'"):
+    with pytest.raises(ClusterError, match=r"sampler\.\w+ has not answered on rank 0 of pool 'answers'"):
         scene.run()
 
 
@@ -373,7 +373,7 @@ def test_a_call_is_as_long_as_earlier_calls_allow(
     monkeypatch: pytest.MonkeyPatch, advance_s: float, passes: int
 ) -> None:
     """A call adds one token where the shortest takes too long, and never more than ``MOST_PASSES``."""
-    monkeypatch.setattr(async_rollout, "ADVANCE_S", advance_s)
+    monkeypatch.setattr(replicas, "ADVANCE_S", advance_s)
     scene = Scene(5, 2, 2, 2)
     scene.run()
     assert {each.passes for each in scene.ready._replicas} == {passes}

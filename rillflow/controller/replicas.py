@@ -1,0 +1,146 @@
+"""SamplerReplica: ranks that hold one copy of the sampled weights, and the calls that run rows on them.
+
+    begin, give_up ─> ask ─> advance ─> hear: groups that are complete ─> collect: their rows
+    receive ────────────────────┘ between two calls
+
+A replica runs its rows in calls of about ``ADVANCE_S``. It has ``ASKED`` of them in flight, so that it never
+idles between calls. Each call begins the groups, and drops those that were given up, since the call before.
+
+consumes      groups that begin, groups that are given up, packed weights
+waits for     nothing: the source waits for ``events``
+unblocked by  its ranks
+produces      complete groups, and their rows as references
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.source import GroupSampling, add_work
+from rillflow.controller.weight_sync import PackedWeights, WeightSync
+from rillflow.records.batch import Batch, concatenate
+from rillflow.roles.sampler import Advanced, GroupId, Sampler
+from rillflow.workers.config import SAMPLER
+from rillflow.workers.pending import Pending
+from rillflow.workers.values import Facts
+
+ADVANCE_S = 0.1
+"""Seconds that a call runs rows; new weights and sampled rows wait for about two calls."""
+ASKED = 2
+"""Calls of a replica in flight, so that the replica never idles between calls."""
+MOST_PASSES = 256
+"""Largest number of tokens that a call adds to a row."""
+
+
+@dataclass(kw_only=True, eq=False)
+class SamplerReplica:
+    """Ranks that hold one copy of the sampled weights."""
+
+    executor: GroupExecutor
+    """Has the ranks of the sampler."""
+    sync: WeightSync
+    """Transfers versions to the sampler."""
+    how: GroupSampling
+    """How groups are sampled."""
+    number: int
+    """Number of the replica."""
+    most_rows: int
+    """Largest number of rows at once."""
+    version: int = 0
+    """Number of publishes of the phase that the replica has after its submitted calls."""
+    rows: int = 0
+    """Rows that have begun on the replica and are not reported as ended."""
+    passes: int = 8
+    """Tokens that a call adds to each row in about ``ADVANCE_S``."""
+    turnover: int = 0
+    """Rows that ended in the last finished call."""
+    heard: int = 0
+    """Number of finished calls."""
+    asked: deque[Pending] = field(default_factory=deque)
+    """Calls in flight."""
+    arriving: Sequence[Pending] = ()
+    """Weight transfers in flight."""
+    begun: list[Batch] = field(default_factory=list)
+    """Prompts that begin with the next call."""
+    given_up: list[GroupId] = field(default_factory=list)
+    """Groups that the next call drops."""
+    worked: list[Facts] = field(default_factory=list)
+    """Times when the replica ran rows since the last step was formed."""
+
+    @property
+    def name(self) -> str:
+        """Name in the table."""
+        return f"replica {self.number}"
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Its ranks of the sampler."""
+        return self.how.replicas[self.number]
+
+    @property
+    def events(self) -> Sequence[Sequence[Pending]]:
+        """Results that it waits for: those of each sequence together."""
+        return [[*self.asked][:1], self.arriving]
+
+    @property
+    def next_call(self) -> int:
+        """Number of the next call."""
+        return self.heard + len(self.asked)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the rows of a group that begins now would run soon, given the rows that end meanwhile."""
+        room = self.most_rows + min(ASKED * self.turnover, self.most_rows)
+        fits = not self.rows or self.rows + self.how.samples <= room
+        return len(self.asked) < ASKED and fits
+
+    def begin(self, prompt: Batch) -> None:
+        """Begin a group with the next call."""
+        self.begun.append(prompt)
+        self.rows += self.how.samples
+
+    def ask(self) -> None:
+        """Submit the calls that may run now."""
+        while len(self.asked) < ASKED and (self.rows or self.given_up):
+            prompts = concatenate(self.begun) if self.begun else None
+            how = (prompts, self.given_up, self.passes, self.how.samples, self.how.sampling)
+            self.asked.append(self.executor.on_ranks(SAMPLER, self.ranks, Sampler.advance, *how))
+            self.begun, self.given_up = [], []
+
+    def hear(self) -> Iterator[tuple[int, Advanced]]:
+        """Yield the number and the result of each call that has finished; end transfers that have arrived."""
+        deadline_s = self.how.deadline_s
+        while self.asked and self.asked[0].is_ready:
+            call = self.asked.popleft()
+            made: Advanced = call.read(deadline_s)
+            self.rows, self.turnover = self.rows - made.ended, made.ended
+            facts = call.facts(deadline_s)
+            if made.passes:
+                passes = round(ADVANCE_S * made.passes / max(facts[0].ended - facts[0].began, 1e-6))
+                self.passes = max(1, min(MOST_PASSES, passes))
+            add_work(self.worked, [*facts, *call.beside])
+            yield self.heard, made
+            self.heard += 1
+        if self.arriving and all(each.is_ready for each in self.arriving):
+            self.sync.arrived(self.arriving)
+            self.arriving = ()
+
+    def collect(self, groups: Sequence[GroupId]) -> Mapping[GroupId, Pending]:
+        """Return the rows of complete groups."""
+        first, *others = self.ranks
+        rows = self.executor.deal(SAMPLER, first, len(groups), rows_of_groups, groups)
+        if others:  # they ran the same rows
+            self.executor.on_ranks(SAMPLER, others, rows_of_groups, groups)
+        return dict(zip(groups, rows, strict=True))
+
+    def receive(self, parcel: PackedWeights, version: int) -> None:
+        """Receive a version between two calls."""
+        self.arriving, self.version = self.sync.install(parcel, self.ranks), version
+
+
+def rows_of_groups(sampler: Sampler, groups: Sequence[GroupId]) -> tuple[Batch, ...]:
+    """Return the rows of each group."""
+    return tuple(sampler.collect([group]) for group in groups)

@@ -1,0 +1,261 @@
+"""Streamed stages: stages of a step that run group by group, before the step is formed.
+
+    rows of complete groups ─> worker ─ begin ─> its ranks ─ hear ─> groups that are done, and their results
+
+A stage is streamed if the step calls it once, with the sampled rows alone; if it returns one row for each of
+them; and if its weights do not change during the phase and its ranks train nothing. A stage on the ranks of a
+trained role would wait behind updates, so it runs when the step asks for it.
+
+consumes      rows of groups that the table leases to the worker
+waits for     nothing: the source waits for ``events``
+unblocked by  the ranks of the stage
+produces      results of the stage for whole groups, in any order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rillflow.controller.executor import GroupExecutor, GroupPart, rows_of
+from rillflow.controller.source import add_work
+from rillflow.records.batch import Batch
+from rillflow.roles.reward import Reward, Scored
+from rillflow.roles.sampler import GroupId
+from rillflow.workers.group import Group
+from rillflow.workers.pending import Pending
+from rillflow.workers.values import Facts, Lie
+
+WAIT_S = 0.05
+"""Longest time, in seconds, that a call of a reward waits for a group to be scored."""
+
+
+class StageWorker(Protocol):
+    """Ranks that compute a streamed stage."""
+
+    stage: str
+    """Name of the stage, ``role.endpoint``."""
+    worked: list[Facts]
+    """Times when its ranks worked since the last step was formed."""
+
+    @property
+    def name(self) -> str:
+        """Name of the worker in the table."""
+
+    @property
+    def room(self) -> int:
+        """Number of groups that it can take now."""
+
+    @property
+    def events(self) -> Sequence[Sequence[Pending]]:
+        """Results that it waits for: those of each sequence together."""
+
+    def begin(self, groups: Sequence[GroupId], results: Sequence[Pending]) -> None:
+        """Begin some groups, whose rows are in these results."""
+
+    def give_up(self, group: GroupId) -> None:
+        """Drop a group that has begun."""
+
+    def ask(self) -> None:
+        """Submit the calls that its ranks may run now."""
+
+    def hear(self, deadline_s: float) -> Mapping[GroupId, Pending]:
+        """Return the results of the groups that are done since the last call."""
+
+
+@dataclass(kw_only=True, eq=False)
+class EndpointWorker:
+    """All ranks of a role, which compute an endpoint for all groups that are ready, one call at a time."""
+
+    stage: str
+    group: Group
+    executor: GroupExecutor
+    endpoint: str
+    options: Mapping[str, Any]
+    most: int
+    """Largest number of groups of a call."""
+    worked: list[Facts] = field(default_factory=list)
+    _groups: list[GroupId] = field(default_factory=list)
+    _begun: Pending | None = None
+
+    @property
+    def name(self) -> str:
+        """See StageWorker."""
+        return self.group.role
+
+    @property
+    def room(self) -> int:
+        """See StageWorker."""
+        return 0 if self._begun is not None else self.most
+
+    @property
+    def events(self) -> Sequence[Sequence[Pending]]:
+        """See StageWorker."""
+        return [] if self._begun is None else [[self._begun]]
+
+    def begin(self, groups: Sequence[GroupId], results: Sequence[Pending]) -> None:
+        """See StageWorker."""
+        part = GroupPart(place=self.group.places[0], groups=groups, results=results)
+        rows = self.executor.gathered(f"rows for {self.stage}", [part], Lie.new(is_whole=True))
+        self._begun = self.group.call(self.endpoint, rows, **self.options)
+        self._groups = [*groups]
+
+    def give_up(self, group: GroupId) -> None:
+        """See StageWorker; the call goes on, and its result for the group is ignored."""
+        self._groups.remove(group)
+
+    def ask(self) -> None:
+        """See StageWorker."""
+
+    def hear(self, deadline_s: float) -> Mapping[GroupId, Pending]:
+        """See StageWorker."""
+        begun = self._begun
+        if begun is None or not begun.is_ready:
+            return {}
+        self._begun = None
+        add_work(self.worked, [*begun.facts(deadline_s), *begun.beside])
+        return dict.fromkeys(self._groups, begun)
+
+
+@dataclass(kw_only=True, eq=False)
+class RewardWorker:
+    """One rank of a reward, which scores each group in child processes: a slow group delays no other."""
+
+    stage: str
+    role: str
+    rank: int
+    executor: GroupExecutor
+    reads: Sequence[str]
+    """Fields of the rows that the reward reads."""
+    wait_s: float
+    """Longest time, in seconds, that a call waits; 0 if the rank serves other roles as well."""
+    most: int
+    """Largest number of groups at once."""
+    worked: list[Facts] = field(default_factory=list)
+    _queued: list[GroupId] = field(default_factory=list)
+    _results: list[Pending] = field(default_factory=list)
+    _given_up: list[GroupId] = field(default_factory=list)
+    _running: set[GroupId] = field(default_factory=set)
+    _asked: Pending | None = None
+
+    @property
+    def name(self) -> str:
+        """See StageWorker."""
+        return f"{self.role} {self.rank}"
+
+    @property
+    def room(self) -> int:
+        """See StageWorker."""
+        return max(0, self.most - len(self._running))
+
+    @property
+    def events(self) -> Sequence[Sequence[Pending]]:
+        """See StageWorker."""
+        return [] if self._asked is None else [[self._asked]]
+
+    def begin(self, groups: Sequence[GroupId], results: Sequence[Pending]) -> None:
+        """See StageWorker."""
+        self._queued += groups
+        self._results += results
+        self._running.update(groups)
+
+    def give_up(self, group: GroupId) -> None:
+        """See StageWorker; the process that scores the group is ended."""
+        self._running.discard(group)
+        if group in self._queued:
+            self._queued.remove(group)
+        else:
+            self._given_up.append(group)
+
+    def ask(self) -> None:
+        """See StageWorker."""
+        if self._asked is not None or not (self._running or self._given_up):
+            return
+        how = (self._queued, self._given_up, self.wait_s)
+        batches = [each.whole(tuple(self.reads)) for each in dict.fromkeys(self._results)]
+        self._queued, self._given_up, self._results = [], [], []
+        self._asked = self.executor.on_rank(self.role, self.rank, score_groups, *how, *batches)
+
+    def hear(self, deadline_s: float) -> Mapping[GroupId, Pending]:
+        """See StageWorker."""
+        asked = self._asked
+        if asked is None or not asked.is_ready:
+            return {}
+        self._asked = None
+        made: Scored = asked.read(deadline_s)
+        add_work(self.worked, asked.facts(deadline_s))
+        found = self.executor.deal(self.role, self.rank, len(made.complete), scores_of, made.complete)
+        done = dict(zip(made.complete, found, strict=True))
+        self._given_up = [each for each in self._given_up if each not in done]
+        live = {group: scores for group, scores in done.items() if group in self._running}
+        self._running.difference_update(live)
+        return live
+
+
+def score_groups(
+    reward: Reward, groups: Sequence[GroupId], given_up: Sequence[GroupId], wait_s: float, *batches: Batch
+) -> Scored:
+    """Have a reward score the rows of some groups; see ``Reward.advance``."""
+    return reward.advance(rows_of(groups, *batches) if groups else None, given_up, wait_s)
+
+
+def scores_of(reward: Reward, groups: Sequence[GroupId]) -> tuple[Batch, ...]:
+    """Return the scores of each group."""
+    return tuple(reward.collect([group]) for group in groups)
+
+
+def streamed_stages(
+    calls: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]],
+    executor: GroupExecutor,
+    *,
+    changing: Collection[str],
+    most: int,
+) -> list[StageWorker]:
+    """Return the workers of the stages that run group by group.
+
+    Args:
+        calls: arguments and options of a step's calls, by stage, as the algorithm was heard to make them.
+        executor: has the groups of ranks.
+        changing: roles that the phase trains or moves.
+        most: largest number of groups in flight.
+    """
+    busy = {executor.groups[role].places[0].pool for role in changing}
+    found: list[StageWorker] = []
+    for stage, made in calls.items():
+        role, _, name = stage.partition(".")
+        if len(made) != 1 or role not in executor.groups or role in changing:
+            continue
+        (args, options), group = made[0], executor.serving(role, name)
+        described, pool = group.endpoints.get(name), group.places[0].pool
+        if described is None or not described.is_row_by_row or pool in busy:
+            continue
+        if list(args) != ["policy.generate"] or None in options.values():
+            continue
+        found += _workers(stage, group, name, options, executor, most)
+    return found
+
+
+def _workers(
+    stage: str, group: Group, endpoint: str, options: Mapping[str, Any], executor: GroupExecutor, most: int
+) -> list[StageWorker]:
+    """Return the workers of one stage: one for each rank of a reward, else one for the whole group."""
+    if not group.endpoints[endpoint].by_groups:
+        one = EndpointWorker(
+            stage=stage, group=group, executor=executor, endpoint=endpoint, options=options, most=most
+        )
+        return [one]
+    pool = group.places[0].pool
+    is_alone = all(each is group or each.places[0].pool != pool for each in executor.groups.values())
+    return [
+        RewardWorker(
+            stage=stage,
+            role=group.role,
+            rank=rank,
+            executor=executor,
+            reads=group.endpoints[endpoint].reads,
+            wait_s=WAIT_S if is_alone else 0.0,
+            most=most,
+        )
+        for rank in range(len(group.places))
+    ]
