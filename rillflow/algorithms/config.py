@@ -132,7 +132,7 @@ class OnlineConfig(AnchoredConfig):
 
 def is_ready_first(config: AlgorithmConfig) -> bool:
     """Return whether a step trains the groups that are complete first."""
-    return isinstance(config, SampledConfig) and config.freshness > 0 and config.async_mode == "ready_first"
+    return isinstance(config, SampledConfig) and config.async_mode == "ready_first"
 
 
 def cuts_tail(config: AlgorithmConfig) -> bool:

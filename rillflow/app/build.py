@@ -175,7 +175,6 @@ class Build:
             self._roles.executor,
             stream,
             sync=self._roles.delivery if plan.evaluated else None,
-            is_ahead=plan.freshness > 0,
             chunks=self._recipe.rollout.stream_chunks,
             kept=kept.sampled if kept is not None else lambda _: (),
         )
@@ -213,6 +212,7 @@ class Build:
             how=self._sampling(plan, kept),
             step_groups=config.prompts_per_step,
             parts=config.syncs_per_step,
+            chunks=self._recipe.rollout.stream_chunks,
             most_rows=self._recipe.rollout.max_rows,
             streamed=streamed_stages(
                 plan.algorithm.listened(config).calls,

@@ -76,9 +76,10 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
         yield from _ready_first(recipe, config)
     if cuts_tail(config):
         yield from _cut(recipe, config)
-    if config.freshness and not placement.samples_apart:
+    if (config.freshness or is_ready_first(config)) and not placement.samples_apart:
+        said = f"freshness is {config.freshness}" if config.freshness else 'async_mode is "ready_first"'
         yield ConfigError(
-            f"algorithm.freshness is {config.freshness}, and the sampler shares its ranks with the policy",
+            f"algorithm.{said}, and the sampler shares its ranks with the policy",
             why="shared ranks take turns: they cannot sample ahead while they train",
             fix="give the sampler its own pool: placement.pools = { main = 1, answers = 1 }, "
             'placement.roles = { sampler = "answers" }; or set algorithm.freshness = 0',
@@ -106,11 +107,13 @@ def _moving(recipe: Recipe, config: AnchoredConfig) -> Iterator[ConfigError]:
 def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
     """Yield errors about ready-first steps, and about publishes that do not divide an update."""
     parts = recipe.rollout.stream_chunks
-    if parts > 1:
+    if parts > 1 and config.freshness:
         yield ConfigError(
-            f'rollout.stream_chunks is {parts}, and algorithm.async_mode is "ready_first"',
-            why='chunks arrive in data order, and "ready_first" takes groups in the order they finish',
-            fix='set rollout.stream_chunks = 1, or algorithm.async_mode = "in_order"',
+            f"rollout.stream_chunks is {parts}, algorithm.freshness is {config.freshness}, and "
+            'algorithm.async_mode is "ready_first"',
+            why="with freshness above 0 the rows of a step are ready when it begins, so there is no chunk to "
+            "wait for",
+            fix="set rollout.stream_chunks = 1, or algorithm.freshness = 0",
         )
     if recipe.chosen.answers(config) is None:
         yield ConfigError(
@@ -152,6 +155,12 @@ def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
             f"{said}, and algorithm.freshness is {config.freshness}",
             why='a step that samples ahead need not wait for long rows: algorithm.async_mode = "ready_first"',
             fix=f"set algorithm.freshness = 0, or {fix}",
+        )
+    elif is_ready_first(config):
+        yield ConfigError(
+            f'{said}, and algorithm.async_mode is "ready_first"',
+            why="each of the two forms a step of the rows that end first",
+            fix=f'set algorithm.async_mode = "in_order", or {fix}',
         )
     if parts > 1:
         yield ConfigError(

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rillflow.algorithms.config import is_ready_first
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.meshes import require_near
 from rillflow.app.phases import PhasePlan
@@ -118,7 +119,7 @@ class RoleGroups:
             drafts = self._run / layout.BUNDLES / layout.DRAFT
             self.executor.on_all_ranks(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
         if self.delivery is not None and plan.evaluated:
-            self.delivery.begin(is_ahead=plan.freshness > 0)
+            self.delivery.begin(is_ahead=plan.freshness > 0 or is_ready_first(plan.config))
         return trained
 
     def trained(self, plan: PhasePlan) -> tuple[str, ...]:

@@ -26,6 +26,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from math import inf
 from typing import Any
 
 from rillflow.controller.admission import StalenessBound
@@ -35,6 +37,7 @@ from rillflow.controller.group_table import GENERATE, TRAIN, GroupTable
 from rillflow.controller.replicas import SamplerReplica
 from rillflow.controller.source import (
     ChunkedResult,
+    ChunksToCome,
     DataStream,
     GroupSampling,
     OpenedStep,
@@ -49,7 +52,7 @@ from rillflow.records.metrics import Max, Mean, Metric, Sum
 from rillflow.roles.sampler import GroupId
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending, joined, wait_for_any
-from rillflow.workers.values import Lie
+from rillflow.workers.values import Facts, Lie, shares
 
 LEFT = "left"
 """Key in the position in the data for groups that were drawn and that no step has trained."""
@@ -80,6 +83,7 @@ class AsyncRollout(Source):
         how: how groups are sampled.
         step_groups: groups of a step.
         parts: parts of a step; each part is trained before the next version is published.
+        chunks: at k = 0, number of chunks of a step, which are formed of the groups that are ready first.
         most_rows: largest number of rows of a replica at once.
         streamed: workers of the stages that run group by group.
         again: drawn prompts that no step had trained when the run was interrupted; they are sampled first.
@@ -95,11 +99,12 @@ class AsyncRollout(Source):
         how: GroupSampling,
         step_groups: int,
         parts: int,
+        chunks: int,
         most_rows: int,
         streamed: Sequence[StageWorker] = (),
         again: Batch | None = None,
     ) -> None:
-        super().__init__(executor, stream, sync=sync, is_ahead=True)
+        super().__init__(executor, stream, sync=sync, chunks=chunks)
         self._rule, self._how, self._wanted = rule, how, how.groups
         self._step_groups, self._parts = step_groups, parts
         self._replicas = [
@@ -113,6 +118,8 @@ class AsyncRollout(Source):
         for prompt in drawn:
             self._table.add(prompt)
         self._newest, self._waited_s = 0, 0.0
+        self._to_begin: float = inf if rule.freshness else 0
+        """Groups that may still begin; limited at k = 0, where a step's groups begin with its version."""
         self._parcel: PackedWeights | None = None
         self._flight: dict[GroupId, GroupInFlight] = {}
         """Groups that have begun and that no step has taken."""
@@ -133,14 +140,21 @@ class AsyncRollout(Source):
         self._close = close
 
     def take(self, step: int, groups: int) -> Batch:  # noqa: ARG002
-        """Return the prompts of ready groups, whose rows ``rows`` then returns."""
-        data = self._ready(self._rule.take)
+        """Return the prompts of a step's groups, whose rows ``rows`` then returns.
+
+        At k = 0 and in chunks, the groups have only begun; each chunk is formed when its first stage runs.
+        """
+        self._waited_s, self._to_begin = 0.0, groups if not self._rule.freshness else inf
+        if self._chunks > 1:
+            return self._in_chunks_to_come(groups)
+        data = self._ready(self._rule.take if self._rule.freshness else lambda: self._rule.more(groups))
         self._wanted -= groups
         return data
 
     def more(self, groups: int) -> Batch:
         """See Source."""
         self._wanted += groups
+        self._to_begin += groups
         data = self._ready(lambda: self._rule.more(groups))
         self._wanted -= groups
         return data
@@ -158,6 +172,8 @@ class AsyncRollout(Source):
             "flight/lag/max": Max(value=self._newest - min(each.version for each in self._replicas)),
         }
         self._columns.clear()
+        if not self._rule.freshness:
+            self._rule.batch += 1  # a step takes its groups one chunk or one round after the other
         dropped, self._dropped = self._dropped, []
         return OpenedStep(measured=measured, given_up=dropped, parcels=self._published())
 
@@ -209,6 +225,50 @@ class AsyncRollout(Source):
 
     def _ready(self, form: Callable[[], list[GroupInFlight]]) -> Batch:
         """Return the prompts of the groups that ``form`` returns, once it returns some."""
+        taken = self._formed_by(form)
+        size = -(-len(taken) // self._parts)
+        parts = [self._by_replica(taken[first : first + size]) for first in range(0, len(taken), size)]
+        prompts = concatenate([self._table.prompt(each.id) for part in parts for one in part for each in one])
+        lies = [Lie.new(is_whole=True) for _ in parts]
+        made = dict[str, Pending]()
+        for stage in self._table.stages:
+            chunks = [self._gathered(stage, part, lie) for part, lie in zip(parts, lies, strict=True)]
+            worked = self._worked(stage)
+            is_one = len(chunks) == 1
+            made[stage] = (
+                joined(stage, chunks, worked=worked) if is_one else ChunkedResult.of(stage, chunks, worked)
+            )
+        self._trained(taken)
+        self._formed = prompts, made[GENERATE]
+        self._columns.append((made.pop(GENERATE), made))
+        return prompts
+
+    def _in_chunks_to_come(self, groups: int) -> Batch:
+        """Begin a step's groups, and return their prompts; each chunk takes the groups that are ready."""
+        self._draw(groups)
+        prompts = concatenate([*islice(self._table.left.values(), groups)])
+        sizes = [size for size in shares(groups, self._chunks) if size]
+        worked: dict[str, list[Facts]] = {stage: [] for stage in self._table.stages}
+        made = dict[str, ChunkedResult]()
+
+        def form() -> None:
+            size = sizes.pop(0)
+            taken = self._formed_by(lambda: self._rule.more(size))
+            part, lie = self._by_replica(taken), Lie.new(is_whole=True)
+            for stage, result in made.items():
+                result.chunks.append(self._gathered(stage, part, lie))
+                worked[stage] += self._worked(stage)
+            self._trained(taken)
+            self._wanted -= size
+
+        made |= {stage: ChunksToCome(stage, len(sizes), form, worked[stage]) for stage in worked}
+        self._ask()
+        self._formed = prompts, made[GENERATE]
+        self._columns.append((made[GENERATE], {stage: made[stage] for stage in self._table.stages[1:]}))
+        return prompts
+
+    def _formed_by(self, form: Callable[[], list[GroupInFlight]]) -> list[GroupInFlight]:
+        """Run rows until ``form`` returns groups; return them."""
         began, taken = time.monotonic(), list[GroupInFlight]()
 
         def is_formed() -> bool:
@@ -219,51 +279,43 @@ class AsyncRollout(Source):
             return bool(taken)
 
         self.until(is_formed)
-        self._waited_s = time.monotonic() - began
-        size = -(-len(taken) // self._parts)
-        parts = [self._by_replica(taken[first : first + size]) for first in range(0, len(taken), size)]
-        lies = [Lie.new(is_whole=True) for _ in parts]
-        made = {stage: self._gathered(stage, parts, lies) for stage in self._table.stages}
-        order = [group.id for part in parts for each in part for group in each]
-        prompts = concatenate([self._table.prompt(group) for group in order])
-        for group in order:
-            self._table.done(TRAIN, group)
-            del self._flight[group]
-        self._complete.difference_update(order)
-        rows = made.pop(GENERATE)
-        self._formed = prompts, rows
-        self._columns.append((rows, made))
-        return prompts
+        self._waited_s += time.monotonic() - began
+        return taken
+
+    def _trained(self, taken: Sequence[GroupInFlight]) -> None:
+        """Forget groups that a step has taken."""
+        for group in taken:
+            self._table.done(TRAIN, group.id)
+            del self._flight[group.id]
+            self._complete.discard(group.id)
 
     def _by_replica(self, groups: Sequence[GroupInFlight]) -> list[list[GroupInFlight]]:
         """Return groups in the order of the replicas that sampled them, so that their rows need not move."""
         here = ([each for each in groups if each.replica is replica] for replica in self._replicas)
         return [each for each in here if each]
 
-    def _gathered(
-        self, stage: str, parts: Sequence[Sequence[Sequence[GroupInFlight]]], lies: Sequence[Lie]
-    ) -> Pending:
-        """Return a stage's result for the groups of a step, in chunks if the step has several parts."""
+    def _gathered(self, stage: str, part: Sequence[Sequence[GroupInFlight]], lie: Lie) -> Pending:
+        """Return a stage's result for groups of a step, which ``_by_replica`` has ordered."""
+        places = self._executor.groups[SAMPLER].places
+        held = [
+            GroupPart(
+                place=places[groups[0].replica.ranks[0]],
+                groups=[each.id for each in groups],
+                results=[*dict.fromkeys(self._table.result(stage, each.id) for each in groups)],
+            )
+            for groups in part
+        ]
+        return self._executor.gathered(stage, held, lie)
+
+    def _worked(self, stage: str) -> list[Facts]:
+        """Return the times when ranks worked for a stage since the last call."""
         workers: Sequence[SamplerReplica | StageWorker] = self._replicas
         if stage != GENERATE:
             workers = [each for each in self._workers if each.stage == stage]
-        worked = [each for worker in workers for each in worker.worked]
+        found = [each for worker in workers for each in worker.worked]
         for worker in workers:
             worker.worked = []
-        chunks = []
-        for part, lie in zip(parts, lies, strict=True):
-            held = [
-                GroupPart(
-                    place=self._executor.groups[SAMPLER].places[groups[0].replica.ranks[0]],
-                    groups=[each.id for each in groups],
-                    results=[*dict.fromkeys(self._table.result(stage, each.id) for each in groups)],
-                )
-                for groups in part
-            ]
-            chunks.append(self._executor.gathered(stage, held, lie))
-        if len(chunks) > 1:
-            return ChunkedResult.of(stage, chunks, worked)
-        return joined(stage, chunks, worked=worked)
+        return found
 
     def _hear(self) -> None:
         """Process the finished calls of the replicas and of the streamed stages."""
@@ -306,20 +358,29 @@ class AsyncRollout(Source):
         """Begin a group on the replica with the most room; return whether one could begin."""
         least = self._rule.least_version(self._newest)
         able = [each for each in self._replicas if each.version >= least and each.has_room]
-        if not able or len(self._flight) >= self._wanted:
+        if not able or not self._to_begin or len(self._flight) >= self._wanted:
             return False
         replica = min(able, key=lambda each: each.rows)
         taken = self._table.take(GENERATE, 1, replica.name)
         if not taken and self._table.room >= self._step_groups:
-            for prompt in one_by_one(self._stream.take(self._step_groups)):
-                self._table.add(prompt)
+            self._add(self._step_groups)
             taken = self._table.take(GENERATE, 1, replica.name)
+        self._to_begin -= len(taken)
         for group in taken:
             begun = GroupInFlight(id=group, version=replica.version, replica=replica, call=replica.next_call)
             self._flight[group] = begun
             self._rule.begin(begun)
             replica.begin(self._table.prompt(group))
         return bool(taken)
+
+    def _draw(self, groups: int) -> None:
+        """Have at least so many groups in the table."""
+        if len(self._table.left) < groups:
+            self._add(groups - len(self._table.left))
+
+    def _add(self, groups: int) -> None:
+        for prompt in one_by_one(self._stream.take(groups)):
+            self._table.add(prompt)
 
     def _again(self, group: GroupInFlight) -> None:
         """Drop the rows of a group, and sample its prompt again."""
@@ -335,6 +396,7 @@ class AsyncRollout(Source):
         self._complete.discard(group.id)
         self._table.add(self._table.drop(group.id, reason))
         self._dropped.append((group.id, reason))
+        self._to_begin += 1
 
     def _is_settled(self, replica: SamplerReplica) -> bool:
         return replica.version == self._newest and not replica.arriving

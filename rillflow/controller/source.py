@@ -113,9 +113,35 @@ class ChunkedResult(Pending):
         made.chunks += chunks
         return made
 
+    def chunk(self, index: int) -> Pending:
+        """Return a chunk, whose stage is submitted."""
+        return self.chunks[index]
+
     def _joined(self) -> Submission:
         self._submit()
-        return joined(self.stage, self.chunks, is_partial=self._is_partial, worked=self._worked).work
+        chunks = [self.chunk(index) for index in range(self.count)]
+        return joined(self.stage, chunks, is_partial=self._is_partial, worked=self._worked).work
+
+
+class ChunksToCome(ChunkedResult):
+    """One stage's result in chunks that are formed one after the other, each when it is first used.
+
+    Args:
+        stage: name of the stage.
+        count: number of chunks.
+        form: forms the next chunk of every stage of the rows, and appends it to their ``chunks``.
+        worked: work of ranks on the chunks formed so far; the caller appends to it.
+    """
+
+    def __init__(self, stage: str, count: int, form: Callable[[], None], worked: Sequence[Facts]) -> None:
+        super().__init__(stage, count, lambda: None, worked=worked)
+        self._form = form
+
+    def chunk(self, index: int) -> Pending:
+        """See ChunkedResult."""
+        while len(self.chunks) <= index:
+            self._form()
+        return self.chunks[index]
 
 
 class Source:
@@ -125,7 +151,6 @@ class Source:
         executor: has the groups of ranks.
         stream: prompts of the phase.
         sync: transfer of versions to a sampler on its own ranks; None if it shares the policy's ranks.
-        is_ahead: whether later steps sample before a step is closed.
         chunks: number of chunks of the answers to a batch of prompts.
         kept: returns, for a step of the run, the files of rows sampled before the run was interrupted.
     """
@@ -141,12 +166,11 @@ class Source:
         stream: DataStream,
         *,
         sync: WeightSync | None = None,
-        is_ahead: bool = False,
         chunks: int = 1,
         kept: Callable[[int], Sequence[Path]] = lambda _: (),
     ) -> None:
         self._executor, self._stream, self._sync = executor, stream, sync
-        self._is_ahead, self._chunks, self._kept = is_ahead, chunks, kept
+        self._chunks, self._kept = chunks, kept
         self._files = deque[Path]()
         self._formed: tuple[Batch, Pending] | None = None
         self._arriving: list[Pending] = []

@@ -139,4 +139,4 @@ def _chunks(values: Sequence[Any]) -> int:
 
 def _chunk(values: Sequence[Any], index: int) -> list[Any]:
     """Return the same chunk of each value."""
-    return [each.chunks[index] for each in values]
+    return [each.chunk(index) for each in values]

@@ -200,7 +200,8 @@ def test_publishes_that_an_update_has_no_room_for_are_refused(tmp_path: Path) ->
 
 def test_parts_of_steps_that_are_made_of_what_is_ready_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r'rollout\.stream_chunks is 5, and algorithm\.async_mode is "ready_first"'
+        ConfigError,
+        match=r"rollout\.stream_chunks is 5, algorithm\.freshness is 1, and",
     ):
         ran(tmp_path, 1, *INLINE, APART, READY, "rollout.stream_chunks=5")
 
@@ -234,3 +235,19 @@ def test_processes_of_their_own_sample_what_is_ready(tmp_path: Path, pools: str)
     settings = ('placement.backend="ray"', pools, APART, READY, *LONG, "rollout.keep_cache=true")
     found = ran(tmp_path, 2, *settings)
     assert set(once(tmp_path / "run").values()) == {3} and len(found["judged"]) == 4
+
+
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "remax"])
+def test_on_policy_steps_train_the_rows_that_end_first(tmp_path: Path, chunks: int, name: str) -> None:
+    """At freshness 0 all rows of a step are of its own weights, and chunks take groups as they end."""
+    parts = (f"rollout.stream_chunks={chunks}", "algorithm.shuffle=false", "algorithm.minibatches=5")
+    ran(tmp_path, 0, *TWO, READY, HALTING, *LONG, *parts, "evaluate=none", name=name)
+    steps = trained(tmp_path / "run")
+    first = min(steps)
+    start = min(version for row in steps[first] for version in row.versions if version >= 0)
+    for step, rows in steps.items():
+        assert {version for row in rows for version in row.versions if version >= 0} == {start + step - first}
+    assert set(once(tmp_path / "run").values()) == {3}
+    told = [each.metrics for each in read_metrics(tmp_path / "run")][-STEPS:]
+    assert all(each["staleness/versions/max"].value == 0 for each in told if "staleness/versions/max" in each)

@@ -222,6 +222,7 @@ class Scene:
             ),
             step_groups=groups,
             parts=publishes,
+            chunks=1,
             most_rows=rows,
             again=again,
         )
