@@ -30,6 +30,7 @@ from rillflow.config.problems import together
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import LEFT, AsyncRollout, GroupInFlight
 from rillflow.controller.checkpoint import Checkpoint
+from rillflow.controller.decisions import Decisions
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
@@ -220,6 +221,7 @@ class Build:
                 changing=(*self._roles.trained(plan), *self._roles.moving(plan)),
                 most=(config.freshness + 1) * config.prompts_per_step,
             ),
+            decisions=Decisions(self._run.log_decisions),
             again=self._rows(plan, left),
         )
 

@@ -31,6 +31,7 @@ from math import inf
 from typing import Any
 
 from rillflow.controller.admission import StalenessBound
+from rillflow.controller.decisions import Decisions
 from rillflow.controller.executor import GroupExecutor, GroupPart
 from rillflow.controller.flow import StageResult
 from rillflow.controller.group_table import GENERATE, TRAIN, GroupTable
@@ -47,10 +48,12 @@ from rillflow.controller.source import (
 from rillflow.controller.streamed_stages import StageWorker
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import RolloutError
+from rillflow.graph.handle import Options
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Sum
 from rillflow.roles.sampler import GroupId
 from rillflow.workers.config import SAMPLER
+from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending, joined, wait_for_any
 from rillflow.workers.values import Facts, Lie, shares
 
@@ -86,6 +89,7 @@ class AsyncRollout(Source):
         chunks: at k = 0, number of chunks of a step, which are formed of the groups that are ready first.
         most_rows: largest number of rows of a replica at once.
         streamed: workers of the stages that run group by group.
+        decisions: notes the decisions of the phase, or repeats those of a run.
         again: drawn prompts that no step had trained when the run was interrupted; they are sampled first.
     """
 
@@ -102,6 +106,7 @@ class AsyncRollout(Source):
         chunks: int,
         most_rows: int,
         streamed: Sequence[StageWorker] = (),
+        decisions: Decisions | None = None,
         again: Batch | None = None,
     ) -> None:
         super().__init__(executor, stream, sync=sync, chunks=chunks)
@@ -111,16 +116,17 @@ class AsyncRollout(Source):
             SamplerReplica(executor=executor, sync=sync, how=how, number=number, most_rows=most_rows)
             for number in range(len(how.replicas))
         ]
-        self._workers = streamed
+        self._workers, self._decisions = streamed, decisions or Decisions()
         drawn = [*one_by_one(again)] if again is not None else []
         most = len(drawn) + 4 * (rule.freshness + 2) * step_groups
         self._table = GroupTable([each.stage for each in streamed], capacity=most)
         for prompt in drawn:
             self._table.add(prompt)
-        self._newest, self._waited_s = 0, 0.0
+        self._newest, self._waited_s, self._step = 0, 0.0, 0
         self._to_begin: float = inf if rule.freshness else 0
         """Groups that may still begin; limited at k = 0, where a step's groups begin with its version."""
-        self._parcel: PackedWeights | None = None
+        self._parcels: dict[int, PackedWeights] = {}
+        """Publishes of the phase that a replica has not received yet, by number."""
         self._flight: dict[GroupId, GroupInFlight] = {}
         """Groups that have begun and that no step has taken."""
         self._complete: set[GroupId] = set()
@@ -128,22 +134,23 @@ class AsyncRollout(Source):
         self._columns: list[tuple[Pending, Mapping[str, Pending]]] = []
         """Rows of the step that is being opened, with the results of the streamed stages on them."""
         self._dropped: list[tuple[GroupId, str]] = []
-        self._close: Callable[[], Sequence[Pending]] = tuple
+        self._close: Callable[[], Sequence[Pending] | None] = tuple
 
     @property
     def publishes_chunks(self) -> bool:  # type: ignore[override]
         """See Source."""
         return self._parts > 1
 
-    def begin(self, close: Callable[[], Sequence[Pending]]) -> None:
+    def begin(self, close: Callable[[], Sequence[Pending] | None]) -> None:
         """See Source."""
         self._close = close
 
-    def take(self, step: int, groups: int) -> Batch:  # noqa: ARG002
+    def take(self, step: int, groups: int) -> Batch:
         """Return the prompts of a step's groups, whose rows ``rows`` then returns.
 
         At k = 0 and in chunks, the groups have only begun; each chunk is formed when its first stage runs.
         """
+        self._step = step
         self._waited_s, self._to_begin = 0.0, groups if not self._rule.freshness else inf
         if self._chunks > 1:
             return self._in_chunks_to_come(groups)
@@ -172,6 +179,7 @@ class AsyncRollout(Source):
             "flight/lag/max": Max(value=self._newest - min(each.version for each in self._replicas)),
         }
         self._columns.clear()
+        self._decisions.step(self._step)
         if not self._rule.freshness:
             self._rule.batch += 1  # a step takes its groups one chunk or one round after the other
         dropped, self._dropped = self._dropped, []
@@ -179,11 +187,27 @@ class AsyncRollout(Source):
 
     def deliver(self, parcel: PackedWeights) -> None:
         """Have the replicas receive a version, one after the other."""
-        self._newest, self._parcel = self._newest + 1, parcel
+        self._newest += 1
+        self._decisions.note("deliver", self._newest)
+        self._parcels[self._newest] = parcel
 
     def settle(self) -> None:
         """Wait until every replica has the version that was delivered last."""
         self._run(lambda: all(self._is_settled(each) for each in self._replicas), tuple)
+        self._beside()
+
+    def rows(self, group: Group, endpoint: str, args: Sequence[Any], options: Options) -> Pending | None:
+        """See Source."""
+        made = super().rows(group, endpoint, args, options)
+        if made is None:
+            self._beside()
+        return made
+
+    def _beside(self) -> None:
+        """Note that the sampler gets another call now, between those that run rows."""
+        if self._decisions.head is not None:
+            self._run(lambda: self._decisions.head == ["beside"], tuple)
+        self._decisions.note("beside")
 
     def position(self) -> Mapping[str, Any]:
         """See Source; it includes the groups that were drawn and that no step has trained."""
@@ -208,13 +232,19 @@ class AsyncRollout(Source):
         """
         self._run(done, self._close)
 
-    def _run(self, done: Callable[[], bool], close: Callable[[], Sequence[Pending]]) -> None:
+    def _run(self, done: Callable[[], bool], close: Callable[[], Sequence[Pending] | None]) -> None:
         while True:
             self._hear()
-            others = close()
+            others = self._closed(close)
             if done():
                 return
-            self._ask()
+            head = self._decisions.head
+            if head is None:
+                self._decide()
+            else:
+                self._repeat()
+                if head is not self._decisions.head:
+                    continue  # the next decision may need nothing more
             running = [part for each in self._replicas for part in each.events]
             running += [part for each in self._workers for part in each.events]
             events = [each for each in (*running, others) if each]
@@ -222,6 +252,16 @@ class AsyncRollout(Source):
                 raise self._stalled()
             if not any(all(part.is_ready for part in each) for each in events):
                 wait_for_any([part for each in events for part in each], self._how.deadline_s)
+
+    def _closed(self, close: Callable[[], Sequence[Pending] | None]) -> Sequence[Pending]:
+        """Have steps that are done closed; return the results that the next one waits for."""
+        others: Sequence[Pending] | None = None
+        while others is None:
+            head = self._decisions.head
+            if head is not None and head[0] not in ("deliver", "beside"):
+                return ()  # the run closed no step before its next decision
+            others = close()
+        return others
 
     def _ready(self, form: Callable[[], list[GroupInFlight]]) -> Batch:
         """Return the prompts of the groups that ``form`` returns, once it returns some."""
@@ -262,7 +302,8 @@ class AsyncRollout(Source):
             self._wanted -= size
 
         made |= {stage: ChunksToCome(stage, len(sizes), form, worked[stage]) for stage in worked}
-        self._ask()
+        if self._decisions.head is None:
+            self._decide()
         self._formed = prompts, made[GENERATE]
         self._columns.append((made[GENERATE], {stage: made[stage] for stage in self._table.stages[1:]}))
         return prompts
@@ -272,15 +313,25 @@ class AsyncRollout(Source):
         began, taken = time.monotonic(), list[GroupInFlight]()
 
         def is_formed() -> bool:
-            taken.extend(form())
-            for group in self._rule.dropped:
-                self._again(group)
-            self._rule.dropped.clear()
+            if self._decisions.head is not None:
+                taken.extend(self._recorded())
+            else:
+                taken.extend(form())
+                for group in self._rule.dropped:
+                    self._again(group)
+                self._rule.dropped.clear()
             return bool(taken)
 
         self.until(is_formed)
         self._waited_s += time.monotonic() - began
+        self._decisions.note("form", [list(each.id) for each in taken])
         return taken
+
+    def _recorded(self) -> list[GroupInFlight]:
+        """Return the groups that the run took next, once they are ready."""
+        head = self._decisions.head or [""]
+        groups = [(epoch, prompt) for epoch, prompt in head[1]] if head[0] == "form" else []
+        return [self._flight[each] for each in groups] if self._complete.issuperset(groups) else []
 
     def _trained(self, taken: Sequence[GroupInFlight]) -> None:
         """Forget groups that a step has taken."""
@@ -330,48 +381,100 @@ class AsyncRollout(Source):
                 self._table.done(worker.stage, group, made)
         for group in self._table.take(TRAIN, len(self._flight), "the next step"):
             self._complete.add(group)
-            self._rule.complete(self._flight[group])
+            if self._decisions.head is None:
+                self._rule.complete(self._flight[group])
 
-    def _ask(self) -> None:
+    def _decide(self) -> None:
         """Submit all calls that the replicas and the streamed stages may run now."""
         for group in self._rule.overdue(
             [each for each in self._flight.values() if each.id not in self._complete]
         ):
             self._rule.give_up(group)
             self._again(group)
-        if not any(each.arriving for each in self._replicas):
-            behind = [each for each in self._replicas if each.version < self._newest]
-            if behind and self._parcel is not None:
-                behind[0].receive(self._parcel, self._newest)
-        while self._begin():
+        behind = [each for each in self._replicas if each.version < self._newest]
+        if behind and not any(each.arriving for each in self._replicas):
+            self._receive(behind[0], self._newest)
+        while self._may_begin():
             pass
         for replica in self._replicas:
-            replica.ask()
-        for worker in self._workers:
+            while replica.may_call:
+                self._call(replica)
+        for number, worker in enumerate(self._workers):
             groups = self._table.take(worker.stage, worker.room, worker.name)
             if groups:
-                rows = dict.fromkeys(self._table.result(GENERATE, each) for each in groups)
-                worker.begin(groups, [*rows])
+                self._compute(number, groups)
             worker.ask()
 
-    def _begin(self) -> bool:
+    def _may_begin(self) -> bool:
         """Begin a group on the replica with the most room; return whether one could begin."""
         least = self._rule.least_version(self._newest)
         able = [each for each in self._replicas if each.version >= least and each.has_room]
         if not able or not self._to_begin or len(self._flight) >= self._wanted:
             return False
         replica = min(able, key=lambda each: each.rows)
-        taken = self._table.take(GENERATE, 1, replica.name)
-        if not taken and self._table.room >= self._step_groups:
+        if not self._table.has_ready(GENERATE):
+            if self._table.room < self._step_groups:
+                return False
             self._add(self._step_groups)
-            taken = self._table.take(GENERATE, 1, replica.name)
-        self._to_begin -= len(taken)
-        for group in taken:
-            begun = GroupInFlight(id=group, version=replica.version, replica=replica, call=replica.next_call)
-            self._flight[group] = begun
-            self._rule.begin(begun)
-            replica.begin(self._table.prompt(group))
-        return bool(taken)
+        self._rule.begin(self._begin(replica))
+        return True
+
+    def _repeat(self) -> None:
+        """Repeat the decisions of a run as far as their results are there."""
+        while head := self._decisions.head:
+            name, *given = head
+            if name == "draw":
+                self._add(given[0])
+            elif name == "begin":
+                self._begin(self._replicas[given[0]])
+            elif name == "again":
+                self._again(self._flight[given[0][0], given[0][1]])
+            elif name == "call":
+                self._replicas[given[0]].passes = given[1]
+                self._call(self._replicas[given[0]])
+            elif name == "receive" and given[1] in self._parcels and not self._replicas[given[0]].arriving:
+                self._receive(self._replicas[given[0]], given[1])
+            elif name == "run" and self._may_compute(*given):
+                worker, groups = self._workers[given[0]], [(epoch, prompt) for epoch, prompt in given[1]]
+                self._compute(given[0], self._table.take(worker.stage, len(groups), worker.name, groups))
+            else:
+                break
+        for worker in self._workers:
+            worker.ask()
+
+    def _may_compute(self, number: int, groups: Sequence[Sequence[int]]) -> bool:
+        """Return whether a worker can take groups now."""
+        worker = self._workers[number]
+        ready = self._table.ready(worker.stage)
+        return worker.room > 0 and all((epoch, prompt) in ready for epoch, prompt in groups)
+
+    # Decisions, each of which is noted
+
+    def _begin(self, replica: SamplerReplica) -> GroupInFlight:
+        """Begin the oldest group that waits."""
+        (group,) = self._table.take(GENERATE, 1, replica.name)
+        self._to_begin -= 1
+        begun = GroupInFlight(id=group, version=replica.version, replica=replica, call=replica.next_call)
+        self._flight[group] = begun
+        replica.begin(self._table.prompt(group))
+        self._decisions.note("begin", replica.number, group)
+        return begun
+
+    def _call(self, replica: SamplerReplica) -> None:
+        self._decisions.note("call", replica.number, replica.passes)
+        replica.call()
+
+    def _receive(self, replica: SamplerReplica, version: int) -> None:
+        self._decisions.note("receive", replica.number, version)
+        replica.receive(self._parcels[version], version)
+        oldest = min(each.version for each in self._replicas)
+        least = self._newest if self._decisions.head is None else oldest + 1  # a replay needs each of them
+        self._parcels = {number: each for number, each in self._parcels.items() if number >= least}
+
+    def _compute(self, number: int, groups: Sequence[GroupId]) -> None:
+        rows = dict.fromkeys(self._table.result(GENERATE, each) for each in groups)
+        self._decisions.note("run", number, [list(each) for each in groups])
+        self._workers[number].begin(groups, [*rows])
 
     def _draw(self, groups: int) -> None:
         """Have at least so many groups in the table."""
@@ -379,6 +482,7 @@ class AsyncRollout(Source):
             self._add(groups - len(self._table.left))
 
     def _add(self, groups: int) -> None:
+        self._decisions.note("draw", groups)
         for prompt in one_by_one(self._stream.take(groups)):
             self._table.add(prompt)
 
@@ -392,6 +496,7 @@ class AsyncRollout(Source):
                 worker.give_up(group.id)
         behind = self._rule.version - group.version
         reason = f"sampled {behind} versions before the weights that would train it"
+        self._decisions.note("again", group.id)
         del self._flight[group.id]
         self._complete.discard(group.id)
         self._table.add(self._table.drop(group.id, reason))

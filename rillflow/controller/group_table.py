@@ -77,11 +77,22 @@ class GroupTable:
         (number,) = next(each.ids.tolist() for each in made if isinstance(each, Begun))
         self._groups[number], self._numbers[group], self._prompts[group] = group, number, prompt
 
-    def take(self, stage: str, count: int, holder: str) -> list[GroupId]:
-        """Lease up to ``count`` groups that are ready for a stage, oldest first, to a holder."""
+    def ready(self, stage: str) -> set[GroupId]:
+        """Return the groups that may be taken for a stage."""
+        return {self._groups[number] for number in self._table.ready(stage).tolist()}
+
+    def has_ready(self, stage: str) -> bool:
+        """Return whether a group may be taken for a stage."""
+        return len(self._table.ready(stage)) > 0
+
+    def take(
+        self, stage: str, count: int, holder: str, only: Sequence[GroupId] | None = None
+    ) -> list[GroupId]:
+        """Lease at most ``count`` groups that are ready for a stage: the oldest, or ``only`` these."""
         if count < 1:
             return []
-        made = self._table.take(stage, count, holder=holder, now=self._clock(), deadline=inf)
+        ids = None if only is None else np.array([self._numbers[each] for each in only])
+        made = self._table.take(stage, count, holder=holder, now=self._clock(), deadline=inf, only=ids)
         taken = []
         for lease in (each for each in made if isinstance(each, Lease)):
             for number in lease.ids.tolist():

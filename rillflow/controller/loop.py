@@ -160,15 +160,19 @@ class Loop:
         while len(opened) > most:
             self._close(phase, opened)
 
-    def _close_done(self, phase: Phase, opened: deque[OpenStep]) -> Sequence[Pending]:
-        """Finish open steps that are done, oldest first; return the results that the next one waits for."""
-        late: Sequence[Pending] = ()
-        while opened and not late:
-            while opened[0].parcels and not (late := opened[0].parcels[0].late):
-                phase.source.deliver(opened[0].parcels.popleft())
-            if not (late := [*late, *opened[0].late]):
-                self._close(phase, opened)
-        return late
+    def _close_done(self, phase: Phase, opened: deque[OpenStep]) -> Sequence[Pending] | None:
+        """Deliver a version, or finish the oldest open step, if it is ready; see ``Source.begin``."""
+        if not opened:
+            return ()
+        oldest = opened[0]
+        late = oldest.parcels[0].late if oldest.parcels else []
+        if oldest.parcels and not late:
+            phase.source.deliver(oldest.parcels.popleft())
+        elif late := [*late, *oldest.late]:
+            return late
+        else:
+            self._close(phase, opened)
+        return None
 
     def _require_few_skipped(self, step: int) -> None:
         lines = read_lines(self._run.path / layout.SKIPS).lines

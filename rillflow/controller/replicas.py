@@ -1,7 +1,7 @@
 """SamplerReplica: ranks that hold one copy of the sampled weights, and the calls that run rows on them.
 
-    begin, give_up ─> ask ─> advance ─> hear: groups that are complete ─> collect: their rows
-    receive ────────────────────┘ between two calls
+    begin, give_up ─> call ─> advance ─> hear: groups that are complete ─> collect: their rows
+    receive ─────────────────────┘ between two calls
 
 A replica runs its rows in calls of about ``ADVANCE_S``. It has ``ASKED`` of them in flight, so that it never
 idles between calls. Each call begins the groups, and drops those that were given up, since the call before.
@@ -102,13 +102,17 @@ class SamplerReplica:
         self.begun.append(prompt)
         self.rows += self.how.samples
 
-    def ask(self) -> None:
-        """Submit the calls that may run now."""
-        while len(self.asked) < ASKED and (self.rows or self.given_up):
-            prompts = concatenate(self.begun) if self.begun else None
-            how = (prompts, self.given_up, self.passes, self.how.samples, self.how.sampling)
-            self.asked.append(self.executor.on_ranks(SAMPLER, self.ranks, Sampler.advance, *how))
-            self.begun, self.given_up = [], []
+    @property
+    def may_call(self) -> bool:
+        """Whether a further call may be submitted, and would do something."""
+        return len(self.asked) < ASKED and bool(self.rows or self.given_up)
+
+    def call(self) -> None:
+        """Submit a call."""
+        prompts = concatenate(self.begun) if self.begun else None
+        how = (prompts, self.given_up, self.passes, self.how.samples, self.how.sampling)
+        self.asked.append(self.executor.on_ranks(SAMPLER, self.ranks, Sampler.advance, *how))
+        self.begun, self.given_up = [], []
 
     def hear(self) -> Iterator[tuple[int, Advanced]]:
         """Yield the number and the result of each call that has finished; end transfers that have arrived."""

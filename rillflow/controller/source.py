@@ -180,12 +180,13 @@ class Source:
         """Metrics about the data that every step reports."""
         return self._stream.metrics
 
-    def begin(self, close: Callable[[], Sequence[Pending]]) -> None:
+    def begin(self, close: Callable[[], Sequence[Pending] | None]) -> None:
         """Begin the phase.
 
         Args:
-            close: closes the open steps that are done, and returns the results that the next one waits for. A
-                source whose rows run between steps calls it whenever it waits.
+            close: delivers a version or closes a step, if one is ready, and returns None; else it returns the
+                results that the next one waits for. A source whose rows run between steps calls it whenever
+                it waits.
         """
 
     def until(self, done: Callable[[], bool]) -> None:

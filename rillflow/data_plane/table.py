@@ -153,6 +153,7 @@ class Table:
         least: int = 1,
         tokens: int | None = None,
         least_version: int | None = None,
+        only: Ids | None = None,
     ) -> list[Instruction]:
         """Lease ready groups to a holder: return a Lease, Finished, or neither while there are too few.
 
@@ -165,6 +166,7 @@ class Table:
             least: smallest number of groups; fewer only if a closed stream has no more.
             tokens: limit of the groups' total tokens, except for a single group.
             least_version: groups whose oldest token is from an older policy version are dropped.
+            only: [N] groups to lease, in this order, if they are ready; None lets the stage's sampler choose.
         """
         place = self._place(stage)
         if not 0 < least <= count:
@@ -175,6 +177,8 @@ class Table:
         out = self._drop_older(place, least_version, now) if least_version is not None else []
         state = self._in_order(self._state[place])
         ids = self.oldest + SAMPLERS[self.schema.stages[place].order](state, count)
+        if only is not None:
+            ids = only[np.isin(only, self.ready(stage))][:count]
         open_groups = int(np.count_nonzero(state != DONE))
         if self.is_closed and not open_groups:
             return [*out, Finished(stage=stage)]
@@ -312,6 +316,10 @@ class Table:
     def rows(self, ids: Ids) -> Ids:
         """Return rows [N] of live groups."""
         return self._rows.take(ids % self.capacity)
+
+    def ready(self, stage: str) -> Ids:
+        """Return the groups [N] that may be taken for a stage, in begin order."""
+        return self.oldest + np.flatnonzero(self._in_order(self._state[self._place(stage)]) == READY)
 
     def unread(self, writer: str) -> Ids:
         """Return the groups [N] whose cells of a writer some stage has yet to read."""

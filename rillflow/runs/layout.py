@@ -39,6 +39,7 @@ _CHECKPOINT = re.compile(r"step-(\d{6,})(\.replaced)?")
 REFERENCE = "reference"
 SOURCES = "sources"
 SKIPS = "skips.jsonl"
+DECISIONS = "decisions.jsonl"
 GIVEN_UP = "given_up.jsonl"
 BUNDLES = "bundles"
 DRAFT = "draft"
@@ -46,7 +47,7 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 FINISHED = "finished.json"
 PLAN = "plan.toml"
-LINE_FILES = (METRICS, SPANS, EVALUATIONS, SKIPS, GIVEN_UP)
+LINE_FILES = (METRICS, SPANS, EVALUATIONS, SKIPS, GIVEN_UP, DECISIONS)
 
 _ROLLOUT_FILE = re.compile(r"step-(\d{6,})(?:\.jsonl|-(\d{4,})-of-(\d{4,})\.safetensors)")
 

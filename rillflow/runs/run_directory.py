@@ -153,6 +153,10 @@ class RunDirectory(ExitStack):
         """Append one group (epoch, prompt) that was sampled and not trained to given_up.jsonl."""
         self._append(layout.GIVEN_UP, step=step, time_s=self._time_s, group=list(group), reason=reason)
 
+    def log_decisions(self, step: int, events: Sequence[JSON]) -> None:
+        """Append the decisions of the sampler's controller that formed a step to decisions.jsonl."""
+        self._append(layout.DECISIONS, step=step, events=list(events))
+
     def keep_bundle(self, step: int) -> None:
         """Rename the draft of a step's bundle to its final name, if the disk had room for the draft."""
         kept = self.path / layout.BUNDLES / f"step-{step:06d}"

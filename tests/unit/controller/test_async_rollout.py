@@ -17,6 +17,7 @@ from torch import Tensor
 from rillflow.controller import replicas
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import AsyncRollout, GroupInFlight
+from rillflow.controller.decisions import Decisions, Event
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.source import DataStream, GroupSampling
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
@@ -194,6 +195,7 @@ class Scene:
         again: Batch | None = None,
         publishes: int = 1,
         rows: int = 6,
+        decisions: Decisions | None = None,
     ) -> None:
         self.chance, self.steps, self.groups, self.drawn = Random(seed), steps, groups, 0
         self.backend = backend = Shuffled(self.chance)
@@ -224,6 +226,7 @@ class Scene:
             parts=publishes,
             chunks=1,
             most_rows=rows,
+            decisions=decisions,
             again=again,
         )
         self._times = publishes
@@ -258,13 +261,14 @@ class Scene:
         self.drawn += count
         return prompts(self.drawn - count, count)
 
-    def _idle(self) -> list[Pending]:
-        while self.trained and self.trained[0].is_ready:
-            self.trained.popleft()
-            self.published += 1
-            if self._publishes:
-                self.ready.deliver(PackedWeights(digests=cast(Pending, self.published), buckets=()))
-        return [self.trained[0]] if self.trained else []
+    def _idle(self) -> list[Pending] | None:
+        if not self.trained or not self.trained[0].is_ready:
+            return [self.trained[0]] if self.trained else []
+        self.trained.popleft()
+        self.published += 1
+        if self._publishes:
+            self.ready.deliver(PackedWeights(digests=cast(Pending, self.published), buckets=()))
+        return None
 
 
 def sampler(config: RolloutConfig) -> Sampler:
@@ -359,7 +363,7 @@ def test_a_sampler_that_never_takes_new_weights_is_named() -> None:
 def test_one_replica_takes_new_weights_at_a_time() -> None:
     scene, most = Scene(2, 4, 4, 3), 0
 
-    def watched() -> Sequence[Pending]:
+    def watched() -> Sequence[Pending] | None:
         nonlocal most
         most = max(most, sum(bool(each.arriving) for each in scene.ready._replicas))
         return scene._idle()
@@ -386,3 +390,16 @@ def test_a_step_that_asks_for_more_gets_other_groups_of_the_same_age() -> None:
     first, more = scene.ready.take(1, 2), scene.ready.more(3)
     assert (len(first), len(more)) == (2, 3)
     assert not {*first.ids[:, 1].tolist()} & {*more.ids[:, 1].tolist()}
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_a_replay_repeats_every_decision_on_ranks_of_other_speeds(seed: int, drops: bool) -> None:
+    """The ranks of the replay answer in another order; rows, versions and steps are those of the run."""
+    made, again = list[Event](), list[Event]()
+    noted = Decisions(lambda _, events: made.extend(events))
+    first = Scene(seed, 3, 3, 2, drops=drops, decisions=noted).run()
+    repeated = Decisions(lambda _, events: again.extend(events), made)
+    second = Scene(seed + 100, 3, 3, 2, drops=drops, decisions=repeated).run()
+    assert second.trained == first.trained and second.given_up == first.given_up
+    assert again == made
