@@ -35,6 +35,7 @@ from rillflow.placement.plan import Plan
 from rillflow.records.metrics import Metrics
 from rillflow.runs import layout
 from rillflow.runs.environment import environment
+from rillflow.runs.layout import kept_steps
 from rillflow.runs.progress import Progress
 from rillflow.runs.reader import read_metrics
 from rillflow.runs.report.predicted import compare, render_comparison
@@ -90,7 +91,7 @@ def launch(
         run = stack.enter_context(RunDirectory.open(path, settings, may_change=MAY_CHANGE))
         require_possible(recipe, path, run.changes, facts.task)
         progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet, told=told))
-        _run(facts, notes, run, progress, stack, plan, command, asked)
+        _run(facts, notes, run, progress, plan, command, asked)
         summary = summarise(path)
     if not quiet:
         _say(summary, path)
@@ -102,7 +103,6 @@ def _run(
     notes: Sequence[str],
     run: RunDirectory,
     progress: Progress,
-    stack: ExitStack,
     plan: Plan | None,
     command: Sequence[str],
     asked: Interruption,
@@ -118,7 +118,7 @@ def _run(
         asked.say = progress.note
         try:
             with asked.orderly():
-                _train(facts, run, progress, stack, plan, command, asked)
+                _restarted(facts, run, progress, plan, command, asked)
         except Exception:
             _leave_report(run, progress)
             raise
@@ -158,6 +158,40 @@ def _steps(recipe: Recipe) -> dict[str, int]:
     """Return the steps of every phase, by name."""
     first = {} if recipe.warm_start is None else {"warm_start": recipe.warm_start.steps}
     return {**first, recipe.algorithm.name: recipe.algorithm.steps}
+
+
+def _restarted(
+    facts: RecipeFacts,
+    run: RunDirectory,
+    progress: Progress,
+    plan: Plan | None,
+    command: Sequence[str],
+    asked: Interruption,
+) -> None:
+    """Train to the end; if a rank dies, start all ranks again from the newest checkpoint.
+
+    Raises:
+        RankDied: ``run.restarts`` restarts in a row brought no new checkpoint; it is the first death of them.
+    """
+    from rillflow.workers.backend import RankDied
+
+    most = facts.recipe.run.restarts
+    first: RankDied | None = None
+    made, before = 0, -1
+    while True:
+        try:
+            with ExitStack() as ranks:
+                _train(facts, run, progress, ranks, plan, command, asked)
+            return
+        except RankDied as died:
+            step = max(kept_steps(run.checkpoints), default=0)
+            if first is None or step > before:
+                first, made, before = died, 0, step
+            if made == most or asked.requested:
+                raise first from None
+            made += 1
+            what = str(died).splitlines()[0]
+            progress.note(f"{what}; all ranks start again from step {step} (restart {made} of {most})")
 
 
 def _train(

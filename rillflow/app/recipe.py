@@ -61,6 +61,12 @@ class RunConfig(Section):
     checkpoint_every: int = Field(
         0, ge=0, description="Steps between further checkpoints; 0 leaves it to checkpoint_minutes."
     )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="Restarts of all ranks from the newest checkpoint after a rank died, in a row without a "
+        "new checkpoint; 0 ends the run.",
+    )
     max_skipped: int = Field(
         5,
         ge=0,

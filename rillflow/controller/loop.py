@@ -202,7 +202,8 @@ class Loop:
                     self._progress.note(f"no checkpoint could be written after the error: {second}")
             kept, lost = self._saved_step, self._place.step - self._saved_step
             again = f"; {lost} steps after it will run again" if lost else ""
-            there = f"is saved{again}: run the same command to resume"
+            may_restart = isinstance(first, RankDied)
+            there = f"is saved{again}{'' if may_restart else ': run the same command to resume'}"
             self._progress.note(f"step {kept} {there}" if kept else "no step is saved")
             raise
         finally:

@@ -38,14 +38,16 @@ def die_once(tokens: Tensor, *, calls: str) -> float:
     del tokens
     file = Path(calls)
     file.write_text(file.read_text() + "." if file.exists() else ".")
-    if file.stat().st_size == DIES_IN:
+    if file.stat().st_size == DIES_IN or "ALWAYS" in os.environ:
         os.kill(os.getpid(), signal.SIGKILL)
     return 0.0
 
 
 def step(flow: Flow, prompts: Batch, config: GRPOConfig) -> Handle:
-    """GRPO whose sampler dies between an update and its publication."""
+    """GRPO whose sampler dies between an update and its publication; with ALWAYS set, before every update."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
+    if "ALWAYS" in os.environ:
+        flow.number(die_once, rollouts, calls=os.environ["CALLS"])
     rewards = flow.reward.score(rollouts)
     batches = with_logprobs(flow, rollouts, config)
     advantages = group_relative_advantages(flow, rewards, batches, config)
@@ -72,12 +74,13 @@ def test_the_last_whole_step_is_saved_and_the_run_goes_on(
     monkeypatch.setenv("CALLS", str(tiny.folder / "calls"))
     ahead, inline = f"algorithm.freshness={freshness}", "placement.backend=inline"
     this = [sys.executable, "-m", "tests.flows.test_dead_sampler"]
-    died = subprocess.run([*this, *command(tiny, "cut", ahead)], capture_output=True, text=True)
+    once = command(tiny, "cut", ahead, "run.restarts=0")
+    died = subprocess.run([*this, *once], capture_output=True, text=True)
     said = died.stdout + died.stderr
     assert died.returncode == 1 and "rank 0 of pool 'answers' has died" in said, said
     kept = tiny.steps_kept("cut")[-1]
     assert kept == len(tiny.lines("cut")) and kept >= DIES_IN, said
-    assert f"step {kept} is saved: run the same command to resume" in said
+    assert f"step {kept} is saved" in said
     assert main(command(tiny, "cut", ahead, inline), algorithms=[ALGORITHM]) == 0
     assert len(tiny.lines("cut")) == 5
     fresher = f"step {kept + 1} is sampled by the weights after step {kept}"
@@ -87,6 +90,35 @@ def test_the_last_whole_step_is_saved_and_the_run_goes_on(
     if not freshness:
         assert main(command(tiny, "whole", ahead, inline), algorithms=[ALGORITHM]) == 0
         tiny.assert_same_weights("whole", "cut")
+
+
+def test_the_ranks_start_again_from_the_last_whole_step(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write(REST)
+    monkeypatch.setenv("CALLS", str(tiny.folder / "calls"))
+    this = [sys.executable, "-m", "tests.flows.test_dead_sampler"]
+    done = subprocess.run([*this, *command(tiny, "again")], capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "rank 0 of pool 'answers' has died" in said
+    assert f"all ranks start again from step {DIES_IN} (restart 1 of 3)" in said
+    assert main(command(tiny, "whole", "placement.backend=inline"), algorithms=[ALGORITHM]) == 0
+    tiny.assert_same_weights("whole", "again")
+
+
+@pytest.mark.slow
+def test_a_rank_that_always_dies_ends_the_run_with_the_first_death(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every start dies before an update, so no restart brings a new checkpoint."""
+    tiny.write(REST)
+    monkeypatch.setenv("CALLS", str(tiny.folder / "calls"))
+    monkeypatch.setenv("ALWAYS", "1")
+    this = [sys.executable, "-m", "tests.flows.test_dead_sampler"]
+    once = command(tiny, "never", "run.restarts=1")
+    done = subprocess.run([*this, *once], capture_output=True, text=True)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "rank 0 of pool 'answers' has died" in said, said
+    assert said.count("all ranks start again") == 1 and "(restart 1 of 1)" in said
 
 
 if __name__ == "__main__":
