@@ -10,8 +10,8 @@ the oldest key, and there is a child for every group whose first call has begun.
 group do not wait for younger groups.
 
 A key is late when its first call began longer than a second, and than four usual calls, ago. While other keys
-wait, each late key is compensated by one further child, up to as many as there are workers. Such a child ends
-when fewer keys are late.
+wait, each late key is compensated by one further child. There are at most as many further children as
+workers, or MORE_CHILDREN if that is more. They end when fewer keys are late.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from rillflow.rewards.text_execution import is_shut_in
 
 RETRIES = 4
 """Number of timeouts, with their restarts, that the rows of a key's failed calls share."""
+MORE_CHILDREN = 3
+"""Number of further children that late keys may get even if there are fewer workers."""
 PATIENCE_S = 1.0
 """Shortest time in seconds after which a running key is late."""
 PATIENCE_CALLS = 4
@@ -222,7 +224,7 @@ class CallScheduler(ExitStack):
     def due(self) -> float:
         """Return the time of the next ``dispatch`` that no event of a child announces."""
         times = [self._until(job) for job in self._jobs.values() if job.waiting]
-        if self._is_short() and len(self.children) < 2 * self._config.workers:
+        if self._is_short() and len(self.children) < self._config.workers + self._most_more:
             patience = self._patience_s
             times += [job.began + patience for job in self._jobs.values() if not self._is_late(job)]
         return min(times, default=math.inf)
@@ -272,6 +274,10 @@ class CallScheduler(ExitStack):
         return job.retried + RETRIES * (self._config.timeout_s + slowest_s)
 
     @property
+    def _most_more(self) -> int:
+        return max(self._config.workers, MORE_CHILDREN)
+
+    @property
     def _patience_s(self) -> float:
         median_s = sorted(self._times)[len(self._times) // 2] if self._times else 0.0
         return max(PATIENCE_S, PATIENCE_CALLS * median_s)
@@ -293,9 +299,9 @@ class CallScheduler(ExitStack):
 
     def _restock(self) -> None:
         """Replace ended children, and keep a further one for each late job that others wait for."""
-        workers, jobs = self._config.workers, self._jobs.values()
+        jobs = self._jobs.values()
         most = max(
-            workers + min(workers, sum(map(self._is_late, jobs))),
+            self._config.workers + min(self._most_more, sum(map(self._is_late, jobs))),
             sum(job.began < math.inf for job in jobs),
         )
         for child in [*self.children]:

@@ -14,8 +14,9 @@
                   of ``turn``: wait_s + the end of the children that are past their limit
                   of a key from its first call on: that of ``score``, if ``turn`` is called; it waits for its
                   first call only while earlier keys hold all children
-                  of processes, for each function: reward.workers children, and as many more at most while
-                  others wait for late keys (see scheduler.py), each with reward.memory_bytes at most
+                  of processes, for each function: reward.workers children; max(reward.workers,
+                  MORE_CHILDREN) more while others wait for late keys (see scheduler.py); each child with
+                  reward.memory_bytes at most
     shuts down    ``close``; the driver's death ends every child, kill -9 included
 
 A function that must see the whole batch needs a single worker, and ``score``; with ``begin`` it sees the rows

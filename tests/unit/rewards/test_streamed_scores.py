@@ -16,7 +16,7 @@ from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.scheduler import Key
+from rillflow.rewards.scheduler import MORE_CHILDREN, Key
 from rillflow.rewards.workers import RewardWorkers, WeightedWorkers
 
 Write = Callable[..., FunctionPath]
@@ -82,21 +82,36 @@ def test_each_key_is_one_call_and_keys_finish_out_of_order(write: Write, tmp_pat
         assert workers.turn(math.inf) == [], "nothing is waited for"
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_keys_that_hang_hold_up_no_other(write: Write, mine: Mine, count: int) -> None:
+@pytest.mark.parametrize(("count", "hanging"), [(1, 1), (1, MORE_CHILDREN), (2, 2)])
+def test_keys_that_hang_hold_up_no_other(write: Write, mine: Mine, count: int, hanging: int) -> None:
     with RewardWorkers(write(ACTS), RewardConfig(workers=count, timeout_s=PLENTY_S)) as workers:
-        for key in range(count):
+        for key in range(hanging):
             begin(workers, ("hung", key), ["c", "hang"])
         for key in range(6):
             begin(workers, key, ["c"] * 2)
         found = finished(workers, 6)
         assert found == dict.fromkeys(range(6), scores(2))
-        assert count < supervisors(mine()) <= 2 * count
-        for key in range(count):
+        assert hanging < supervisors(mine()) <= count + hanging
+        for key in range(hanging):
             workers.cancel(("hung", key))
         begin(workers, "last", ["c"])
         assert finished(workers, 1) == {"last": scores(1)}
         assert supervisors(mine()) == count, "further children end when no key is late"
+
+
+@pytest.mark.slow
+def test_children_are_bounded(write: Write, mine: Mine) -> None:
+    with RewardWorkers(write(ACTS), RewardConfig(timeout_s=PLENTY_S)) as workers:
+        for key in range(MORE_CHILDREN + 1):
+            begin(workers, key, ["hang"])
+        begin(workers, "waiting", ["c"])
+        until = time.monotonic() + PLENTY_S
+        while supervisors(mine()) < 1 + MORE_CHILDREN and time.monotonic() < until:
+            assert workers.turn(0.1) == []
+        assert workers.turn(1.5) == []
+        assert supervisors(mine()) == 1 + MORE_CHILDREN
+        workers.cancel(1)
+        assert finished(workers, 1) == {"waiting": scores(1)}
 
 
 def test_a_key_that_hangs_alone_needs_no_further_child(write: Write, mine: Mine) -> None:
