@@ -145,6 +145,10 @@ class CallScheduler(ExitStack):
             for child in self.children:
                 stack.callback(child.stop)
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RewardError(f"{self._function} was called after close", why="its processes have ended")
+
     @property
     def is_idle(self) -> bool:
         """Whether every key is finished."""
@@ -162,8 +166,7 @@ class CallScheduler(ExitStack):
         Raises:
             RewardError: the children have ended.
         """
-        if self._closed:
-            raise RewardError(f"{self._function} was called after close", why="its processes have ended")
+        self._require_open()
         assert key not in self._jobs and key not in self.finished, f"{key} is not taken"
         if not num_rows:
             self.finished[key] = []
@@ -207,8 +210,10 @@ class CallScheduler(ExitStack):
         """Start and end children as needed, and send calls to those that are free.
 
         Raises:
-            RewardError: a column that the function needs is missing, or a process cannot start.
+            RewardError: a column that the function needs is missing, or a process cannot start; or the
+                children have ended.
         """
+        self._require_open()
         for begun in [*self._jobs.values()]:
             while begun.waiting and time.monotonic() >= self._until(begun):
                 begun.answers.extend((call, _NOT_TRIED) for call in begun.waiting)

@@ -178,7 +178,8 @@ class Reward:
         """Score groups until one is complete, but at most ``wait_s`` seconds.
 
         The function sees one group per call, not the whole batch. Nothing is sent to the function or read
-        from it between two calls of ``advance``.
+        from it between two calls of ``advance``. An error of the function loses all groups that are not
+        complete: the run ends.
 
         Args:
             rows: all rows of some groups, with the fields that ``score`` reads; None for none.

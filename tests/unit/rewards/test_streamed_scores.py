@@ -183,8 +183,10 @@ def test_close_while_keys_run_leaves_no_process(write: Write, mine: Mine) -> Non
             workers.turn(0.1)
         assert supervisors(mine()) >= 3, "further children are among those that end"
     assert not mine()
-    with pytest.raises(RewardError, match="called after close"):
-        begin(workers, 5, ["c"])
+    for call in (lambda: begin(workers, 5, ["c"]), lambda: workers.turn(0), workers.load):
+        with pytest.raises(RewardError, match="called after close"):
+            call()
+    assert not mine()
 
 
 def test_a_batch_is_scored_while_keys_run(write: Write, tmp_path: Path) -> None:
