@@ -220,6 +220,7 @@ class Build:
                 self._roles.executor,
                 changing=(*self._roles.trained(plan), *self._roles.moving(plan)),
                 most=(config.freshness + 1) * config.prompts_per_step,
+                step_rows=config.rows_per_step,
             ),
             decisions=Decisions(self._run.log_decisions),
             again=self._rows(plan, left),

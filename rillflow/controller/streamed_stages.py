@@ -132,6 +132,8 @@ class RewardWorker:
     """Longest time, in seconds, that a call waits; 0 if the rank serves other roles as well."""
     most: int
     """Largest number of groups at once."""
+    window: int
+    """Rows over which failures of the reward are judged."""
     worked: list[Facts] = field(default_factory=list)
     _queued: list[GroupId] = field(default_factory=list)
     _results: list[Pending] = field(default_factory=list)
@@ -172,7 +174,7 @@ class RewardWorker:
         """See StageWorker."""
         if self._asked is not None or not (self._running or self._given_up):
             return
-        how = (self._queued, self._given_up, self.wait_s)
+        how = (self._queued, self._given_up, self.wait_s, self.window)
         batches = [each.whole(tuple(self.reads)) for each in dict.fromkeys(self._results)]
         self._queued, self._given_up, self._results = [], [], []
         self._asked = self.executor.on_rank(self.role, self.rank, score_groups, *how, *batches)
@@ -187,17 +189,23 @@ class RewardWorker:
         add_work(self.worked, asked.facts(deadline_s))
         found = self.executor.deal(self.role, self.rank, len(made.complete), scores_of, made.complete)
         done = dict(zip(made.complete, found, strict=True))
+        late = [each for each in self._given_up if each in done]
         self._given_up = [each for each in self._given_up if each not in done]
-        live = {group: scores for group, scores in done.items() if group in self._running}
+        live = {group: scores for group, scores in done.items() if group not in late}
         self._running.difference_update(live)
         return live
 
 
 def score_groups(
-    reward: Reward, groups: Sequence[GroupId], given_up: Sequence[GroupId], wait_s: float, *batches: Batch
+    reward: Reward,
+    groups: Sequence[GroupId],
+    given_up: Sequence[GroupId],
+    wait_s: float,
+    window: int,
+    *batches: Batch,
 ) -> Scored:
     """Have a reward score the rows of some groups; see ``Reward.advance``."""
-    return reward.advance(rows_of(groups, *batches) if groups else None, given_up, wait_s)
+    return reward.advance(rows_of(groups, *batches) if groups else None, given_up, wait_s, window)
 
 
 def scores_of(reward: Reward, groups: Sequence[GroupId]) -> tuple[Batch, ...]:
@@ -211,6 +219,7 @@ def streamed_stages(
     *,
     changing: Collection[str],
     most: int,
+    step_rows: int,
 ) -> list[StageWorker]:
     """Return the workers of the stages that run group by group.
 
@@ -219,6 +228,7 @@ def streamed_stages(
         executor: has the groups of ranks.
         changing: roles that the phase trains or moves.
         most: largest number of groups in flight.
+        step_rows: rows of a step.
     """
     busy = {executor.groups[role].places[0].pool for role in changing}
     found: list[StageWorker] = []
@@ -232,12 +242,18 @@ def streamed_stages(
             continue
         if list(args) != ["policy.generate"] or None in options.values():
             continue
-        found += _workers(stage, group, name, options, executor, most)
+        found += _workers(stage, group, name, options, executor, most, step_rows)
     return found
 
 
 def _workers(
-    stage: str, group: Group, endpoint: str, options: Mapping[str, Any], executor: GroupExecutor, most: int
+    stage: str,
+    group: Group,
+    endpoint: str,
+    options: Mapping[str, Any],
+    executor: GroupExecutor,
+    most: int,
+    step_rows: int,
 ) -> list[StageWorker]:
     """Return the workers of one stage: one for each rank of a reward, else one for the whole group."""
     if not group.endpoints[endpoint].by_groups:
@@ -256,6 +272,7 @@ def _workers(
             reads=group.endpoints[endpoint].reads,
             wait_s=WAIT_S if is_alone else 0.0,
             most=most,
+            window=-(-step_rows // len(group.places)),
         )
         for rank in range(len(group.places))
     ]

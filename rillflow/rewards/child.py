@@ -162,8 +162,9 @@ class Child:
         self._reader.limit_bytes = CALL_BYTES + rows_bytes
         self.state = State.BUSY
         self.deadline = time.monotonic() + limit_s + (_GRACE_S if self.level is not Level.NONE else 0.0)
-        self._unsent = memoryview(message)
         self._output = b""
+        self._unsent = memoryview(message)
+        self._send_some()  # at once: the driver may read answers only later
 
     def events(self) -> dict[int, int]:
         """Return the descriptors to poll, with their event masks."""

@@ -1,116 +1,67 @@
 """RewardWorkers: score rows in children, whatever errors or hangs the function has; sum several functions.
 
-    rows ── split over workers ──> one call each ──┬── scores ───────────────────────────> done
-                                                   └── raised, died, silent ──> its rows separately:
-         each row alone, a short limit ──┬── score, error ─────────────────────────────> done
-                                         └── silent ──> again, the full limit ──> score, error or timeout
+    score(rows) ──────── one key, until it is finished ──┐
+    begin(key, rows) ──> keys ──> CallScheduler ──> children ──> Score per row ──> sum over functions
+    turn(wait_s) <────── keys that are finished ─────────┘
 
-    consumes      the answers of the children
+    consumes      the answers of the children, during ``turn`` and ``score`` only
     waits for     poll over every child's pipes, until the nearest deadline
     unblocked by  an answer, the end of a child, a deadline
     produces      one Score per row, in order
-    bound         start of the first children (60 s at most) + timeout_s + RETRIES x (timeout_s + start_s),
-                  with start_s the longest load time of the file in the meantime, + the end of a child
-                  (20 s at most)
+    bound         of ``score`` with no other key begun: start of the first children (60 s at most) + timeout_s
+                  + RETRIES x (timeout_s + start_s), with start_s the longest load time of the file in the
+                  meantime, + the end of a child (20 s at most)
+                  of ``turn``: wait_s + the end of the children that are past their limit
+                  of a key from its first call on: that of ``score``, if ``turn`` is called; it waits for its
+                  first call only while earlier keys hold all children
+                  of processes, for each function: reward.workers children; max(reward.workers,
+                  MORE_CHILDREN) more while others wait for late keys (see scheduler.py); each child with
+                  reward.memory_bytes at most
     shuts down    ``close``; the driver's death ends every child, kill -9 included
 
-A function that must see the whole batch needs a single worker; see docs/design/rewards.md.
-``WeightedWorkers`` runs several functions, each in children of its own, and sums their scores row by row.
+A function that must see the whole batch needs a single worker, and ``score``; with ``begin`` it sees the rows
+of one key per call. See docs/design/rewards.md.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
-from rillflow.errors import RewardError
-from rillflow.rewards.child import Answer, Child, State, next_answers
+from rillflow.rewards.child import next_answers
 from rillflow.rewards.config import RewardConfig
-from rillflow.rewards.function import Columns, FunctionPath, Parameters, Text, call_frame, choose
+from rillflow.rewards.function import Columns, FunctionPath, Parameters, Text
 from rillflow.rewards.outcome import FAILURES, Outcome, Score
 from rillflow.rewards.sandbox import Level
-from rillflow.rewards.text_execution import is_shut_in
-
-RETRIES = 4
-"""Number of timeouts, with their restarts, that the rows of failed calls share."""
-
-_LEAST_LIMIT_S = 0.05
-_REASON_CHARACTERS = 300
-_NOT_TRIED = Score(
-    outcome=Outcome.TIMEOUT,
-    message=f"no time was left: the rows of failed calls share {RETRIES} timeouts",
-)
-
-logger = logging.getLogger(__name__)
+from rillflow.rewards.scheduler import CallScheduler, Key
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    rows: Sequence[int]
-    """Rows to score."""
-    limit_s: float
-    """Time limit in seconds."""
+class WeightedWorkers(ExitStack):
+    """Children of several functions, whose scores are summed; a context manager, used from one thread.
 
-
-class RewardWorkers(ExitStack):
-    """Children that score rows; a context manager, used from one thread.
+    The functions score the same rows side by side. A function that abstains is left out of a row's sum; if
+    all abstain, the row has no score. A timeout or an error of one function is the row's outcome: a sum
+    without it would be another reward.
 
     Args:
-        function: the function that every child loads.
-        config: time limit, memory and number of children.
+        functions: reward functions with their weights.
+        config: time limit, memory and number of children of each.
         level: strongest isolation to try; a function that runs text gets a sandbox in any case.
-
-    Example:
-        with RewardWorkers(parse_function("rewards.py:exact", base), config.reward) as workers:
-            scores = workers.score(prompts, completions, {"answer": answers})
     """
 
     def __init__(
-        self,
-        function: FunctionPath,
-        config: RewardConfig,
-        *,
-        level: Level = Level.NONE,
+        self, functions: Sequence[FunctionPath], config: RewardConfig, *, level: Level = Level.NONE
     ) -> None:
         super().__init__()
-        self.callback(self._stop)
-        self._function = function
-        self._config = config
-        is_weak = is_shut_in(function, config.sandbox) and not level.is_sandbox
-        self._wanted = Level.FULL if is_weak else level
-        self._parameters: Parameters | None = None
-        self._children: list[Child] = []
-        self._start_s = 0.0
-        self._closed = False
-        try:
-            for _ in range(config.workers):
-                self._children.append(self._start())
-        except RewardError:
-            self.close()
-            raise
-
-    def _stop(self) -> None:
-        """End every child, even if ending one of them fails."""
-        self._closed = True
-        with ExitStack() as stack:
-            for child in self._children:
-                stack.callback(child.stop)
-
-    @property
-    def shortcomings(self) -> str:
-        """Guarantees that this machine lacks, with reasons; known after the first score."""
-        return next((child.shortcomings for child in self._children if child.shortcomings), "")
-
-    @property
-    def level(self) -> Level:
-        """Isolation level of this machine; known after the first score."""
-        return max((child.level for child in self._children), key=[*Level][::-1].index)
+        self._functions, self._calls = functions, config.workers
+        with ExitStack() as started:
+            self._schedulers = [
+                started.enter_context(CallScheduler(each, config, level=level)) for each in functions
+            ]
+            self.push(started.pop_all())
 
     def score(self, prompts: Sequence[Text], completions: Sequence[Text], columns: Columns) -> list[Score]:
         """Score every row, in order; the function gets copies of the arguments.
@@ -124,136 +75,96 @@ class RewardWorkers(ExitStack):
             RewardError: the function cannot be loaded, needs a missing column, or did not return one entry
                 per row.
         """
-        if self._closed:
-            raise RewardError(f"{self._function} was called after close", why="its processes have ended")
-        everything = {"prompts": prompts, "completions": completions, **columns}
-        if not prompts:
-            return []
-        try:
-            return self._score(len(prompts), choose(everything, self.load(), self._function))
-        finally:
-            for child in self._children:
-                if child.state is State.BUSY:
-                    child.stop()
+        batch = object()
+        with self._abandoned_on_error():
+            self.begin(batch, prompts, completions, columns, calls=self._calls)
+            if batch not in self._finished():
+                self._run(math.inf, lambda: batch in self._finished())
+        return self._taken(batch)
 
-    def _score(self, num_rows: int, columns: Columns) -> list[Score]:
-        scores: dict[int, Score] = {}
-        failed: dict[int, str] = {}
-        for call, answer in self._run(self._shares(num_rows), columns):
-            if isinstance(answer, Score) and len(call.rows) > 1:
-                reason = f"the call of {len(call.rows)} rows {answer.message}"[:_REASON_CHARACTERS]
-                logger.warning("%s: %s; its rows are now scored one by one", self._function, reason)
-                failed.update(dict.fromkeys(call.rows, reason))
-            else:
-                scores.update(_by_row(call, answer))
-        if failed:
-            for row, score in self._apart(sorted(failed), columns).items():
-                told = replace(score, message=f"scored alone: {failed[row]}")
-                scores[row] = told if score.outcome is Outcome.SCORE else score
-            for slot in range(len(self._children)):
-                self._alive(slot)  # ended children are restarted before the next batch
-        return [scores[row] for row in range(num_rows)]
+    def begin(
+        self,
+        key: Key,
+        prompts: Sequence[Text],
+        completions: Sequence[Text],
+        columns: Columns,
+        *,
+        calls: int = 1,
+    ) -> None:
+        """Queue rows to be scored in one call; ``turn`` returns their scores.
 
-    def _shares(self, num_rows: int) -> list[_Call]:
-        """Return one call per worker, of neighbouring rows, spread evenly."""
-        shares = min(self._config.workers, num_rows)
-        cuts = [num_rows * share // shares for share in range(shares + 1)]
-        return [
-            _Call(rows=range(start, stop), limit_s=self._config.timeout_s)
-            for start, stop in itertools.pairwise(cuts)
-        ]
-
-    def _apart(self, rows: Sequence[int], columns: Columns) -> dict[int, Score]:
-        """Score each row alone, with a short limit first, so that slow rows leave the others time."""
-        timeout_s = self._config.timeout_s
-        began, self._start_s = time.monotonic(), 0.0
-
-        def until() -> float:
-            return began + RETRIES * (
-                timeout_s + max(self._start_s, *(child.start_s for child in self._children))
-            )
-
-        short_s = min(timeout_s, max(_LEAST_LIMIT_S, RETRIES * timeout_s / 2 / len(rows)))
-        scores: dict[int, Score] = {}
-        silent = rows
-        for limit_s in dict.fromkeys((short_s, timeout_s)):
-            calls = [_Call(rows=(row,), limit_s=limit_s) for row in silent]
-            for call, answer in self._run(calls, columns, until):
-                scores.update(_by_row(call, answer))
-            silent = [row for row in silent if scores[row].outcome is Outcome.TIMEOUT]
-        return scores
-
-    def _run(
-        self, calls: Sequence[_Call], columns: Columns, until: Callable[[], float] = lambda: math.inf
-    ) -> list[tuple[_Call, Answer]]:
-        """Give each call to a free child; calls not begun by ``until()`` time out."""
-        waiting = deque(calls)
-        running: dict[Child, _Call] = {}
-        answers: list[tuple[_Call, Answer]] = []
-        while waiting or running:
-            if time.monotonic() >= until():
-                answers.extend((call, _NOT_TRIED) for call in waiting)
-                waiting.clear()
-            for slot in range(len(self._children) if waiting else 0):
-                child = self._alive(slot)
-                if waiting and child.state is State.IDLE:
-                    call = running[child] = waiting.popleft()
-                    limit_s = min(call.limit_s, until() - time.monotonic())
-                    child.send(call_frame(columns, call.rows), limit_s=limit_s)
-            for child, answer in next_answers(self._children, until()):
-                if child in running:
-                    answers.append((running.pop(child), answer))
-        return answers
-
-    def _alive(self, slot: int) -> Child:
-        """Return the child of this slot, restarted if it has ended."""
-        if self._children[slot].state is State.ENDED:
-            self._start_s = max(self._start_s, self._children[slot].start_s)
-            self._children[slot] = self._start()
-        return self._children[slot]
-
-    def _start(self) -> Child:
-        return Child(self._function, memory_bytes=self._config.memory_bytes, level=self._wanted)
-
-    def load(self) -> Parameters:
-        """Wait until a child has loaded the file, and return the function's parameters.
+        Args:
+            key: name of the rows, which differs from those of all rows that ``turn`` has not returned.
+            prompts: [B].
+            completions: [B]; see ``score``.
+            columns: see ``score``.
+            calls: number of calls, of neighbouring rows, among which the rows are divided.
 
         Raises:
-            RewardError: the function cannot be loaded.
+            RewardError: the workers are closed.
         """
-        next_answers(self._children, until=time.monotonic())
-        while self._parameters is None:
-            for slot in range(len(self._children)):
-                self._alive(slot)
-            self._parameters = next((child.parameters for child in self._children if child.parameters), None)
-            if self._parameters is None:
-                next_answers(self._children)
-            elif self.shortcomings:
-                logger.warning("%s: %s", self._function, self.shortcomings)
-        return self._parameters
+        everything = {"prompts": prompts, "completions": completions, **columns}
+        for each in self._schedulers:
+            each.begin(key, everything, len(prompts), calls)
 
+    def cancel(self, key: Key) -> None:
+        """Forget rows that ``turn`` has not returned; a child that runs their call ends at once.
 
-class WeightedWorkers(ExitStack):
-    """Children of several functions, whose scores are summed; a context manager, used from one thread.
+        Raises:
+            KeyError: there are no such rows.
+        """
+        for each in self._schedulers:
+            each.cancel(key)
 
-    A function that abstains is left out of a row's sum; if all abstain, the row has no score. A timeout or an
-    error of one function is the row's outcome: a sum without it would be another reward.
+    def turn(self, wait_s: float) -> list[tuple[Key, list[Score]]]:
+        """Process answers until some keys are finished, but at most ``wait_s`` seconds; return these keys.
 
-    Args:
-        functions: reward functions with their weights.
-        config: time limit, memory and number of children of each.
-    """
+        Nothing is sent or read between two calls, and no time limit ends: call it again soon. After an error
+        all keys are forgotten.
 
-    def __init__(self, functions: Sequence[FunctionPath], config: RewardConfig) -> None:
-        super().__init__()
-        self._functions = functions
-        with ExitStack() as started:
-            self._workers = [started.enter_context(RewardWorkers(each, config)) for each in functions]
-            self.push(started.pop_all())
+        Args:
+            wait_s: longest wait in seconds; 0 processes the answers that are there.
 
-    def score(self, prompts: Sequence[Text], completions: Sequence[Text], columns: Columns) -> list[Score]:
-        """Score every row, in order; see ``RewardWorkers.score``."""
-        each = [workers.score(prompts, completions, columns) for workers in self._workers]
+        Raises:
+            RewardError: see ``score``.
+        """
+        with self._abandoned_on_error():
+            self._run(
+                wait_s, lambda: bool(self._finished()) or all(each.is_idle for each in self._schedulers)
+            )
+        return [(key, self._taken(key)) for key in self._finished()]
+
+    def _run(self, wait_s: float, is_over: Callable[[], bool]) -> None:
+        """Process answers and send calls, once or until ``is_over()``, but at most ``wait_s`` seconds."""
+        moment = time.monotonic()
+        until = moment + wait_s
+        while True:
+            owners = {child: each for each in self._schedulers for child in each.children}
+            for child, answer in next_answers([*owners], moment):
+                owners[child].hear(child, answer)
+            for each in self._schedulers:
+                each.dispatch()
+            if is_over() or time.monotonic() >= until:
+                return
+            moment = min([until, *(each.due() for each in self._schedulers)])
+
+    @contextmanager
+    def _abandoned_on_error(self) -> Iterator[None]:
+        """Forget all keys if the block raises or is interrupted."""
+        with ExitStack() as undo:
+            for each in self._schedulers:
+                undo.callback(each.abandon)
+            yield
+            undo.pop_all()
+
+    def _finished(self) -> list[Key]:
+        """Return the keys that all functions have scored."""
+        first, *others = self._schedulers
+        return [key for key in first.finished if all(key in each.finished for each in others)]
+
+    def _taken(self, key: Key) -> list[Score]:
+        """Return the scores of a finished key, and forget it."""
+        each = [scheduler.finished.pop(key) for scheduler in self._schedulers]
         return [self._summed(scores) for scores in zip(*each, strict=True)]
 
     def _summed(self, scores: Sequence[Score]) -> Score:
@@ -263,11 +174,38 @@ class WeightedWorkers(ExitStack):
         return summed({function.name: (function.weight, score) for function, score in pairs})
 
 
-def _by_row(call: _Call, answer: Answer) -> dict[int, Score]:
-    """Return a score for every row of a call; all rows share a failure."""
-    if isinstance(answer, Score):
-        return dict.fromkeys(call.rows, answer)
-    return dict(zip(call.rows, answer, strict=True))
+class RewardWorkers(WeightedWorkers):
+    """Children that score rows with one function, whatever its weight.
+
+    Example:
+        with RewardWorkers(parse_function("rewards.py:exact", base), config.reward) as workers:
+            scores = workers.score(prompts, completions, {"answer": answers})
+    """
+
+    def __init__(self, function: FunctionPath, config: RewardConfig, *, level: Level = Level.NONE) -> None:
+        super().__init__((replace(function, weight=1.0),), config, level=level)
+        (self._scheduler,) = self._schedulers
+
+    @property
+    def shortcomings(self) -> str:
+        """Guarantees that this machine lacks, with reasons; known after the first score."""
+        return self._scheduler.shortcomings
+
+    @property
+    def level(self) -> Level:
+        """Isolation level of this machine; known after the first score."""
+        return self._scheduler.level
+
+    def load(self) -> Parameters:
+        """Wait until a child has loaded the file, and return the function's parameters.
+
+        Raises:
+            RewardError: the function cannot be loaded.
+        """
+        with self._abandoned_on_error():
+            self._run(math.inf, lambda: self._scheduler.parameters is not None)
+        assert self._scheduler.parameters is not None, "the wait for the parameters is over"
+        return self._scheduler.parameters
 
 
 def summed(said: Mapping[str, tuple[float, Score]]) -> Score:

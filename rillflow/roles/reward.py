@@ -4,12 +4,16 @@
 
 Only a score counts: a row without one leaves its group's baseline and gets advantage 0, never a
 silent reward of 0.
+
+``score`` waits until a whole batch is scored. ``advance`` and ``collect`` score a stream of groups and never
+wait longer than they are told to: a group that hangs holds up no other.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,34 +22,27 @@ from torch import Tensor
 
 from rillflow.errors import RewardError
 from rillflow.models.tokenizer import Tokenizer
-from rillflow.records.batch import Batch
+from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Min, Sum, mean_of
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
-from rillflow.rewards.outcome import FAILED, Outcome, Score
+from rillflow.records.row import RowId
+from rillflow.rewards.function import Text
+from rillflow.rewards.outcome import FAILED, FAILURES, Outcome, Score
 from rillflow.rewards.workers import WeightedWorkers
 from rillflow.roles.sampler import GroupId
 from rillflow.roles.setting import RoleSetting
-from rillflow.training.minibatches import prompt_units
+from rillflow.training.minibatches import gathered, prompt_units
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import DP
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scored:
-    """Result of letting groups be scored for some time."""
-
-    complete: Sequence[GroupId]
-    """Groups that were scored since the last call and can be collected."""
-    waiting: int
-    """Groups that are not complete."""
-
 
 OUTCOMES = tuple(Outcome)
 SCORE_FIELDS = ("rewards", "valid", "outcome", "completion", "message")
 """Fields that a score adds to a row."""
 COST_FIELDS = ("costs", *SCORE_FIELDS[1:])
 """Fields that a cost adds to a row."""
+WINDOW_ROWS = 256
+"""Number of rows of a stream over which failures are judged, if the caller does not say."""
 
 
 def reward_metrics(scores: Batch) -> dict[str, Metric]:
@@ -97,6 +94,39 @@ def _flat(groups: Tensor, rewards: Tensor) -> Tensor:
     return (low == high).double()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Result of letting a stream of groups be scored for some time."""
+
+    complete: Sequence[GroupId]
+    """Groups that were scored since the last call and can be collected."""
+    waiting: int
+    """Number of groups that are not complete."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Answers:
+    """Rows as the functions see them; a row whose agent failed is not sent to them."""
+
+    ids: Tensor
+    """[B, 3] ids of all rows."""
+    texts: Sequence[str]
+    """[B] sampled text."""
+    failed: Mapping[int, Score]
+    """Outcomes of rows whose agent failed, by place."""
+    prompts: Sequence[Text]
+    """[N] prompts of the other rows."""
+    completions: Sequence[Text]
+    """[N] answers to these prompts."""
+    columns: Mapping[str, Sequence[object]]
+    """Other columns of these prompts, each [N]."""
+
+    def outcomes(self, found: Sequence[Score]) -> list[Score]:
+        """Return a score for each of the B rows, given those of the N rows that the functions saw."""
+        rest = iter(found)
+        return [self.failed[place] if place in self.failed else next(rest) for place in range(len(self.ids))]
+
+
 class Reward:
     """A reward function and the workers that call it.
 
@@ -113,6 +143,9 @@ class Reward:
         self._workers = workers
         self._tokenizer = tokenizer
         self._max_failures = max_failures
+        self._waiting: dict[GroupId, _Answers] = {}
+        self._complete: dict[GroupId, Batch] = {}
+        self._failures: deque[bool] = deque()
 
     @classmethod
     def make(cls, setting: RoleSetting) -> Self:
@@ -137,48 +170,133 @@ class Reward:
         Raises:
             RewardError: more than ``max_failures`` of the rows timed out or failed.
         """
+        rows = self._answers(rollouts)
+        scores = rows.outcomes(self._workers.score(rows.prompts, rows.completions, rows.columns))
+        bad = [place for place, score in enumerate(scores) if score.outcome in FAILURES]
+        if len(bad) > self._max_failures * len(scores):
+            first = f"the first, row ({rollouts.row_id(bad[0])})"
+            raise self._broken(f"{len(bad)} of {len(scores)} rows; {first}", scores[bad[0]])
+        return self._fields(rows, scores)
+
+    def advance(
+        self, rows: Batch | None, given_up: Sequence[GroupId], wait_s: float, window: int = WINDOW_ROWS
+    ) -> Scored:
+        """Score groups until one is complete, but at most ``wait_s`` seconds.
+
+        The function sees one group per call, not the whole batch. Nothing is sent to the function or read
+        from it between two calls of ``advance``. An error of the function loses all groups that are not
+        complete: the run ends.
+
+        Args:
+            rows: all rows of some groups, with the fields that ``score`` reads; None for none.
+            given_up: groups to forget. A call that runs for one ends at once.
+            wait_s: longest wait in seconds; 0 processes the answers that are there.
+            window: number of rows over which failures are judged: at least the rows of a step that this rank
+                scores. Rows that are not scored yet count as good.
+
+        Raises:
+            RewardError: a group in ``given_up`` is unknown, one of ``rows`` is known, the function cannot be
+                used, or more than ``max_failures`` of the last ``window`` rows timed out or failed.
+        """
+        self._require(given_up, self._known, "given up")
+        for group in given_up:
+            if self._complete.pop(group, None) is None:
+                del self._waiting[group]
+                self._workers.cancel(group)
+        if rows is not None:
+            self._queue(rows)
+        found = dict(self._workers.turn(wait_s))
+        complete = [group for group in self._waiting if group in found]
+        for group in complete:
+            answers = self._waiting.pop(group)
+            scores = answers.outcomes(found[group])
+            self._stop_if_broken(answers, scores, window)
+            self._complete[group] = self._fields(answers, scores)
+        return Scored(complete=complete, waiting=len(self._waiting))
+
+    def collect(self, groups: Sequence[GroupId]) -> Batch:
+        """Return the fields of ``score`` for complete groups, and forget them.
+
+        Rows are ordered by group as given and, within a group, as they were given to ``advance``.
+
+        Raises:
+            RewardError: a group is not complete.
+        """
+        self._require(groups, self._complete, "collected")
+        return concatenate([self._complete.pop(group) for group in groups])
+
+    @property
+    def _known(self) -> Mapping[GroupId, object]:
+        return {**self._waiting, **self._complete}
+
+    def _queue(self, rows: Batch) -> None:
+        known, ids = self._known, rows.row_ids()
+        for places in gathered(range(len(rows)), prompt_units(rows)):
+            group = ids[places[0]].group
+            if group in known:
+                raise RewardError(
+                    f"epoch {group[0]} prompt {group[1]} is already being scored",
+                    why="all rows of a group are scored in one call",
+                    fix="pass all its rows at once, and collect it or give it up before it is sampled again",
+                )
+            answers = self._waiting[group] = self._answers(rows.select(places))
+            self._workers.begin(group, answers.prompts, answers.completions, answers.columns)
+
+    def _require(self, groups: Sequence[GroupId], known: Mapping[GroupId, object], verb: str) -> None:
+        for epoch, prompt in groups:
+            if (epoch, prompt) not in known:
+                raise RewardError(
+                    f"epoch {epoch} prompt {prompt} cannot be {verb}",
+                    why="it is still being scored"
+                    if (epoch, prompt) in self._waiting
+                    else "it was not given to this rank, or it was collected or given up before",
+                )
+
+    def _answers(self, rollouts: Batch) -> _Answers:
+        """Return the texts and columns of rows."""
         texts = [self._tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
-        scores = self._call(texts, rollouts.ragged("columns").to_text())
-        self._stop_if_broken(rollouts, scores)
-        found = scored_rows(rollouts, texts, scores, self.field)
+        rows: list[dict[str, Any]] = [json.loads(text) for text in rollouts.ragged("columns").to_text()]
+        kept = [place for place, row in enumerate(rows) if FAILED not in row]
+        prompts = [rows[place].pop("prompt") for place in kept]
+        names = list(rows[kept[0]]) if kept else []
+        return _Answers(
+            ids=rollouts.ids,
+            texts=texts,
+            failed={
+                place: Score(outcome=Outcome(row[FAILED][0]), message=row[FAILED][1])
+                for place, row in enumerate(rows)
+                if FAILED in row
+            },
+            prompts=prompts,
+            completions=[
+                texts[place] if isinstance(prompt, str) else [{"role": "assistant", "content": texts[place]}]
+                for place, prompt in zip(kept, prompts, strict=True)
+            ],
+            columns={name: [rows[place][name] for place in kept] for name in names},
+        )
+
+    def _fields(self, rows: _Answers, scores: Sequence[Score]) -> Batch:
+        """Return the fields of ``score``."""
+        found = scored_rows(Batch(ids=rows.ids, fields={}), rows.texts, scores, self.field)
         parts = [json.dumps(score.parts) if score.parts else "" for score in scores]
         return found.with_fields(parts=Ragged.from_text(parts)) if self.field == "rewards" else found
 
-    def advance(self, rows: Batch | None, given_up: Sequence[GroupId], wait_s: float) -> Scored:
-        raise NotImplementedError
+    def _stop_if_broken(self, rows: _Answers, scores: Sequence[Score], window: int) -> None:
+        """Raise if too many of the last ``window`` rows failed, with these as the newest."""
+        bad = [place for place, score in enumerate(scores) if score.outcome in FAILURES]
+        self._failures.extend(place in bad for place in range(len(scores)))
+        while len(self._failures) > window:
+            self._failures.popleft()
+        if bad and sum(self._failures) > self._max_failures * window:
+            last = f"the last, row ({RowId(*rows.ids[bad[-1]].tolist())})"
+            raise self._broken(f"{sum(self._failures)} of the last {window} rows; {last}", scores[bad[-1]])
 
-    def collect(self, groups: Sequence[GroupId]) -> Batch:
-        raise NotImplementedError
-
-    def _call(self, texts: list[str], columns: list[str]) -> list[Score]:
-        """Return the score of every row; a row whose agent failed is not sent to the functions."""
-        rows: list[dict[str, Any]] = [json.loads(text) for text in columns]
-        kept = [place for place, row in enumerate(rows) if FAILED not in row]
-        prompts = [rows[place].pop("prompt") for place in kept]
-        answers: list[Any] = [
-            texts[place] if isinstance(prompt, str) else [{"role": "assistant", "content": texts[place]}]
-            for place, prompt in zip(kept, prompts, strict=True)
-        ]
-        names = list(rows[kept[0]]) if kept else []
-        more = {name: [rows[place][name] for place in kept] for name in names}
-        found = iter(self._workers.score(prompts, answers, more))
-        return [
-            Score(outcome=Outcome(row[FAILED][0]), message=row[FAILED][1]) if FAILED in row else next(found)
-            for row in rows
-        ]
-
-    def _stop_if_broken(self, rollouts: Batch, scores: list[Score]) -> None:
-        bad = [
-            index for index, score in enumerate(scores) if score.outcome in (Outcome.TIMEOUT, Outcome.ERROR)
-        ]
-        if len(bad) > self._max_failures * len(scores):
-            first = scores[bad[0]]
-            raise RewardError(
-                f"the reward failed on {len(bad)} of {len(scores)} rows; "
-                f"the first, row ({rollouts.row_id(bad[0])}): {first.outcome}: {first.message}",
-                why=f"the share is above reward.max_failures = {self._max_failures:g}",
-                fix="fix the function, or raise reward.max_failures or reward.timeout_s",
-            )
+    def _broken(self, where: str, score: Score) -> RewardError:
+        return RewardError(
+            f"the reward failed on {where}: {score.outcome}: {score.message}",
+            why=f"the share is above reward.max_failures = {self._max_failures:g}",
+            fix="fix the function, or raise reward.max_failures or reward.timeout_s",
+        )
 
 
 class Cost(Reward):
@@ -186,7 +304,13 @@ class Cost(Reward):
 
     field = "costs"
 
-    @endpoint(DP, reads=("tokens", "loss_mask", "columns"), writes=COST_FIELDS, measures=cost_metrics)
+    @endpoint(
+        DP,
+        reads=("tokens", "loss_mask", "columns"),
+        writes=COST_FIELDS,
+        measures=cost_metrics,
+        by_groups=True,
+    )
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout; see Reward, with ``costs`` for ``rewards``."""
         return super().score(rollouts)

@@ -13,7 +13,8 @@ from rillflow.errors import RewardError
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import FunctionPath, parse_function
 from rillflow.rewards.outcome import Outcome, Score
-from rillflow.rewards.workers import RETRIES, RewardWorkers
+from rillflow.rewards.scheduler import RETRIES
+from rillflow.rewards.workers import RewardWorkers
 
 Write = Callable[..., FunctionPath]
 
