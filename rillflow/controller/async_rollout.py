@@ -351,8 +351,7 @@ class AsyncRollout(Source):
         held = [
             GroupPart(
                 place=places[groups[0].replica.ranks[0]],
-                groups=[each.id for each in groups],
-                results=[*dict.fromkeys(self._table.result(stage, each.id) for each in groups)],
+                rows={each.id: self._table.result(stage, each.id) for each in groups},
             )
             for groups in part
         ]
@@ -472,9 +471,9 @@ class AsyncRollout(Source):
         self._parcels = {number: each for number, each in self._parcels.items() if number >= least}
 
     def _compute(self, number: int, groups: Sequence[GroupId]) -> None:
-        rows = dict.fromkeys(self._table.result(GENERATE, each) for each in groups)
+        rows = {each: self._table.result(GENERATE, each) for each in groups}
         self._decisions.note("run", number, [list(each) for each in groups])
-        self._workers[number].begin(groups, [*rows])
+        self._workers[number].begin(rows)
 
     def _draw(self, groups: int) -> None:
         """Have at least so many groups in the table."""

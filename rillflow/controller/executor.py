@@ -42,10 +42,8 @@ class GroupPart:
 
     place: Place
     """The rank."""
-    groups: Sequence[GroupId]
-    """The groups, in order."""
-    results: Sequence[Pending]
-    """Results that hold their rows."""
+    rows: Mapping[GroupId, Pending]
+    """The groups in order, each with the result that holds its rows; it may hold rows of other groups."""
 
 
 class GroupExecutor:
@@ -136,11 +134,11 @@ class GroupExecutor:
 
         Args:
             stage: stage that made the rows.
-            parts: the groups of each part, and the results that hold their rows.
+            parts: the groups of each part.
             lie: layout of the rows, which is the same for all stages of the step.
         """
-        cut = [[list(part.groups), *(each.whole() for each in part.results)] for part in parts]
-        sources = [each for part in parts for each in part.results]
+        cut = [[*arguments_of(part.rows)] for part in parts]
+        sources = [each for part in parts for each in part.rows.values()]
         places = [part.place for part in parts]
         return self._at(places, stage, "", rows_of, [], lie=lie, sources=sources, cut=cut)
 
@@ -319,13 +317,35 @@ def apply_formula(formula: Callable[..., Any], into: str | None, *batches: Batch
     return float(result) if into is None else batches[0].with_fields(**{into: result})
 
 
-def rows_of(groups: Sequence[GroupId], *batches: Batch) -> Batch:
-    """Return the rows of some groups, ordered by group as given; batches may hold rows of other groups."""
-    rows = concatenate(batches)
+def arguments_of(rows: Mapping[GroupId, Pending], fields: Sequence[str] | None = None) -> list[Any]:
+    """Return the arguments with which ``rows_of`` returns the rows of some groups.
+
+    Args:
+        rows: the groups in order, each with the result that holds its rows.
+        fields: fields to send; None for all.
+    """
+    held: dict[Pending, list[GroupId]] = {}
+    for group, result in rows.items():
+        held.setdefault(result, []).append(group)
+    names = None if fields is None else tuple(fields)
+    return [[*rows], [*held.values()], *(each.whole(names) for each in held)]
+
+
+def rows_of(groups: Sequence[GroupId], held: Sequence[Sequence[GroupId]], *batches: Batch) -> Batch:
+    """Return the rows of some groups, ordered by group as given.
+
+    Args:
+        groups: the groups.
+        held: the groups whose rows are taken from each batch; it may hold rows of others.
+        batches: the batches.
+    """
+    rows, first = concatenate(batches), 0
     places: dict[GroupId, list[int]] = {group: [] for group in groups}
-    for place, (epoch, prompt, _) in enumerate(rows.ids.tolist()):
-        if (epoch, prompt) in places:
-            places[epoch, prompt].append(place)
+    for batch, wanted in zip(batches, held, strict=True):
+        for place, row in enumerate(batch.row_ids(), first):
+            if row.group in wanted:
+                places[row.group].append(place)
+        first += len(batch)
     chosen = [place for each in places.values() for place in each]
     return rows if chosen == [*range(len(rows))] else rows.select(chosen)
 

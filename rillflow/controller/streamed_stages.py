@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rillflow.controller.executor import GroupExecutor, GroupPart, rows_of
+from rillflow.controller.executor import GroupExecutor, GroupPart, arguments_of, rows_of
 from rillflow.controller.source import add_work
 from rillflow.records.batch import Batch
 from rillflow.roles.reward import Reward, Scored
@@ -51,8 +51,8 @@ class StageWorker(Protocol):
     def events(self) -> Sequence[Sequence[Pending]]:
         """Results that it waits for: those of each sequence together."""
 
-    def begin(self, groups: Sequence[GroupId], results: Sequence[Pending]) -> None:
-        """Begin some groups, whose rows are in these results."""
+    def begin(self, rows: Mapping[GroupId, Pending]) -> None:
+        """Begin some groups, each with the result that holds its rows."""
 
     def give_up(self, group: GroupId) -> None:
         """Drop a group that has begun."""
@@ -94,12 +94,12 @@ class EndpointWorker:
         """See StageWorker."""
         return [] if self._begun is None else [[self._begun]]
 
-    def begin(self, groups: Sequence[GroupId], results: Sequence[Pending]) -> None:
+    def begin(self, rows: Mapping[GroupId, Pending]) -> None:
         """See StageWorker."""
-        part = GroupPart(place=self.group.places[0], groups=groups, results=results)
-        rows = self.executor.gathered(f"rows for {self.stage}", [part], Lie.new(is_whole=True))
-        self._begun = self.group.call(self.endpoint, rows, **self.options)
-        self._groups = [*groups]
+        part = GroupPart(place=self.group.places[0], rows=rows)
+        gathered = self.executor.gathered(f"rows for {self.stage}", [part], Lie.new(is_whole=True))
+        self._begun = self.group.call(self.endpoint, gathered, **self.options)
+        self._groups = [*rows]
 
     def give_up(self, group: GroupId) -> None:
         """See StageWorker; the call goes on, and its result for the group is ignored."""
@@ -135,8 +135,7 @@ class RewardWorker:
     window: int
     """Rows over which failures of the reward are judged."""
     worked: list[Facts] = field(default_factory=list)
-    _queued: list[GroupId] = field(default_factory=list)
-    _results: list[Pending] = field(default_factory=list)
+    _queued: dict[GroupId, Pending] = field(default_factory=dict)
     _given_up: list[GroupId] = field(default_factory=list)
     _running: set[GroupId] = field(default_factory=set)
     _asked: Pending | None = None
@@ -156,28 +155,25 @@ class RewardWorker:
         """See StageWorker."""
         return [] if self._asked is None else [[self._asked]]
 
-    def begin(self, groups: Sequence[GroupId], results: Sequence[Pending]) -> None:
+    def begin(self, rows: Mapping[GroupId, Pending]) -> None:
         """See StageWorker."""
-        self._queued += groups
-        self._results += results
-        self._running.update(groups)
+        self._queued |= rows
+        self._running.update(rows)
 
     def give_up(self, group: GroupId) -> None:
         """See StageWorker; the process that scores the group is ended."""
         self._running.discard(group)
-        if group in self._queued:
-            self._queued.remove(group)
-        else:
+        if self._queued.pop(group, None) is None:
             self._given_up.append(group)
 
     def ask(self) -> None:
         """See StageWorker."""
         if self._asked is not None or not (self._running or self._given_up):
             return
-        how = (self._queued, self._given_up, self.wait_s, self.window)
-        batches = [each.whole(tuple(self.reads)) for each in dict.fromkeys(self._results)]
-        self._queued, self._given_up, self._results = [], [], []
-        self._asked = self.executor.on_rank(self.role, self.rank, score_groups, *how, *batches)
+        rows = arguments_of(self._queued, self.reads) if self._queued else []
+        how = (self._given_up, self.wait_s, self.window, *rows)
+        self._queued, self._given_up = {}, []
+        self._asked = self.executor.on_rank(self.role, self.rank, score_groups, *how)
 
     def hear(self, deadline_s: float) -> Mapping[GroupId, Pending]:
         """See StageWorker."""
@@ -197,15 +193,10 @@ class RewardWorker:
 
 
 def score_groups(
-    reward: Reward,
-    groups: Sequence[GroupId],
-    given_up: Sequence[GroupId],
-    wait_s: float,
-    window: int,
-    *batches: Batch,
+    reward: Reward, given_up: Sequence[GroupId], wait_s: float, window: int, *rows: Any
 ) -> Scored:
-    """Have a reward score the rows of some groups; see ``Reward.advance``."""
-    return reward.advance(rows_of(groups, *batches) if groups else None, given_up, wait_s, window)
+    """Have a reward score the rows of some groups; see ``Reward.advance`` and ``arguments_of``."""
+    return reward.advance(rows_of(*rows) if rows else None, given_up, wait_s, window)
 
 
 def scores_of(reward: Reward, groups: Sequence[GroupId]) -> tuple[Batch, ...]:

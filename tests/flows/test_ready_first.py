@@ -251,3 +251,47 @@ def test_on_policy_steps_train_the_rows_that_end_first(tmp_path: Path, chunks: i
     assert set(once(tmp_path / "run").values()) == {3}
     told = [each.metrics for each in read_metrics(tmp_path / "run")][-STEPS:]
     assert all(each["staleness/versions/max"].value == 0 for each in told if "staleness/versions/max" in each)
+
+
+THREE = (
+    'placement.backend="inline"',
+    "placement.pools={ main = 1, answers = 2, judges = 2 }",
+    'placement.roles={ sampler = "answers", reward = "judges", reference = "judges" }',
+)
+"""The reward and the reference train nothing on their ranks, so they run as soon as a group is sampled."""
+HANGS = """
+import time
+
+def small(prompts, completions, **columns):
+    if any(prompt.startswith("1+1=") for prompt in prompts):
+        time.sleep(3600)
+    return [sum(letter < "5" for letter in text) / 4 for text in completions]
+"""
+
+
+@pytest.mark.parametrize("freshness", [0, 2])
+def test_stages_that_read_sampled_rows_run_before_the_step(tmp_path: Path, freshness: int) -> None:
+    """Scores are those of the rows beside them, in whatever order groups became ready."""
+    found = ran(tmp_path, freshness, *THREE, READY, HALTING, *LONG, "run.keep_checkpoints=20")
+    rows = [row for each in trained(tmp_path / "run").values() for row in each]
+    assert set(once(tmp_path / "run").values()) == {3} and len(rows) == STEPS * 15
+    for row in rows:
+        text = row.completion
+        assert row.reward == pytest.approx(sum(letter < "5" for letter in text) / 4)
+    first = found["metrics"][3]
+    assert first["reward/score/mean"] == pytest.approx(sum(row.reward for row in rows[:15]) / 15)
+    stages = {span.stage for span in read_spans(tmp_path / "run") if span.step > 3}
+    assert {"reward.score", "reference.logprobs"} <= stages
+
+
+def test_a_reward_that_hangs_holds_up_its_own_group(tmp_path: Path) -> None:
+    """No step waits for the group: it is dropped when it is too old, before its time limit."""
+    settings = (*THREE, READY, *LONG, 'algorithm.on_stale="drop"', "reward.timeout_s=900", "evaluate=none")
+    began = time.monotonic()
+    ran(tmp_path, 1, *settings, "algorithm.steps=24", reward=HANGS)
+    assert time.monotonic() - began < 800
+    rows = [row for each in trained(tmp_path / "run").values() for row in each]
+    assert set(once(tmp_path / "run").values()) == {3} and len(rows) == 24 * 15
+    assert not any(row.prompt.startswith("1+1=") for row in rows)
+    lines = [json.loads(line) for line in (tmp_path / "run" / layout.GIVEN_UP).read_text().splitlines()]
+    assert {tuple(line["group"]) for line in lines} - set(once(tmp_path / "run"))
