@@ -74,6 +74,9 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
         )
     if is_ready_first(config):
         yield from _ready_first(recipe, config)
+    else:
+        yield from _ready_first_in_step(config)
+        yield from _unread(recipe, config)
     if cuts_tail(config):
         yield from _cut(recipe, config)
     if config.freshness and not placement.samples_apart:
@@ -140,6 +143,41 @@ def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]
             why="weights are published between equal parts of a step's minibatches",
             fix=f"set {'; '.join(lacking)}",
         )
+
+
+def _ready_first_in_step(config: SampledConfig) -> Iterator[ConfigError]:
+    """Yield an error about ready-first steps without stale rows."""
+    if config.async_mode == "ready_first" and not config.freshness:
+        yield ConfigError(
+            'algorithm.async_mode is "ready_first", and algorithm.freshness is 0',
+            why="at freshness 0 a step waits for all of its rows, so none is ready first",
+            fix="set algorithm.freshness = 1 or more, or remove algorithm.async_mode",
+        )
+
+
+def _unread(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
+    """Yield errors about settings of rows that meet new weights, where no row does."""
+    bound = config.freshness
+    said = f"algorithm.freshness is {bound}" + (' and algorithm.async_mode "in_order"' if bound else "")
+    needed = ("" if bound else "algorithm.freshness = 1 and ") + 'algorithm.async_mode = "ready_first"'
+    settings = {
+        f'algorithm.on_stale is "{config.on_stale}"': (
+            config.on_stale != "wait",
+            "in data order, no row can become older than the bound" if bound else "no row becomes stale",
+        ),
+        f"algorithm.syncs_per_step is {config.syncs_per_step}": (
+            config.syncs_per_step > 1,
+            "weights are published once, at the end of a step",
+        ),
+        "rollout.keep_cache is true": (
+            recipe.rollout.keep_cache,
+            "every row ends with the weights that it began with",
+        ),
+    }
+    for what, (is_set, why) in settings.items():
+        if is_set:
+            name = what.split(" is ")[0]
+            yield ConfigError(f"{what}, and {said}", why=why, fix=f"set {needed}, or remove {name}")
 
 
 def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
