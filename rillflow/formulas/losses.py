@@ -168,7 +168,8 @@ def policy_loss(
         row_lengths: [B].
         config: settings of the loss.
         reference_logprobs: [N] log ref, if the divergence is paid in the loss: + kl k(log pi - log ref).
-        versions_behind: [N] age of each token, if one may be old; adds a histogram of log old - log mu.
+        versions_behind: [N] age of each token, if one may be old; adds a histogram of log old - log mu, and
+            the divergence of pi from mu.
         is_kept: [N] bool, the tokens of the minibatch that m2po keeps; None: all.
     """
     from rillflow.records.ragged import Ragged
@@ -203,6 +204,8 @@ def policy_loss(
     metrics["mismatch/logprob_gap/max"] = mismatch.abs()
     if config.correction != "none" or versions_behind is not None:
         metrics["mismatch/log_ratio/histogram"] = -mismatch
+    if versions_behind is not None:
+        metrics["staleness/kl/mean"] = divergence(sampler_logprobs - logprobs.detach(), "k3")
     return TokenLosses(losses=losses, metrics=metrics)
 
 
