@@ -13,7 +13,7 @@ from rillflow.records.metrics import Metrics
 from rillflow.runs.formatting import number
 from rillflow.runs.uniform_rewards import IN_A_ROW
 
-MOST_KL = 0.03
+MOST_KL = 0.05
 """Largest ``staleness/kl/mean`` without a warning, in nats."""
 _KL = "staleness/kl/mean"
 

@@ -147,7 +147,7 @@ def test_the_line_of_a_step_ahead_shows_age_waits_and_drops(metrics: Metrics, sh
 
 
 def test_a_sampler_that_is_far_behind_is_warned_of_once_in_a_phase() -> None:
-    far = ahead(2.0, 2.0, **{"staleness/kl/mean": Mean(total=0.4, count=8.0)})
+    far = ahead(2.0, 2.0, **{"staleness/kl/mean": Mean(total=0.48, count=8.0)})
     stream = io.StringIO()
     with Progress(total_steps={"sft": 2, "grpo": 12}, stream=stream) as progress:
         for step in (1, 2):
@@ -155,7 +155,7 @@ def test_a_sampler_that_is_far_behind_is_warned_of_once_in_a_phase() -> None:
         for step in range(3, 15):
             progress.step("grpo", step, far, 1.0)
     (said,) = [line for line in stream.getvalue().splitlines() if "warning" in line]
-    assert said.startswith("warning: staleness/kl/mean is 0.0500 nats in step 5, and above 0.03")
+    assert said.startswith("warning: staleness/kl/mean is 0.0600 nats in step 5, and above 0.05")
 
 
 def test_a_note_cannot_send_commands_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
