@@ -72,11 +72,10 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
             why="a correction weighs tokens by trainer / sampler, and both are then the sampler's numbers",
             fix='set algorithm.old_logprobs = "trainer", or algorithm.loss.correction = "none"',
         )
+    yield from _ready_first_in_step(config)
+    yield from _unread(recipe, config)
     if is_ready_first(config):
         yield from _ready_first(recipe, config)
-    else:
-        yield from _ready_first_in_step(config)
-        yield from _unread(recipe, config)
     if cuts_tail(config):
         yield from _cut(recipe, config)
     if config.freshness and not placement.samples_apart:
@@ -158,6 +157,8 @@ def _ready_first_in_step(config: SampledConfig) -> Iterator[ConfigError]:
 def _unread(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
     """Yield errors about settings of rows that meet new weights, where no row does."""
     bound = config.freshness
+    if bound and config.async_mode == "ready_first":
+        return
     said = f"algorithm.freshness is {bound}" + (' and algorithm.async_mode "in_order"' if bound else "")
     needed = ("" if bound else "algorithm.freshness = 1 and ") + 'algorithm.async_mode = "ready_first"'
     settings = {

@@ -11,12 +11,14 @@ cluster that is joined, each has one rank.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import SampledConfig, is_ready_first
 from rillflow.app.role_table import Start, roles_of
 from rillflow.config.toml_text import inline_text
+from rillflow.errors import ConfigError
 from rillflow.workers.config import SAMPLER, PlacementConfig
 
 if TYPE_CHECKING:
@@ -87,10 +89,34 @@ def on_pools(recipe: Recipe, chosen: PlacementConfig) -> Recipe:
     return recipe.model_copy(update={"placement": placement})
 
 
+def require_devices(recipe: Recipe) -> None:
+    """Refuse pools with more ranks than this machine has CUDA devices; functions that score take none.
+
+    Raises:
+        ConfigError: the message has both numbers.
+    """
+    placement, there = recipe.placement, _devices(recipe)
+    taking = {
+        placement.pool_of(role)
+        for role, spec in roles_of(recipe).items()
+        if spec.start is not Start.FUNCTIONS
+    }
+    wanted = sum(size for name, size in placement.pools.items() if name in taking)
+    if there and wanted > there and not placement.is_inline:
+        raise ConfigError(
+            f"the pools {', '.join(sorted(taking))} have {wanted} ranks, and this machine has {there} CUDA "
+            f"device{'s' if there > 1 else ''}",
+            why="on Ray every rank takes a device of its own",
+            fix='set placement.backend = "inline", where all ranks share one device, or run.device = "cpu"; '
+            "or use fewer ranks (algorithm.freshness = 0 needs one)",
+        )
+
+
 def _devices(recipe: Recipe) -> int:
-    """Return the number of CUDA devices that the pools may share; 0 if there is none, or none is known."""
+    """Return the number of CUDA devices for Ray ranks on this machine; 0 if ranks take none of them."""
     from rillflow.app.doctor import cuda_devices
 
     placement = recipe.placement
-    is_here = placement.address is None and placement.backend != "inline"
-    return (cuda_devices() or 0) if is_here and recipe.run.device in ("auto", "cuda") else 0
+    joined = placement.address or os.environ.get("RAY_ADDRESS") or "local"
+    takes = placement.backend != "inline" and joined == "local" and recipe.run.device in ("auto", "cuda")
+    return (cuda_devices() or 0) if takes else 0

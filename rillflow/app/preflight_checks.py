@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.app.corrections import bound_notes, correction_notes
-from rillflow.app.default_pools import pool_notes
+from rillflow.app.default_pools import pool_notes, require_devices
 from rillflow.app.doctor import available_memory, cuda_devices, device_memory, machine_memory
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.memory import (
@@ -345,6 +345,7 @@ def _look_at_machine(facts: RecipeFacts, report: Report) -> None:
                 why=f"this machine has {', '.join(names)}",
                 fix=f"{nearest(device, ['auto', *names])}; rillflow doctor lists the devices that torch sees",
             )
+    require_devices(recipe)
     threads, cores = recipe.run.threads, usable_cores()
     if threads > cores:
         report.notes.append(

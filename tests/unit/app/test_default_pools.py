@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rillflow.app import doctor
-from rillflow.app.default_pools import pool_notes, pools_for
+from rillflow.app.default_pools import pool_notes, pools_for, require_devices
 from rillflow.app.recipe import Recipe, load_recipe
 from rillflow.errors import ConfigError
 
@@ -19,6 +19,7 @@ APART = ("placement.pools={ train = 3, sample = 2 }", 'placement.roles={ sampler
 @pytest.fixture(autouse=True)
 def eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "cuda_devices", lambda: 8)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
 def recipe(*settings: str, name: str = "grpo") -> Recipe:
@@ -99,3 +100,23 @@ def test_named_ranks_that_take_turns_cannot_sample_ahead(named: str) -> None:
 def test_without_a_bound_there_is_one_pool(name: str) -> None:
     made = recipe(name=name)
     assert made.placement.pools == {"main": 1} and made.placement.roles == {} and pool_notes(made) == []
+
+
+def test_ranks_without_a_device_are_refused_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight = recipe("algorithm.freshness=1", READY)
+    require_devices(eight)  # 4 + 4, and a pool of functions
+    monkeypatch.setattr(doctor, "cuda_devices", lambda: 1)
+    require_devices(recipe())
+    with pytest.raises(
+        ConfigError, match=r"answers, main have 2 ranks, and this machine has 1 CUDA device\n"
+    ) as told:
+        require_devices(recipe("algorithm.freshness=1"))
+    assert "algorithm.freshness = 0" in told.value.fix
+    with pytest.raises(
+        ConfigError, match=r"answers, main have 8 ranks, and this machine has 1 CUDA device\n"
+    ):
+        require_devices(eight)
+    for where in ("placement.backend=inline", "run.device=cpu", "placement.address=auto"):
+        require_devices(recipe("algorithm.freshness=1", where))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    require_devices(eight)
