@@ -13,6 +13,7 @@ from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConf
 from rillflow.app.batch_arithmetic import step_rows
 from rillflow.app.meshes import impossible, unfit
 from rillflow.app.role_table import model_roles, roles_of
+from rillflow.config.problems import shown
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import misfits
 from rillflow.placement.mesh import divisors
@@ -161,24 +162,25 @@ def _unread(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
         return
     said = f"algorithm.freshness is {bound}" + (' and algorithm.async_mode "in_order"' if bound else "")
     needed = ("" if bound else "algorithm.freshness = 1 and ") + 'algorithm.async_mode = "ready_first"'
-    settings = {
-        f'algorithm.on_stale is "{config.on_stale}"': (
-            config.on_stale != "wait",
-            "in data order, no row can become older than the bound" if bound else "no row becomes stale",
-        ),
-        f"algorithm.syncs_per_step is {config.syncs_per_step}": (
-            config.syncs_per_step > 1,
-            "weights are published once, at the end of a step",
-        ),
-        "rollout.keep_cache is true": (
-            recipe.rollout.keep_cache,
-            "every row ends with the weights that it began with",
-        ),
+    reasons = {
+        "algorithm.on_stale": "in data order, no row can become older than the bound"
+        if bound
+        else "no row becomes stale",
+        "algorithm.syncs_per_step": "weights are published once, at the end of a step",
+        "rollout.keep_cache": "every row ends with the weights that it began with",
     }
-    for what, (is_set, why) in settings.items():
-        if is_set:
-            name = what.split(" is ")[0]
-            yield ConfigError(f"{what}, and {said}", why=why, fix=f"set {needed}, or remove {name}")
+    given = {
+        "algorithm.on_stale": config.on_stale if config.on_stale != "wait" else None,
+        "algorithm.syncs_per_step": config.syncs_per_step if config.syncs_per_step > 1 else None,
+        "rollout.keep_cache": recipe.rollout.keep_cache or None,
+    }
+    for name, value in given.items():
+        if value is not None:
+            yield ConfigError(
+                f"{name} is {shown(value)}, and {said}",
+                why=reasons[name],
+                fix=f"set {needed}, or remove {name}",
+            )
 
 
 def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
