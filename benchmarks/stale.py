@@ -244,7 +244,13 @@ def trained(base: Path, task: str, rate: float, arm: str, seed: int, steps: int)
         ran(recipe, base, Path(run) / "run", overrides)
         metrics = [step.metrics for step in read_metrics(Path(run) / "run")]
         judged = read_evaluations(Path(run) / "run")
-    shown = ("mismatch/bounded/share", "mismatch/weight/mean", "mismatch/kl/mean", "policy/clipped/share")
+    shown = (
+        "mismatch/bounded/share",
+        "mismatch/weight/mean",
+        "mismatch/kl/mean",
+        "staleness/kl/mean",
+        "policy/clipped/share",
+    )
     return {
         "at": [each.step for each in judged],
         "held_out": [each.mean_reward for each in judged],

@@ -6,6 +6,7 @@ LoadedRecipe ─┬─ settings, batch arithmetic, placement ─ from the recipe
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rillflow.app.batch_arithmetic import batch_lines
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.preflight_checks import Report, look, look_at_peaks, look_at_run
 from rillflow.app.recipe import LoadedRecipe, Recipe, leaves
-from rillflow.app.resume import drawn_from
+from rillflow.app.resume import drawn_from, with_pools_of_run
 from rillflow.app.role_table import ROLES, model_roles, roles_of
 from rillflow.config.problems import shown
 from rillflow.rollout.config import NATIVE, VLLM
@@ -36,8 +37,11 @@ def check(
         memory: whether to run a step's passes on fake tensors for the peak memory, which imports torch.
         runs_code: whether to run the code that the recipe names; see ``look``.
     """
-    recipe, report = loaded.recipe, Report()
-    facts = RecipeFacts(recipe=recipe, base=loaded.base, drawn=drawn_from(Path(recipe.run.dir or ".")))
+    report = Report()
+    run = Path(loaded.recipe.run.dir or ".")
+    loaded = replace(loaded, recipe=with_pools_of_run(loaded.recipe, run))
+    recipe = loaded.recipe
+    facts = RecipeFacts(recipe=recipe, base=loaded.base, drawn=drawn_from(run))
     report.say("batch", batch_lines(recipe))
     report.say("placement", placement_lines(recipe))
     look(facts, report, runs_code=runs_code)

@@ -13,6 +13,7 @@ from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConf
 from rillflow.app.batch_arithmetic import step_rows
 from rillflow.app.meshes import impossible, unfit
 from rillflow.app.role_table import model_roles, roles_of
+from rillflow.config.problems import shown
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import misfits
 from rillflow.placement.mesh import divisors
@@ -72,6 +73,8 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
             why="a correction weighs tokens by trainer / sampler, and both are then the sampler's numbers",
             fix='set algorithm.old_logprobs = "trainer", or algorithm.loss.correction = "none"',
         )
+    yield from _ready_first_in_step(config)
+    yield from _unread(recipe, config)
     if is_ready_first(config):
         yield from _ready_first(recipe, config)
     if cuts_tail(config):
@@ -143,6 +146,44 @@ def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]
             why="weights are published between equal parts of a step's minibatches",
             fix=f"set {'; '.join(lacking)}",
         )
+
+
+def _ready_first_in_step(config: SampledConfig) -> Iterator[ConfigError]:
+    """Yield an error about ready-first steps without stale rows."""
+    if config.async_mode == "ready_first" and not config.freshness:
+        yield ConfigError(
+            'algorithm.async_mode is "ready_first", and algorithm.freshness is 0',
+            why="at freshness 0 a step waits for all of its rows, so none is ready first",
+            fix="set algorithm.freshness = 1 or more, or remove algorithm.async_mode",
+        )
+
+
+def _unread(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
+    """Yield errors about settings of rows that meet new weights, where no row does."""
+    bound = config.freshness
+    if bound and config.async_mode == "ready_first":
+        return
+    said = f"algorithm.freshness is {bound}" + (' and algorithm.async_mode "in_order"' if bound else "")
+    needed = ("" if bound else "algorithm.freshness = 1 and ") + 'algorithm.async_mode = "ready_first"'
+    reasons = {
+        "algorithm.on_stale": "in data order, no row can become older than the bound"
+        if bound
+        else "no row becomes stale",
+        "algorithm.syncs_per_step": "weights are published once, at the end of a step",
+        "rollout.keep_cache": "every row ends with the weights that it began with",
+    }
+    given = {
+        "algorithm.on_stale": config.on_stale if config.on_stale != "wait" else None,
+        "algorithm.syncs_per_step": config.syncs_per_step if config.syncs_per_step > 1 else None,
+        "rollout.keep_cache": recipe.rollout.keep_cache or None,
+    }
+    for name, value in given.items():
+        if value is not None:
+            yield ConfigError(
+                f"{name} is {shown(value)}, and {said}",
+                why=reasons[name],
+                fix=f"set {needed}, or remove {name}",
+            )
 
 
 def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rillflow.algorithms.config import OnlineConfig
+from rillflow.algorithms.config import OnlineConfig, SampledConfig
 from rillflow.rollout.config import NATIVE
 
 if TYPE_CHECKING:
@@ -68,4 +68,19 @@ def correction_notes(recipe: Recipe) -> list[str]:
     return [
         f'{old}. algorithm.loss.correction = "{name}" with bounds [{low:g}, {high:g}] weighs the loss by '
         'trainer / sampler; "none" turns that off'
+    ]
+
+
+def bound_notes(recipe: Recipe) -> list[str]:
+    """Return a warning if the phase has so few steps that the bound never applies."""
+    config = recipe.algorithm
+    if not isinstance(config, SampledConfig):
+        return []
+    oldest = config.steps * config.syncs_per_step - 1
+    if config.freshness <= max(oldest, 0):
+        return []
+    return [
+        f"warning: algorithm.freshness is {config.freshness}, and no token of this phase can be more than "
+        f"{oldest} version{'' if oldest == 1 else 's'} old (algorithm.steps is {config.steps}): the bound "
+        "never applies, and the first weights may sample every step. 1 to 4 is usual"
     ]

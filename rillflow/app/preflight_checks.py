@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.app.corrections import correction_notes
+from rillflow.app.corrections import bound_notes, correction_notes
+from rillflow.app.default_pools import pool_notes, require_devices
 from rillflow.app.doctor import available_memory, cuda_devices, device_memory, machine_memory
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.memory import (
@@ -148,8 +149,9 @@ def _look_at_engine(facts: RecipeFacts, report: Report) -> None:
 
 
 def _look_at_settings(facts: RecipeFacts, report: Report) -> None:
-    """Note a correction, and a cost multiplier whose target is only reachable with negative costs."""
-    report.notes += correction_notes(facts.recipe)
+    """Note the defaults of a sampler that runs ahead, and a multiplier that only negative costs satisfy."""
+    for notes_of in (pool_notes, correction_notes, bound_notes):
+        report.notes += notes_of(facts.recipe)
     settings = facts.recipe.algorithm.model_dump()
     if not settings.keys() >= {"cost_limit", "cost_margin"}:
         return
@@ -343,6 +345,7 @@ def _look_at_machine(facts: RecipeFacts, report: Report) -> None:
                 why=f"this machine has {', '.join(names)}",
                 fix=f"{nearest(device, ['auto', *names])}; rillflow doctor lists the devices that torch sees",
             )
+    require_devices(recipe)
     threads, cores = recipe.run.threads, usable_cores()
     if threads > cores:
         report.notes.append(

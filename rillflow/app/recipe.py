@@ -19,6 +19,7 @@ from rillflow.algorithms.config import AlgorithmConfig, OnlineConfig, WarmStartC
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.app.consistency import inconsistencies
 from rillflow.app.corrections import with_correction
+from rillflow.app.default_pools import with_pools
 from rillflow.app.phases import phase_plans
 from rillflow.app.role_table import ROLES, Start
 from rillflow.app.trained import named_model
@@ -146,6 +147,11 @@ class Recipe(Section):
     @classmethod
     def _none_is_never(cls, value: object) -> object:
         return EvaluateConfig(problems=0) if value is None else value
+
+    @model_validator(mode="after")
+    def _placed(self) -> Recipe:
+        """Give the sampler a pool of its own if it runs ahead and the recipe names no pools."""
+        return with_pools(self)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

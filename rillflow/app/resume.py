@@ -12,8 +12,11 @@ from typing import Any
 
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import SampledConfig, is_ready_first
+from rillflow.app.consistency import inconsistencies
+from rillflow.app.default_pools import has_default_pools, on_pools
 from rillflow.app.recipe import LoadedRecipe, Recipe, recipe_class
 from rillflow.config.load import validate
+from rillflow.config.problems import together
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.errors import DataError, RunDirectoryError
 from rillflow.rewards.function import parse_function
@@ -26,6 +29,7 @@ from rillflow.runs.run_data import RunData
 from rillflow.runs.run_directory import holds_step
 from rillflow.tasks.fingerprint import first_changed
 from rillflow.tasks.task import Task
+from rillflow.workers.config import PlacementConfig
 
 _LOSS = ("kl", "kl_bound", "entropy", "clip_low", "clip_high", "dual_clip", "correction", "correction_bounds")
 _TRAIN = ("lr", "schedule", "final_lr", "warmup_steps", "max_grad_norm", "weight_decay", "balance")
@@ -78,6 +82,27 @@ def sources_of(recipe: Recipe, task: Task, base: Path) -> dict[str, bytes]:
     files = {name: parse_function(text, base).file for name, text in named.items() if text is not None}
     given = {f"reward.{each.name}": each.text.encode() for each in task.reward if each.text}
     return {**given, **{name: file.read_bytes() for name, file in files.items()}}
+
+
+def with_pools_of_run(recipe: Recipe, run: Path) -> Recipe:
+    """Return the recipe on the pools that a run began with, if it names none and samples ahead.
+
+    So a run that resumes on a machine with other devices keeps its ranks, and its bits.
+
+    Raises:
+        RillflowError: the recipe contradicts the run's pools.
+    """
+    if not has_default_pools(recipe.placement) or not recipe.placement.samples_apart or not holds_step(run):
+        return recipe
+    kept: Any = read_json(run / layout.CONFIG)["placement"]
+    pools = PlacementConfig.model_validate({name: kept[name] for name in ("pools", "roles")})
+    if not pools.samples_apart:
+        return recipe
+    recipe = on_pools(recipe, pools)
+    problems = inconsistencies(recipe)
+    if problems:
+        raise together(problems, "the recipe")
+    return recipe
 
 
 def digest(text: bytes) -> str:

@@ -168,7 +168,7 @@ def policy_loss(
         row_lengths: [B].
         config: settings of the loss.
         reference_logprobs: [N] log ref, if the divergence is paid in the loss: + kl k(log pi - log ref).
-        versions_behind: [N] age of each token, if one may be old; adds a histogram of log old - log mu.
+        versions_behind: [N] age of each token, if one may be old; adds metrics of log mu.
         is_kept: [N] bool, the tokens of the minibatch that m2po keeps; None: all.
     """
     from rillflow.records.ragged import Ragged
@@ -185,7 +185,6 @@ def policy_loss(
         surrogate=config.surrogate,
     )
     metrics = _policy_metrics(log_ratio.detach(), advantages, mismatch, config)
-    metrics["policy/entropy/mean"] = entropy.detach()
     clamped = (log_ratio.detach().abs() > LARGEST_LOG_RATIO) | (mismatch.abs() > LARGEST_LOG_RATIO)
     if config.correction != "none":
         moved = Ragged(values=old_logprobs - sampler_logprobs, lengths=row_lengths)
@@ -199,10 +198,11 @@ def policy_loss(
         losses = losses + config.kl * divergence(apart, config.estimator, config.kl_bound)
     if config.entropy:
         losses = losses - config.entropy * entropy
-    metrics |= {"policy/clamped/share": clamped, "policy/ratio/max": metrics["policy/ratio/mean"]}
-    metrics["mismatch/logprob_gap/max"] = mismatch.abs()
+    metrics |= {"policy/clamped/share": clamped, "policy/entropy/mean": entropy.detach()}
     if config.correction != "none" or versions_behind is not None:
         metrics["mismatch/log_ratio/histogram"] = -mismatch
+    if versions_behind is not None:
+        metrics["staleness/kl/mean"] = divergence(sampler_logprobs - logprobs.detach(), "k3")
     return TokenLosses(losses=losses, metrics=metrics)
 
 
@@ -362,17 +362,19 @@ def label_loss(logprobs: Tensor, likeliest: Tensor) -> TokenLosses:
 def _policy_metrics(
     log_ratio: Tensor, advantages: Tensor, mismatch: Tensor, config: PolicyLossConfig
 ) -> dict[str, Tensor]:
-    """Return the metrics that are averaged over tokens; ``mismatch`` [N] is log mu - log old."""
+    """Return the metrics of the two ratios; ``mismatch`` [N] is log mu - log old."""
     ratio, weighs = held(log_ratio).exp(), config.surrogate == "weight"
     low = ((advantages < 0) | weighs) & (ratio < 1 - config.clip_low)
     high = ((advantages > 0) | weighs) & (ratio > 1 + config.clip_high)
     return {
         "policy/ratio/mean": ratio,
+        "policy/ratio/max": ratio,
         "policy/clipped/share": low | high,
         "policy/clipped_low/share": low,
         "policy/clipped_high/share": high,
         "policy/advantage/mean": advantages,
         "mismatch/kl/mean": divergence(mismatch, "k3"),
+        "mismatch/logprob_gap/max": mismatch.abs(),
     }
 
 

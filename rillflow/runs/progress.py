@@ -20,6 +20,7 @@ from rich.progress import Progress as Bars
 
 from rillflow.records.metrics import Metrics
 from rillflow.runs.formatting import duration, number, visible
+from rillflow.runs.sampler_gap import gap_warning
 from rillflow.runs.uniform_rewards import IN_A_ROW, streaks
 
 HEADLINE = {
@@ -133,6 +134,7 @@ class Progress:
         self._tasks: dict[str, TaskID] = {}
         self._recent: list[tuple[int, Metrics]] = []
         self._said = ""
+        self._apart: set[str] = set()
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal and not self._console.is_dumb_terminal and not self._quiet:
@@ -148,7 +150,7 @@ class Progress:
             self._bars = None
 
     def step(self, phase: str, step: int, metrics: Metrics, seconds: float) -> None:
-        """Show a completed step as bar or line, and warn when rewards no longer give a training signal."""
+        """Show a completed step as bar or line, and warn of uniform rewards and of a distant sampler."""
         self._left.observe(phase, step, seconds)
         numbers = _numbers(metrics)
         if self._bars is None:
@@ -166,13 +168,21 @@ class Progress:
             for name, task in self._tasks.items():
                 self._bars.update(task, completed=self._left.done(name), left=self._phase_text(name))
             self._bars.update(self._tasks[phase], numbers="  ".join(numbers))
+        self._warn(phase, step, metrics)
+        if self._told is not None:
+            self._told(phase, step, metrics)
+
+    def _warn(self, phase: str, step: int, metrics: Metrics) -> None:
+        """Warn of each streak of uniform rewards, and once in a phase of a distant sampler."""
         self._recent = [*self._recent[1 - IN_A_ROW :], (step, metrics)]
         found = streaks(self._recent)
         if found and found[0].why != self._said:
             self.note(f"warning: {found[0].text}")
         self._said = found[0].why if found else ""
-        if self._told is not None:
-            self._told(phase, step, metrics)
+        apart = None if phase in self._apart else gap_warning(self._recent)
+        if apart is not None:
+            self._apart.add(phase)
+            self.note(f"warning: {apart}")
 
     def note(self, text: str) -> None:
         """Write a permanent line, such as an evaluation or a resume."""
@@ -208,7 +218,23 @@ def _bars(console: Console) -> Bars:
 
 
 def _numbers(metrics: Metrics) -> list[str]:
-    return [f"{label} {number(metrics[name].value)}" for name, label in HEADLINE.items() if name in metrics]
+    found = [f"{label} {number(metrics[name].value)}" for name, label in HEADLINE.items() if name in metrics]
+    return [*found, *_ahead(metrics)]
+
+
+def _ahead(metrics: Metrics) -> list[str]:
+    """Return the age of tokens, the wait for rows and the dropped groups, if the sampler runs ahead."""
+    mean, oldest = metrics.get("staleness/versions/mean"), metrics.get("staleness/versions/max")
+    waited, dropped = metrics.get("flight/waited_seconds/mean"), metrics.get("flight/given_up/sum")
+    found = list[str]()
+    if mean is not None and oldest is not None:
+        is_even = mean.value == oldest.value
+        found.append(f"age {mean.value:.0f}" if is_even else f"age {mean.value:.1f} (max {oldest.value:.0f})")
+    if waited is not None:
+        found.append(f"waited {duration(waited.value)}")
+    if dropped is not None and dropped.value:
+        found.append(f"dropped {dropped.value:.0f}")
+    return found
 
 
 def _left_text(estimate: Estimate) -> str:

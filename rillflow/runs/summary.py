@@ -18,6 +18,7 @@ from rillflow.runs.json_lines import JSON
 from rillflow.runs.layout import kept_steps
 from rillflow.runs.reader import EvaluationRecord, best_checkpoint, first_prompt
 from rillflow.runs.run_data import RunData, load
+from rillflow.runs.sampler_gap import gap_warning
 from rillflow.runs.uniform_rewards import streaks
 
 _FREE = ("--dir", "algorithm.steps=")
@@ -151,12 +152,16 @@ def alike(evaluations: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
 
 
 def warnings_of(data: RunData) -> tuple[str, ...]:
-    """Return the longest run of steps without a training signal for each reason, and missing rollouts."""
+    """Return the longest run of steps without a training signal for each reason, the first steps of a phase
+    with a distant sampler, and missing rollouts.
+    """
     found = sorted(
         streaks([(step.step, step.metrics) for step in data.steps]), key=lambda one: one.first - one.last
     )
     longest = {streak.why: streak.text for streak in reversed(found)}
-    return (*longest.values(), *_gone(data))
+    phases = dict.fromkeys(step.phase for step in data.steps)
+    of_phase = ([(one.step, one.metrics) for one in data.steps if one.phase == name] for name in phases)
+    return (*longest.values(), *filter(None, map(gap_warning, of_phase)), *_gone(data))
 
 
 def _gone(data: RunData) -> list[str]:

@@ -101,8 +101,8 @@ class UpdateConfig(PassesConfig):
     freshness: int = Field(
         0,
         ge=0,
-        description="Largest staleness of a trained token, in policy versions; above 0, a sampler on its "
-        "own ranks runs ahead.",
+        description="Largest staleness of a trained token, in policy versions; above 0, a sampler runs ahead "
+        "on its own ranks, which are chosen if the recipe names no pools.",
     )
     async_mode: Literal["in_order", "ready_first"] = Field(
         "in_order",

@@ -363,7 +363,7 @@ def raise_at_6(phase: str, step: int, metrics: object) -> None:
 
 def test_ranks_that_take_turns_cannot_run_ahead(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm\.freshness is 1, and the sampler shares its ranks"):
-        ran(tmp_path, 1)
+        ran(tmp_path, 1, "placement.pools={ main = 2 }")
 
 
 RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")

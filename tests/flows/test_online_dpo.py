@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused(small: Tiny, capsys: pytest.CaptureFixture[st
         "algorithm.samples_per_prompt=1": "samples_per_prompt",
         "algorithm.selector=max_mim": "max_min",
         "algorithm.length_price=-1": "length_price",
-        "algorithm.freshness=1": "the sampler shares its ranks with the policy",
+        "algorithm.on_stale=drop": "no row becomes stale",
         "algorithm.reference=last": "reference",
         "algorithm.truncated=bootstrap": "has no critic",
     }

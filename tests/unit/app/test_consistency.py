@@ -163,3 +163,34 @@ def test_a_warm_start_has_a_learning_rate_of_its_own_and_the_policys_optimiser()
     assert (first.train.lr, first.train.beta2, first.train.weight_decay) == (1e-2, 0.95, 0.3)
     assert (second.train.lr, second.train.beta2, second.train.max_grad_norm) == (1e-4, 0.99, 7.0)
     assert first.train.max_grad_norm == 7.0
+
+
+AHEAD = {"placement": {"backend": "inline"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "value", "name"),
+    [
+        ("algorithm", "on_stale", "drop", 'algorithm.on_stale is "drop"'),
+        ("algorithm", "syncs_per_step", 2, "algorithm.syncs_per_step is 2"),
+        ("rollout", "keep_cache", True, "rollout.keep_cache is true"),
+    ],
+)
+@pytest.mark.parametrize("freshness", [0, 1])
+def test_a_setting_of_rows_that_meet_new_weights_is_refused_where_none_does(
+    freshness: int, section: str, setting: str, value: object, name: str
+) -> None:
+    in_order: dict[str, dict[str, Any]] = {"algorithm": {"freshness": freshness, "minibatches": 2}, **AHEAD}
+    in_order[section] = {**SMALL[section], **in_order.get(section, {}), setting: value}
+    error = refusal(**in_order)
+    assert error.what.startswith(f"{name}, and algorithm.freshness is {freshness}")
+    assert ("algorithm.freshness = 1" in error.fix) is (freshness == 0)
+    assert 'algorithm.async_mode = "ready_first"' in error.fix and f"remove {name.split()[0]}" in error.fix
+    ready = {"freshness": 1, "async_mode": "ready_first", "shuffle": False}
+    recipe(**{**in_order, "algorithm": {**in_order["algorithm"], **ready}})
+
+
+def test_ready_first_needs_a_bound() -> None:
+    error = refusal(algorithm={"async_mode": "ready_first"})
+    assert error.what == 'algorithm.async_mode is "ready_first", and algorithm.freshness is 0'
+    assert "set algorithm.freshness = 1 or more" in error.fix

@@ -9,7 +9,7 @@ import pytest
 
 from rillflow.algorithms.config import OnlineConfig
 from rillflow.algorithms.registry import ALGORITHMS
-from rillflow.app.corrections import correction_notes
+from rillflow.app.corrections import bound_notes, correction_notes
 from rillflow.app.recipe import Recipe, load_recipe
 
 NEW = {"hidden": 16, "layers": 1, "heads": 2, "context": 16, "alphabet": "0123456789+-="}
@@ -110,3 +110,35 @@ def test_what_weighs_stale_tokens_is_said_once(settings: Sequence[str], said: Se
     assert "algorithm.freshness is 4: tokens may be 4 versions old" in note
     assert all(each in note for each in said), note
     assert correction_notes(recipe(*settings, freshness=0)) == []
+
+
+@pytest.mark.parametrize(
+    ("freshness", "settings", "oldest"),
+    [
+        (0, ["algorithm.steps=1"], None),
+        (11, ["algorithm.steps=12"], None),
+        (12, ["algorithm.steps=12"], "11 versions"),
+        (40, ["algorithm.steps=2"], "1 version "),
+        (
+            7,
+            [
+                "algorithm.steps=4",
+                "algorithm.async_mode=ready_first",
+                "algorithm.syncs_per_step=2",
+                "algorithm.minibatches=2",
+                "algorithm.shuffle=false",
+            ],
+            None,
+        ),
+    ],
+)
+def test_a_bound_that_no_token_can_reach_is_told(
+    freshness: int, settings: Sequence[str], oldest: str | None
+) -> None:
+    notes = bound_notes(recipe(*settings, freshness=freshness))
+    assert len(notes) == (0 if oldest is None else 1)
+    if oldest is not None:
+        assert (
+            f"algorithm.freshness is {freshness}, and no token of this phase can be more than {oldest}"
+            in notes[0]
+        )

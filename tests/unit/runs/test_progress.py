@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rillflow.records.metrics import Max, Mean, Metrics, Min, Sum
+from rillflow.records.metrics import Max, Mean, Metric, Metrics, Min, Sum
 from rillflow.runs.formatting import duration, number, size
 from rillflow.runs.progress import Estimate, Progress, TimeLeft
 
@@ -99,6 +99,63 @@ def test_three_steps_in_a_row_without_a_lesson_are_said_once(monkeypatch: pytest
         assert len(said) == 2
         assert "no answer has a reward in steps 4 to 6" in said[0]
         assert "every reward is 1 in steps 8 to 10" in said[1]
+
+
+def ahead(mean: float, oldest: float, **more: Metric) -> Metrics:
+    """What a step's metrics say of the age of its tokens."""
+    age: Metrics = {
+        "staleness/versions/mean": Mean(total=8 * mean, count=8.0),
+        "staleness/versions/max": Max(value=oldest),
+    }
+    return {**age, **more}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        (ahead(2.0, 2.0), "age 2  "),
+        (ahead(1.24, 2.0), "age 1.2 (max 2)  "),
+        (
+            ahead(
+                1.24,
+                2.0,
+                **{
+                    "flight/waited_seconds/mean": Mean(total=0.4, count=1.0),
+                    "flight/given_up/sum": Sum(value=3.0),
+                },
+            ),
+            "age 1.2 (max 2)  waited 400 ms  dropped 3  ",
+        ),
+        (
+            ahead(
+                0.0,
+                0.0,
+                **{
+                    "flight/waited_seconds/mean": Mean(total=0.0, count=1.0),
+                    "flight/given_up/sum": Sum(value=0.0),
+                },
+            ),
+            "age 0  waited 0 ms  ",
+        ),
+    ],
+)
+def test_the_line_of_a_step_ahead_shows_age_waits_and_drops(metrics: Metrics, shown: str) -> None:
+    stream = io.StringIO()
+    with Progress(total_steps={"grpo": 2}, stream=stream) as progress:
+        progress.step("grpo", 1, {**METRICS, **metrics}, 2.0)
+    assert stream.getvalue() == f"grpo 1/2  reward 0.750  {shown}2.0 s  2.0 s left\n"
+
+
+def test_a_sampler_that_is_far_behind_is_warned_of_once_in_a_phase() -> None:
+    far = ahead(2.0, 2.0, **{"staleness/kl/mean": Mean(total=0.48, count=8.0)})
+    stream = io.StringIO()
+    with Progress(total_steps={"sft": 2, "grpo": 12}, stream=stream) as progress:
+        for step in (1, 2):
+            progress.step("sft", step, {}, 1.0)
+        for step in range(3, 15):
+            progress.step("grpo", step, far, 1.0)
+    (said,) = [line for line in stream.getvalue().splitlines() if "warning" in line]
+    assert said.startswith("warning: staleness/kl/mean is 0.0600 nats in step 5, and above 0.05")
 
 
 def test_a_note_cannot_send_commands_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,6 +295,19 @@ def test_metrics_say_what_they_are_named_for() -> None:
     )
 
 
+@pytest.mark.parametrize("old", [-1.0, -1.5])
+def test_the_divergence_from_the_sampler_is_the_present_policys(old: float) -> None:
+    """Whatever the ratio is taken against; only of rows that may be stale."""
+    rows = four_tokens()
+    now = torch.tensor([-1.0, 0.0, -1.0, -3.0])
+    rows = rows.with_fields(old_logprobs=rows.ragged("old_logprobs").with_values(torch.full((8,), old)))
+    assert "staleness/kl/mean" not in call(PolicyLossConfig(), rows, now).metrics
+    ages = rows.ragged("tokens").with_values(torch.ones(8, dtype=torch.int64))
+    found = call(PolicyLossConfig(), rows.with_fields(versions_behind=ages), now).metrics
+    k3 = [0.0, math.e - 1 - 1, 0.0, math.exp(-2) - 1 + 2]
+    assert found["staleness/kl/mean"].value == pytest.approx(sum(k3) / 4)
+
+
 @pytest.mark.parametrize(
     ("far", "value", "share"),
     [
