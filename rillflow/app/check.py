@@ -98,10 +98,9 @@ def unread_settings(recipe: Recipe) -> list[str]:
             "algorithm.old_logprobs": not (config.is_off_policy and isinstance(config, OnlineConfig)),
             "algorithm.shuffle": config.minibatches == 1,
             "algorithm.freshness": not recipe.placement.samples_apart,
-            "algorithm.async_mode": config.freshness == 0,
-            "algorithm.on_stale": not is_ready_first(config),
-            "algorithm.syncs_per_step": not is_ready_first(config),
-            "rollout.keep_cache": not is_ready_first(config),
+            "algorithm.on_stale": not (config.freshness and is_ready_first(config)),
+            "algorithm.syncs_per_step": not (config.freshness and is_ready_first(config)),
+            "rollout.keep_cache": not (config.freshness and is_ready_first(config)),
             "rollout.stream_chunks": len(recipe.placement.pools) == 1,
         }
     if isinstance(config, AnchoredConfig):

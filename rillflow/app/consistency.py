@@ -73,7 +73,6 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
             why="a correction weighs tokens by trainer / sampler, and both are then the sampler's numbers",
             fix='set algorithm.old_logprobs = "trainer", or algorithm.loss.correction = "none"',
         )
-    yield from _ready_first_in_step(config)
     yield from _unread(recipe, config)
     if is_ready_first(config):
         yield from _ready_first(recipe, config)
@@ -145,16 +144,6 @@ def _ready_first(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]
             f"algorithm.syncs_per_step is {count}",
             why="weights are published between equal parts of a step's minibatches",
             fix=f"set {'; '.join(lacking)}",
-        )
-
-
-def _ready_first_in_step(config: SampledConfig) -> Iterator[ConfigError]:
-    """Yield an error about ready-first steps without stale rows."""
-    if config.async_mode == "ready_first" and not config.freshness:
-        yield ConfigError(
-            'algorithm.async_mode is "ready_first", and algorithm.freshness is 0',
-            why="at freshness 0 a step waits for all of its rows, so none is ready first",
-            fix="set algorithm.freshness = 1 or more, or remove algorithm.async_mode",
         )
 
 

@@ -1,8 +1,8 @@
-"""Default pools: give the sampler ranks of its own if a recipe samples ahead and names no pools.
+"""Default pools: give the sampler ranks of its own if it works beside the trainer and no pools are named.
 
     a recipe that names placement.pools or placement.roles ─> its own
-    freshness above 0 ──────────────────────────────────────> main, answers: the sampler is on answers
-    the same, ready first ──────────────────────────────────> and scores: reward and cost functions
+    freshness above 0, or ready first ──────────────────────> main, answers: the sampler is on answers
+    ready first ────────────────────────────────────────────> and scores: reward and cost functions
     a resumed run ──────────────────────────────────────────> the pools it began with (``resume``)
 
 Trainer and sampler share this machine's CUDA devices evenly. Without a device, in one process and on a
@@ -15,7 +15,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rillflow.algorithms.config import SampledConfig, is_ready_first
+from rillflow.algorithms.config import AlgorithmConfig, SampledConfig, is_ready_first
 from rillflow.app.role_table import Start, roles_of
 from rillflow.config.toml_text import inline_text
 from rillflow.errors import ConfigError
@@ -32,8 +32,7 @@ _SCORERS = ("reward", "cost")
 def with_pools(recipe: Recipe) -> Recipe:
     """Return the recipe with pools for a sampler that runs ahead, if it names none itself."""
     config, placement = recipe.algorithm, recipe.placement
-    is_ahead = isinstance(config, SampledConfig) and config.freshness > 0 and recipe.has_policy
-    if not is_ahead or not has_default_pools(placement):
+    if not (_is_beside(config) and recipe.has_policy) or not has_default_pools(placement):
         return recipe
     specs = roles_of(recipe)
     scorers = [role for role in _SCORERS if role in specs and specs[role].start is Start.FUNCTIONS]
@@ -56,13 +55,16 @@ def pools_for(devices: int, *, scorers: Sequence[str] = ()) -> PlacementConfig:
 def pool_notes(recipe: Recipe) -> list[str]:
     """Return a note on each choice of pools that the recipe leaves open, and how to override it."""
     placement, config = recipe.placement, recipe.algorithm
-    if not has_default_pools(placement) or not isinstance(config, SampledConfig) or not config.freshness:
+    if not has_default_pools(placement) or not isinstance(config, SampledConfig) or not _is_beside(config):
         return []
     ranks = {name: size for name, size in placement.pools.items() if name != SCORES}
     devices = sum(ranks.values())
     shared = f"; trainer and sampler share {devices} devices" if devices > len(ranks) else ""
+    said = f"algorithm.freshness is {config.freshness}"
+    if not config.freshness:
+        said = 'algorithm.async_mode is "ready_first"'
     notes = [
-        f"algorithm.freshness is {config.freshness}, so the sampler has a pool of its own: "
+        f"{said}, so the sampler has a pool of its own: "
         f"placement.pools = {inline_text(placement.pools)}, placement.roles = "
         f"{inline_text(placement.roles)}{shared}. Set both to choose other pools"
     ]
@@ -74,6 +76,11 @@ def pool_notes(recipe: Recipe) -> list[str]:
             f"{inline_text(ranks)}, placement.roles = {inline_text({SAMPLER: placement.pool_of(SAMPLER)})}"
         )
     return notes
+
+
+def _is_beside(config: AlgorithmConfig) -> bool:
+    """Return whether the sampler works while the trainer does."""
+    return isinstance(config, SampledConfig) and (config.freshness > 0 or is_ready_first(config))
 
 
 def has_default_pools(placement: PlacementConfig) -> bool:

@@ -29,10 +29,9 @@ from rillflow.errors import RunDirectoryError
 from rillflow.runs.durable import digest_of, flush, write_error
 from rillflow.runs.layout import checkpoint_folders, checkpoint_step
 
-FORMAT = 2
+FORMAT = 3
 AHEAD = "ahead"
-"""Folder of rows sampled for later steps, or of drawn prompts."""
-PROMPTS = "prompts.safetensors"
+"""Folder of rows sampled for later steps."""
 COLLECTED = "collected"
 """Folder of rows that steps have collected, one file per name."""
 _log = logging.getLogger(__name__)

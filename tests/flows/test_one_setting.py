@@ -112,7 +112,10 @@ def test_a_rate_that_leaves_the_sampler_behind_is_warned_of_once(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ((READY,), "algorithm.freshness is 0"),
+        (
+            (READY, "placement.pools={ main = 2 }"),
+            'algorithm.async_mode is "ready_first", and the sampler shares',
+        ),
         (("algorithm.on_stale=drop",), "no row becomes stale"),
         (
             ("rollout.keep_cache=true", "algorithm.freshness=1"),

@@ -260,10 +260,13 @@ THREE = (
 )
 """The reward and the reference train nothing on their ranks, so they run as soon as a group is sampled."""
 HANGS = """
-import time
+import pathlib, time
 
 def small(prompts, completions, **columns):
-    if any(prompt.startswith("1+1=") for prompt in prompts):
+    chosen = pathlib.Path(__file__).with_name("hung")
+    if not chosen.exists():
+        chosen.write_text(prompts[0])
+    if chosen.read_text() in prompts:
         time.sleep(3600)
     return [sum(letter < "5" for letter in text) / 4 for text in completions]
 """
@@ -292,6 +295,6 @@ def test_a_reward_that_hangs_holds_up_its_own_group(tmp_path: Path) -> None:
     assert time.monotonic() - began < 800
     rows = [row for each in trained(tmp_path / "run").values() for row in each]
     assert set(once(tmp_path / "run").values()) == {3} and len(rows) == 24 * 15
-    assert not any(row.prompt.startswith("1+1=") for row in rows)
+    assert (tmp_path / "hung").read_text() not in {row.prompt for row in rows}
     lines = [json.loads(line) for line in (tmp_path / "run" / layout.GIVEN_UP).read_text().splitlines()]
     assert {tuple(line["group"]) for line in lines} - set(once(tmp_path / "run"))

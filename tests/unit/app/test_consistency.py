@@ -190,7 +190,6 @@ def test_a_setting_of_rows_that_meet_new_weights_is_refused_where_none_does(
     recipe(**{**in_order, "algorithm": {**in_order["algorithm"], **ready}})
 
 
-def test_ready_first_needs_a_bound() -> None:
-    error = refusal(algorithm={"async_mode": "ready_first"})
-    assert error.what == 'algorithm.async_mode is "ready_first", and algorithm.freshness is 0'
-    assert "set algorithm.freshness = 1 or more" in error.fix
+def test_ready_first_needs_a_sampler_on_its_own_ranks() -> None:
+    error = refusal(algorithm={"async_mode": "ready_first"}, placement={"pools": {"main": 1}})
+    assert error.what.startswith('algorithm.async_mode is "ready_first", and the sampler shares its ranks')

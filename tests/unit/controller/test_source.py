@@ -139,9 +139,10 @@ def test_stages_run_chunk_by_chunk_and_give_the_same_rows(
 
 
 def test_rows_of_a_checkpoint_are_not_sampled_again(executor: GroupExecutor, tmp_path: Path) -> None:
-    source = Source(executor, stream(), is_ahead=True)
+    source = Source(executor, stream())
     rows, scored = rewards(executor, source)
-    assert source.begin_saving(tmp_path / "ahead") == {"stream": {"drawn": 4}}
+    assert source.position() == {"drawn": 4}
+    (tmp_path / "ahead").mkdir()
     stages = [
         StageResult(stage=f"policy.{name}", result=result)
         for name, result in (("generate", rows), ("score", scored))
@@ -167,10 +168,3 @@ def test_a_version_reaches_the_sampler_between_two_steps(executor: GroupExecutor
     source.deliver(drawn.parcels[0])
     assert sync.installed == [drawn.parcels[0]]
     assert list(source.opened().arriving) == [version] and not source.opened().arriving
-
-
-def test_in_order_without_steps_ahead_a_checkpoint_has_nothing_to_add(
-    executor: GroupExecutor, tmp_path: Path
-) -> None:
-    assert Source(executor, stream()).begin_saving(tmp_path / "ahead") == {}
-    assert not (tmp_path / "ahead").exists()
