@@ -41,7 +41,7 @@ from rillflow.controller.step_executor import StepExecutor
 from rillflow.controller.streamed_stages import streamed_stages
 from rillflow.controller.tail_batching import ASIDE, TailBatching
 from rillflow.models.language_model import choose_device
-from rillflow.records.batch import Batch
+from rillflow.records.batch import Batch, load_batch
 from rillflow.records.metrics import Mean
 from rillflow.records.row import HELD_OUT_EPOCH
 from rillflow.rollout.config import SamplingConfig
@@ -223,7 +223,7 @@ class Build:
                 step_rows=config.rows_per_step,
             ),
             decisions=Decisions(self._run.log_decisions),
-            again=self._rows(plan, left),
+            again=load_batch(kept.prompts) if kept and kept.prompts.is_file() else self._rows(plan, left),
         )
 
     def _cut(

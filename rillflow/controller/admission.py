@@ -61,6 +61,9 @@ class StalenessBound(Generic[GroupT]):
         published: c, batches after which weights are published; 1 / n for n publishes within each batch.
     """
 
+    drops = False
+    """Whether groups that became too old are dropped."""
+
     def __init__(self, *, freshness: int, prompts: int, published: int | Fraction = 1) -> None:
         self.batch = 0
         """Number of the next batch, from 0."""
@@ -142,6 +145,8 @@ class StalenessBound(Generic[GroupT]):
 
 class CapacityBound(StalenessBound[GroupT]):
     """Admission rule that limits the number of begun groups and drops groups that become too old."""
+
+    drops = True
 
     def __init__(self, *, freshness: int, prompts: int, published: int | Fraction = 1) -> None:
         super().__init__(freshness=freshness, prompts=prompts, published=published)

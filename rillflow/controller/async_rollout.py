@@ -408,7 +408,7 @@ class AsyncRollout(Source):
         """Begin a group on the replica with the most room; return whether one could begin."""
         least = self._rule.least_version(self._newest)
         able = [each for each in self._replicas if each.version >= least and each.has_room]
-        if not able or not self._to_begin or len(self._flight) >= self._wanted:
+        if not able or not self._to_begin or self._counted >= self._wanted:
             return False
         replica = min(able, key=lambda each: each.rows)
         if not self._table.has_ready(GENERATE):
@@ -417,6 +417,17 @@ class AsyncRollout(Source):
             self._add(self._step_groups)
         self._rule.begin(self._begin(replica))
         return True
+
+    @property
+    def _counted(self) -> int:
+        """Number of begun groups that the phase's last steps count on.
+
+        If late groups are dropped, no step waits for a group that is being scored.
+        """
+        if not self._rule.drops:
+            return len(self._flight)
+        begun = self._flight.values()
+        return len(self._complete) + sum(each.replica.name in self._table.holders(each.id) for each in begun)
 
     def _repeat(self) -> None:
         """Repeat the decisions of a run as far as their results are there."""

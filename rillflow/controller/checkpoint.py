@@ -29,7 +29,7 @@ from rillflow.errors import RunDirectoryError
 from rillflow.runs.durable import digest_of, flush, write_error
 from rillflow.runs.layout import checkpoint_folders, checkpoint_step
 
-FORMAT = 3
+FORMAT = 2
 AHEAD = "ahead"
 """Folder of rows sampled for later steps."""
 COLLECTED = "collected"
@@ -64,6 +64,11 @@ class Checkpoint:
     def collected(self) -> dict[str, Path]:
         """Files of rows that steps have collected, by name."""
         return {path.stem: path for path in sorted(self.path.glob(f"{COLLECTED}/*.safetensors"))}
+
+    @property
+    def prompts(self) -> Path:
+        """File of the prompts that no step had trained, in a checkpoint of version 0.1.0."""
+        return self.path / AHEAD / "prompts.safetensors"
 
 
 def save_checkpoint(

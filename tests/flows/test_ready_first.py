@@ -264,9 +264,9 @@ import pathlib, time
 
 def small(prompts, completions, **columns):
     chosen = pathlib.Path(__file__).with_name("hung")
-    if not chosen.exists():
+    if len(prompts) == 3 and not chosen.exists():
         chosen.write_text(prompts[0])
-    if chosen.read_text() in prompts:
+    if chosen.exists() and chosen.read_text() in prompts:
         time.sleep(3600)
     return [sum(letter < "5" for letter in text) / 4 for text in completions]
 """
@@ -291,10 +291,10 @@ def test_a_reward_that_hangs_holds_up_its_own_group(tmp_path: Path) -> None:
     """No step waits for the group: it is dropped when it is too old, before its time limit."""
     settings = (*THREE, READY, *LONG, 'algorithm.on_stale="drop"', "reward.timeout_s=900", "evaluate=none")
     began = time.monotonic()
-    ran(tmp_path, 1, *settings, "algorithm.steps=24", reward=HANGS)
+    ran(tmp_path, 1, *settings, "algorithm.steps=10", reward=HANGS)
     assert time.monotonic() - began < 800
     rows = [row for each in trained(tmp_path / "run").values() for row in each]
-    assert set(once(tmp_path / "run").values()) == {3} and len(rows) == 24 * 15
+    assert set(once(tmp_path / "run").values()) == {3} and len(rows) == 10 * 15
     assert (tmp_path / "hung").read_text() not in {row.prompt for row in rows}
     lines = [json.loads(line) for line in (tmp_path / "run" / layout.GIVEN_UP).read_text().splitlines()]
     assert {tuple(line["group"]) for line in lines} - set(once(tmp_path / "run"))
