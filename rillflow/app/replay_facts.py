@@ -1,0 +1,191 @@
+"""Replay facts: the settings, functions and data of each step of a run, and the reasons for a difference.
+
+config.json ─ changes of later starts undone ─> settings of every step
+sources/ ─ digest of that time ─> the function's file, if it has changed since
+environment.json, digests.jsonl ─ compared with this machine ─> reasons
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rillflow.app.facts import RecipeFacts
+from rillflow.app.recipe import Recipe
+from rillflow.app.resume import digest, require_same_rows, resolved
+from rillflow.errors import DataError, RunDirectoryError
+from rillflow.rewards.function import parse_function
+from rillflow.runs import layout
+from rillflow.runs.changes import Change, undone
+from rillflow.runs.evidence import damage
+from rillflow.runs.json_lines import JSON
+from rillflow.runs.run_data import RunData
+from rillflow.tasks.files import GIVEN
+
+_FUNCTIONS = {"reward": ("reward",), "cost": ("cost",), "agent": ("rollout", "agent")}
+"""Section of the setting ``function`` by its name in the config's sources."""
+_MACHINE = ("python", "platform", "git_revision")
+"""Recorded facts about a machine that may explain a difference."""
+_MOST_DAMAGE = 3
+"""Largest number of damaged files and lines in the reasons."""
+
+
+def settings_by_step(data: RunData, start: int, last: int) -> list[tuple[Mapping[str, JSON], int]]:
+    """Return the configs of the steps after ``start`` in order, each with the last step it applies to."""
+    found: dict[int, Mapping[str, JSON]] = {}
+    config: Mapping[str, JSON] = data.config
+    for index in reversed(range(len(data.starts))):
+        found[index] = config
+        changed: Any = data.starts[index].get("changes") or ()
+        config = undone(config, [Change(**each) for each in changed])
+    begun = [_start_of(data, step) for step in range(start + 1, last + 1)]
+    parts, step = list[tuple[Mapping[str, JSON], int]](), start
+    for index, steps in groupby(begun):
+        step += len(list(steps))
+        there = found.get(index, data.config)
+        if parts and parts[-1][0] == there:
+            parts.pop()
+        parts.append((there, step))
+    return parts
+
+
+def _start_of(data: RunData, step: int) -> int:
+    """Return the index of the start that made a step: the last one from an earlier step."""
+    after = [each.get("after_step") for each in data.starts]
+    begun = [index for index, known in enumerate(after) if isinstance(known, int) and known < step]
+    return begun[-1] if begun else 0
+
+
+def kept_functions(recipe: Recipe, data: RunData, config: Mapping[str, JSON], folder: Path) -> Recipe:
+    """Return the recipe with the functions that the run used at that time.
+
+    A function whose file has changed since is read from ``sources/``, next to the other files of its folder.
+
+    Raises:
+        RunDirectoryError: the run used an object of a Python program, or has not kept the function.
+    """
+    if recipe.task.source == GIVEN:
+        raise RunDirectoryError(
+            f"{data.path} trained on prompts given in Python",
+            why="the run directory keeps digests of the prompts, and not their texts",
+            fix="write the prompts into a file, and train with task.source",
+        )
+    kept: Any = config.get("sources") or {}
+    base = Path(str(data.starts[-1].get("base") or "")) if data.starts else Path()
+    for name, wanted in kept.items():
+        if name not in _FUNCTIONS:
+            raise RunDirectoryError(
+                f"{data.path} used the function {name}, which a Python program gave",
+                why="a replay reads functions from the files that the recipe names",
+                fix="write the function into a file, and train with reward.function",
+            )
+        recipe = _with_kept(recipe, name, str(wanted), data.path, base, folder)
+    return recipe
+
+
+def _with_kept(recipe: Recipe, name: str, wanted: str, run: Path, base: Path, folder: Path) -> Recipe:
+    """Return the recipe with one function in the version of a digest."""
+    table: dict[str, Any] = recipe.model_dump()
+    for part in _FUNCTIONS[name]:
+        table = table[part] or {}
+    text = table.get("function")
+    if text is None:  # a setting of the replay removed it
+        return recipe
+    written, _, function = text.rpartition(":")
+    file = base / written
+    if file.is_file() and digest(file.read_bytes()) == wanted:
+        return recipe
+    source = run / layout.SOURCES / f"{name}-{wanted}.py"
+    if not source.is_file() or digest(source.read_bytes()) != wanted:
+        raise RunDirectoryError(
+            f"{name} was {text} with the digest {wanted}",
+            why=f"{file} has changed since, and {source} is missing or has changed",
+            fix=f"restore one of the two files; rillflow verify {run} names all damaged files",
+        )
+    copied = folder / f"{name}-{wanted}" / file.name
+    if not copied.exists():
+        copied.parent.mkdir(parents=True)
+        for beside in file.parent.iterdir() if file.parent.is_dir() else ():
+            if beside.name not in (file.name, "__pycache__"):
+                (copied.parent / beside.name).symlink_to(beside.absolute())
+        copied.write_bytes(source.read_bytes())
+    chosen = f"{copied}:{function}"
+    parse_function(chosen, base)
+    if name == "agent":
+        assert recipe.rollout.agent is not None  # its function was read
+        agent = recipe.rollout.agent.model_copy(update={"function": chosen})
+        return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"agent": agent})})
+    section = recipe.reward if name == "reward" else recipe.cost
+    return recipe.model_copy(update={name: section.model_copy(update={"function": chosen})})
+
+
+def require_same_data(facts: RecipeFacts, data: RunData, config: Mapping[str, JSON]) -> None:
+    """Refuse data that are not those of the run at that time.
+
+    Raises:
+        DataError: a row has changed, is missing, or was added; the message names the first changed row.
+    """
+    wanted: Any = config.get("data")
+    now = resolved(facts.recipe, facts.task, facts.base)["data"]
+    if wanted is None or now == wanted:
+        return
+    if (data.path / layout.DATA).is_file():
+        require_same_rows(facts.task, data.path)
+    raise DataError(
+        f"{facts.task.name} has {now['rows']} rows; these steps of {data.path} used {wanted['rows']}",
+        why="the rows of a step depend on the number of rows, and its data differ from the present ones",
+        fix="restore the data, or replay a step that was made with the present ones",
+    )
+
+
+def reasons(
+    data: RunData, step: int, starts: Sequence[Mapping[str, JSON]], settings: Sequence[str]
+) -> list[str]:
+    """Return facts that may explain a difference, each found by a comparison.
+
+    Args:
+        data: the recorded run.
+        step: step of the difference.
+        starts: starts of the replay.
+        settings: settings that were changed for the replay.
+    """
+    found = [f"the replay changed a setting: {text}" for text in settings]
+    recorded = data.starts[_start_of(data, max(1, step))] if data.starts else {}
+    if recorded and starts:
+        found += _machine(recorded, starts[-1], data.setting("run.threads") is None)
+    found += _resumed(data, step)
+    hurt = damage(data.path, is_deep=True)
+    found += [f"damaged since the run wrote it: {each}" for each in hurt[:_MOST_DAMAGE]]
+    left = len(hurt) - _MOST_DAMAGE
+    return found + ([f"{left} more damaged places: rillflow verify {data.path}"] if left > 0 else [])
+
+
+def _machine(recorded: Mapping[str, Any], here: Mapping[str, Any], has_free_threads: bool) -> list[str]:
+    """Return the differences between two machines and their software."""
+    versions, now = recorded.get("versions") or {}, here.get("versions") or {}
+    pairs = {f"version of {name}": (versions.get(name), now.get(name)) for name in {**versions, **now}}
+    pairs |= {name: (recorded.get(name), here.get(name)) for name in ("device", *_MACHINE)}
+    if has_free_threads:
+        pairs["cores (run.threads is not set)"] = (recorded.get("cores"), here.get("cores"))
+    placed, placed_now = recorded.get("placement") or {}, here.get("placement") or {}
+    pairs |= {f"placement.{name}": (placed.get(name), placed_now.get(name)) for name in placed_now}
+    return [
+        f"{name}: the run had {one}, the replay {other}"
+        for name, (one, other) in pairs.items()
+        if one != other
+    ]
+
+
+def _resumed(data: RunData, step: int) -> list[str]:
+    """Return the resumes that may have sampled a step with other weights than an uninterrupted run."""
+    lag = data.setting("algorithm.freshness")
+    after = {each.get("after_step") for each in data.starts}
+    near = [
+        at for at in after if isinstance(at, int) and at and isinstance(lag, int) and at < step <= at + lag
+    ]
+    return [
+        f"the run resumed after step {at}; a checkpoint without rows sampled ahead makes step {step} differ"
+        for at in sorted(near)
+    ]
