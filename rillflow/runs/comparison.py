@@ -16,6 +16,7 @@ from typing import Any
 from rillflow.records.metrics import Metrics
 from rillflow.records.row import RowId
 from rillflow.runs import layout
+from rillflow.runs.evidence import entries
 from rillflow.runs.json_lines import JSON, read_lines
 from rillflow.runs.reader import rollout_columns
 from rillflow.runs.run_directory import metric_json
@@ -93,6 +94,8 @@ class Comparison:
     def __init__(self, recorded: Path, replayed: Path, last: int) -> None:
         self._recorded, self._replayed, self._last = recorded, replayed, last
         self._metrics = {line.data["step"]: line.data for line in read_lines(recorded / layout.METRICS).lines}
+        rollouts = f"{layout.ROLLOUTS}/"
+        self._with_rows = {each.step for each in entries(recorded) if each.file.startswith(rollouts)}
 
     def step(self, step: int, phase: str, metrics: Metrics) -> ComparedStep:
         """Compare a replayed step whose rows are on disk.
@@ -116,16 +119,24 @@ class Comparison:
         """Compare the rollouts of a step."""
         there, here = (layout.rollout_files(run) for run in (self._recorded, self._replayed))
         if step not in there:
-            if step in here:
-                is_cut = step in layout.written_rollouts(self._recorded)
-                left.append("rollouts, some files are missing" if is_cut else "rollouts, none are recorded")
+            if step in self._with_rows:
+                left.append("rollouts, files of the step are missing")
+            elif self._sampled(step):
+                left.append("rollouts, none are recorded")
             return None
         if step not in here:
             return Difference(step=step, place="rollouts", recorded="recorded", replayed=ABSENT)
         recorded, replayed = (rollout_columns(run, step) for run in (self._recorded, self._replayed))
-        compared["rows"] = len(recorded["tokens"])
+        compared["rows"] = count = len(recorded["tokens"])
+        if count < self._sampled(step):
+            left.append(f"{self._sampled(step) - count} rows, which are not recorded")
         found = next(_row_differences(recorded, replayed), None)
         return None if found is None else Difference(step=step, **vars(found))
+
+    def _sampled(self, step: int) -> int:
+        """Return the number of rows that a recorded step sampled."""
+        metrics: Any = self._metrics[step]["metrics"]
+        return int(metrics["rollout/rows/sum"]["sum"]) if "rollout/rows/sum" in metrics else 0
 
     def _lines(self, file: str, step: int) -> Difference | None:
         """Compare the lines of a file for a step."""
