@@ -26,20 +26,25 @@ from rillflow.app.facts import RecipeFacts
 from rillflow.app.launch import launch
 from rillflow.app.phases import phase_plans
 from rillflow.app.recipe import Recipe, recipe_class
-from rillflow.app.replay_facts import kept_functions, reasons, require_same_data, settings_by_step
+from rillflow.app.replay_facts import (
+    RecordedRun,
+    kept_functions,
+    reasons,
+    recorded_run,
+    require_same_data,
+    settings_by_step,
+)
 from rillflow.app.resume import BESIDE_SETTINGS, drawn_from, resolved
 from rillflow.config.load import apply_overrides, parse_override, validate
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.interrupt import Interruption
-from rillflow.errors import Interrupted, RillflowError, RunDirectoryError
+from rillflow.errors import Interrupted, RillflowError, RunDirectoryError, TrainingError
 from rillflow.records.metrics import Metrics
 from rillflow.runs import layout
 from rillflow.runs.comparison import ComparedStep, Comparison, Difference
 from rillflow.runs.evidence import Evidence
 from rillflow.runs.json_lines import JSON, encode, read_json, read_lines
-from rillflow.runs.reader import read_starts, require_run
-from rillflow.runs.run_data import RunData, load
-from rillflow.runs.run_directory import require_format
+from rillflow.runs.reader import read_starts
 
 _UNWRITTEN: Mapping[str, JSON] = {"checkpoint_minutes": 0.0, "checkpoint_every": 0, "keep_checkpoints": 1}
 """Settings of a replay that writes few checkpoints; they change no value."""
@@ -83,7 +88,7 @@ def replay(
         RunDirectoryError: there is no such step, the run cannot be replayed, or one of its files is damaged.
         DataError: a row of its data has changed.
     """
-    data = _opened(run)
+    data = recorded_run(run)
     last = _last_step(data, step)
     checkpoint = None if step is None else _checkpoint_before(run, last, say)
     start = checkpoint.step if checkpoint is not None else 0
@@ -105,24 +110,13 @@ def replay(
         return Replayed(start=start, steps=found.steps, reasons=why)
 
 
-def _opened(run: Path) -> RunData:
-    require_run(run)
-    require_format(run)
-    data = load(run)
-    if not data.steps:
-        raise RunDirectoryError(
-            f"{run} has no recorded step", why="a replay compares a step with its record in metrics.jsonl"
-        )
-    return data
-
-
-def _last_step(data: RunData, step: int | None) -> int:
+def _last_step(data: RecordedRun, step: int | None) -> int:
     """Return the last step to re-run."""
-    made = data.steps[-1].step
-    if step is not None and not 1 <= step <= made:
+    made = data.last
+    if step is not None and step not in data.steps:
         raise RunDirectoryError(
             f"{data.path} has no step {step}",
-            why=f"its records end with step {made}" if step > made else "steps count from 1",
+            why=f"its records end with step {made}" if step > made else "its records lack it",
             fix=f"give --step a number from 1 to {made}",
         )
     return made if step is None else step
@@ -154,7 +148,7 @@ def _explained(checkpoint: Checkpoint | None) -> Iterator[None]:
 
 
 def _recipe(
-    data: RunData,
+    data: RecordedRun,
     config: Mapping[str, JSON],
     again: _TemporaryRun,
     settings: Sequence[str],
@@ -197,6 +191,15 @@ class _Ended(Interrupted):
     """Ends a replay at its first difference, without a checkpoint."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """A finished step of the replay."""
+
+    phase: str
+    step: int
+    metrics: Metrics
+
+
 class _TemporaryRun:
     """The temporary run, and its comparison with the recorded one.
 
@@ -209,7 +212,7 @@ class _TemporaryRun:
     """
 
     def __init__(
-        self, data: RunData, folder: Path, start: int, last: int, say: Callable[[str], None]
+        self, data: RecordedRun, folder: Path, start: int, last: int, say: Callable[[str], None]
     ) -> None:
         self.path = folder / data.path.absolute().name
         """Run directory of the replay."""
@@ -218,8 +221,8 @@ class _TemporaryRun:
         self.steps: list[ComparedStep] = []
         """Compared steps."""
         self._data, self._start, self._last, self._say = data, start, last, say
-        self._comparison = Comparison(data.path, self.path, last)
-        self._pending: tuple[str, int, Metrics] | None = None
+        self._comparison = Comparison(data.path, data.steps, self.path, last)
+        self._pending: _Told | None = None
         self._error: RillflowError | None = None
 
     @property
@@ -233,7 +236,7 @@ class _TemporaryRun:
         """Run the steps up to ``last``, from the newest checkpoint of the temporary run."""
         if checkpoint is not None and not self.path.exists():
             self._copy(checkpoint, recipe)
-        base = Path(str(self._data.starts[-1].get("base") or "")) if self._data.starts else Path()
+        base = self._data.base
         facts = RecipeFacts(recipe=recipe, base=base, drawn=drawn_from(self.path), say=lambda _: None)
         require_same_data(facts, self._data, config)
         if self.path.exists():
@@ -246,6 +249,13 @@ class _TemporaryRun:
             if self._error is not None:
                 raise self._error from None
             if asked.requested:
+                raise Interrupted(
+                    "the replay was stopped, as requested",
+                    why=f"its temporary files are removed; {self._data.path} is unchanged",
+                    fix="run the same command to replay from the beginning",
+                ) from None
+        except TrainingError:  # the run itself may have ended with this error after its last step
+            if self._pending is None or self._pending.step != self._data.last:
                 raise
 
     def _copy(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
@@ -287,16 +297,15 @@ class _TemporaryRun:
         except RillflowError as error:
             self._error = error
             raise _Ended("a file of the run is damaged") from error
-        self._pending = (phase, step, metrics)
         if self.has_difference:
-            self._pending = None
             raise _Ended("a value differs")
+        self._pending = _Told(phase=phase, step=step, metrics=metrics)
 
     def finish(self) -> None:
         """Compare the last step, and its weights if the run has a checkpoint of it."""
         if self._pending is not None:
-            (phase, step, metrics), self._pending = self._pending, None
-            found = self._comparison.step(step, phase, metrics)
+            told, self._pending = self._pending, None
+            found = self._comparison.step(told.step, told.phase, told.metrics)
             self._add(found if found.difference is not None else self._with_weights(found))
 
     def _compare(self) -> None:
@@ -305,8 +314,8 @@ class _TemporaryRun:
             if self._start == 0 and not self.steps:
                 self._before_first()
             return
-        (phase, step, metrics), self._pending = self._pending, None
-        self._add(self._comparison.step(step, phase, metrics))
+        told, self._pending = self._pending, None
+        self._add(self._comparison.step(told.step, told.phase, told.metrics))
 
     def _before_first(self) -> None:
         compared, left = dict[str, int](), list[str]()

@@ -8,6 +8,7 @@ environment.json, digests.jsonl ─ compared with this machine ─> reasons
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,65 @@ from rillflow.rewards.function import parse_function
 from rillflow.runs import layout
 from rillflow.runs.changes import Change, undone
 from rillflow.runs.evidence import damage
-from rillflow.runs.json_lines import JSON
-from rillflow.runs.run_data import RunData
+from rillflow.runs.json_lines import JSON, read_lines
+from rillflow.runs.reader import read_config, read_starts, require_run
+from rillflow.runs.run_directory import require_format
 from rillflow.tasks.files import GIVEN
 
 _FUNCTIONS = {"reward": ("reward",), "cost": ("cost",), "agent": ("rollout", "agent")}
 """Section of the setting ``function`` by its name in the config's sources."""
-_MACHINE = ("python", "platform", "git_revision")
-"""Recorded facts about a machine that may explain a difference."""
+_MACHINE = {"device": "device", "python": "Python", "platform": "platform", "git_revision": "git revision"}
+"""Names of recorded facts that may explain a difference."""
 _MOST_DAMAGE = 3
 """Largest number of damaged files and lines in the reasons."""
 
 
-def settings_by_step(data: RunData, start: int, last: int) -> list[tuple[Mapping[str, JSON], int]]:
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """The records of a run that a replay reads."""
+
+    path: Path
+    """The run directory."""
+    config: Mapping[str, JSON]
+    """The resolved config of the last start."""
+    starts: Sequence[Mapping[str, JSON]]
+    """Environment of each start of the run."""
+    steps: Mapping[int, Mapping[str, JSON]]
+    """Lines of metrics.jsonl by step."""
+
+    @property
+    def last(self) -> int:
+        """Last recorded step."""
+        return max(self.steps)
+
+    @property
+    def base(self) -> Path:
+        """Folder of the recipe."""
+        return Path(str(self.starts[-1].get("base") or "")) if self.starts else Path()
+
+
+def recorded_run(run: Path) -> RecordedRun:
+    """Read the records of a run.
+
+    Raises:
+        RunDirectoryError: it is not a run directory of this version, has no step, or a line is damaged.
+    """
+    require_run(run)
+    require_format(run)
+    steps = dict[int, Mapping[str, JSON]]()
+    for line in read_lines(run / layout.METRICS).lines:
+        step, metrics, phase = (line.data.get(name) for name in ("step", "metrics", "phase"))
+        if not (isinstance(step, int) and isinstance(metrics, dict) and isinstance(phase, str)):
+            raise line.refusal("it has no step, no phase or no metrics", "a line has all three")
+        steps[step] = line.data
+    if not steps:
+        raise RunDirectoryError(
+            f"{run} has no recorded step", why="a replay compares a step with its record in metrics.jsonl"
+        )
+    return RecordedRun(path=run, config=read_config(run), starts=read_starts(run), steps=steps)
+
+
+def settings_by_step(data: RecordedRun, start: int, last: int) -> list[tuple[Mapping[str, JSON], int]]:
     """Return the configs of the steps after ``start`` in order, each with the last step it applies to."""
     found: dict[int, Mapping[str, JSON]] = {}
     config: Mapping[str, JSON] = data.config
@@ -51,14 +98,14 @@ def settings_by_step(data: RunData, start: int, last: int) -> list[tuple[Mapping
     return parts
 
 
-def _start_of(data: RunData, step: int) -> int:
+def _start_of(data: RecordedRun, step: int) -> int:
     """Return the index of the start that made a step: the last one from an earlier step."""
     after = [each.get("after_step") for each in data.starts]
     begun = [index for index, known in enumerate(after) if isinstance(known, int) and known < step]
     return begun[-1] if begun else 0
 
 
-def kept_functions(recipe: Recipe, data: RunData, config: Mapping[str, JSON], folder: Path) -> Recipe:
+def kept_functions(recipe: Recipe, data: RecordedRun, config: Mapping[str, JSON], folder: Path) -> Recipe:
     """Return the recipe with the functions that the run used at that time.
 
     A function whose file has changed since is read from ``sources/``, next to the other files of its folder.
@@ -73,7 +120,6 @@ def kept_functions(recipe: Recipe, data: RunData, config: Mapping[str, JSON], fo
             fix="write the prompts into a file, and train with task.source",
         )
     kept: Any = config.get("sources") or {}
-    base = Path(str(data.starts[-1].get("base") or "")) if data.starts else Path()
     for name, wanted in kept.items():
         if name not in _FUNCTIONS:
             raise RunDirectoryError(
@@ -81,7 +127,7 @@ def kept_functions(recipe: Recipe, data: RunData, config: Mapping[str, JSON], fo
                 why="a replay reads functions from the files that the recipe names",
                 fix="write the function into a file, and train with reward.function",
             )
-        recipe = _with_kept(recipe, name, str(wanted), data.path, base, folder)
+        recipe = _with_kept(recipe, name, str(wanted), data.path, data.base, folder)
     return recipe
 
 
@@ -121,7 +167,7 @@ def _with_kept(recipe: Recipe, name: str, wanted: str, run: Path, base: Path, fo
     return recipe.model_copy(update={name: section.model_copy(update={"function": chosen})})
 
 
-def require_same_data(facts: RecipeFacts, data: RunData, config: Mapping[str, JSON]) -> None:
+def require_same_data(facts: RecipeFacts, data: RecordedRun, config: Mapping[str, JSON]) -> None:
     """Refuse data that are not those of the run at that time.
 
     Raises:
@@ -141,7 +187,7 @@ def require_same_data(facts: RecipeFacts, data: RunData, config: Mapping[str, JS
 
 
 def reasons(
-    data: RunData, step: int, starts: Sequence[Mapping[str, JSON]], settings: Sequence[str]
+    data: RecordedRun, step: int, starts: Sequence[Mapping[str, JSON]], settings: Sequence[str]
 ) -> list[str]:
     """Return facts that may explain a difference, each found by a comparison.
 
@@ -152,10 +198,11 @@ def reasons(
         settings: settings that were changed for the replay.
     """
     found = [f"the replay changed a setting: {text}" for text in settings]
+    tables: Any = data.config
     recorded = data.starts[_start_of(data, max(1, step))] if data.starts else {}
     if recorded and starts:
-        found += _machine(recorded, starts[-1], data.setting("run.threads") is None)
-    found += _resumed(data, step)
+        found += _machine(recorded, starts[-1], tables["run"].get("threads") == 0)
+    found += _resumed(data, step, tables["algorithm"].get("freshness", 0))
     hurt = damage(data.path, is_deep=True)
     found += [f"damaged since the run wrote it: {each}" for each in hurt[:_MOST_DAMAGE]]
     left = len(hurt) - _MOST_DAMAGE
@@ -166,9 +213,9 @@ def _machine(recorded: Mapping[str, Any], here: Mapping[str, Any], has_free_thre
     """Return the differences between two machines and their software."""
     versions, now = recorded.get("versions") or {}, here.get("versions") or {}
     pairs = {f"version of {name}": (versions.get(name), now.get(name)) for name in {**versions, **now}}
-    pairs |= {name: (recorded.get(name), here.get(name)) for name in ("device", *_MACHINE)}
+    pairs |= {said: (recorded.get(name), here.get(name)) for name, said in _MACHINE.items()}
     if has_free_threads:
-        pairs["cores (run.threads is not set)"] = (recorded.get("cores"), here.get("cores"))
+        pairs["cores (run.threads is 0)"] = (recorded.get("cores"), here.get("cores"))
     placed, placed_now = recorded.get("placement") or {}, here.get("placement") or {}
     pairs |= {f"placement.{name}": (placed.get(name), placed_now.get(name)) for name in placed_now}
     return [
@@ -178,14 +225,11 @@ def _machine(recorded: Mapping[str, Any], here: Mapping[str, Any], has_free_thre
     ]
 
 
-def _resumed(data: RunData, step: int) -> list[str]:
+def _resumed(data: RecordedRun, step: int, lag: int) -> list[str]:
     """Return the resumes that may have sampled a step with other weights than an uninterrupted run."""
-    lag = data.setting("algorithm.freshness")
     after = {each.get("after_step") for each in data.starts}
-    near = [
-        at for at in after if isinstance(at, int) and at and isinstance(lag, int) and at < step <= at + lag
-    ]
+    near = sorted(at for at in after if isinstance(at, int) and 0 < at < step <= at + lag)
     return [
         f"the run resumed after step {at}; a checkpoint without rows sampled ahead makes step {step} differ"
-        for at in sorted(near)
+        for at in near
     ]

@@ -33,6 +33,7 @@ from rillflow.runs.rollouts import RolloutRecord
 from rillflow.runs.run_data import load
 
 if TYPE_CHECKING:
+    from rillflow.algorithms.algorithm import Algorithm
     from rillflow.app.ask import Question, Respondent
     from rillflow.app.replay import Replayed
 
@@ -132,16 +133,19 @@ class Run:
             self._respondents = {key: Respondent(self.path, step=step, chat=chat, **how)}
         return self._respondents[key].answer(question if isinstance(question, str) else tuple(question))
 
-    def replay(self, step: int | None = None, settings: Sequence[str] = ()) -> Replayed:
+    def replay(
+        self, step: int | None = None, settings: Sequence[str] = (), algorithms: Sequence[Algorithm] = ()
+    ) -> Replayed:
         """Re-run the step, or every step, and compare it with its record; see ``rillflow replay``.
 
         Args:
             step: the last step to re-run, from the newest checkpoint before it; None: all from the start.
             settings: ``KEY=VALUE`` texts that change settings for the replay.
+            algorithms: your own algorithms, which the run's recipe names.
         """
         from rillflow.app.replay import replay
 
-        return replay(self.path, step, settings=settings)
+        return replay(self.path, step, settings=settings, algorithms=algorithms)
 
     def report(self) -> Path:
         """Write ``report.html`` and return its path."""

@@ -87,13 +87,15 @@ class Comparison:
 
     Args:
         recorded: the run directory.
+        steps: its lines of metrics by step.
         replayed: the run directory of the replay.
         last: the last step; its evaluation may belong to a later phase.
     """
 
-    def __init__(self, recorded: Path, replayed: Path, last: int) -> None:
-        self._recorded, self._replayed, self._last = recorded, replayed, last
-        self._metrics = {line.data["step"]: line.data for line in read_lines(recorded / layout.METRICS).lines}
+    def __init__(
+        self, recorded: Path, steps: Mapping[int, Mapping[str, JSON]], replayed: Path, last: int
+    ) -> None:
+        self._recorded, self._steps, self._replayed, self._last = recorded, steps, replayed, last
         rollouts = f"{layout.ROLLOUTS}/"
         self._with_rows = {each.step for each in entries(recorded) if each.file.startswith(rollouts)}
 
@@ -135,8 +137,11 @@ class Comparison:
 
     def _sampled(self, step: int) -> int:
         """Return the number of rows that a recorded step sampled."""
-        metrics: Any = self._metrics[step]["metrics"]
-        return int(metrics["rollout/rows/sum"]["sum"]) if "rollout/rows/sum" in metrics else 0
+        metrics: Any = self._steps[step]["metrics"]
+        match metrics.get("rollout/rows/sum"):
+            case {"sum": int() | float() as rows}:
+                return int(rows)
+        return 0
 
     def _lines(self, file: str, step: int) -> Difference | None:
         """Compare the lines of a file for a step."""
@@ -147,7 +152,7 @@ class Comparison:
         self, step: int, phase: str, metrics: Metrics, compared: dict[str, int]
     ) -> Difference | None:
         """Compare the phase and the metrics of a step, except for times."""
-        line = self._metrics[step]
+        line = self._steps[step]
         recorded: Any = line["metrics"]
         names = [name for name in {**recorded, **metrics} if not is_clocked(name)]
         compared["metrics"] = len(names)

@@ -300,6 +300,9 @@ def test_a_step_with_a_skipped_update_is_equal(tiny: Tiny) -> None:
     assert tiny.run("run") == 0
     assert tiny.lines("run", "skips.jsonl")
     assert replay(tiny.folder / "run").difference is None
+    assert tiny.run("ended", "run.max_skipped=0") == 1
+    found = replay(tiny.folder / "ended")
+    assert found.difference is None and found.steps[-1].step == tiny.lines("ended", "skips.jsonl")[-1]["step"]
 
 
 def test_a_replay_without_gradients_on_the_way_leaves_torch_as_it_was(trained: Tiny) -> None:
