@@ -105,6 +105,7 @@ def replay(
             again.finish()
         found = Replayed(start=start, steps=tuple(again.steps), reasons=())
         if found.difference is None:
+            _require_reached(found, last)
             return found
         why = reasons(data, found.difference.step, read_starts(again.path), settings)
         return Replayed(start=start, steps=found.steps, reasons=why)
@@ -120,6 +121,16 @@ def _last_step(data: RecordedRun, step: int | None) -> int:
             fix=f"give --step a number from 1 to {made}",
         )
     return made if step is None else step
+
+
+def _require_reached(found: Replayed, last: int) -> None:
+    reached = max((each.step for each in found.steps), default=found.start)
+    if reached < last:
+        raise RunDirectoryError(
+            f"the replay ended after step {reached}, before step {last}",
+            why="the settings of the replay make fewer steps; all compared values are equal",
+            fix="leave out --set algorithm.steps, or give a smaller --step",
+        )
 
 
 def _checkpoint_before(run: Path, step: int, say: Callable[[str], None]) -> Checkpoint | None:
@@ -214,7 +225,7 @@ class _TemporaryRun:
     def __init__(
         self, data: RecordedRun, folder: Path, start: int, last: int, say: Callable[[str], None]
     ) -> None:
-        self.path = folder / data.path.absolute().name
+        self.path = folder / "run"
         """Run directory of the replay."""
         self.functions = folder / "functions"
         """Folder of functions whose files have changed since."""

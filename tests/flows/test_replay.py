@@ -237,6 +237,7 @@ def test_bad_input_is_refused_in_words(
 ) -> None:
     run = str(copy)
     assert "its records end with step 4" in refusal(capsys, run, "--step", "5")
+    assert "the replay ended after step 2" in refusal(capsys, run, "--set", "algorithm.steps=2")
     assert "not a bundle and not a run directory" in refusal(capsys, str(tmp_path / "none"))
     with pytest.raises(SystemExit):
         main(["replay", run, "--step", "0"])
@@ -275,8 +276,8 @@ def test_a_run_of_the_groups_that_are_ready_first_and_one_from_python_are_refuse
     assert tiny.run("run") == 0
     assert "ready first" in refusal(capsys, str(tiny.folder / "run"))
     tiny.write("steps = 1\n")
-    how = {"dir": tiny.folder / "given", "quiet": True}
-    rillflow.train(tiny.recipe, prompts=["1+1=", "2+2=", "3+3=", "4+4="], **how)
+    prompts = ["1+1=", "2+2=", "3+3=", "4+4="]
+    rillflow.train(tiny.recipe, prompts=prompts, dir=tiny.folder / "given", quiet=True)
     assert "prompts given in Python" in refusal(capsys, str(tiny.folder / "given"))
 
 
