@@ -46,7 +46,7 @@ def write(
 def compared(
     folder: Path, metrics: dict[str, Metric] = METRICS, line: dict[str, Any] = LINE, last: int = 2
 ) -> ComparedStep:
-    steps = {1: {"step": 1, "phase": "grpo", "metrics": line}}
+    steps: Any = {1: {"step": 1, "phase": "grpo", "metrics": line}}
     return Comparison(folder / "one", steps, folder / "other", last).step(1, "grpo", metrics)
 
 
