@@ -28,6 +28,7 @@ from rillflow.app.phases import phase_plans
 from rillflow.app.recipe import Recipe, recipe_class
 from rillflow.app.replay_facts import (
     RecordedRun,
+    given_rewards,
     kept_functions,
     reasons,
     recorded_run,
@@ -248,14 +249,15 @@ class _TemporaryRun:
         if checkpoint is not None and not self.path.exists():
             self._copy(checkpoint, recipe)
         base = self._data.base
-        facts = RecipeFacts(recipe=recipe, base=base, drawn=drawn_from(self.path), say=lambda _: None)
+        given, drawn = given_rewards(self._data, config), drawn_from(self.path)
+        facts = RecipeFacts(recipe=recipe, base=base, given=given, drawn=drawn, say=lambda _: None)
         require_same_data(facts, self._data, config)
         if self.path.exists():
             settings = resolved(recipe, facts.task, base)
             Evidence(self.path).write(layout.CONFIG, encode(settings, indent=2), settings)
         asked = Interruption(last=last)
         try:
-            launch(recipe, base, quiet=True, told=self._told, interruption=asked)
+            launch(recipe, base, quiet=True, given=given, told=self._told, interruption=asked)
         except Interrupted:
             if self._error is not None:
                 raise self._error from None

@@ -13,11 +13,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rillflow.app.facts import RecipeFacts
+from rillflow.app.facts import Given, RecipeFacts
 from rillflow.app.recipe import Recipe
 from rillflow.app.resume import digest, require_same_rows, resolved
 from rillflow.errors import DataError, RunDirectoryError
 from rillflow.rewards.function import parse_function
+from rillflow.rewards.source import restored
 from rillflow.runs import layout
 from rillflow.runs.changes import Change, undone
 from rillflow.runs.evidence import damage
@@ -111,7 +112,7 @@ def kept_functions(recipe: Recipe, data: RecordedRun, config: Mapping[str, JSON]
     A function whose file has changed since is read from ``sources/``, next to the other files of its folder.
 
     Raises:
-        RunDirectoryError: the run used an object of a Python program, or has not kept the function.
+        RunDirectoryError: the prompts were given in Python, or the run has not kept the function.
     """
     if recipe.task.source == GIVEN:
         raise RunDirectoryError(
@@ -119,16 +120,43 @@ def kept_functions(recipe: Recipe, data: RecordedRun, config: Mapping[str, JSON]
             why="the run directory keeps digests of the prompts, and not their texts",
             fix="write the prompts into a file, and train with task.source",
         )
-    kept: Any = config.get("sources") or {}
-    for name, wanted in kept.items():
-        if name not in _FUNCTIONS:
-            raise RunDirectoryError(
-                f"{data.path} used the function {name}, which a Python program gave",
-                why="a replay reads functions from the files that the recipe names",
-                fix="write the function into a file, and train with reward.function",
-            )
-        recipe = _with_kept(recipe, name, str(wanted), data.path, data.base, folder)
+    for name, wanted in _sources(config).items():
+        if name in _FUNCTIONS:
+            recipe = _with_kept(recipe, name, wanted, data.path, data.base, folder)
     return recipe
+
+
+def given_rewards(data: RecordedRun, config: Mapping[str, JSON]) -> Given:
+    """Return the rewards that a Python program gave to the run, from their source texts.
+
+    Raises:
+        RunDirectoryError: a source text is missing or has changed.
+    """
+    named = {name: wanted for name, wanted in _sources(config).items() if name not in _FUNCTIONS}
+    texts = {name: _kept_source(data.path, name, wanted, name) for name, wanted in named.items()}
+    return Given(
+        reward=tuple(restored(name.partition(".")[2], each.decode()) for name, each in texts.items())
+    )
+
+
+def _sources(config: Mapping[str, JSON]) -> Mapping[str, str]:
+    """Return the digests of a config's functions, by name."""
+    kept: Any = config.get("sources") or {}
+    return {name: str(wanted) for name, wanted in kept.items()}
+
+
+def _kept_source(run: Path, name: str, wanted: str, shown: str) -> bytes:
+    """Return the text of a function in the run directory, in the version of a digest."""
+    source = run / layout.SOURCES / f"{name}-{wanted}.py"
+    text = source.read_bytes() if source.is_file() else None
+    if text is None or digest(text) != wanted:
+        state = "is missing" if text is None else "has changed"
+        raise RunDirectoryError(
+            f"the function {shown} of {run} is not available",
+            why=f"its text had the digest {wanted}, and {source} {state}",
+            fix=f"restore {source}; rillflow verify {run} names all damaged files",
+        )
+    return text
 
 
 def _with_kept(recipe: Recipe, name: str, wanted: str, run: Path, base: Path, folder: Path) -> Recipe:
@@ -143,20 +171,14 @@ def _with_kept(recipe: Recipe, name: str, wanted: str, run: Path, base: Path, fo
     file = base / written
     if file.is_file() and digest(file.read_bytes()) == wanted:
         return recipe
-    source = run / layout.SOURCES / f"{name}-{wanted}.py"
-    if not source.is_file() or digest(source.read_bytes()) != wanted:
-        raise RunDirectoryError(
-            f"{name} was {text} with the digest {wanted}",
-            why=f"{file} has changed since, and {source} is missing or has changed",
-            fix=f"restore one of the two files; rillflow verify {run} names all damaged files",
-        )
+    source = _kept_source(run, name, wanted, text)
     copied = folder / f"{name}-{wanted}" / file.name
     if not copied.exists():
         copied.parent.mkdir(parents=True)
         for beside in file.parent.iterdir() if file.parent.is_dir() else ():
             if beside.name not in (file.name, "__pycache__"):
                 (copied.parent / beside.name).symlink_to(beside.absolute())
-        copied.write_bytes(source.read_bytes())
+        copied.write_bytes(source)
     chosen = f"{copied}:{function}"
     parse_function(chosen, base)
     if name == "agent":

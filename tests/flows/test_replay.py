@@ -137,6 +137,23 @@ def test_changed_settings_apply_from_the_step_of_their_start(tiny: Tiny) -> None
     assert main(["replay", str(run), "--step", "8"]) == 2
 
 
+def test_rows_sampled_ahead_of_a_change_are_equal(tiny: Tiny) -> None:
+    tiny.write(f"steps = 6\nfreshness = 2\n{SUMS}{INLINE}")
+
+    def stop(result: rillflow.StepResult) -> None:
+        if result.step == 2:
+            result.run.stop()
+
+    rillflow.train(tiny.recipe, dir=tiny.folder / "run", callbacks=[stop], quiet=True)
+    assert tiny.run("run", "policy.lr=5e-3") == 0
+    after = [
+        each["after_step"]
+        for each in json.loads((tiny.folder / "run" / "environment.json").read_text())["starts"]
+    ]
+    assert after[0] == 0 < after[1] < 6
+    assert replay(tiny.folder / "run").difference is None
+
+
 def flip(run: Path, column: str, place: int, step: int = 3) -> None:
     """Change one value of a step's rollouts."""
     (file,) = (run / "rollouts").glob(f"step-{step:06d}-*")
@@ -267,6 +284,20 @@ def test_other_data_are_refused_with_the_row(tiny: Tiny, capsys: pytest.CaptureF
     assert "line 4" in refusal(capsys, run)
     tiny.write_rows(8)
     assert "has 8 rows; these steps of" in refusal(capsys, run)
+
+
+def longer(completions: list[str]) -> list[float]:
+    return [len(text) / 3 for text in completions]
+
+
+def test_rewards_given_in_python_are_read_from_their_kept_texts(tiny: Tiny) -> None:
+    tiny.write(f"steps = 2\n{SUMS}")
+
+    def even(completions: list[str]) -> list[float]:
+        return [1.0 - len(text) % 2 for text in completions]
+
+    run = rillflow.train(tiny.recipe, reward=[longer, (even, 0.5)], dir=tiny.folder / "run", quiet=True)
+    assert run.replay().difference is None
 
 
 def test_a_run_of_the_groups_that_are_ready_first_and_one_from_python_are_refused(
