@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import rillflow
 from rillflow.app.replay import replay
 from rillflow.cli.main import main
+from rillflow.errors import RunDirectoryError
 from rillflow.runs.lock import Lock
 from tests.flows.conftest import REWARD, SUMS, Tiny, written
 
@@ -270,6 +271,24 @@ def test_bad_input_is_refused_in_words(
     known = json.loads((copy / "environment.json").read_text())
     (copy / "environment.json").write_text(json.dumps({**known, "format": 0}))
     assert "has format 0" in refusal(capsys, run)
+
+
+def test_a_damaged_checkpoint_is_skipped_and_a_removed_one_is_named(
+    copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = copy / "checkpoints" / "step-000002"
+
+    def remove(_: str) -> None:
+        if kept.is_dir():
+            kept.rename(copy / "checkpoints" / "away")
+
+    with pytest.raises(RunDirectoryError, match="step-000002 was removed while the replay used it"):
+        replay(copy, 3, say=remove)
+    (copy / "checkpoints" / "away").rename(kept)
+    (kept / "state.json").write_text("{}")
+    assert main(["replay", str(copy), "--step", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "state.json is not what was written" in said and "steps 1 to 3, from the start" in said
 
 
 def test_other_data_are_refused_with_the_row(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
