@@ -1,208 +1,350 @@
-"""Replay: re-run a skipped update from its saved bundle and report the first non-finite value.
+"""Replay: re-run recorded steps of a run in a temporary run directory, and compare every value.
 
-bundle ─ role, rows, settings ─> the same update on one rank ─┬─ finite ─> nothing to report
-                                                              └─ NotFiniteError ─> row by row:
-    weights ─> fields ─> every module's output in turn ─> terms of the loss ─> gradients
+    RUN ─ checkpoint before the step, settings of that time, kept sources ─> temporary run directory
+            launch, as a resume does ─> steps ─ Comparison ─> equal, or the first difference and its reasons
+
+Nothing is written into RUN: the replay links its checkpoint and copies its small files. Every placement gives
+the same bits, so the replay runs in this process by default. A run whose settings changed between its starts
+is replayed part by part, each with the settings of its time.
+
+A run that takes the groups that are ready first depends on timing: ``_require_in_order`` refuses it.
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FunctionType
-from typing import Any, NamedTuple
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
-
-from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm
-from rillflow.errors import NotFiniteError, RunDirectoryError, TrainingError
-from rillflow.graph.loss import LossSection, LossTerm
-from rillflow.models.config import ModelConfig
-from rillflow.models.language_model import load_model, load_scalar_model
-from rillflow.records.batch import Batch, concatenate, load_batch
+from rillflow.algorithms.config import is_ready_first
+from rillflow.app.compared_weights import compare_weights
+from rillflow.app.facts import RecipeFacts
+from rillflow.app.launch import launch
+from rillflow.app.phases import phase_plans
+from rillflow.app.recipe import Recipe, recipe_class
+from rillflow.app.replay_facts import (
+    RecordedRun,
+    given_rewards,
+    kept_functions,
+    reasons,
+    recorded_run,
+    require_same_data,
+    settings_by_step,
+)
+from rillflow.app.resume import BESIDE_SETTINGS, drawn_from, resolved
+from rillflow.config.load import apply_overrides, parse_override, validate
+from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
+from rillflow.controller.interrupt import Interruption
+from rillflow.errors import Interrupted, RillflowError, RunDirectoryError, TrainingError
+from rillflow.records.metrics import Metrics
 from rillflow.runs import layout
-from rillflow.training.config import TrainConfig
-from rillflow.training.guards import describe_token, loss_tokens
-from rillflow.training.loss import are_sampled, loss_of
-from rillflow.training.skipping import ABOUT
-from rillflow.training.trainer import Objective, Trainer
-from rillflow.workers.collectives import SingleRank
+from rillflow.runs.comparison import ComparedStep, Comparison, Difference
+from rillflow.runs.evidence import Evidence
+from rillflow.runs.json_lines import JSON, encode, read_json, read_lines
+from rillflow.runs.reader import read_starts
 
-Losses = Mapping[str, Any]
-"""Functions and sections of losses, by module and name."""
+_UNWRITTEN: Mapping[str, JSON] = {"checkpoint_minutes": 0.0, "checkpoint_every": 0, "keep_checkpoints": 1}
+"""Settings of a replay that writes few checkpoints; they change no value."""
 
 
-class Replayed(NamedTuple):
-    """Result of one role's replayed update."""
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """Result of a replay."""
 
-    role: str
-    """Role that was updated."""
-    recorded: str
-    """Reason that the run recorded."""
-    first: str | None
-    """First non-finite tensor, with row and token; None if all are finite here."""
+    start: int
+    """Step of the checkpoint that the replay started from; 0 for the start of the run."""
+    steps: Sequence[ComparedStep]
+    """Compared steps in order, up to the first difference."""
+    reasons: Sequence[str]
+    """Facts that may explain the difference."""
+
+    @property
+    def difference(self) -> Difference | None:
+        """The first value that differs; None if all compared values are equal."""
+        return next((each.difference for each in self.steps if each.difference is not None), None)
 
 
-def replay(bundle: Path, algorithms: Sequence[Algorithm] = ()) -> list[Replayed]:
-    """Re-run every update of a bundle, on one rank and without changing a file.
+def replay(
+    run: Path,
+    step: int | None = None,
+    *,
+    settings: Sequence[str] = (),
+    algorithms: Sequence[Algorithm] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> Replayed:
+    """Re-run steps of a run, and compare all recorded values with the new ones up to the first difference.
 
     Args:
-        bundle: the bundle's folder.
-        algorithms: custom algorithms; an update's loss may be a function or a section in one of their files.
+        run: the run directory; it may be finished, in use by another process, or read-only.
+        step: the last step to re-run, from the newest checkpoint before it; None: every step from the start.
+        settings: ``KEY=VALUE`` texts that change settings for the replay.
+        algorithms: custom algorithms that the run's recipe names.
+        say: receives one line per compared step.
 
     Raises:
-        RunDirectoryError: the folder is not a bundle, or is damaged.
-        ModelError: its weights cannot be loaded.
+        RunDirectoryError: there is no such step, the run cannot be replayed, or one of its files is damaged.
+        DataError: a row of its data has changed.
     """
-    folders = sorted(file.parent for file in bundle.glob(f"*/{ABOUT}"))
-    if not folders:
+    data = recorded_run(run)
+    last = _last_step(data, step)
+    checkpoint = None if step is None else _checkpoint_before(run, last, say)
+    start = checkpoint.step if checkpoint is not None else 0
+    origin = "the start" if checkpoint is None else str(checkpoint.path)
+    say(f"steps {start + 1} to {last}, from {origin}")
+    with tempfile.TemporaryDirectory(prefix="rillflow-replay-") as folder:
+        again = _TemporaryRun(data, Path(folder), start, last, say)
+        with _explained(checkpoint):
+            for config, end in settings_by_step(data, start, last):
+                recipe = _recipe(data, config, again, settings, algorithms)
+                again.run(recipe, config, checkpoint, end)
+                if again.has_difference:
+                    break
+            again.finish()
+        found = Replayed(start=start, steps=tuple(again.steps), reasons=())
+        if found.difference is None:
+            _require_reached(found, last)
+            return found
+        why = reasons(data, found.difference.step, read_starts(again.path), settings)
+        return Replayed(start=start, steps=found.steps, reasons=why)
+
+
+def _last_step(data: RecordedRun, step: int | None) -> int:
+    """Return the last step to re-run."""
+    made = data.last
+    if step is not None and step not in data.steps:
         raise RunDirectoryError(
-            f"{bundle} is not a bundle",
-            why=f"none of its folders contains {ABOUT}",
-            fix="name a folder such as RUN/bundles/step-000012; skips.jsonl lists the skipped updates",
+            f"{data.path} has no step {step}",
+            why=f"its records end with step {made}" if step > made else "its records lack it",
+            fix=f"give --step a number from 1 to {made}",
         )
-    own = _losses(algorithms)
-    try:
-        config = json.loads((bundle / layout.CONFIG).read_text())
-        return [_replayed(folder, config, own) for folder in folders]
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    return made if step is None else step
+
+
+def _require_reached(found: Replayed, last: int) -> None:
+    reached = max((each.step for each in found.steps), default=found.start)
+    if reached < last:
         raise RunDirectoryError(
-            f"the bundle {bundle} cannot be read", why=f"{type(error).__name__}: {error}"
+            f"the replay ended after step {reached}, before step {last}",
+            why="the settings of the replay make fewer steps; all compared values are equal",
+            fix="leave out --set algorithm.steps, or give a smaller --step",
+        )
+
+
+def _checkpoint_before(run: Path, step: int, say: Callable[[str], None]) -> Checkpoint | None:
+    """Return the newest checkpoint before a step; None if the run keeps none, or none is intact."""
+    identity = str(read_json(run / layout.ENVIRONMENT).get("run", ""))
+    try:
+        return latest_checkpoint(run / layout.CHECKPOINTS, identity, before=step)
+    except RunDirectoryError as error:
+        say(f"note: {error.what}; the replay starts from the beginning")
+        return None
+
+
+@contextmanager
+def _explained(checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Name the cause if the run removed the checkpoint while the replay used it."""
+    try:
+        yield
+    except RillflowError as error:
+        if checkpoint is None or checkpoint.path.is_dir():
+            raise
+        raise RunDirectoryError(
+            f"{checkpoint.path} was removed while the replay used it",
+            why="the run goes on, and keeps only its newest checkpoints",
+            fix="replay again; a larger run.keep_checkpoints keeps them longer",
         ) from error
 
 
-def _losses(algorithms: Sequence[Algorithm]) -> Losses:
-    """Return the functions and the loss sections in the files of these algorithms, by module and name."""
-    known = [each for one in algorithms for each in vars(sys.modules[one.step.__module__]).values()]
-    named = [each for each in known if isinstance(each, FunctionType) or _is_section(each)]
-    return {f"{each.__module__}:{each.__qualname__}": each for each in named}
+def _recipe(
+    data: RecordedRun,
+    config: Mapping[str, JSON],
+    again: _TemporaryRun,
+    settings: Sequence[str],
+    algorithms: Sequence[Algorithm],
+) -> Recipe:
+    """Return the recipe of a replay: the run's at that time, in this process, with the kept functions.
+
+    Raises:
+        RunDirectoryError: see ``_require_in_order`` and ``kept_functions``.
+    """
+    kept = {name: value for name, value in config.items() if name not in BESIDE_SETTINGS}
+    given = apply_overrides(kept, [parse_override(text) for text in settings])
+    recipe = validate(recipe_class(algorithms), given, str(data.path))
+    run = recipe.run.model_copy(update={**_UNWRITTEN, "dir": str(again.path)})
+    placement, engine = recipe.placement, recipe.rollout.engine
+    is_chosen = any(text.startswith("placement.backend") for text in settings)
+    if engine == "native" and not (is_chosen or placement.is_inline):
+        placement = placement.model_copy(update={"backend": "inline", "address": None})
+    recipe = recipe.model_copy(update={"run": run, "placement": placement})
+    _require_in_order(recipe, data.path)
+    return kept_functions(recipe, data, config, again.functions)
 
 
-def _is_section(found: object) -> bool:
-    return isinstance(found, type) and issubclass(found, LossSection)
+def _require_in_order(recipe: Recipe, run: Path) -> None:
+    """Refuse a run whose steps depend on timing.
+
+    Raises:
+        RunDirectoryError: a phase trains on the groups that are ready first.
+    """
+    for plan in phase_plans(recipe):
+        if is_ready_first(plan.config):
+            raise RunDirectoryError(
+                f"{run} trained on the groups that were ready first",
+                why='algorithm.async_mode = "ready_first" makes the rows of a step depend on timing',
+                fix="replay a run with its steps in order; a skipped update is replayed from its bundle",
+            )
 
 
-def _replayed(folder: Path, config: Mapping[str, Any], own: Losses) -> Replayed:
-    about = json.loads((folder / ABOUT).read_text())
-    rows = [bundled_rows(folder, index) for index in range(len(about["aims"]))]
-    first = _odd_weight(folder / folder.name)
-    if first is None:
-        trainer, module = _trainer(folder, config, is_scalar=about["aims"][0]["is_scalar"])
-        saved = zip(rows, about["aims"], strict=True)
-        aims = [_aim(trainer, batch, each, config, own) for batch, each in saved]
+class _Ended(Interrupted):
+    """Ends a replay at its first difference, without a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """A finished step of the replay."""
+
+    phase: str
+    step: int
+    metrics: Metrics
+
+
+class _TemporaryRun:
+    """The temporary run, and its comparison with the recorded one.
+
+    Args:
+        data: the recorded run.
+        folder: empty folder for the temporary run.
+        start: step that the replay starts after.
+        last: last step of the replay.
+        say: receives one line per compared step.
+    """
+
+    def __init__(
+        self, data: RecordedRun, folder: Path, start: int, last: int, say: Callable[[str], None]
+    ) -> None:
+        self.path = folder / "run"
+        """Run directory of the replay."""
+        self.functions = folder / "functions"
+        """Folder of functions whose files have changed since."""
+        self.steps: list[ComparedStep] = []
+        """Compared steps."""
+        self._data, self._start, self._last, self._say = data, start, last, say
+        self._comparison = Comparison(data.path, data.steps, self.path, last)
+        self._pending: _Told | None = None
+        self._error: RillflowError | None = None
+
+    @property
+    def has_difference(self) -> bool:
+        """Whether the last compared step has a difference."""
+        return bool(self.steps) and self.steps[-1].difference is not None
+
+    def run(
+        self, recipe: Recipe, config: Mapping[str, JSON], checkpoint: Checkpoint | None, last: int
+    ) -> None:
+        """Run the steps up to ``last``, from the newest checkpoint of the temporary run."""
+        if checkpoint is not None and not self.path.exists():
+            self._copy(checkpoint, recipe)
+        base = self._data.base
+        given, drawn = given_rewards(self._data, config), drawn_from(self.path)
+        facts = RecipeFacts(recipe=recipe, base=base, given=given, drawn=drawn, say=lambda _: None)
+        require_same_data(facts, self._data, config)
+        if self.path.exists():
+            settings = resolved(recipe, facts.task, base)
+            Evidence(self.path).write(layout.CONFIG, encode(settings, indent=2), settings)
+        asked = Interruption(last=last)
         try:
-            trainer.step(*aims)
-        except NotFiniteError as error:
-            first = _first(trainer, module, aims) or error.what
-    return Replayed(folder.name, about["reason"], first)
+            launch(recipe, base, quiet=True, given=given, told=self._told, interruption=asked)
+        except Interrupted:
+            if self._error is not None:
+                raise self._error from None
+            if asked.requested:
+                raise Interrupted(
+                    "the replay was stopped, as requested",
+                    why=f"its temporary files are removed; {self._data.path} is unchanged",
+                    fix="run the same command to replay from the beginning",
+                ) from None
+        except TrainingError:  # the run itself may have ended with this error after its last step
+            if self._pending is None or self._pending.step != self._data.last:
+                raise
 
+    def _copy(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
+        """Make a run directory that a resume continues from a checkpoint of the recorded run."""
+        run = self._data.path
+        kept = self.path / layout.CHECKPOINTS / f"step-{checkpoint.step:06d}"
+        kept.parent.mkdir(parents=True)
+        kept.symlink_to(checkpoint.path.absolute(), target_is_directory=True)
+        (self.path / layout.LOCK).touch()
+        evidence = Evidence(self.path)
+        identity: dict[str, JSON] = {**read_json(run / layout.ENVIRONMENT), "starts": []}
+        evidence.write(layout.ENVIRONMENT, encode(identity, indent=2), identity)
+        for name in (layout.DATA, layout.TOKENS):
+            if (run / name).is_file():
+                evidence.write(name, (run / name).read_bytes())
+        for name in (layout.EVALUATIONS, layout.SKIPS):
+            for line in read_lines(run / name).lines:
+                step = line.data.get("step")
+                if isinstance(step, int) and step <= checkpoint.step:
+                    evidence.append(name, step, line.text)
+        if checkpoint.state["phase"] == len(phase_plans(recipe)) - 1 and checkpoint.state["done"]:
+            self._keep_reference(run)
 
-def bundled_rows(folder: Path, aim: int) -> Batch:
-    """Return the rows of one aim, from all ranks."""
-    return concatenate([load_batch(file) for file in sorted(folder.glob(f"rows-{aim}-*.safetensors"))])
+    def _keep_reference(self, run: Path) -> None:
+        """Give the temporary run the reference of its phase, which a resume reads and never writes."""
+        if (run / layout.REFERENCE).is_dir():
+            (self.path / layout.REFERENCE).symlink_to((run / layout.REFERENCE).absolute())
+        for totals in run.glob("*_totals.jsonl"):
+            shutil.copyfile(totals, self.path / totals.name)
 
+    def _told(self, phase: str, step: int, metrics: Metrics) -> None:
+        """Compare the step before, whose rows are on disk by now.
 
-def _trainer(folder: Path, config: Mapping[str, Any], *, is_scalar: bool) -> tuple[Trainer, nn.Module]:
-    """Return a trainer of the role's weights; its learning rate is 0, so a finite update changes nothing."""
-    given = {name: config["policy"][name] for name in TrainConfig.model_fields}
-    train = TrainConfig.model_validate(given).model_copy(update={"lr": 0.0})
-    path, dtype = str((folder / folder.name).absolute()), config["policy"]["model"]["dtype"]
-    model, where = ModelConfig(path=path, dtype=dtype), {"device": torch.device("cpu"), "base": Path()}
-    if is_scalar:
-        scalar = load_scalar_model(model, seed=0, section="bundle", **where)  # type: ignore[arg-type]
-        return Trainer(scalar.module, train, total_steps=1), scalar.module
-    language = load_model(model, seed=0, **where)  # type: ignore[arg-type]
-    return Trainer(language.module, train, total_steps=1), language.module
+        Raises:
+            _Ended: there is a difference, or a file of the recorded run is damaged.
+        """
+        try:
+            self._compare()
+        except RillflowError as error:
+            self._error = error
+            raise _Ended("a file of the run is damaged") from error
+        if self.has_difference:
+            raise _Ended("a value differs")
+        self._pending = _Told(phase=phase, step=step, metrics=metrics)
 
+    def finish(self) -> None:
+        """Compare the last step, and its weights if the run has a checkpoint of it."""
+        if self._pending is not None:
+            told, self._pending = self._pending, None
+            found = self._comparison.step(told.step, told.phase, told.metrics)
+            self._add(found if found.difference is not None else self._with_weights(found))
 
-def _aim(
-    trainer: Trainer, rows: Batch, about: Mapping[str, Any], config: Mapping[str, Any], own: Losses
-) -> Objective:
-    """Rebuild an aim from the facts that the bundle keeps about its loss; see ``Loss.about``."""
-    source, options = own.get(about["source"]) or formulas.named(about["source"]), about["options"]
-    if source is None:
-        raise RunDirectoryError(
-            f"replay does not know the update's loss, {about['source'].replace(':', '.')}",
-            why="the file of a custom algorithm defines it, and replay executes no code from a bundle",
-            fix="replay with that file: python FILE.py replay BUNDLE",
-        )
-    if _is_section(source):
-        source, options = source.model_validate(options), {}
-    term = LossTerm(loss=source, count=1, options=options, name=about["loss"])
-    loss = loss_of(term, about["model_outputs"], about["loss"], config["rollout"]["max_tokens"])
-    sampled = not loss.is_scalar and are_sampled(rows)
-    return trainer.aim(
-        rows, loss, config["rollout"]["temperature"] if sampled else 1.0, weight=about["weight"]
-    )
-
-
-def _odd_weight(folder: Path) -> str | None:
-    """Return the first non-finite weight; the module is not loaded if there is one."""
-    for file in sorted(folder.glob("*.safetensors")):
-        for name, weight in load_file(file).items():
-            odd = (~weight.isfinite()).nonzero()
-            if len(odd):
-                return f"the weight {name} at {odd[0].tolist()}"
-    return None
-
-
-def _first(trainer: Trainer, module: nn.Module, aims: list[Objective]) -> str | None:
-    """Return the first non-finite tensor, with each row, or unit of rows, run alone."""
-    for look in (_forward, _backward):
-        for aim in aims:
-            step = aim.loss.rows_together
-            for start in range(0, len(aim.rows), step):
-                rows = aim.rows.slice(start, start + step)
-                try:
-                    found = look(trainer, module, replace(aim, rows=rows))
-                except NotFiniteError as error:
-                    found = f"row ({rows.row_id(0)}): {error.what}"
-                except TrainingError:  # it has no loss token
-                    continue
-                if found is not None:
-                    return found
-    return None
-
-
-def _forward(trainer: Trainer, module: nn.Module, aim: Objective) -> str | None:
-    """Return the first non-finite value up to the terms of the loss; None if all are finite."""
-    part = aim.loss.settled(aim.loss.prepare(aim.rows), aim.rows, aim.score, SingleRank())
-    assert part is not None, "there are rows"
-    tokens, seen = loss_tokens(part), list[str]()
-    with ExitStack() as stack, torch.no_grad():
-        for name, each in module.named_modules():
-            stack.callback(each.register_forward_hook(_look(name, part, seen)).remove)
-        read = trainer.scorer.forward(part, aim.reader)
-    odd = (~aim.loss(read, tokens).terms.isfinite()).nonzero()
-    if not len(odd) or seen:
-        return seen[0] if seen else None
-    index = int(odd[0])
-    return f"the loss at {describe_token(tokens, index)}: {aim.reader.describe(read, index)}"
-
-
-def _backward(trainer: Trainer, _: nn.Module, aim: Objective) -> None:
-    trainer.step(aim)
-
-
-def _look(name: str, rows: Batch, seen: list[str]) -> Callable[[nn.Module, Any, Any], None]:
-    """Return a hook that records a module's non-finite output; packed tokens lie row after row."""
-
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if not isinstance(first, Tensor) or first.dim() != 3 or bool(first.isfinite().all()):
+    def _compare(self) -> None:
+        """Compare the step that was told last; before the first one, the evaluation at the start."""
+        if self._pending is None:
+            if self._start == 0 and not self.steps:
+                self._before_first()
             return
-        place = int((~first.isfinite()).any(-1)[0].nonzero()[0])
-        tokens = rows.ragged("tokens")
-        row, where = int(tokens.row_of[place]), int(tokens.positions[place])
-        token = f"token {where} (id {int(tokens.values[place])}) of row ({rows.row_id(row)})"
-        seen.append(f"the output of {name} at {token}")
+        told, self._pending = self._pending, None
+        self._add(self._comparison.step(told.step, told.phase, told.metrics))
 
-    return hook
+    def _before_first(self) -> None:
+        compared, left = dict[str, int](), list[str]()
+        found = self._comparison.evaluations(0, compared, left)
+        if compared.get("evaluations") or found is not None:
+            self._add(ComparedStep(step=0, compared=compared, left_out=left, difference=found))
+
+    def _add(self, step: ComparedStep) -> None:
+        self.steps.append(step)
+        self._say(str(step))
+
+    def _with_weights(self, found: ComparedStep) -> ComparedStep:
+        name = f"{layout.CHECKPOINTS}/step-{found.step:06d}"
+        recorded, replayed = self._data.path / name, self.path / name
+        if not recorded.is_dir():
+            return replace(
+                found, left_out=[*found.left_out, "weights, the run has no checkpoint of the step"]
+            )
+        return compare_weights(found, recorded, replayed)

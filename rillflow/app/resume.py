@@ -150,7 +150,7 @@ def _kept_data(run: Path) -> Mapping[str, Any]:
     return kept
 
 
-def _require_same_rows(task: Task, run: Path) -> None:
+def require_same_rows(task: Task, run: Path) -> None:
     """Refuse data in which a row of the run has changed or is missing."""
     kept, now = _kept_data(run), task.fingerprint
     apart, drawn = (task.held_out, ()) if now.held_out else ((), task.held_out)
@@ -185,7 +185,7 @@ def require_possible(recipe: Recipe, run: Path, changed: Iterable[Change], task:
         )
     for change in changed:
         if change.key == "data.digest":
-            _require_same_rows(task, run)
+            require_same_rows(task, run)
         paid = change.key == "algorithm.loss.kl" and change.old == 0
         if paid and not (run / layout.REFERENCE).is_dir():
             raise RunDirectoryError(

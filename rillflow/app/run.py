@@ -6,7 +6,7 @@ run directory ─┬─ metrics, evaluations, rollouts, settings   read again at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,9 @@ from rillflow.runs.rollouts import RolloutRecord
 from rillflow.runs.run_data import load
 
 if TYPE_CHECKING:
+    from rillflow.algorithms.algorithm import Algorithm
     from rillflow.app.ask import Question, Respondent
+    from rillflow.app.replay import Replayed
 
 
 class Run:
@@ -130,6 +132,20 @@ class Run:
             step = int(folder.name.removeprefix("step-"))
             self._respondents = {key: Respondent(self.path, step=step, chat=chat, **how)}
         return self._respondents[key].answer(question if isinstance(question, str) else tuple(question))
+
+    def replay(
+        self, step: int | None = None, settings: Sequence[str] = (), algorithms: Sequence[Algorithm] = ()
+    ) -> Replayed:
+        """Re-run the step, or every step, and compare it with its record; see ``rillflow replay``.
+
+        Args:
+            step: the last step to re-run, from the newest checkpoint before it; None: all from the start.
+            settings: ``KEY=VALUE`` texts that change settings for the replay.
+            algorithms: your own algorithms, which the run's recipe names.
+        """
+        from rillflow.app.replay import replay
+
+        return replay(self.path, step, settings=settings, algorithms=algorithms)
 
     def report(self) -> Path:
         """Write ``report.html`` and return its path."""

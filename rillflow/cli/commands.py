@@ -240,11 +240,37 @@ def verify(arguments: argparse.Namespace) -> int:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """``rillflow replay``: re-run a skipped update; return 1 if it is not finite here either."""
+    """``rillflow replay``: re-run steps, return 1 if a value differs; or a skipped update, if not finite."""
+    from rillflow.runs.layout import is_run_directory
+
+    run: Path = arguments.source
+    return _replay_steps(arguments, run) if is_run_directory(run) else _replay_update(arguments, run)
+
+
+def _replay_steps(arguments: argparse.Namespace, run: Path) -> int:
     from rillflow.app.replay import replay as replayed
 
+    given = {"settings": arguments.set, "algorithms": arguments.algorithms}
+    found = replayed(run, arguments.step, **given, say=lambda line: print(visible(line), flush=True))
+    if found.difference is None:
+        return DONE
+    print(visible(f"first difference in step {found.difference.step}\n  {found.difference}"))
+    for reason in found.reasons or ("nothing that the run recorded differs here",):
+        print(visible(f"  possible reason: {reason}"))
+    return FAILED
+
+
+def _replay_update(arguments: argparse.Namespace, bundle: Path) -> int:
+    from rillflow.app.bundle import replay_bundle
+
+    if arguments.step is not None or arguments.set:
+        raise ConfigError(
+            f"{bundle} is not a run directory, and --step or --set is given",
+            why="a bundle holds one skipped update with its settings",
+            fix="name the run directory, or leave the options out",
+        )
     code = DONE
-    for one in replayed(arguments.bundle, arguments.algorithms):
+    for one in replay_bundle(bundle, arguments.algorithms):
         print(f"{one.role}\n  the run found  {one.recorded}")
         print(f"  first here     {one.first or 'nothing: every number is finite on this machine'}")
         code = FAILED if one.first else code

@@ -133,14 +133,13 @@ def recipe_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = Fal
     """Add the arguments of a command that reads a recipe."""
     count = {"nargs": "?"} if is_optional else {}
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a recipe's TOML file", **count)  # type: ignore[arg-type]
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change a setting, such as policy.lr=1e-5; may be repeated; the value none removes a setting",
-    )
+    told = "change a setting, such as policy.lr=1e-5; may be repeated; the value none removes a setting"
+    _set_argument(parser, told)
     parser.add_argument("--dir", metavar="DIR", help="the run directory; short for --set run.dir=DIR")
+
+
+def _set_argument(parser: argparse.ArgumentParser, told: str) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=told)
 
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
@@ -262,9 +261,11 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def _replay_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "bundle", type=Path, metavar="BUNDLE", help="folder of a bundle, such as RUN/bundles/step-000012"
-    )
+    told = "a run directory; or the bundle of a skipped update, such as RUN/bundles/step-000012"
+    parser.add_argument("source", type=Path, metavar="RUN_OR_BUNDLE", help=told)
+    told = "last step to re-run, from the newest checkpoint before it; left out, every step from the start"
+    parser.add_argument("--step", type=_count, metavar="N", help=told)
+    _set_argument(parser, "change a setting for the replay, such as placement.backend=ray; may be repeated")
 
 
 def _merge_arguments(parser: argparse.ArgumentParser) -> None:
@@ -335,7 +336,7 @@ COMMANDS: Mapping[str, Command] = {
         add_arguments=_report_arguments,
     ),
     "replay": Command(
-        help="re-run a skipped update from its bundle and report the first non-finite value",
+        help="re-run recorded steps of a run, or a skipped update, and name the first value that differs",
         run=commands.replay,
         add_arguments=_replay_arguments,
     ),

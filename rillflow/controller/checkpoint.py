@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -159,17 +160,18 @@ def updates_of(role: Saved) -> int:
     return role.updates
 
 
-def latest_checkpoint(folder: Path, run: str = "") -> Checkpoint | None:
+def latest_checkpoint(folder: Path, run: str = "", before: float = math.inf) -> Checkpoint | None:
     """Return the newest checkpoint whose files all match its manifest, or None when there is none.
 
     Args:
         folder: folder of all checkpoints.
         run: id of the reading run; checkpoints of other runs are skipped. Empty: none are skipped.
+        before: a step; only checkpoints of earlier steps are read.
 
     Raises:
         RunDirectoryError: there are checkpoints, and none matches its manifest.
     """
-    found = checkpoint_folders(folder)
+    found = [path for path in checkpoint_folders(folder) if checkpoint_step(path) < before]
     problems = []
     for path in found:
         problem = _problem(path, run)

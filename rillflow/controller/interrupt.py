@@ -52,11 +52,17 @@ class Interruption:
     Args:
         say: shows the user the message after the first signal; called in a separate thread.
         clock: returns seconds.
+        last: the step after which the run stops, with its evaluation and a checkpoint; None: the run's last.
     """
 
     def __init__(
-        self, say: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        say: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        last: int | None = None,
     ) -> None:
+        self.last = last
+        """Step after which the run stops; None for the run's last."""
         self.requested = False
         self.stage = RunStage.STARTING
         """Stage of the run; the caller sets it when the next stage begins."""

@@ -266,7 +266,8 @@ class Loop:
             if all(each.is_ready for each in save.asked):
                 self._ask(phase, save, wait=False)
         looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
-        if phase.freshness and (done == phase.steps or looked_at or self._is_due(done)):
+        is_last = step.number == self._interruption.last
+        if phase.freshness and (done == phase.steps or looked_at or is_last or self._is_due(done)):
             step.saving = self._begin_saving(phase, step.number, phase.flow.rows)
         return step
 
@@ -290,10 +291,10 @@ class Loop:
         if last or (not step.is_last and _due(step.done, self._cadence.evaluate_every)):
             reward = self._evaluate(phase, step.number)
         best, self._best_reward = reward > self._best_reward, max(self._best_reward, reward)
-        if step.saving or (not phase.freshness and (last or best or self._is_due(step.done))):
-            wait = last or step.is_last
-            path = self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=wait)
-            if step.is_last:
+        ends = step.is_last or step.number == self._interruption.last
+        if step.saving or (not phase.freshness and (last or best or ends or self._is_due(step.done))):
+            path = self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=last or ends)
+            if ends:
                 raise stopped(step.number, path)
 
     def _stop_between(self, phase: Phase) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from rillflow.errors import RewardError
 from rillflow.rewards.function import FunctionPath
 
+_WEIGHT = "# weight "
 _HEAD = "from __future__ import annotations\n"
 _READS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 
@@ -52,13 +53,20 @@ def shipped(function: Callable[..., Any], weight: float = 1.0) -> FunctionPath:
     name = plain.__name__ if plain.__name__.isidentifier() else "reward"
     text = _Text(name)
     text.add(name, function)
-    said = [f"# weight {weight}"] if weight != 1 else []
+    said = [f"{_WEIGHT}{weight}"] if weight != 1 else []
     return FunctionPath(
         file=Path.cwd() / f"<{name}>",
         name=name,
         text="\n".join([*said, _HEAD, *text.statements, ""]),
         weight=float(weight),
     )
+
+
+def restored(name: str, text: str) -> FunctionPath:
+    """Return the function that ``shipped`` turned into a source text."""
+    first = text.partition("\n")[0]
+    weight = float(first.removeprefix(_WEIGHT)) if first.startswith(_WEIGHT) else 1.0
+    return FunctionPath(file=Path.cwd() / f"<{name}>", name=name, text=text, weight=weight)
 
 
 class _Text:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rillflow.errors import RunDirectoryError
 from rillflow.runs import layout
@@ -53,6 +54,33 @@ def allowed_changes(path: Path, config: Mapping[str, JSON], may_change: Iterable
             fix="choose another run directory, or add --fresh to set the old one aside",
         )
     return found
+
+
+def undone(config: Mapping[str, JSON], changed: Sequence[Change]) -> dict[str, JSON]:
+    """Return a config as it was before some changes."""
+    if not changed:
+        return dict(config)
+    leaves = _flat(config)
+    for each in changed:
+        leaves.pop(each.key, None)
+    before = {**leaves, **{each.key: each.old for each in changed if each.old != _ABSENT}}
+    root: dict[str, Any] = {}
+    for key, value in before.items():
+        *above, name = key.split(".")
+        table = root
+        for part in above:
+            table = table.setdefault(part, {})
+        table[name] = value
+    return {name: _with_lists(value) for name, value in root.items()}
+
+
+def _with_lists(value: Any) -> JSON:
+    """Return nested tables with those whose keys are 0, 1, 2, ... as lists."""
+    if not isinstance(value, dict) or not value:
+        return value
+    if value.keys() == {str(index) for index in range(len(value))}:
+        return [_with_lists(value[str(index)]) for index in range(len(value))]
+    return {name: _with_lists(inner) for name, inner in value.items()}
 
 
 def _is_among(key: str, names: Sequence[str]) -> bool:

@@ -103,7 +103,7 @@ class RunDirectory(ExitStack):
             changes, notes = list[Change](), _restored(path)
             is_new = not (path / layout.CONFIG).exists()
             if not is_new:
-                _require_format(path)
+                require_format(path)
                 if holds_step(path):
                     changes = allowed_changes(path, config, may_change)
             if not holds_step(path):
@@ -297,7 +297,12 @@ def _require_ours_or_empty(path: Path) -> None:
         )
 
 
-def _require_format(path: Path) -> None:
+def require_format(path: Path) -> None:
+    """Refuse a run directory of another format.
+
+    Raises:
+        RunDirectoryError: another version of Rillflow wrote it.
+    """
     file = path / layout.ENVIRONMENT
     found = read_json(file)["format"] if file.exists() else layout.FORMAT
     if found != layout.FORMAT:

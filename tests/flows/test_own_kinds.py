@@ -12,10 +12,10 @@ import torch
 
 import rillflow
 from rillflow.algorithms.registry import ALGORITHMS
+from rillflow.app.bundle import replay_bundle
 from rillflow.app.check import check
 from rillflow.app.graphs import graphs
 from rillflow.app.recipe import load_recipe
-from rillflow.app.replay import replay
 from rillflow.errors import DataError
 from rillflow.formulas.preferences import AnswerTotals, PairLossConfig, pair_loss
 from tests.flows import own_kinds
@@ -73,7 +73,7 @@ def test_check_and_graph_speak_of_lists(tmp_path: Path) -> None:
 def test_a_skipped_update_is_replayed_by_the_file_that_has_its_loss(tmp_path: Path) -> None:
     run = train(tmp_path / "run", **{"algorithm.loss.beta": 1e308, "run.max_skipped": 9})
     (bundle,) = list((run.path / "bundles").iterdir())[:1]
-    (found,) = replay(bundle, OWN)
+    (found,) = replay_bundle(bundle, OWN)
     assert found.role == "policy" and found.recorded
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rillflow.app.replay import bundled_rows
+from rillflow.app.bundle import bundled_rows
 from rillflow.errors import NotFiniteError, TrainingError
 from rillflow.formulas.config import PolicyLossConfig
 from rillflow.records.batch import Batch

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import AlgorithmConfig
-from rillflow.app.replay import replay
+from rillflow.app.bundle import replay_bundle
 from rillflow.errors import RunDirectoryError
 from rillflow.formulas.config import PolicyLossConfig, ValueLossConfig
 from rillflow.models.config import ModelConfig, NewModel
@@ -67,7 +67,7 @@ def test_the_module_the_row_and_the_token_are_named(model: LanguageModel, tmp_pa
         for factor in (first.mlp.gate_proj, first.mlp.up_proj):
             factor.weight[:, 15] = 1e30
     bundled(model, tmp_path, batch)
-    (found,) = replay(tmp_path)
+    (found,) = replay_bundle(tmp_path)
     assert "loss is nan" in found.recorded
     where = "token 1 (id 11) of row (epoch 0 prompt 1 sample 0)"
     assert found.first == f"the output of model.layers.0.mlp.down_proj at {where}"
@@ -79,7 +79,7 @@ def test_a_weight_that_is_not_finite_is_named(model: LanguageModel, tmp_path: Pa
     with torch.no_grad():
         model.module.get_input_embeddings().weight[11, 5] = torch.nan
     bundled(model, tmp_path, batch)
-    (found,) = replay(tmp_path)
+    (found,) = replay_bundle(tmp_path)
     assert found.first == "the weight model.embed_tokens.weight at [11, 5]"
 
 
@@ -89,7 +89,7 @@ def test_a_field_that_is_not_finite_is_named(model: LanguageModel, tmp_path: Pat
     bundled(
         model, tmp_path, rows().with_fields(sampler_logprobs=trainer.scorer.logprobs(rows()), advantages=odd)
     )
-    (found,) = replay(tmp_path)
+    (found,) = replay_bundle(tmp_path)
     where = "row (epoch 0 prompt 1 sample 0)"
     assert found.first == f"{where}: advantages is inf at {where}"
     assert found.recorded == f"advantages is inf at {where}"
@@ -108,7 +108,7 @@ def test_a_critics_update_is_made_again(model: LanguageModel, tmp_path: Path) ->
     fields = {"returns": tokens.with_values(returns), "old_values": tokens.with_values(returns * 0)}
     trainer.update(rows().with_fields(**fields), ValueLoss(ValueLossConfig()))
     (tmp_path / "x" / "config.json").write_text(json.dumps(CONFIG))
-    (found,) = replay(tmp_path / "x")
+    (found,) = replay_bundle(tmp_path / "x")
     assert found.role == "critic"
     assert found.first is not None
     assert "token 4 (id 8) of row (epoch 0 prompt 1 sample 0)" in found.first
@@ -129,9 +129,9 @@ def test_a_loss_of_ones_own_is_replayed_by_the_file_that_has_it(model: LanguageM
     loss = TokenLoss(root_of, model_outputs=("logprobs", "entropy"), name="policy", options={"shift": 0.1})
     bundled(model, tmp_path, rows(), loss)
     with pytest.raises(RunDirectoryError, match=rf"(?s)loss, {__name__}\.root_of.*FILE\.py replay BUNDLE"):
-        replay(tmp_path)
+        replay_bundle(tmp_path)
     own = Algorithm(config=AlgorithmConfig, step=no_step)
-    (found,) = replay(tmp_path, [own])
+    (found,) = replay_bundle(tmp_path, [own])
     assert found.first is not None and "the loss at token 2 (id 5) of row (epoch 0 prompt 0" in found.first
 
 
@@ -141,15 +141,15 @@ def test_an_update_that_is_finite_here_says_so(model: LanguageModel, tmp_path: P
     hook = model.module.model.norm.weight.register_hook(lambda gradient: gradient * float("nan"))
     bundled(model, tmp_path, batch)
     hook.remove()
-    (found,) = replay(tmp_path)
+    (found,) = replay_bundle(tmp_path)
     assert found.first is None
     assert "gradient's norm is nan" in found.recorded
 
 
 def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="is not a bundle"):
-        replay(tmp_path)
+        replay_bundle(tmp_path)
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "bundle.json").write_text("{}")
     with pytest.raises(RunDirectoryError, match="cannot be read"):
-        replay(tmp_path)
+        replay_bundle(tmp_path)
