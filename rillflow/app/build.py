@@ -30,7 +30,7 @@ from rillflow.config.problems import together
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import LEFT, AsyncRollout, GroupInFlight
 from rillflow.controller.checkpoint import Checkpoint
-from rillflow.controller.decisions import Decisions
+from rillflow.controller.decisions import Decisions, RecordedDecisions
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
@@ -67,11 +67,18 @@ class Build:
         run: the run directory that records everything.
         checkpoint: the checkpoint to resume from; None to start from the beginning.
         stack: closes every rank when the run ends, with or without an error.
+        repeat: decisions that ready-first phases repeat.
     """
 
     def __init__(
-        self, facts: RecipeFacts, run: RunDirectory, checkpoint: Checkpoint | None, stack: ExitStack
+        self,
+        facts: RecipeFacts,
+        run: RunDirectory,
+        checkpoint: Checkpoint | None,
+        stack: ExitStack,
+        repeat: RecordedDecisions | None = None,
     ) -> None:
+        self._repeat = repeat
         recipe, self._task, self._run, self._checkpoint = facts.recipe, facts.task, run, checkpoint
         self._recipe = recipe
         placement, device = recipe.placement, recipe.run.device
@@ -197,6 +204,8 @@ class Build:
     ) -> AsyncRollout:
         """Return the source of steps that train on the groups that complete first."""
         config, delivery = plan.config, self._roles.delivery
+        after = kept.step if kept is not None else plan.first
+        script = self._repeat.after(after) if self._repeat is not None else ()
         assert isinstance(config, SampledConfig) and delivery is not None  # was checked
         rule: type[StalenessBound[GroupInFlight]] = (
             CapacityBound if config.on_stale == "drop" else StalenessBound
@@ -222,7 +231,7 @@ class Build:
                 most=(config.freshness + 1) * config.prompts_per_step,
                 step_rows=config.rows_per_step,
             ),
-            decisions=Decisions(self._run.log_decisions),
+            decisions=Decisions(self._run.log_decisions, script),
             again=load_batch(kept.prompts) if kept and kept.prompts.is_file() else self._rows(plan, left),
         )
 

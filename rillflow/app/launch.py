@@ -30,6 +30,7 @@ from rillflow.app.resume import (
     with_pools_of_run,
 )
 from rillflow.app.row_names import rows_named
+from rillflow.controller.decisions import RecordedDecisions
 from rillflow.controller.interrupt import Interruption, RunStage
 from rillflow.errors import RillflowError, RunDirectoryError
 from rillflow.placement.plan import Plan
@@ -57,6 +58,7 @@ def launch(
     given: Given = NOTHING,
     told: Callable[[str, int, Metrics], None] | None = None,
     interruption: Interruption | None = None,
+    repeat: RecordedDecisions | None = None,
 ) -> Summary:
     """Run a recipe to its end, from the newest checkpoint if there is one, and return a summary.
 
@@ -71,6 +73,7 @@ def launch(
         given: rows and rewards that are Python objects instead of files.
         told: is called after every whole step with its phase, number and metrics; its errors end the run.
         interruption: requests to stop the run; it also handles signals while this runs.
+        repeat: decisions that ready-first phases repeat, for a replay.
 
     Raises:
         RillflowError: an error that a user can fix; it states the problem, the reason and the fix.
@@ -93,7 +96,7 @@ def launch(
         run = stack.enter_context(RunDirectory.open(path, settings, may_change=MAY_CHANGE))
         require_possible(recipe, path, run.changes, facts.task)
         progress = stack.enter_context(Progress(total_steps=_steps(recipe), quiet=quiet, told=told))
-        _run(facts, notes, run, progress, plan, command, asked)
+        _run(facts, notes, run, progress, plan, command, asked, repeat)
         summary = summarise(path)
     if not quiet:
         _say(summary, path)
@@ -108,6 +111,7 @@ def _run(
     plan: Plan | None,
     command: Sequence[str],
     asked: Interruption,
+    repeat: RecordedDecisions | None,
 ) -> None:
     """Run the remaining steps, then write the summary and the report, also if the run ends early."""
     for note in run.notes:
@@ -120,7 +124,7 @@ def _run(
         asked.say = progress.note
         try:
             with asked.orderly():
-                _restarted(facts, run, progress, plan, command, asked)
+                _restarted(facts, run, progress, plan, command, asked, repeat)
         except Exception:
             _leave_report(run, progress)
             raise
@@ -169,6 +173,7 @@ def _restarted(
     plan: Plan | None,
     command: Sequence[str],
     asked: Interruption,
+    repeat: RecordedDecisions | None,
 ) -> None:
     """Train to the end; if a rank dies, start all ranks again from the newest checkpoint.
 
@@ -183,7 +188,7 @@ def _restarted(
     while True:
         try:
             with ExitStack() as ranks:
-                _train(facts, run, progress, ranks, plan, command, asked)
+                _train(facts, run, progress, ranks, plan, command, asked, repeat)
             return
         except RankDied as died:
             step = max(kept_steps(run.checkpoints), default=0)
@@ -204,6 +209,7 @@ def _train(
     plan: Plan | None,
     command: Sequence[str],
     interruption: Interruption,
+    repeat: RecordedDecisions | None,
 ) -> None:
     from rillflow.app.build import Build
     from rillflow.app.shared_paths import clock_notes
@@ -228,7 +234,7 @@ def _train(
     shutil.rmtree(run.path / layout.BUNDLES / layout.DRAFT, ignore_errors=True)
     for change in run.changes:
         progress.note(f"changed: {after(kept, change)}")
-    build = Build(facts, run, checkpoint, stack)
+    build = Build(facts, run, checkpoint, stack, repeat)
     encoding_notes = build.encoded.notes if build.encoded is not facts.encoded else ()
     for note in (*encoding_notes, *clock_notes(build.nodes)):
         progress.note(f"note: {note}")

@@ -7,7 +7,8 @@ Nothing is written into RUN: the replay links its checkpoint and copies its smal
 the same bits, so the replay runs in this process by default. A run whose settings changed between its starts
 is replayed part by part, each with the settings of its time.
 
-A run that takes the groups that are ready first depends on timing: ``_require_in_order`` refuses it.
+A run that takes the groups that are ready first repeats the decisions that it recorded, from its start: the
+rows in flight at a checkpoint are not in it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rillflow.algorithms.algorithm import Algorithm
-from rillflow.algorithms.config import is_ready_first
 from rillflow.app.compared_weights import compare_weights
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.launch import launch
@@ -30,6 +30,7 @@ from rillflow.app.replay_facts import (
     RecordedRun,
     given_rewards,
     kept_functions,
+    made_before,
     reasons,
     recorded_run,
     require_same_data,
@@ -38,6 +39,7 @@ from rillflow.app.replay_facts import (
 from rillflow.app.resume import BESIDE_SETTINGS, drawn_from, resolved
 from rillflow.config.load import apply_overrides, parse_override, validate
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
+from rillflow.controller.decisions import RecordedDecisions
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import Interrupted, RillflowError, RunDirectoryError, TrainingError
 from rillflow.records.metrics import Metrics
@@ -91,14 +93,15 @@ def replay(
     """
     data = recorded_run(run)
     last = _last_step(data, step)
-    checkpoint = None if step is None else _checkpoint_before(run, last, say)
+    by_readiness = (run / layout.DECISIONS).is_file()
+    checkpoint = None if step is None or by_readiness else _checkpoint_before(run, last, say)
     start = checkpoint.step if checkpoint is not None else 0
     origin = "the start" if checkpoint is None else str(checkpoint.path)
     say(f"steps {start + 1} to {last}, from {origin}")
     with tempfile.TemporaryDirectory(prefix="rillflow-replay-") as folder:
         again = _TemporaryRun(data, Path(folder), start, last, say)
         with _explained(checkpoint):
-            for config, end in settings_by_step(data, start, last):
+            for config, end in settings_by_step(data, start, last, is_ready_first=by_readiness):
                 recipe = _recipe(data, config, again, settings, algorithms)
                 again.run(recipe, config, checkpoint, end)
                 if again.has_difference:
@@ -169,7 +172,7 @@ def _recipe(
     """Return the recipe of a replay: the run's at that time, in this process, with the kept functions.
 
     Raises:
-        RunDirectoryError: see ``_require_in_order`` and ``kept_functions``.
+        RunDirectoryError: see ``kept_functions``.
     """
     kept = {name: value for name, value in config.items() if name not in BESIDE_SETTINGS}
     given = apply_overrides(kept, [parse_override(text) for text in settings])
@@ -180,23 +183,7 @@ def _recipe(
     if engine == "native" and not (is_chosen or placement.is_inline):
         placement = placement.model_copy(update={"backend": "inline", "address": None})
     recipe = recipe.model_copy(update={"run": run, "placement": placement})
-    _require_in_order(recipe, data.path)
     return kept_functions(recipe, data, config, again.functions)
-
-
-def _require_in_order(recipe: Recipe, run: Path) -> None:
-    """Refuse a run whose steps depend on timing.
-
-    Raises:
-        RunDirectoryError: a phase trains on the groups that are ready first.
-    """
-    for plan in phase_plans(recipe):
-        if is_ready_first(plan.config):
-            raise RunDirectoryError(
-                f"{run} trained on the groups that were ready first",
-                why='algorithm.async_mode = "ready_first" makes the rows of a step depend on timing',
-                fix="replay a run with its steps in order; a skipped update is replayed from its bundle",
-            )
 
 
 class _Ended(Interrupted):
@@ -257,7 +244,8 @@ class _TemporaryRun:
             Evidence(self.path).write(layout.CONFIG, encode(settings, indent=2), settings)
         asked = Interruption(last=last)
         try:
-            launch(recipe, base, quiet=True, given=given, told=self._told, interruption=asked)
+            repeat = RecordedDecisions(run=self._data.path, last=made_before(self._data, last))
+            launch(recipe, base, quiet=True, given=given, told=self._told, interruption=asked, repeat=repeat)
         except Interrupted:
             if self._error is not None:
                 raise self._error from None

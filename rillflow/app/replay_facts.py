@@ -80,8 +80,13 @@ def recorded_run(run: Path) -> RecordedRun:
     return RecordedRun(path=run, config=read_config(run), starts=read_starts(run), steps=steps)
 
 
-def settings_by_step(data: RecordedRun, start: int, last: int) -> list[tuple[Mapping[str, JSON], int]]:
-    """Return the configs of the steps after ``start`` in order, each with the last step it applies to."""
+def settings_by_step(
+    data: RecordedRun, start: int, last: int, *, is_ready_first: bool
+) -> list[tuple[Mapping[str, JSON], int]]:
+    """Return the configs of the steps after ``start`` in order, each with the last step it applies to.
+
+    A resume of a ready-first run samples groups in flight again, so each start of such a run is a part.
+    """
     found: dict[int, Mapping[str, JSON]] = {}
     config: Mapping[str, JSON] = data.config
     for index in reversed(range(len(data.starts))):
@@ -93,10 +98,18 @@ def settings_by_step(data: RecordedRun, start: int, last: int) -> list[tuple[Map
     for index, steps in groupby(begun):
         step += len(list(steps))
         there = found.get(index, data.config)
-        if parts and parts[-1][0] == there:
+        if parts and parts[-1][0] == there and not is_ready_first:
             parts.pop()
         parts.append((there, step))
     return parts
+
+
+def made_before(data: RecordedRun, step: int) -> int:
+    """Return the last step that the process which made ``step`` made and kept."""
+    later = [
+        each for start in data.starts if isinstance(each := start.get("after_step"), int) and each >= step
+    ]
+    return min(later, default=data.last)
 
 
 def _start_of(data: RecordedRun, step: int) -> int:

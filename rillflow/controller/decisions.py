@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,20 @@ class Decisions:
         self._noted = []
 
 
-def read_decisions(run: Path, first: int, last: int) -> list[Event]:
-    """Return the decisions that formed steps ``first`` to ``last`` of a run."""
-    lines: list[Any] = [line.data for line in read_lines(run / layout.DECISIONS).lines]
-    return [event for data in lines if first <= data["step"] <= last for event in data["events"]]
+@dataclass(frozen=True, kw_only=True)
+class RecordedDecisions:
+    """The decisions of a run that a replay repeats."""
+
+    run: Path
+    """The run directory."""
+    last: int
+    """Last step that the run made before it was interrupted or ended."""
+
+    def after(self, step: int) -> list[Event]:
+        """Return the decisions that formed the steps after ``step``.
+
+        Raises:
+            RunDirectoryError: a line is damaged.
+        """
+        lines: list[Any] = [line.data for line in read_lines(self.run / layout.DECISIONS).lines]
+        return [event for data in lines if step < data["step"] <= self.last for event in data["events"]]

@@ -319,16 +319,61 @@ def test_rewards_given_in_python_are_read_from_their_kept_texts(tiny: Tiny) -> N
     assert run.replay().difference is None
 
 
-def test_a_run_of_the_groups_that_are_ready_first_and_one_from_python_are_refused(
+READY = """freshness = 2
+async_mode = "ready_first"
+"""
+TWO_REPLICAS = """[placement]
+backend = "inline"
+pools = { main = 1, answers = 2, scores = 1 }
+roles = { sampler = "answers", reward = "scores", reference = "scores" }
+"""
+
+
+def test_a_ready_first_run_is_replayed_by_its_decisions(
     tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny.write(f'steps = 2\nfreshness = 1\nasync_mode = "ready_first"\n{SUMS}{INLINE}')
+    """Also across a stop, after which the groups in flight were sampled again."""
+    tiny.write(f"steps = 9\nloss.kl = 0.01\n{READY}{SUMS}[evaluate]\nevery = 3\n{TWO_REPLICAS}")
+    assert tiny.run("run", "algorithm.steps=4", *EVERY) == 0
+    assert tiny.run("run", *EVERY) == 0
+    run = tiny.folder / "run"
+    lines = [json.loads(line) for line in (run / "decisions.jsonl").read_text().splitlines()]
+    events = [event for line in lines for event in line["events"]]
+    assert {event[0] for event in events} >= {"draw", "begin", "call", "receive", "run", "form", "deliver"}
+    capsys.readouterr()
+    assert main(["replay", str(run)]) == 0
+    told = steps_said(capsys.readouterr().out)
+    assert [line.split(":")[0] for line in told] == [f"step {step}" for step in range(10)]
+    assert all("equal" in line for line in told) and "tensors, equal" in told[-1]
+    assert main(["replay", str(run), "--step", "6"]) == 0
+
+
+def test_a_decision_that_cannot_be_repeated_is_named(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.write(f"steps = 2\nloss.kl = 0.01\n{READY}{SUMS}{TWO_REPLICAS}")
     assert tiny.run("run") == 0
-    assert "ready first" in refusal(capsys, str(tiny.folder / "run"))
+    file = tiny.folder / "run" / "decisions.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    begun = next(event for event in lines[0]["events"] if event[0] == "begin")
+    group, begun[2] = begun[2], [7, 7]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    assert main(["replay", str(tiny.folder / "run")]) != 0
+    said = capsys.readouterr().err
+    assert f"the replay decides ['begin', {begun[1]}, {group}]" in said and "[7, 7]" in said
+
+
+def test_a_run_with_prompts_from_python_is_refused(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     tiny.write("steps = 1\n")
     prompts = ["1+1=", "2+2=", "3+3=", "4+4="]
     rillflow.train(tiny.recipe, prompts=prompts, dir=tiny.folder / "given", quiet=True)
     assert "prompts given in Python" in refusal(capsys, str(tiny.folder / "given"))
+
+
+@pytest.mark.slow
+def test_a_ready_first_run_on_ray_is_replayed_in_one_process(tiny: Tiny) -> None:
+    tiny.write(f"steps = 6\nloss.kl = 0.01\n{READY}{SUMS}{TWO_REPLICAS.replace('inline', 'ray')}")
+    assert tiny.run("run", *EVERY) == 0
+    assert replay(tiny.folder / "run").difference is None
 
 
 @pytest.mark.slow
