@@ -363,6 +363,28 @@ class Awaited:
     """The backend's reference to the result."""
 
 
+class Replies:
+    """Calls of several ranks whose results are awaited together.
+
+    Args:
+        doing: what the ranks do, as errors name it.
+        calls: the backend's reference to each rank's result.
+        backend: the backend that runs the calls.
+    """
+
+    def __init__(self, doing: str, calls: Mapping[Place, Any], backend: Backend) -> None:
+        self._doing, self._calls, self._backend = doing, calls, backend
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every rank has finished, or failed."""
+        return all(self._backend.is_ready(each) for each in self._calls.values())
+
+    def read(self, deadline_s: float) -> dict[Place, Any]:
+        """Return the results by rank; see ``await_replies`` for errors."""
+        return await_replies(self._doing, self._calls, self._backend, deadline_s)
+
+
 def await_replies(
     doing: str, calls: Mapping[Place, Any], backend: Backend, deadline_s: float
 ) -> dict[Place, Any]:
@@ -420,8 +442,8 @@ def _cause(error: ClusterError, awaited: Sequence[Awaited], backend: Backend) ->
                 continue
             except RankLost as lost:
                 on = f" on node {backend.nodes[each.place].address}" if each.place in backend.nodes else ""
-                what, pool = f"{each.place}{on} {lost.what}", each.place.pool
-                found = RankDied(what, why=lost.why, fix=lost.fix, pool=pool)
+                what = f"{each.place}{on} {lost.what}"
+                found = RankDied(what, why=lost.why, fix=lost.fix, place=each.place)
                 found.add_note(f"in {each.doing} on {each.place}")
                 return found
             except Exception as cause:  # noqa: BLE001  any error of a rank

@@ -167,7 +167,7 @@ def _facts(result: Any, began: float, site: Site) -> Facts:
 
 def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> RillflowError:
     """Add the location to an error; wrap any error that is not a RillflowError."""
-    rank = f" on {site.place}" if site.ranks.size > 1 else ""
+    rank = f" on {site.place}" if site.pool_size > 1 else ""
     rows = described(given)
     where = f"in {name}{rank}{f', given {rows}' if rows else ''}"
     if isinstance(error, RillflowError):
