@@ -50,8 +50,6 @@ BUSY = 12
 _REACH_S = 30.0
 """Seconds that a rank tries to reach the driver."""
 _TOKEN_BYTES = 16
-_UNANSWERED_PROBES = 2
-"""Unanswered keepalive probes, one a second, that make a node unreachable; one may be on its way."""
 _PROBES_IN_TCP_INFO = 3
 """Index of ``tcpi_probes`` in Linux's ``struct tcp_info``."""
 
@@ -236,8 +234,10 @@ class Heartbeats:
         """Return why a silent rank is lost; None if it may only be busy."""
         silent, connection = f"for {watched.silence.seconds:.1f} s", watched.connection
         assert connection is not None
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
-        if info[_PROBES_IN_TCP_INFO] >= _UNANSWERED_PROBES:
+        unanswered = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[_PROBES_IN_TCP_INFO]
+        if unanswered == 1:  # it may be on its way; in a second there are none, or two
+            return None
+        if unanswered:
             return RankLost(
                 f"has not answered a heartbeat {silent}: its node cannot be reached",
                 why=f"node {watched.node} does not answer TCP probes: it is down, or the network is cut",

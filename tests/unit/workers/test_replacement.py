@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,11 @@ from rillflow.workers.transfer import DP
 
 WAIT_S = 20.0
 BATCH = Batch(ids=row_ids([RowId(0, index, 0) for index in range(4)]), fields={"x": torch.arange(4.0)})
-POOLS = [Pool(name="main", size=1), Pool(name="answers", size=4, world=2), Pool(name="scores", size=2, world=1)]
+POOLS = [
+    Pool(name="main", size=1),
+    Pool(name="answers", size=4, world=2),
+    Pool(name="scores", size=2, world=1),
+]
 
 
 class Counter:
@@ -116,7 +121,7 @@ def test_a_world_is_replaced_whole_in_a_new_epoch(backend: InlineBackend) -> Non
     replacement.read(WAIT_S)
     assert [backend.epochs[place] for place in answers(0, 1, 2, 3)] == [0, 0, 1, 1]
     assert sums(backend, answers(0, 1, 2, 3)) == [1.0, 1.0, 5.0, 5.0]
-    with pytest.raises(KeyError):  # a new rank has no role
+    with pytest.raises(ClusterError, match=r"there is no counter on rank [23] of pool 'answers'"):
         group.call("count", BATCH).read(WAIT_S)
     made = group.begin_restart([2, 3], Counter)
     made.read(WAIT_S)
@@ -149,7 +154,7 @@ def test_a_result_of_an_old_epoch_is_refused_and_counted(backend: InlineBackend)
     (old,) = backend.submit(place, slow)
     begun.wait(WAIT_S)
     backend.replace([place])
-    (new,) = backend.submit(place, lambda site: "new")
+    (new,) = backend.submit(place, lambda _: "new")
     assert backend.read_all([new], WAIT_S) == ["new"]
     assert backend.refused == 0
     go_on.set()
@@ -167,9 +172,9 @@ def test_a_rank_alone_runs_in_the_callers_thread_after_a_replacement_too() -> No
     backend.kill(place)
     assert closed == [1]
     with pytest.raises(RankLost, match="was killed"):
-        backend.read_all(backend.submit(place, lambda site: None), 0.0)
+        backend.read_all(backend.submit(place, lambda _: None), 0.0)
     backend.replace([place]).read(0.0)
-    (made,) = backend.submit(place, lambda site: threading.current_thread())
+    (made,) = backend.submit(place, lambda _: threading.current_thread())
     assert backend.read_all([made], 0.0) == [threading.main_thread()]
     backend.close()
 
@@ -188,3 +193,17 @@ def test_a_failed_pool_is_mended_while_a_rank_of_it_is_dead(backend: InlineBacke
         backend.read_all(backend.submit(Place("answers", 2), fail), WAIT_S)
     backend.mend(["answers"], WAIT_S)
     assert sums(backend, answers(2, 3)) == [5.0, 5.0]
+
+
+def test_a_role_may_take_longer_to_make_than_a_call() -> None:
+    """The ranks of a world load at different speeds, and meet in a collective afterwards."""
+
+    def load(site: Site) -> float:
+        time.sleep(0.5 * site.place.rank)
+        return total(site, 1.0)
+
+    backend = InlineBackend(0.1, load_s=WAIT_S)
+    backend.open([Pool(name="main", size=2)])
+    group = Group("counter", endpoints_of(Counter), mesh=Mesh.of(dp=2), pool="main", backend=backend)
+    group.start(load, WAIT_S)
+    backend.close()
