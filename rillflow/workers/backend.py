@@ -199,10 +199,9 @@ class Backend(ABC):
             ClusterError: a pool does not fit; the message lists available and missing devices.
         """
         found = places(pools)
-        self._worlds = worlds(pools)
+        self._worlds, self.pools = worlds(pools), {pool.name: pool.size for pool in pools}
         try:
             self._start(pools, found, device)
-            self.pools = {pool.name: pool.size for pool in pools}
             self.epochs = dict.fromkeys(found, 0)
         except BaseException:
             self.close()

@@ -93,7 +93,7 @@ class Group:
         packed = self._backend.pack(factory, f"the factory of {self.role}")
         places = [self.places[rank] for rank in ranks]
         made = {at: self._backend.submit(at, program.start, self.role, packed)[0] for at in places}
-        return Replies(f"making {self.role}", made, self._backend)
+        return Replies(f"making {self.role}", made, self._backend, fix="raise placement.load_s")
 
     def call(self, endpoint: str, *arguments: Any, **options: Any) -> Pending:
         """Run an endpoint on all ranks; return at once.

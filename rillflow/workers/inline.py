@@ -49,7 +49,6 @@ class InlineBackend(Backend):
 
     def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
         self.devices = devices_of(pools, device)
-        self._sizes = {pool.name: pool.size for pool in pools}
         for world in dict.fromkeys(self._worlds[place] for place in found):
             self._join(world, has_threads=len(found) > 1)
 
@@ -58,7 +57,7 @@ class InlineBackend(Backend):
         group = ThreadGroup(len(world), self._collective_s) if len(world) > 1 else None
         for index, place in enumerate(world):
             ranks: Ranks = SingleRank() if group is None else ThreadRanks(group, index)
-            size = self._sizes[place.pool]
+            size = self.pools[place.pool]
             site = Site(place=place, ranks=ranks, pool_size=size, fetch=self._fetch)
             self._ranks[place] = _InlineRank(site, group, has_thread=has_threads)
 

@@ -370,10 +370,11 @@ class Replies:
         doing: what the ranks do, as errors name it.
         calls: the backend's reference to each rank's result.
         backend: the backend that runs the calls.
+        fix: advice if a rank does not finish in time.
     """
 
-    def __init__(self, doing: str, calls: Mapping[Place, Any], backend: Backend) -> None:
-        self._doing, self._calls, self._backend = doing, calls, backend
+    def __init__(self, doing: str, calls: Mapping[Place, Any], backend: Backend, fix: str = "") -> None:
+        self._doing, self._calls, self._backend, self._fix = doing, calls, backend, fix
 
     @property
     def is_ready(self) -> bool:
@@ -382,11 +383,11 @@ class Replies:
 
     def read(self, deadline_s: float) -> dict[Place, Any]:
         """Return the results by rank; see ``await_replies`` for errors."""
-        return await_replies(self._doing, self._calls, self._backend, deadline_s)
+        return await_replies(self._doing, self._calls, self._backend, deadline_s, self._fix)
 
 
 def await_replies(
-    doing: str, calls: Mapping[Place, Any], backend: Backend, deadline_s: float
+    doing: str, calls: Mapping[Place, Any], backend: Backend, deadline_s: float, fix: str = ""
 ) -> dict[Place, Any]:
     """Return what the calls of several ranks return, by rank.
 
@@ -395,6 +396,7 @@ def await_replies(
         calls: the backend's reference to each rank's result.
         backend: the backend that runs the calls.
         deadline_s: longest wait.
+        fix: advice if a rank does not finish in time.
 
     Raises:
         ClusterError: a rank died or did not finish in time.
@@ -408,6 +410,7 @@ def await_replies(
         raise ClusterError(
             f"{late} did not finish {doing} in {deadline_s:g} s",
             why="the call is still running, or its process is missing or cannot reach the others",
+            fix=fix,
         ) from None
 
 

@@ -132,7 +132,6 @@ class RayBackend(Backend):
         if device == "auto":
             device = "cuda" if any("GPU" in node["Resources"] for node in there) else "cpu"
         self.devices = devices_of(pools, device)
-        self._sizes = {pool.name: pool.size for pool in pools}
         self._fit(pools, there)
         if self._heartbeat_s:
             self._heartbeats = Heartbeats(ray.util.get_node_ip_address(), self._heartbeat_s)
@@ -345,7 +344,7 @@ class RayBackend(Backend):
             world = self._worlds[at]
             seating = Seating(
                 place=at,
-                pool_size=self._sizes[at.pool],
+                pool_size=self.pools[at.pool],
                 index=world.index(at),
                 size=len(world),
                 host=fresh[world[0]].node,
@@ -384,7 +383,8 @@ class RayBackend(Backend):
 
     def _asked(self, doing: str, calls: Mapping[Place, Any]) -> dict[Place, Any]:
         """Return the replies of processes during the start."""
-        return await_replies(doing, calls, self, self._start_s + _START_EACH_S * len(self._worlds))
+        wait_s = self._start_s + _START_EACH_S * len(self._worlds)
+        return await_replies(doing, calls, self, wait_s, fix="raise placement.start_s")
 
 
 def _order(process: _Process) -> tuple[int, int]:

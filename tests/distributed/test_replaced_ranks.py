@@ -261,9 +261,7 @@ def test_a_rank_whose_node_is_cut_off_is_seen_and_ends_itself(tmp_path: Path) ->
             assert "its node cannot be reached" in said and time.monotonic() - began < 30.0
             assert "beside slept on rank 0 of pool" in told(driver, "beside")
             rank.wait(120.0)
-            seconds = time.monotonic() - began
-            sys.stderr.write(f"{said}; its rank ended after {seconds:.1f} s\n")
-            assert seconds > fence_s(2.0) / 2, "it was ended by something else"
+            assert time.monotonic() - began > fence_s(2.0) / 2, "it was ended by something else"
             first.run("ip", "link", "set", "v2", "up")
             answer(driver)
             told(driver, "closed")

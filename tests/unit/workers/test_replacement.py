@@ -19,6 +19,7 @@ from rillflow.workers.collectives import Stranded
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.inline import InlineBackend
+from rillflow.workers.restarts import RestartBudget
 from rillflow.workers.transfer import DP
 
 WAIT_S = 20.0
@@ -207,3 +208,29 @@ def test_a_role_may_take_longer_to_make_than_a_call() -> None:
     group = Group("counter", endpoints_of(Counter), mesh=Mesh.of(dp=2), pool="main", backend=backend)
     group.start(load, WAIT_S)
     backend.close()
+
+
+def lost(number: int, rank: int = 0) -> RankDied:
+    return RankDied(f"loss {number}", place=Place("answers", rank))
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_the_first_cause_is_raised_when_the_budget_of_a_rank_is_used_up(most: int) -> None:
+    budget = RestartBudget(most)
+    for number in range(most):
+        budget.spend(lost(number))
+        budget.spend(lost(number, rank=1))
+    with pytest.raises(RankDied, match="loss 0") as caught:
+        budget.spend(lost(most))
+    times = f"rank 0 of pool 'answers' was lost {most + 1} times; the last: loss {most}"
+    assert caught.value.__notes__ == [times]
+
+
+def test_a_success_gives_a_rank_its_budget_again() -> None:
+    budget = RestartBudget(1)
+    for number in range(5):
+        budget.spend(lost(number))
+        budget.succeeded(Place("answers", 0))
+    budget.spend(lost(5))
+    with pytest.raises(RankDied, match="loss 5"):
+        budget.spend(lost(6))
