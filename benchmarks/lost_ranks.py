@@ -166,11 +166,14 @@ def main() -> None:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray"))
     from measured_at import below_title, line
 
+    setting = (
+        f"placement.heartbeat_s = {given.heartbeat:g}, {given.rounds} rounds, {os.cpu_count()} cores, "
+        f"load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}, {versions}"
+    )
     page = f"""# Lost ranks
 
-`python benchmarks/lost_ranks.py --write benchmarks/results/lost_ranks.md`, placement.heartbeat_s =
-{given.heartbeat:g}, {given.rounds} rounds, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, Python
-{platform.python_version()}, {versions}. The setting is at the head of the script.
+`python benchmarks/lost_ranks.py --write benchmarks/results/lost_ranks.md`, {setting}.
+The faults are described at the head of the script.
 
 Seconds, median and range: until a running call raises; until the old process is gone; from the request of a
 replacement until it answers, most of it the imports of the new process. Nodes are network namespaces.

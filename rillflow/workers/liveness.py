@@ -76,7 +76,7 @@ class Silence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class HeartbeatTarget:
     """What a rank needs to send heartbeats; it goes to the rank's process alone."""
 
     host: str
@@ -128,7 +128,9 @@ class Heartbeats:
         self._thread = threading.Thread(target=self._listen, name="heartbeats", daemon=True)
         self._thread.start()
 
-    def watch(self, place: Place, lost: Callable[[RankLost], None], *, node: str, local_pid: int = 0) -> Line:
+    def watch(
+        self, place: Place, lost: Callable[[RankLost], None], *, node: str, local_pid: int = 0
+    ) -> HeartbeatTarget:
         """Expect heartbeats of a new process of a rank; return what that process needs.
 
         Args:
@@ -141,12 +143,12 @@ class Heartbeats:
         with self._lock:
             self._watched[token] = _Watched(place=place, lost=lost, node=node, local_pid=local_pid)
         host, port = self._door.getsockname()[:2]
-        return Line(host=host, port=port, token=token, fence_s=fence_s(self._heartbeat_s))
+        return HeartbeatTarget(host=host, port=port, token=token, fence_s=fence_s(self._heartbeat_s))
 
-    def forget(self, line: Line) -> None:
+    def forget(self, target: HeartbeatTarget) -> None:
         """End the connection of a process that is no longer its rank; the process ends itself."""
         with self._lock:
-            watched = self._watched.pop(line.token, None)
+            watched = self._watched.pop(target.token, None)
         if watched is not None and watched.connection is not None:
             with suppress(OSError):  # it has ended already
                 watched.connection.shutdown(socket.SHUT_RDWR)
@@ -279,23 +281,23 @@ def _is_stopped(pid: int) -> bool:
     return state in "TtZX"
 
 
-def beat(place: Place, line: Line) -> None:
+def beat(place: Place, target: HeartbeatTarget) -> None:
     """Send heartbeats of this process, a rank, from a thread; end the process when the connection ends.
 
     Raises:
         ClusterError: the driver cannot be reached.
     """
     try:
-        connection = socket.create_connection((line.host, line.port), _REACH_S)
+        connection = socket.create_connection((target.host, target.port), _REACH_S)
     except OSError as error:
         raise ClusterError(
-            f"{place} cannot reach the driver on node {line.host} at port {line.port}",
+            f"{place} cannot reach the driver on node {target.host} at port {target.port}",
             why=f"{error}; a rank sends its heartbeats to the driver directly, not through Ray",
             fix="open every TCP port between the nodes",
         ) from None
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(line.fence_s * 1000))
-    connection.sendall(line.token)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(target.fence_s * 1000))
+    connection.sendall(target.token)
     threading.Thread(target=_beat, args=(place, connection), name="heartbeat", daemon=True).start()
 
 

@@ -28,7 +28,7 @@ from rillflow.runs.environment import installed_versions, own_version
 from rillflow.runs.formatting import size as bytes_text
 from rillflow.workers.backend import Place
 from rillflow.workers.collectives import ProcessRanks, Ranks, SingleRank
-from rillflow.workers.liveness import Line
+from rillflow.workers.liveness import HeartbeatTarget
 
 ALIKE = "install the same versions on every node: use one image, or one environment on a shared disk"
 """Advice about a node that runs other code."""
@@ -94,7 +94,7 @@ class Seating:
     """Longest wait, in seconds, of the rank for an argument."""
     collective_s: float
     """Longest wait, in seconds, of a collective for one of its ranks."""
-    line: Line | None
+    target: HeartbeatTarget | None
     """Where its heartbeats go; None if they are off."""
 
 

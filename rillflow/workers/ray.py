@@ -53,7 +53,7 @@ from rillflow.workers.backend import (
     Replacement,
     devices_of,
 )
-from rillflow.workers.liveness import Heartbeats, Line
+from rillflow.workers.liveness import Heartbeats, HeartbeatTarget
 from rillflow.workers.messages import opened, packed
 from rillflow.workers.nodes import ProcessSeat, Seating
 from rillflow.workers.pending import await_replies
@@ -81,7 +81,7 @@ class _Process:
     """Scheduling strategy that gives it its bundle of the placement group."""
     seat: ProcessSeat | None = None
     """Its location, once it has reported it."""
-    line: Line | None = None
+    target: HeartbeatTarget | None = None
     """Where its heartbeats go, if it sends any."""
 
     @property
@@ -214,8 +214,8 @@ class RayBackend(Backend):
         for place in ended:
             old = self._ranks[place]
             self._told.setdefault(old.number, RankLost("was replaced", why="a new process has its place"))
-            if self._heartbeats is not None and old.line is not None:
-                self._heartbeats.forget(old.line)
+            if self._heartbeats is not None and old.target is not None:
+                self._heartbeats.forget(old.target)
             ray.kill(old.actor)
             fresh[place] = _Process(actor=self._actor(place.pool, old.bundle), bundle=old.bundle)
         thread = threading.Thread(target=self._restart, args=(fresh, done), name="replacement", daemon=True)
@@ -354,20 +354,20 @@ class RayBackend(Backend):
                 ahead_s=self.nodes[at].ahead_s if at in self.nodes else 0.0,
                 deadline_s=self._deadline_s,
                 collective_s=self._collective_s,
-                line=self._watch(at, process),
+                target=self._watch(at, process),
             )
             joining[at] = process.actor.join.remote(seating)
         self._asked("joining its world", joining)
 
-    def _watch(self, place: Place, process: _Process) -> Line | None:
+    def _watch(self, place: Place, process: _Process) -> HeartbeatTarget | None:
         """Expect heartbeats of a process; return where it sends them."""
         if self._heartbeats is None:
             return None
         assert process.seat is not None, "it has reported its location"
         local_pid = process.seat.pid if self._address is None else 0
         lost = partial(self._lose, process)
-        process.line = self._heartbeats.watch(place, lost, node=process.node, local_pid=local_pid)
-        return process.line
+        process.target = self._heartbeats.watch(place, lost, node=process.node, local_pid=local_pid)
+        return process.target
 
     def _looked_at(self, fresh: Mapping[Place, _Process]) -> dict[Place, Node]:
         """Return the node of every rank; check each node's shared memory and clock once."""

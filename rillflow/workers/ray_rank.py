@@ -62,8 +62,8 @@ class RankProcess:
 
     def join(self, seating: Seating) -> Body:
         """Become the rank that the driver assigned."""
-        if seating.line is not None:
-            beat(seating.place, seating.line)
+        if seating.target is not None:
+            beat(seating.place, seating.target)
         threads = max(1, int(usable_cores()) // seating.neighbours)
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)

@@ -17,7 +17,7 @@ import pytest
 
 from rillflow.errors import ClusterError
 from rillflow.workers.backend import Place, RankLost
-from rillflow.workers.liveness import BEAT_S, TICK_S, Heartbeats, Line, Silence, beat, fence_s
+from rillflow.workers.liveness import BEAT_S, TICK_S, Heartbeats, HeartbeatTarget, Silence, beat, fence_s
 
 HEARTBEAT_S = 2.0
 BOUND_S = 30.0
@@ -26,9 +26,9 @@ PLACE = Place("answers", 1)
 RANK = """
 import json, sys, time
 from rillflow.workers.backend import Place
-from rillflow.workers.liveness import Line, beat
+from rillflow.workers.liveness import HeartbeatTarget, beat
 given = json.loads(sys.argv[1])
-beat(Place("answers", 1), Line(**given | {"token": bytes.fromhex(given["token"])}))
+beat(Place("answers", 1), HeartbeatTarget(**given | {"token": bytes.fromhex(given["token"])}))
 print("up", flush=True)
 exec(sys.argv[2])
 """
@@ -38,8 +38,8 @@ from rillflow.workers.backend import Place
 from rillflow.workers.liveness import Heartbeats
 beats = Heartbeats("127.0.0.1", 2.0)
 lost = lambda reason: print("lost", flush=True)
-line = beats.watch(Place("answers", 1), lost, node="127.0.0.1")
-print(line.port, line.token.hex(), flush=True)
+target = beats.watch(Place("answers", 1), lost, node="127.0.0.1")
+print(target.port, target.token.hex(), flush=True)
 time.sleep(600)
 """
 
@@ -69,9 +69,9 @@ def beats() -> Iterator[Heartbeats]:
 
 
 def rank_of(
-    started: Callable[..., subprocess.Popen[str]], line: Line, doing: str = "time.sleep(600)"
+    started: Callable[..., subprocess.Popen[str]], target: HeartbeatTarget, doing: str = "time.sleep(600)"
 ) -> subprocess.Popen[str]:
-    process = started(RANK, json.dumps({**vars(line), "token": line.token.hex()}), doing)
+    process = started(RANK, json.dumps({**vars(target), "token": target.token.hex()}), doing)
     assert process.stdout is not None and process.stdout.readline() == "up\n", process.communicate()[1]
     return process
 
@@ -94,10 +94,10 @@ def test_a_stopped_rank_is_lost_and_ends_when_it_goes_on(
 ) -> None:
     """It is told which process was stopped if the process can be looked at."""
     losses = Queue[RankLost]()
-    line = beats.watch(PLACE, losses.put, node="10.0.0.7")
-    process = rank_of(started, line)
+    target = beats.watch(PLACE, losses.put, node="10.0.0.7")
+    process = rank_of(started, target)
     if is_local:
-        beats._watched[line.token].local_pid = process.pid
+        beats._watched[target.token].local_pid = process.pid
     with pytest.raises(Empty):
         losses.get(timeout=2 * HEARTBEAT_S)
     process.send_signal(signal.SIGSTOP)
@@ -114,10 +114,10 @@ def test_a_rank_here_that_holds_the_interpreter_is_busy_and_not_lost(
 ) -> None:
     """One regular expression holds the lock for longer than the heartbeat; no thread of it can send."""
     losses = Queue[RankLost]()
-    line = beats.watch(PLACE, losses.put, node="127.0.0.1")
+    target = beats.watch(PLACE, losses.put, node="127.0.0.1")
     holding = "import re; re.match('(a+)+b', 'a' * 60)"
-    process = rank_of(started, line, holding)
-    watched = beats._watched[line.token]
+    process = rank_of(started, target, holding)
+    watched = beats._watched[target.token]
     watched.local_pid = process.pid
     until = time.monotonic() + BOUND_S
     while watched.silence.seconds < 1.5 * HEARTBEAT_S and time.monotonic() < until:
@@ -136,8 +136,10 @@ def test_a_rank_ends_with_its_driver_but_not_because_the_driver_is_stopped(
     driver = started(DRIVER)
     assert driver.stdout is not None
     port, token = driver.stdout.readline().split()
-    line = Line(host="127.0.0.1", port=int(port), token=bytes.fromhex(token), fence_s=HEARTBEAT_S)
-    process = rank_of(started, line)
+    target = HeartbeatTarget(
+        host="127.0.0.1", port=int(port), token=bytes.fromhex(token), fence_s=HEARTBEAT_S
+    )
+    process = rank_of(started, target)
     driver.send_signal(signal.SIGSTOP)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(4 * HEARTBEAT_S)
@@ -189,9 +191,9 @@ def test_strangers_are_refused_and_heard_no_further(beats: Heartbeats) -> None:
 def test_a_driver_that_cannot_be_reached_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    line = Line(host="127.0.0.1", port=port, token=os.urandom(16), fence_s=30.0)
+    target = HeartbeatTarget(host="127.0.0.1", port=port, token=os.urandom(16), fence_s=30.0)
     with pytest.raises(ClusterError, match=f"rank 1 of pool 'answers' cannot reach the driver .* {port}"):
-        beat(PLACE, line)
+        beat(PLACE, target)
 
 
 def test_a_rank_sends_often_enough() -> None:

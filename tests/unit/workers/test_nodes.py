@@ -117,7 +117,7 @@ def seating(port: int) -> Seating:
         ahead_s=0.0,
         deadline_s=20.0,
         collective_s=20.0,
-        line=None,
+        target=None,
     )
 
 
