@@ -95,7 +95,7 @@ class Build:
             files = [function.file for function in (*facts.functions, *facts.costs) if not function.text]
             sources = [facts.source, *facts.scorers.values()]
             files += [Path(source) for source in sources if source is not None and Path(source).exists()]
-            require_shared(run.path.absolute(), files, backend, placement.deadline_s)
+            require_shared(run.path.absolute(), files, backend, placement.start_s)
         self._roles = RoleGroups(facts, run.path, checkpoint, backend)
         model_input, encoded = self._roles.model_input, facts.encoded
         if encoded is None or not encoded.model_input.reads_as(model_input):

@@ -63,6 +63,8 @@ class RoleSpec:
     """When the role is made, and from which model."""
     is_trained: bool = False
     """Whether the role has an optimiser and is in checkpoints."""
+    has_replicas: bool = False
+    """Whether its ranks, or the sampler's tp groups, use no collective among each other."""
     joins: Callable[[Recipe], bool] = lambda _: False
     """Whether the role takes part although no step calls it."""
 
@@ -110,24 +112,29 @@ def _scores_by_model(recipe: Recipe) -> bool:
 
 _TRAINED: dict[str, Any] = {"section": "policy", "start": Start.SECTION, "is_trained": True}
 _CRITIC = RoleSpec(role="scalar_roles:Critic", section="critic", start=Start.PHASE, is_trained=True)
-_FUNCTION: dict[str, Any] = {"role": "reward:Reward", "section": "reward", "start": Start.FUNCTIONS}
+_CALLED: dict[str, Any] = {"start": Start.FUNCTIONS, "has_replicas": True}
+_FUNCTION: dict[str, Any] = {"role": "reward:Reward", "section": "reward", **_CALLED}
 ROLES: Mapping[str, RoleSpec] = {
     "policy": RoleSpec(role="policy:Policy", **_TRAINED),
-    SAMPLER: RoleSpec(role="sampler:Sampler", section="rollout", start=Start.POLICY, joins=_samples),
+    SAMPLER: RoleSpec(
+        role="sampler:Sampler", section="rollout", start=Start.POLICY, has_replicas=True, joins=_samples
+    ),
     "reference": RoleSpec(role="policy:Reference", start=Start.PHASE),
     "critic": _CRITIC,
     "cost_critic": _CRITIC,
     "reward": RoleSpec(**_FUNCTION, joins=_samples),
     EVAL_REWARD: RoleSpec(**_FUNCTION, joins=_scores_by_model),
-    "cost": RoleSpec(role="reward:Cost", section="cost", start=Start.FUNCTIONS),
+    "cost": RoleSpec(role="reward:Cost", section="cost", **_CALLED),
     "reward_model": RoleSpec(role="scalar_roles:RewardModel", **_TRAINED),
     "judge": RoleSpec(role="judge:Judge", **_TRAINED),
 }
 """The shipped roles by name."""
 _REWARD: dict[str, Any] = {"section": "reward", "start": Start.NAMED, "joins": _samples}
 SCORERS: Mapping[str, RoleSpec] = {
-    "cost.model": RoleSpec(role="scalar_roles:SafetyCostModel", section="cost", start=Start.NAMED),
-    "reward.model": RoleSpec(role="scalar_roles:RewardModel", **_REWARD),
+    "cost.model": RoleSpec(
+        role="scalar_roles:SafetyCostModel", section="cost", start=Start.NAMED, has_replicas=True
+    ),
+    "reward.model": RoleSpec(role="scalar_roles:RewardModel", has_replicas=True, **_REWARD),
     "reward.judge": RoleSpec(role="judge:Judge", **_REWARD),
     "reward.weights": RoleSpec(role="combined_scores:Panel", **_REWARD),
 }

@@ -9,7 +9,7 @@ The reference of the second phase is the policy that the first phase left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rillflow.app.facts import RecipeFacts
 from rillflow.app.meshes import require_near
 from rillflow.app.phases import PhasePlan
 from rillflow.app.recipe import Recipe
-from rillflow.app.role_table import EVAL_REWARD, Start, roles_of
+from rillflow.app.role_table import EVAL_REWARD, RoleSpec, Start, roles_of
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.weight_sync import WeightSync
@@ -115,7 +115,7 @@ class RoleGroups:
                 updates=plan.config.updates,
                 resume=goes_on.optimizer(role).absolute() if goes_on else None,
             )
-            begun.read(self._recipe.placement.deadline_s)
+            begun.read(self._recipe.placement.load_s)
             drafts = self._run / layout.BUNDLES / layout.DRAFT
             self.executor.on_all_ranks(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
         if self.delivery is not None and plan.evaluated:
@@ -168,7 +168,7 @@ class RoleGroups:
                 {at.rank: node.address for at, node in self._backend.nodes.items() if at.pool == pool},
             )
         group = Group(role, spec.endpoints(role), mesh=mesh, pool=pool, backend=self._backend, of=of)
-        group.start(partial(made, spec.make, setting), placement.deadline_s)
+        group.start(partial(made, spec.make, setting), placement.load_s)
         self._groups[role] = group
 
     def _start_sampler(self, model: ModelConfig) -> None:
@@ -199,7 +199,7 @@ class RoleGroups:
         folder, spec = self._run / layout.REFERENCE, self._specs[role]
         if not folder.exists():
             kept = self.executor.on_all_ranks("policy", TrainedRole.save_weights, folder)
-            kept.read(self._recipe.placement.deadline_s)
+            kept.read(self._recipe.placement.load_s)
         if goes_on is not None and goes_on.model(role).is_dir():
             return self._directory(goes_on.model(role))
         found, path = self._directory(folder), self._recipe.critic.path
@@ -215,7 +215,26 @@ class RoleGroups:
 
 
 def pools_of(recipe: Recipe) -> list[Pool]:
-    """Return the pools, and whether a role in them computes on a device; reward functions do not."""
+    """Return the pools, with their worlds, and whether a role in them computes on a device.
+
+    Reward functions need no device.
+    """
     placement, specs = recipe.placement, roles_of(recipe)
     taking = {placement.pool_of(role) for role, spec in specs.items() if spec.start is not Start.FUNCTIONS}
-    return [Pool(name=name, size=size, takes_device=name in taking) for name, size in placement.pools.items()]
+    return [
+        Pool(name=name, size=size, takes_device=name in taking, world=_world(recipe, name, specs))
+        for name, size in placement.pools.items()
+    ]
+
+
+def _world(recipe: Recipe, pool: str, specs: Mapping[str, RoleSpec]) -> int:
+    """Return the number of ranks of a replica, if all roles of a pool consist of replicas; else 0."""
+    placement, sizes = recipe.placement, [1]
+    for role, spec in specs.items():
+        if placement.pool_of(role) != pool:
+            continue
+        is_cut = spec.is_model and not placement.mesh_of(role).is_plain
+        if not spec.has_replicas or is_cut:
+            return 0
+        sizes.append(placement.generate_tp if role == SAMPLER else 1)
+    return max(sizes)

@@ -191,14 +191,17 @@ class ReceivedWeights(_End):
     Args:
         model: the whole model; the values of its weights do not matter.
         mesh: the mesh of generation, its ranks numbered after the trainer's.
-        ranks: the sampler's ranks.
+        ranks: the ranks of this one's world, which covers whole tp groups.
+        rank: number of this rank in the sampler's pool.
     """
 
-    def __init__(self, model: LanguageModel, *, mesh: Mesh, ranks: Ranks) -> None:
-        local = Mesh(axes=mesh.axes, ranks=tuple(rank - min(mesh.ranks) for rank in mesh.ranks))
-        self.tp, self.version = ranks.part(local.groups("tp")), -1
+    def __init__(self, model: LanguageModel, *, mesh: Mesh, ranks: Ranks, rank: int) -> None:
+        self._rank = min(mesh.ranks) + rank
+        first = self._rank - ranks.rank
+        world = range(first, first + ranks.size)
+        groups = [[each - first for each in group] for group in mesh.groups("tp") if group[0] in world]
+        self.tp, self.version = ranks.part(groups), -1
         self.canary: Canary = ()
-        self._rank = min(mesh.ranks) + ranks.rank
         self._members = next(group for group in mesh.groups("tp") if self._rank in group)
         plan = tensor_plan(model.module) if self.tp.size > 1 else {}
         weights = logical_weights(model.module)

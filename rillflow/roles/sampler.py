@@ -132,7 +132,8 @@ class Sampler:
         else:
             assert setting.generate is not None, "a sampler has the grid of generation"
             model = setting.load(LanguageModel)
-            weights = ReceivedWeights(model, mesh=setting.generate, ranks=setting.site.ranks)
+            site = setting.site
+            weights = ReceivedWeights(model, mesh=setting.generate, ranks=site.ranks, rank=site.place.rank)
         rollout = setting.rollout
         engine: Callable[..., Engine] = engine_class(rollout.engine)
         if rollout.server is not None:

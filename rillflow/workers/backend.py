@@ -1,4 +1,10 @@
-"""Backend: pools of ranks, and the interface that the inline and the Ray backend share."""
+"""Backend: pools of ranks, and the interface that the inline and the Ray backend share.
+
+    pool ── worlds: groups of ranks with collectives of their own ── ranks, each a process or a thread
+
+A rank that is lost takes its world along, and no other rank. ``replace`` starts new processes for a whole
+world under the same places; the epoch of a place counts its processes.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +35,13 @@ class Pool:
     """Number of ranks, one per device."""
     takes_device: bool = False
     """Whether its ranks compute on accelerators, if there are any."""
+    world: int = 0
+    """Number of consecutive ranks with collectives among themselves; 0: all ranks of the pool."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of each world."""
+        return self.world or self.size
 
 
 @dataclass(frozen=True, order=True)
@@ -50,7 +64,9 @@ class Site:
     place: Place
     """Place of this rank."""
     ranks: Ranks
-    """All ranks of the pool, for collectives."""
+    """The ranks of this rank's world, for collectives."""
+    pool_size: int = 1
+    """Number of ranks of the pool."""
     fetch: Callable[..., list[Any]]
     """Returns the values of references; given field names, batches have at least these fields."""
     objects: dict[str, Any] = field(default_factory=dict)
@@ -100,20 +116,61 @@ class RankLost(ClusterError):
 class RankDied(ClusterError):
     """A rank, or a result on it, is lost while a caller waits for its result."""
 
-    def __init__(self, what: str, why: str = "", fix: str = "", *, pool: str = "") -> None:
+    def __init__(self, what: str, why: str = "", fix: str = "", *, place: Place | None = None) -> None:
         super().__init__(what, why, fix)
-        self.pool = pool
+        self.place = place
+        """The rank."""
+
+    @property
+    def pool(self) -> str:
         """Pool of the rank."""
+        return "" if self.place is None else self.place.pool
+
+
+class Replacement:
+    """The start of new processes for some ranks.
+
+    Args:
+        places: the ranks.
+        done: ends when the last of them has joined its world, or with the error of the start.
+
+    Example:
+        replacement = backend.replace([error.place])
+        ...                                        # other ranks work on
+        if replacement.is_ready:
+            replacement.read()
+            group.restart([place.rank for place in replacement.places], factory, load_s)
+    """
+
+    def __init__(self, places: Sequence[Place], done: Future[None]) -> None:
+        self.places = tuple(places)
+        """All ranks that are replaced: every rank of every world that was named."""
+        self._done = done
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the new processes take calls, or their start has failed."""
+        return self._done.done()
+
+    def read(self, deadline_s: float = 3600.0) -> None:
+        """Wait until the new processes take calls.
+
+        Raises:
+            TimeoutError: they are not ready in time.
+            RillflowError: the error that ended their start; the old processes are gone all the same.
+        """
+        self._done.result(deadline_s)
 
 
 class Backend(ABC):
     """Pools of ranks, and the calls that run on them.
 
     Args:
-        deadline_s: longest wait of a rank for another one.
+        deadline_s: longest wait of a rank for an argument.
+        load_s: longest time to make a role; a collective waits for a rank as long as the longer of the two.
     """
 
-    def __init__(self, deadline_s: float = 3600.0) -> None:
+    def __init__(self, deadline_s: float = 3600.0, *, load_s: float = 0.0) -> None:
         self.traffic = Traffic()
         """Traffic since the start."""
         self.pools: dict[str, int] = {}
@@ -122,7 +179,13 @@ class Backend(ABC):
         """Device type of every open pool, by pool name: ``cpu``, ``cuda``."""
         self.nodes: Mapping[Place, Node] = {}
         """Machine of every rank; empty if all ranks are on the driver's machine."""
+        self.epochs: dict[Place, int] = {}
+        """Number of the present process of every rank, from 0; a replacement adds 1."""
+        self.refused = 0
+        """Number of late messages of ranks that were lost or replaced; they were dropped."""
         self._deadline_s = deadline_s
+        self._collective_s = max(deadline_s, load_s)
+        self._worlds: dict[Place, tuple[Place, ...]] = {}
 
     def open(self, pools: Sequence[Pool], device: str = "cpu") -> None:
         """Start every rank.
@@ -136,9 +199,10 @@ class Backend(ABC):
             ClusterError: a pool does not fit; the message lists available and missing devices.
         """
         found = places(pools)
+        self._worlds, self.pools = worlds(pools), {pool.name: pool.size for pool in pools}
         try:
             self._start(pools, found, device)
-            self.pools = {pool.name: pool.size for pool in pools}
+            self.epochs = dict.fromkeys(found, 0)
         except BaseException:
             self.close()
             raise
@@ -195,6 +259,34 @@ class Backend(ABC):
     def mend(self, pools: Collection[str], deadline_s: float) -> None:  # noqa: B027
         """After a failed call, let the ranks of these pools use collectives again once all are idle."""
 
+    def world_of(self, place: Place) -> tuple[Place, ...]:
+        """Return the ranks that share collectives with a rank, itself included."""
+        return self._worlds[place]
+
+    @abstractmethod
+    def replace(self, places: Collection[Place]) -> Replacement:
+        """End the processes of some ranks and start new ones under the same places; return at once.
+
+        If one rank of a world is named, all ranks of that world are replaced; they join a new world. Calls
+        of other ranks go on. Pending calls to the old processes raise RankLost, and so do new calls to these
+        places until the replacement is ready. The new processes have no roles: see ``Group.restart``. What
+        the old processes had computed stays readable where it is still stored; otherwise it raises RankLost.
+
+        Raises:
+            ClusterError: there is no such rank, or a replacement of it is not ready yet.
+        """
+
+    def _all_of(self, places: Collection[Place]) -> list[Place]:
+        """Return every rank of the worlds of some ranks.
+
+        Raises:
+            ClusterError: there is no such rank.
+        """
+        for place in places:
+            if place not in self._worlds:
+                raise ClusterError(f"there is no {place}", why=f"the pools are {self.pools}")
+        return sorted({each for place in places for each in self._worlds[place]})
+
     @abstractmethod
     def close(self) -> None:
         """End every rank and release all resources. A second call has no effect."""
@@ -209,7 +301,7 @@ def places(pools: Sequence[Pool]) -> list[Place]:
     """Return every rank of every pool.
 
     Raises:
-        ClusterError: there is no pool, two pools share a name, or a pool has no rank.
+        ClusterError: there is no pool, two pools share a name, a pool has no rank, or its worlds do not fit.
     """
     if not pools:
         raise ClusterError("there is no pool", why="every role needs the ranks of a pool")
@@ -219,4 +311,22 @@ def places(pools: Sequence[Pool]) -> list[Place]:
     for pool in pools:
         if pool.size < 1:
             raise ClusterError(f"pool {pool.name!r} has size {pool.size}", why="a pool has at least 1 rank")
+        if pool.world < 0 or pool.size % pool.world_size:
+            raise ClusterError(
+                f"pool {pool.name!r} of {pool.size} has worlds of {pool.world} ranks",
+                why="every rank is in exactly one world",
+                fix="choose a world that divides the pool's size, or 0 for one world",
+            )
     return [Place(pool.name, rank) for pool in pools for rank in range(pool.size)]
+
+
+def worlds(pools: Sequence[Pool]) -> dict[Place, tuple[Place, ...]]:
+    """Return the world of every rank of every pool."""
+    return {
+        Place(pool.name, rank): tuple(
+            Place(pool.name, each) for each in range(first, first + pool.world_size)
+        )
+        for pool in pools
+        for first in range(0, pool.size, pool.world_size)
+        for rank in range(first, first + pool.world_size)
+    }

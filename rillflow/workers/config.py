@@ -106,8 +106,22 @@ class PlacementConfig(Section):
         False,
         description="Whether tensor-parallel ranks may span nodes, over slower links.",
     )
+    start_s: float = Field(
+        60.0,
+        gt=0,
+        description="Longest start of the rank processes in seconds; each rank adds 15 s.",
+    )
+    load_s: float = Field(
+        3600.0, gt=0, description="Longest time in seconds to make a role on its ranks: to load its model."
+    )
     deadline_s: float = Field(
-        3600.0, gt=0, description="Longest wait for any rank in seconds; then the run stops."
+        3600.0, gt=0, description="Longest wait for a call of any rank in seconds; then the run stops."
+    )
+    heartbeat_s: float = Field(
+        5.0,
+        ge=0,
+        description="Silence in seconds after which a rank on Ray counts as lost: stopped or unreachable. "
+        "0 turns heartbeats off.",
     )
 
     @property

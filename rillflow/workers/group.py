@@ -19,7 +19,7 @@ from rillflow.records.batch import Batch
 from rillflow.workers import program
 from rillflow.workers.backend import Backend, Place
 from rillflow.workers.endpoint import Endpoint
-from rillflow.workers.pending import Pending, await_replies, pack_options, submitted
+from rillflow.workers.pending import Pending, Replies, pack_options, submitted
 from rillflow.workers.program import Call, Factory
 from rillflow.workers.transfer import AXES, Transfer
 from rillflow.workers.values import Lie, Names, are_whole, piece, shares
@@ -73,9 +73,27 @@ class Group:
             RillflowError: an error that a constructor raised.
             ClusterError: a rank died or did not finish in time.
         """
+        self.begin_restart(range(len(self.places)), factory).read(deadline_s)
+
+    def restart(self, ranks: Sequence[int], factory: Factory, deadline_s: float = 600.0) -> None:
+        """Construct the role's object on some ranks only, whose processes have been replaced.
+
+        Args:
+            ranks: indices into ``places``.
+            factory: constructs the object.
+            deadline_s: longest wait for these ranks.
+
+        Raises:
+            RillflowError, ClusterError: see ``start``.
+        """
+        self.begin_restart(ranks, factory).read(deadline_s)
+
+    def begin_restart(self, ranks: Sequence[int], factory: Factory) -> Replies:
+        """Begin what ``restart`` does, without waiting; the result has ``is_ready`` and ``read``."""
         packed = self._backend.pack(factory, f"the factory of {self.role}")
-        made = {at: self._backend.submit(at, program.start, self.role, packed)[0] for at in self.places}
-        await_replies(f"making {self.role}", made, self._backend, deadline_s)
+        places = [self.places[rank] for rank in ranks]
+        made = {at: self._backend.submit(at, program.start, self.role, packed)[0] for at in places}
+        return Replies(f"making {self.role}", made, self._backend, fix="raise placement.load_s")
 
     def call(self, endpoint: str, *arguments: Any, **options: Any) -> Pending:
         """Run an endpoint on all ranks; return at once.

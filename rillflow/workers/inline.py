@@ -9,17 +9,29 @@ Loop of a rank's thread
     unblocked by  those calls; every wait ends at the deadline
     produces      the values of its references
     shuts down    healthy: ``close`` after its last call. A failed call raises its error in the reader
-                  and aborts the collective of its group; the thread continues
+                  and aborts the collective of its world; the thread continues. Killed or replaced: the
+                  references fail at once, the running call goes on to its end, its result is refused, and
+                  the thread ends
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from rillflow.errors import ClusterError
-from rillflow.workers.backend import Backend, Place, Pool, RankCall, Site, devices_of
+from rillflow.workers.backend import (
+    Backend,
+    Place,
+    Pool,
+    RankCall,
+    RankLost,
+    Replacement,
+    Site,
+    devices_of,
+)
 from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
 
 
@@ -27,37 +39,32 @@ class InlineBackend(Backend):
     """Backend that runs calls in this process.
 
     Args:
-        deadline_s: longest wait of a rank for another one.
+        deadline_s: longest wait of a rank for an argument.
+        load_s: see Backend.
     """
 
-    def __init__(self, deadline_s: float = 3600.0) -> None:
-        super().__init__(deadline_s)
-        self._sites: dict[Place, Site] = {}
-        self._threads: dict[Place, ThreadPoolExecutor] = {}
-        self._groups: dict[str, ThreadGroup] = {}
+    def __init__(self, deadline_s: float = 3600.0, *, load_s: float = 0.0) -> None:
+        super().__init__(deadline_s, load_s=load_s)
+        self._ranks: dict[Place, _InlineRank] = {}
 
     def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
         self.devices = devices_of(pools, device)
-        for pool in pools:
-            if pool.size > 1:
-                self._groups[pool.name] = ThreadGroup(pool.size, self._deadline_s)
-        for place in found:
-            group = self._groups.get(place.pool)
-            ranks: Ranks = SingleRank() if group is None else ThreadRanks(group, place.rank)
-            self._sites[place] = Site(place=place, ranks=ranks, fetch=self._fetch)
-            if len(found) > 1:
-                name = f"{place.pool}-{place.rank}"
-                self._threads[place] = ThreadPoolExecutor(1, thread_name_prefix=name)
+        for world in dict.fromkeys(self._worlds[place] for place in found):
+            self._join(world, has_threads=len(found) > 1)
+
+    def _join(self, world: Sequence[Place], *, has_threads: bool) -> None:
+        """Start the ranks of a world."""
+        group = ThreadGroup(len(world), self._collective_s) if len(world) > 1 else None
+        for index, place in enumerate(world):
+            ranks: Ranks = SingleRank() if group is None else ThreadRanks(group, index)
+            size = self.pools[place.pool]
+            site = Site(place=place, ranks=ranks, pool_size=size, fetch=self._fetch)
+            self._ranks[place] = _InlineRank(site, group, has_thread=has_threads)
 
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """See Backend."""
         self.traffic.calls += 1
-        whole: Future[Any]
-        if place in self._threads:
-            whole = self._threads[place].submit(self._run, place, work, arguments)
-        else:
-            whole = Future()
-            whole.set_result(work(self._sites[place], *arguments))
+        whole = self._ranks[place].submit(work, arguments)
         if results == 1:
             return (whole,)
         return tuple(_Part(whole, index) for index in range(results))
@@ -83,25 +90,44 @@ class InlineBackend(Backend):
 
     def mend(self, pools: Collection[str], deadline_s: float) -> None:
         """See Backend."""
-        idle = [thread.submit(int) for place, thread in self._threads.items() if place.pool in pools]
+        there = [rank for place, rank in self._ranks.items() if place.pool in pools and not rank.is_lost]
+        idle = [rank.submit(_nothing, ()) for rank in there]
         if not wait(idle, timeout=deadline_s).not_done:
-            for pool in self._groups.keys() & pools:
-                self._groups[pool].mend()
+            for group in {rank.group for rank in there if rank.group is not None}:
+                group.mend()
+
+    def kill(self, place: Place) -> None:
+        """End a rank as if its process had died; for tests of recovery.
+
+        Its pending and later calls raise RankLost, and the collectives of its world break.
+        """
+        self._ranks[place].end(RankLost("was killed", why="the test asked for it"), self._refuse)
+
+    def replace(self, places: Collection[Place]) -> Replacement:
+        """See Backend; the new ranks are ready at once."""
+        ended = self._all_of(places)
+        for place in ended:
+            self._ranks[place].end(RankLost("was replaced", why="a new one has its place"), self._refuse)
+        has_threads = len(self._ranks) > 1
+        for world in dict.fromkeys(self._worlds[place] for place in ended):
+            self._join(world, has_threads=has_threads)
+        for place in ended:
+            self.epochs[place] += 1
+        done = Future[None]()
+        done.set_result(None)
+        return Replacement(ended, done)
 
     def close(self) -> None:
         """See Backend; waits for running calls."""
-        for group in self._groups.values():
-            group.abort()
-        for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
-        for thread in self._threads.values():
-            thread.shutdown(wait=True)
-        for site in self._sites.values():
-            site.stack.close()
+        for rank in self._ranks.values():
+            rank.close(wait=False)
+        for rank in self._ranks.values():
+            rank.close(wait=True)
         self.pools.clear()
-        self._threads.clear()
-        self._groups.clear()
-        self._sites.clear()
+        self._ranks.clear()
+
+    def _refuse(self) -> None:
+        self.refused += 1
 
     def _fetch(self, references: Sequence[Any], fields: Any = None) -> list[Any]:
         del fields  # all fields are present
@@ -113,14 +139,91 @@ class InlineBackend(Backend):
                 why="the call that returns it is still running or waiting",
             ) from None
 
-    def _run(self, place: Place, work: RankCall, arguments: tuple[Any, ...]) -> Any:
+
+class _InlineRank:
+    """One rank: its site, its thread if it has one, and its calls that have not ended."""
+
+    def __init__(self, site: Site, group: ThreadGroup | None, *, has_thread: bool) -> None:
+        self.group = group
+        """The collectives of its world; None if it is alone."""
+        self._site = site
+        name = f"{site.place.pool}-{site.place.rank}"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name) if has_thread else None
+        self._pending = set[Future[Any]]()
+        self._lost: RankLost | None = None
+        self._refuse: Callable[[], None] = _nothing
+        self._lock = threading.Lock()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was killed or replaced."""
+        return self._lost is not None
+
+    def submit(self, work: RankCall, arguments: tuple[Any, ...]) -> Future[Any]:
+        """Run a call after those before it."""
+        made = Future[Any]()
+        with self._lock:
+            if self._lost is not None:
+                made.set_exception(self._lost)
+                return made
+            if self._thread is not None:
+                self._pending.add(made)
+                self._thread.submit(self._run, made, work, arguments)
+        if self._thread is None:
+            made.set_result(work(self._site, *arguments))
+        return made
+
+    def end(self, lost: RankLost, refuse: Callable[[], None]) -> None:
+        """Fail all calls that have not ended, and all later ones; a second call has no effect."""
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost, self._refuse = lost, refuse
+            pending, self._pending = self._pending, set()
+        for each in pending:
+            each.set_exception(lost)
+        if self.group is not None:
+            self.group.abort()
+        if self._thread is None:
+            self._site.stack.close()
+        else:
+            self._thread.submit(self._site.stack.close)
+            self._thread.shutdown(wait=False)
+
+    def close(self, *, wait: bool) -> None:
+        """Close its resources after its running call; see ThreadPoolExecutor.shutdown for ``wait``."""
+        if self.group is not None:
+            self.group.abort()
+        if self._thread is not None:
+            self._thread.shutdown(wait=wait, cancel_futures=not self.is_lost)
+        if wait and not self.is_lost:
+            self._site.stack.close()
+
+    def _run(self, made: Future[Any], work: RankCall, arguments: tuple[Any, ...]) -> None:
+        if self.is_lost:
+            return
         try:
-            return work(self._sites[place], *arguments)
-        except BaseException:
-            group = self._groups.get(place.pool)
-            if group is not None:  # else the others would wait for this rank
-                group.abort()
-            raise
+            self._settle(made, work(self._site, *arguments), None)
+        except BaseException as error:  # noqa: BLE001  the reader of the result raises it
+            if self.group is not None:  # else the others would wait for this rank
+                self.group.abort()
+            self._settle(made, None, error)
+
+    def _settle(self, made: Future[Any], value: Any, error: BaseException | None) -> None:
+        """Set a call's result, unless the rank was lost meanwhile."""
+        with self._lock:
+            is_late = made not in self._pending
+            self._pending.discard(made)
+        if is_late:
+            self._refuse()
+        elif error is not None:
+            made.set_exception(error)
+        else:
+            made.set_result(value)
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing."""
 
 
 class _Part:

@@ -1,7 +1,7 @@
 """Nodes: the machines of the ranks, and how ranks find each other there.
 
     rank's process ── ProcessSeat: node, device, room ──> driver ── by node, then device ──> its rank
-           │                                         └── rank 0 of a pool hosts a store on a free port
+           │                                         └── a world's first rank hosts a store on a free port
            └── refused in the process itself: package versions other than the driver's
 
 The interface used before versions are compared (the constructor and ``seat``) must not change between
@@ -28,6 +28,7 @@ from rillflow.runs.environment import installed_versions, own_version
 from rillflow.runs.formatting import size as bytes_text
 from rillflow.workers.backend import Place
 from rillflow.workers.collectives import ProcessRanks, Ranks, SingleRank
+from rillflow.workers.liveness import HeartbeatTarget
 
 ALIKE = "install the same versions on every node: use one image, or one environment on a shared disk"
 """Advice about a node that runs other code."""
@@ -58,6 +59,8 @@ class ProcessSeat:
     """First accelerator that the process was given, -1 for none."""
     shared_bytes: int
     """Size of the node's /dev/shm in bytes."""
+    pid: int
+    """Number of the process on its node."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -71,12 +74,16 @@ class Seating:
 
     place: Place
     """The rank."""
-    size: int
+    pool_size: int
     """Number of ranks of its pool."""
+    index: int
+    """Index of the rank in its world."""
+    size: int
+    """Number of ranks of its world."""
     host: str
-    """Address of rank 0's node."""
+    """Address of the node of the world's first rank."""
     port: int
-    """Port of the store that rank 0 hosts for the pool; 0 if there is no other rank."""
+    """Port of the store that the first rank hosts for the world; 0 if there is no other rank."""
     backend: str
     """Backend of torch.distributed: ``gloo``, or ``cpu:gloo,cuda:nccl`` for tensors on accelerators."""
     neighbours: int
@@ -84,7 +91,11 @@ class Seating:
     ahead_s: float
     """Seconds by which this node's clock is ahead of the driver's."""
     deadline_s: float
-    """Longest wait, in seconds, of a rank for another one."""
+    """Longest wait, in seconds, of the rank for an argument."""
+    collective_s: float
+    """Longest wait, in seconds, of a collective for one of its ranks."""
+    target: HeartbeatTarget | None
+    """Where its heartbeats go; None if they are off."""
 
 
 def seat_of(node: str, devices: list[str], driver: Mapping[str, str]) -> ProcessSeat:
@@ -109,7 +120,8 @@ def seat_of(node: str, devices: list[str], driver: Mapping[str, str]) -> Process
         )
     room = os.statvfs("/dev/shm")
     found = [int(device) for device in devices if device.isdigit()]
-    return ProcessSeat(node=node, device=min(found, default=-1), shared_bytes=room.f_blocks * room.f_frsize)
+    shared_bytes = room.f_blocks * room.f_frsize
+    return ProcessSeat(node=node, device=min(found, default=-1), shared_bytes=shared_bytes, pid=os.getpid())
 
 
 def versions() -> dict[str, str]:
@@ -180,7 +192,7 @@ def listening(node: str) -> socket.socket:
 
 
 def hosted_store(node: str, size: int, deadline_s: float) -> TCPStore:
-    """Host the store of a pool on this node's address and a free port."""
+    """Host the store of a world on this node's address and a free port."""
     with listening(node) as found:
         port, held = found.getsockname()[1], found.detach()
     wait = timedelta(seconds=deadline_s)
@@ -188,7 +200,7 @@ def hosted_store(node: str, size: int, deadline_s: float) -> TCPStore:
 
 
 def joined_store(here: str, seating: Seating) -> TCPStore:
-    """Connect to the store that rank 0 hosts.
+    """Connect to the store that the world's first rank hosts.
 
     Raises:
         ClusterError: its node cannot be reached from here.
@@ -198,27 +210,26 @@ def joined_store(here: str, seating: Seating) -> TCPStore:
     except OSError as error:
         what = f"node {here} cannot reach node {seating.host} at port {seating.port}"
         raise ClusterError(what, why=f"{error}; {_BETWEEN}", fix=_OPEN) from None
-    wait = timedelta(seconds=seating.deadline_s)
+    wait = timedelta(seconds=seating.collective_s)
     return TCPStore(seating.host, seating.port, seating.size, False, wait)
 
 
 def meet(here: str, seating: Seating, store: TCPStore | None) -> Ranks:
-    """Join the ranks of the pool and return this rank.
+    """Join the ranks of the world and return this rank.
 
     Args:
         here: address of this node.
         seating: the driver's message.
-        store: the store that this rank hosts, if it is rank 0.
+        store: the store that this rank hosts, if it is the world's first.
 
     Raises:
-        ClusterError: the nodes of the pool cannot all reach each other.
+        ClusterError: the nodes of the world cannot all reach each other.
     """
     if seating.size == 1:
         return SingleRank()
     found = store or joined_store(here, seating)
-    rank, size, backend = seating.place.rank, seating.size, seating.backend
     try:
-        return ProcessRanks.join(rank, size, found, backend, seating.deadline_s)
+        return ProcessRanks.join(seating.index, seating.size, found, seating.backend, seating.collective_s)
     except RuntimeError as error:
         told = str(error).splitlines()[0]
         what = f"node {here} cannot reach every node of pool {seating.place.pool!r}"

@@ -363,8 +363,31 @@ class Awaited:
     """The backend's reference to the result."""
 
 
+class Replies:
+    """Calls of several ranks whose results are awaited together.
+
+    Args:
+        doing: what the ranks do, as errors name it.
+        calls: the backend's reference to each rank's result.
+        backend: the backend that runs the calls.
+        fix: advice if a rank does not finish in time.
+    """
+
+    def __init__(self, doing: str, calls: Mapping[Place, Any], backend: Backend, fix: str = "") -> None:
+        self._doing, self._calls, self._backend, self._fix = doing, calls, backend, fix
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every rank has finished, or failed."""
+        return all(self._backend.is_ready(each) for each in self._calls.values())
+
+    def read(self, deadline_s: float) -> dict[Place, Any]:
+        """Return the results by rank; see ``await_replies`` for errors."""
+        return await_replies(self._doing, self._calls, self._backend, deadline_s, self._fix)
+
+
 def await_replies(
-    doing: str, calls: Mapping[Place, Any], backend: Backend, deadline_s: float
+    doing: str, calls: Mapping[Place, Any], backend: Backend, deadline_s: float, fix: str = ""
 ) -> dict[Place, Any]:
     """Return what the calls of several ranks return, by rank.
 
@@ -373,6 +396,7 @@ def await_replies(
         calls: the backend's reference to each rank's result.
         backend: the backend that runs the calls.
         deadline_s: longest wait.
+        fix: advice if a rank does not finish in time.
 
     Raises:
         ClusterError: a rank died or did not finish in time.
@@ -386,6 +410,7 @@ def await_replies(
         raise ClusterError(
             f"{late} did not finish {doing} in {deadline_s:g} s",
             why="the call is still running, or its process is missing or cannot reach the others",
+            fix=fix,
         ) from None
 
 
@@ -420,8 +445,8 @@ def _cause(error: ClusterError, awaited: Sequence[Awaited], backend: Backend) ->
                 continue
             except RankLost as lost:
                 on = f" on node {backend.nodes[each.place].address}" if each.place in backend.nodes else ""
-                what, pool = f"{each.place}{on} {lost.what}", each.place.pool
-                found = RankDied(what, why=lost.why, fix=lost.fix, pool=pool)
+                what = f"{each.place}{on} {lost.what}"
+                found = RankDied(what, why=lost.why, fix=lost.fix, place=each.place)
                 found.add_note(f"in {each.doing} on {each.place}")
                 return found
             except Exception as cause:  # noqa: BLE001  any error of a rank

@@ -68,7 +68,7 @@ def run(
     site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, Any], speaks: bool
 ) -> tuple[Any, Facts]:
     """Call a role's method; return its result, or None if this rank's result is not taken, and its Facts."""
-    method = getattr(site.objects[call.role], call.endpoint)  # the group has checked the name
+    method = getattr(_object(site, call.role), call.endpoint)  # the group has checked the name
     whole = partial(_whole, site, arguments)
     found, facts = _run(site, str(call), partial(_reading, call, method, whole), arguments, options)
     return found if speaks else None, facts
@@ -88,7 +88,7 @@ def apply(
     options: Mapping[str, Any],
 ) -> tuple[Any, Facts]:
     """Call a function, with a role's object before the arguments if one is named; errors call it ``name``."""
-    work = partial(function, site.objects[role]) if role else function
+    work = partial(function, _object(site, role)) if role else function
     return _run(site, name, work, arguments, options)
 
 
@@ -96,6 +96,21 @@ def deal(site: Site, *described: Any) -> tuple[Any, ...]:
     """Call like ``apply``; return each element of the result separately, and the facts last."""
     found, facts = apply(site, *described)
     return (*found, facts)
+
+
+def _object(site: Site, role: str) -> Any:
+    """Return a role's object.
+
+    Raises:
+        ClusterError: the rank has none.
+    """
+    if role not in site.objects:
+        raise ClusterError(
+            f"there is no {role} on {site.place}",
+            why="the role was never made there, or the rank's process was replaced since",
+            fix="call Group.restart after Backend.replace",
+        )
+    return site.objects[role]
 
 
 def _run(
@@ -167,7 +182,7 @@ def _facts(result: Any, began: float, site: Site) -> Facts:
 
 def _located(error: Exception, name: str, site: Site, given: Sequence[Any]) -> RillflowError:
     """Add the location to an error; wrap any error that is not a RillflowError."""
-    rank = f" on {site.place}" if site.ranks.size > 1 else ""
+    rank = f" on {site.place}" if site.pool_size > 1 else ""
     rows = described(given)
     where = f"in {name}{rank}{f', given {rows}' if rows else ''}"
     if isinstance(error, RillflowError):

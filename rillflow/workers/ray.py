@@ -10,41 +10,56 @@ with the driver, even if the driver is killed, and its files are removed (``work
 cluster (``address``) is joined with its own protection. This choice must be made before Ray is imported, so
 only ``workers.start`` imports this module.
 
-Loop of a rank's process
-    consumes      calls submitted to it, in order
-    waits for     the objects its arguments refer to
-    unblocked by  the ranks that make them, or the error that ended them
-    produces      objects
-    shuts down    healthy: ``close`` kills it. Otherwise it ends with the driver, or the watchdog kills it
+A lost rank is replaced in its own bundle of the placement group: on the same node, or, once Ray has declared
+that node dead, where the bundle is scheduled again. References of the old process never turn into results of
+the new one: they were complete, or Ray ends them with the old actor. So no late result of a rank can arrive.
+
+Loop of a replacement's thread
+    consumes      the new processes of the worlds that are replaced
+    waits for     their start, their nodes, their meeting; every wait ends at the deadline of a start
+    unblocked by  those processes, or their end
+    produces      the ranks under the old places, a new epoch; or the error of the start
+    shuts down    with the last step. ``close`` kills the processes and waits for the thread
 """
 
 from __future__ import annotations
 
 import os
-import re
+import signal
 import sys
-import time
+import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import ray
-import torch
 from ray import exceptions as faults
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rillflow.errors import ClusterError
-from rillflow.runs.environment import usable_cores
 from rillflow.workers import nodes
-from rillflow.workers.backend import Backend, Node, Place, Pool, RankCall, RankLost, Site, devices_of
-from rillflow.workers.collectives import Stranded
-from rillflow.workers.messages import Body, Slot, by_name, opened, packed, replies, unpacked
+from rillflow.workers.backend import (
+    Backend,
+    Node,
+    Place,
+    Pool,
+    RankCall,
+    RankLost,
+    Replacement,
+    devices_of,
+)
+from rillflow.workers.liveness import Heartbeats, HeartbeatTarget
+from rillflow.workers.messages import opened, packed
 from rillflow.workers.nodes import ProcessSeat, Seating
 from rillflow.workers.pending import await_replies
-from rillflow.workers.ray_cluster import RayCluster, left_to_driver
+from rillflow.workers.ray_cluster import RayCluster
+from rillflow.workers.ray_losses import cannot_travel, loss, raise_cause
+from rillflow.workers.ray_rank import RankProcess
 
 MAX_ARGUMENT_BYTES = 16 * 2**20
 """Largest size of an option; larger data must travel as batches."""
@@ -52,10 +67,33 @@ MAX_BESIDE = 32
 """Largest number of references sent with a call; more go to the object store, once for all ranks."""
 _CLOSE_S = 3.0
 """Seconds that ranks have to close their resources before they are killed."""
-_START_S = 60.0
-"""Seconds for a pool to be scheduled, and base time for ranks to start."""
 _START_EACH_S = 15.0
 """Additional start time in seconds per rank: imports take time, and ranks of one machine share its cores."""
+
+
+@dataclass(kw_only=True, eq=False)
+class _Process:
+    """One process of a rank."""
+
+    actor: Any
+    """Handle of its actor."""
+    bundle: Any
+    """Scheduling strategy that gives it its bundle of the placement group."""
+    seat: ProcessSeat | None = None
+    """Its location, once it has reported it."""
+    target: HeartbeatTarget | None = None
+    """Where its heartbeats go, if it sends any."""
+
+    @property
+    def node(self) -> str:
+        """Address of its node."""
+        assert self.seat is not None, "it has reported its location"
+        return self.seat.node
+
+    @property
+    def number(self) -> str:
+        """Number of its actor, as Ray's errors name it."""
+        return str(self.actor._actor_id.hex())
 
 
 class RayBackend(Backend):
@@ -64,15 +102,29 @@ class RayBackend(Backend):
     Args:
         deadline_s: longest wait of a rank for another one's result.
         address: address of a running cluster; None starts one on this machine.
+        start_s: longest start of the processes; each rank adds some seconds.
+        load_s: see Backend.
+        heartbeat_s: silence of a rank after which it is lost; 0: no heartbeats.
     """
 
-    def __init__(self, deadline_s: float = 3600.0, *, address: str | None = None) -> None:
-        super().__init__(deadline_s)
-        self._address = address
-        self._ranks: dict[Place, Any] = {}
+    def __init__(
+        self,
+        deadline_s: float = 3600.0,
+        *,
+        address: str | None = None,
+        start_s: float = 60.0,
+        load_s: float = 0.0,
+        heartbeat_s: float = 5.0,
+    ) -> None:
+        super().__init__(deadline_s, load_s=load_s)
+        self._address, self._start_s, self._heartbeat_s = address, start_s, heartbeat_s
+        self._ranks: dict[Place, _Process] = {}
         self._methods: dict[tuple[Place, int], Any] = {}
         self._groups: list[Any] = []
         self._cluster = RayCluster(address)
+        self._heartbeats: Heartbeats | None = None
+        self._told: dict[str, RankLost] = {}
+        self._replacing: dict[Place, tuple[_Process, threading.Thread]] = {}
 
     def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
         self._cluster.enter(len(found))
@@ -81,16 +133,24 @@ class RayBackend(Backend):
             device = "cuda" if any("GPU" in node["Resources"] for node in there) else "cpu"
         self.devices = devices_of(pools, device)
         self._fit(pools, there)
+        if self._heartbeat_s:
+            self._heartbeats = Heartbeats(ray.util.get_node_ip_address(), self._heartbeat_s)
         for pool in pools:
             self._place(pool)
-        self._seat()
+        came = self._ranks
+        self._seat(came)
+        self._ranks, counts = {}, Counter[str]()
+        for at in sorted(came, key=lambda at: (at.pool, _order(came[at]), at.rank)):
+            self._ranks[Place(at.pool, counts[at.pool])] = came[at]
+            counts[at.pool] += 1
+        self._join(self._ranks)
 
     def pack(self, value: Any, what: str) -> Any:
         """See Backend."""
         try:
             message = packed(value)
         except Exception as error:  # noqa: BLE001  any error of an argument's own pickling
-            raise _cannot_travel(what + _heaviest(value), error) from None
+            raise cannot_travel(what + _heaviest(value), error) from None
         if message.nbytes > MAX_ARGUMENT_BYTES:
             raise ClusterError(
                 f"{what}{_heaviest(value)} takes {message.nbytes / 2**20:.0f} MiB",
@@ -111,7 +171,7 @@ class RayBackend(Backend):
         try:
             message = packed((work, arguments, results), is_call=True)
         except Exception as error:  # noqa: BLE001  any error of an argument's own pickling
-            raise _cannot_travel("an argument of a call", error) from None
+            raise cannot_travel("an argument of a call", error) from None
         self.traffic.calls += 1
         self.traffic.sent_bytes += message.nbytes
         held = list(message.references)
@@ -126,9 +186,9 @@ class RayBackend(Backend):
         except faults.GetTimeoutError:
             raise TimeoutError from None
         except faults.RayTaskError as error:
-            _raise_cause(error)
+            raise_cause(error)
         except faults.RayError as error:
-            raise RankLost(*_loss(error)) from None
+            raise self._lost(error) from None
         values, fetched_bytes = opened(bodies, ray.get)
         self.traffic.read_bytes += fetched_bytes
         return values
@@ -141,24 +201,90 @@ class RayBackend(Backend):
         """See Backend."""
         return bool(ray.wait(list(references), num_returns=1, timeout=deadline_s)[0])
 
+    def replace(self, places: Collection[Place]) -> Replacement:
+        """See Backend."""
+        ended = self._all_of(places)
+        if again := [place for place in ended if place in self._replacing]:
+            raise ClusterError(
+                f"{again[0]} is being replaced",
+                why="its new process is still starting",
+                fix="wait until the replacement is ready",
+            )
+        fresh, done = dict[Place, _Process](), Future[None]()
+        for place in ended:
+            old = self._ranks[place]
+            self._told.setdefault(old.number, RankLost("was replaced", why="a new process has its place"))
+            if self._heartbeats is not None and old.target is not None:
+                self._heartbeats.forget(old.target)
+            ray.kill(old.actor)
+            fresh[place] = _Process(actor=self._actor(place.pool, old.bundle), bundle=old.bundle)
+        thread = threading.Thread(target=self._restart, args=(fresh, done), name="replacement", daemon=True)
+        self._replacing |= {place: (process, thread) for place, process in fresh.items()}
+        thread.start()
+        return Replacement(ended, done)
+
+    def _restart(self, fresh: Mapping[Place, _Process], done: Future[None]) -> None:
+        """Make new processes the ranks of their places."""
+        try:
+            self._seat(fresh)
+            self._join(fresh)
+            for place, process in fresh.items():
+                self._ranks[place] = process
+                for key in [key for key in self._methods if key[0] == place]:
+                    del self._methods[key]
+                self.epochs[place] += 1
+        except BaseException as error:  # noqa: BLE001  the reader of the replacement raises it
+            for process in fresh.values():
+                ray.kill(process.actor)
+            found: BaseException | None = error
+        else:
+            found = None
+        for place in fresh:
+            del self._replacing[place]
+        if found is None:
+            done.set_result(None)
+        else:
+            done.set_exception(found)
+
     def close(self) -> None:
         """See Backend."""
         if self._ranks:  # without ranks, any Ray call would start Ray again
             with suppress(faults.RayError):  # a busy or dead rank cannot close; it is killed anyway
-                ray.get([rank.close.remote() for rank in self._ranks.values()], timeout=_CLOSE_S)
-        for rank in self._ranks.values():
-            ray.kill(rank)
+                ray.get([rank.actor.close.remote() for rank in self._ranks.values()], timeout=_CLOSE_S)
+        starting = list(self._replacing.values())
+        for process in [*self._ranks.values(), *(process for process, _ in starting)]:
+            ray.kill(process.actor)
+        for _, thread in starting:
+            thread.join(_CLOSE_S)
+        if self._heartbeats is not None:
+            self._heartbeats.close()
+            self._heartbeats = None
         for group in self._groups:
             remove_placement_group(group)
         for held in (self.pools, self.devices, self._ranks, self._methods, self._groups):
             held.clear()
         self._cluster.leave()
 
+    def _lose(self, process: _Process, reason: RankLost) -> None:
+        """End a process that has sent no heartbeat; every read of its results fails with the reason."""
+        self._told[process.number] = reason
+        ray.kill(process.actor)
+        if self._address is None and process.seat is not None:  # Ray gives a stopped process five seconds
+            with suppress(ProcessLookupError):
+                os.kill(process.seat.pid, signal.SIGKILL)
+
+    def _lost(self, error: faults.RayError) -> RankLost:
+        """Return the loss of a rank that an error of Ray reports, with the reason that is known here."""
+        if not isinstance(error, faults.RayActorError) or error.actor_id is None:
+            return RankLost(*loss(error))
+        known = self._told.setdefault(error.actor_id, RankLost(*loss(error)))
+        return RankLost(known.what, known.why, known.fix)
+
     def _method(self, place: Place, results: int) -> Any:
         """Return the remote method for a number of results; cached, since it costs as much as a call."""
         key = (place, results)
         if key not in self._methods:
-            self._methods[key] = self._ranks[place].run.options(num_returns=results)
+            self._methods[key] = self._ranks[place].actor.run.options(num_returns=results)
         return self._methods[key]
 
     def _fit(self, pools: Sequence[Pool], there: Sequence[Mapping[str, Any]]) -> None:
@@ -180,143 +306,91 @@ class RayBackend(Backend):
         bundle = {"CPU": 1.0} | ({} if self.devices[pool.name] == "cpu" else {"GPU": 1.0})
         group = placement_group([bundle] * pool.size, strategy="PACK")
         self._groups.append(group)
-        if not group.wait(_START_S):
+        if not group.wait(self._start_s):
             raise ClusterError(
-                f"pool {pool.name!r} of {pool.size} was not scheduled in {_START_S:g} s",
+                f"pool {pool.name!r} of {pool.size} was not scheduled in {self._start_s:g} s",
                 why=f"free in the cluster: {ray.available_resources()}; {_listed(ray.nodes())}",
                 fix="stop other programs on the cluster, or make the pool smaller",
             )
-        actor = ray.remote(RankProcess)
         for index in range(pool.size):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            given = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
-            self._ranks[Place(pool.name, index)] = actor.options(**given).remote(sys.path)
+            self._ranks[Place(pool.name, index)] = _Process(
+                actor=self._actor(pool.name, strategy), bundle=strategy
+            )
 
-    def _seat(self) -> None:
-        """Give every process its rank, ordered by node and device, and connect the ranks of each pool."""
-        driver, came = nodes.versions(), self._ranks
-        seats = self._asked("its start", {at: each.seat.remote(driver) for at, each in came.items()})
-        self._ranks, seated = {}, dict[Place, ProcessSeat]()
-        for at in sorted(came, key=lambda at: (at.pool, seats[at].order, at.rank)):
-            place = Place(at.pool, sum(each.pool == at.pool for each in seated))
-            self._ranks[place], seated[place] = came[at], seats[at]
+    def _actor(self, pool: str, bundle: Any) -> Any:
+        """Start a process in a bundle."""
+        gpus = 0 if self.devices[pool] == "cpu" else 1
+        how = {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": bundle}
+        return ray.remote(RankProcess).options(**how).remote(sys.path)
+
+    def _seat(self, came: Mapping[Place, _Process]) -> None:
+        """Wait until processes have started and reported their location."""
+        driver = nodes.versions()
+        seats = self._asked("its start", {at: each.actor.seat.remote(driver) for at, each in came.items()})
+        for at, seat in seats.items():
+            came[at].seat = seat
+
+    def _join(self, fresh: Mapping[Place, _Process]) -> None:
+        """Make processes the ranks of their places, and connect the ranks of each world."""
         if self._address is not None:
-            self.nodes = self._looked_at(seated)
-        sizes, neighbours = Counter(at.pool for at in seated), Counter(seat.node for seat in seated.values())
-        first = [at for at in seated if at.rank == 0 and sizes[at.pool] > 1]
-        hosting = {at: self._ranks[at].host.remote(sizes[at.pool], self._deadline_s) for at in first}
-        ports = self._asked("opening the store of its pool", hosting)
+            self.nodes = {**self.nodes, **self._looked_at(fresh)}
+        neighbours = Counter(each.node for each in {**self._ranks, **fresh}.values())
+        first = [at for at in fresh if self._worlds[at][0] == at and len(self._worlds[at]) > 1]
+        hosting = {at: fresh[at].actor.host.remote(len(self._worlds[at]), self._collective_s) for at in first}
+        ports = self._asked("opening the store of its world", hosting)
         joining = {}
-        for at, seat in seated.items():
-            host = Place(at.pool, 0)
+        for at, process in fresh.items():
+            world = self._worlds[at]
             seating = Seating(
                 place=at,
-                size=sizes[at.pool],
-                host=seated[host].node,
-                port=ports.get(host, 0),
+                pool_size=self.pools[at.pool],
+                index=world.index(at),
+                size=len(world),
+                host=fresh[world[0]].node,
+                port=ports.get(world[0], 0),
                 backend="gloo" if self.devices[at.pool] == "cpu" else "cpu:gloo,cuda:nccl",
-                neighbours=neighbours[seat.node],
+                neighbours=neighbours[process.node],
                 ahead_s=self.nodes[at].ahead_s if at in self.nodes else 0.0,
                 deadline_s=self._deadline_s,
+                collective_s=self._collective_s,
+                target=self._watch(at, process),
             )
-            joining[at] = self._ranks[at].join.remote(seating)
-        self._asked("joining its pool", joining)
+            joining[at] = process.actor.join.remote(seating)
+        self._asked("joining its world", joining)
 
-    def _looked_at(self, seated: Mapping[Place, ProcessSeat]) -> dict[Place, Node]:
+    def _watch(self, place: Place, process: _Process) -> HeartbeatTarget | None:
+        """Expect heartbeats of a process; return where it sends them."""
+        if self._heartbeats is None:
+            return None
+        assert process.seat is not None, "it has reported its location"
+        local_pid = process.seat.pid if self._address is None else 0
+        lost = partial(self._lose, process)
+        process.target = self._heartbeats.watch(place, lost, node=process.node, local_pid=local_pid)
+        return process.target
+
+    def _looked_at(self, fresh: Mapping[Place, _Process]) -> dict[Place, Node]:
         """Return the node of every rank; check each node's shared memory and clock once."""
         stores = {node["NodeManagerAddress"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
         found: dict[str, Node] = {}
-        for at, seat in seated.items():
-            if seat.node not in found:
-                nodes.require_room(seat, stores[seat.node].get("object_store_memory", 0))
-                ahead_s = nodes.clock_ahead_s(partial(_time_of, self._ranks[at]))
-                found[seat.node] = Node(address=seat.node, ahead_s=ahead_s)
-        return {at: found[seat.node] for at, seat in seated.items()}
+        for process in fresh.values():
+            if process.node not in found:
+                assert process.seat is not None, "it has reported its location"
+                nodes.require_room(process.seat, stores[process.node].get("object_store_memory", 0))
+                ahead_s = nodes.clock_ahead_s(partial(_time_of, process.actor, self._start_s))
+                found[process.node] = Node(address=process.node, ahead_s=ahead_s)
+        return {at: found[process.node] for at, process in fresh.items()}
 
     def _asked(self, doing: str, calls: Mapping[Place, Any]) -> dict[Place, Any]:
         """Return the replies of processes during the start."""
-        return await_replies(doing, calls, self, _START_S + _START_EACH_S * len(self._ranks))
+        wait_s = self._start_s + _START_EACH_S * len(self._worlds)
+        return await_replies(doing, calls, self, wait_s, fix="raise placement.start_s")
 
 
-class RankProcess:
-    """One rank: the process that runs its calls.
-
-    Args:
-        paths: module search path of the driver.
-    """
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        sys.path += [path for path in paths if path not in sys.path]
-        left_to_driver()
-        self._node = ray.util.get_node_ip_address()
-        self._store: Any = None
-        self._held: dict[str | int, Any] = {}
-
-    def seat(self, driver: Mapping[str, str]) -> Body:
-        """Return the seat of this process; see ``nodes.seat_of``."""
-        devices = ray.get_runtime_context().get_accelerator_ids()["GPU"]
-        return packed(nodes.seat_of(self._node, devices, driver)).body
-
-    def time(self) -> float:
-        """Return seconds since the epoch on this node's clock."""
-        return time.time()
-
-    def host(self, size: int, deadline_s: float) -> Body:
-        """Host the store of the pool; return its port."""
-        self._store = nodes.hosted_store(self._node, size, deadline_s)
-        return packed(self._store.port).body
-
-    def join(self, seating: Seating) -> Body:
-        """Become the rank that the driver assigned."""
-        threads = max(1, int(usable_cores()) // seating.neighbours)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
-        nodes.settle_interface(self._node)
-        ranks = nodes.meet(self._node, seating, self._store)
-        self._deadline_s = seating.deadline_s
-        self._site = Site(place=seating.place, ranks=ranks, fetch=self._fetch, ahead_s=seating.ahead_s)
-        return packed(True).body
-
-    def close(self) -> None:
-        """Close the resources of this rank."""
-        self._site.stack.close()
-
-    def run(self, sent: Body, *own: Body) -> Any:
-        """Run one call, given its message and the values of its own references, which Ray resolves first."""
-        body, references = sent if isinstance(sent, tuple) else (sent, [])
-        self._held = by_name(references) | dict(enumerate(own))
-        work, arguments, results = unpacked(body)
-        try:
-            found = work(self._site, *arguments)
-        finally:
-            self._held = {}  # objects held after a call stay in the store
-        try:
-            return packed(found).body if results == 1 else replies(found, own, ray.put)
-        except Exception as error:  # noqa: BLE001  any error of a result's own pickling
-            raise _cannot_travel(f"the result of {arguments[0]} on {self._site.place}", error) from None
-
-    def _fetch(self, slots: Sequence[Slot], fields: Collection[str] | None = None) -> list[Any]:
-        try:
-            bodies = self._got([self._held[slot.name] for slot in slots])
-            values, fetched_bytes = opened(bodies, self._got, self._held, fields)
-        except faults.GetTimeoutError:
-            raise ClusterError(
-                f"{self._site.place} waited {self._deadline_s:g} s for an argument",
-                why="the call that returns it is still running or waiting",
-            ) from None
-        except faults.RayTaskError as error:
-            _raise_cause(error)
-        except faults.RayError as error:
-            what, why, fix = _loss(error)
-            raise Stranded(f"the rank of an argument {what}", why=why, fix=fix) from None
-        self._site.fetched_bytes += fetched_bytes
-        return values
-
-    def _got(self, wanted: Sequence[Any]) -> list[Body]:
-        """Return the values of references; pass through those that are already here."""
-        far = [each for each in wanted if isinstance(each, ray.ObjectRef)]
-        found = iter(ray.get(far, timeout=self._deadline_s) if far else ())
-        return [next(found) if isinstance(each, ray.ObjectRef) else each for each in wanted]
+def _order(process: _Process) -> tuple[int, int]:
+    """Return the sort key of a process: its node, then its device."""
+    assert process.seat is not None, "it has reported its location"
+    return process.seat.order
 
 
 def _listed(there: Sequence[Mapping[str, Any]]) -> str:
@@ -329,9 +403,9 @@ def _listed(there: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _time_of(rank: Any) -> float:
+def _time_of(actor: Any, wait_s: float) -> float:
     """Return a process's seconds since the epoch."""
-    return float(ray.get(rank.time.remote(), timeout=_START_S))
+    return float(ray.get(actor.time.remote(), timeout=wait_s))
 
 
 def _heaviest(value: Any) -> str:
@@ -344,52 +418,3 @@ def _weight(value: Any) -> float:
         return packed(value).nbytes
     except Exception:  # noqa: BLE001  any error of its own pickling
         return float("inf")
-
-
-def _cannot_travel(what: str, error: BaseException) -> ClusterError:
-    return ClusterError(
-        f"{what} cannot be serialised: {error}",
-        why="ranks are separate processes, and values pass between them as bytes",
-        fix="pass plain values: batches, numbers, strings, settings, functions of a module",
-    )
-
-
-_LOSSES: dict[tuple[type[faults.RayError], ...], tuple[str, str]] = {
-    (faults.OutOfMemoryError,): (
-        "was killed because its node ran out of memory",
-        "use smaller micro-batches or fewer ranks per node, or raise RAY_memory_usage_threshold towards 1",
-    ),
-    (faults.RayActorError, faults.WorkerCrashedError, faults.LocalRayletDiedError, faults.NodeDiedError): (
-        "has died",
-        "read the end of its output; a killed process has often run out of memory",
-    ),
-    (faults.ObjectLostError, faults.ObjectStoreFullError, faults.OutOfDiskError): (
-        "has lost its results",
-        "check the cluster's nodes and the free space of /dev/shm and /tmp on them",
-    ),
-}
-"""Message and advice for each kind of Ray error."""
-
-
-def _loss(error: faults.RayError) -> tuple[str, str, str]:
-    """Return what happened to a rank, why, and what to do, from an error of Ray itself."""
-    what, fix = next(
-        (said for kinds, said in _LOSSES.items() if isinstance(error, kinds)),
-        ("has failed", "run the same command again: it resumes from the last checkpoint"),
-    )
-    told = [line.strip() for line in str(error).splitlines() if line.strip()] or ["Ray gives no reason"]
-    if "creation task" in told[0]:
-        on = re.search(r"ip=([\w.:]+)", told[0])
-        return f"could not be started{f' on node {on[1]}' if on else ''}", told[-1], nodes.ALIKE
-    return what, f"{type(error).__name__}: {told[0]}", fix
-
-
-def _raise_cause(error: faults.RayTaskError) -> NoReturn:
-    """Raise the original error of a call, no matter how many ranks have passed it on."""
-    cause: object = error
-    while isinstance(cause, faults.RayTaskError):
-        cause = cause.cause
-    if isinstance(cause, Exception) and not isinstance(cause, faults.RayError):
-        raise cause
-    what, why, fix = _loss(cause if isinstance(cause, faults.RayError) else error)
-    raise Stranded(f"a rank {what}", why=why, fix=fix) from None

@@ -45,7 +45,7 @@ def start_backend(config: PlacementConfig, pools: Sequence[Pool], device: str) -
     """
     backend: Backend
     if config.is_inline:
-        backend = InlineBackend(config.deadline_s)
+        backend = InlineBackend(config.deadline_s, load_s=config.load_s)
     elif find_spec("ray") is None:
         ranks = sum(config.pools.values())
         raise ClusterError(
@@ -54,17 +54,33 @@ def start_backend(config: PlacementConfig, pools: Sequence[Pool], device: str) -
             fix="pip install 'rillflow[ray]', or set placement.backend = \"inline\"",
         )
     else:
-        backend = ray_backend(config.deadline_s, config.address)
+        backend = ray_backend(
+            config.deadline_s,
+            config.address,
+            start_s=config.start_s,
+            load_s=config.load_s,
+            heartbeat_s=config.heartbeat_s,
+        )
     backend.open(pools, device)
     return backend
 
 
-def ray_backend(deadline_s: float = 3600.0, address: str | None = None) -> RayBackend:
+def ray_backend(
+    deadline_s: float = 3600.0,
+    address: str | None = None,
+    *,
+    start_s: float = 60.0,
+    load_s: float = 0.0,
+    heartbeat_s: float = 5.0,
+) -> RayBackend:
     """Return a backend on Ray; this function imports Ray.
 
     Args:
         deadline_s: longest wait of a rank for another one's result.
         address: see ``settle``.
+        start_s: see RayBackend, as for the other two.
+        load_s: longest time to make a role.
+        heartbeat_s: silence of a rank after which it is lost; 0: no heartbeats.
 
     Raises:
         ClusterError: see ``settle``.
@@ -72,7 +88,7 @@ def ray_backend(deadline_s: float = 3600.0, address: str | None = None) -> RayBa
     address = settle(address)
     from rillflow.workers.ray import RayBackend
 
-    return RayBackend(deadline_s, address=address)
+    return RayBackend(deadline_s, address=address, start_s=start_s, load_s=load_s, heartbeat_s=heartbeat_s)
 
 
 def settle(address: str | None = None) -> str | None:

@@ -29,7 +29,7 @@ ADAPTERS = {
         "plugins/service/rillflow_service/app.py",
     ),
     "uvicorn": ("rillflow/serving/server.py", "plugins/service/rillflow_service/__main__.py"),
-    "ray": ("rillflow/workers/ray.py", "rillflow/workers/ray_cluster.py", "rillflow/workers/messages.py"),
+    "ray": ("rillflow/workers/ray", "rillflow/workers/messages.py"),
     "vllm": ("rillflow/rollout/vllm/core.py",),
     "ot": ("plugins/merging/rillflow_merging/transport.py",),
     **{f"rillflow_{name}": (f"plugins/{name}/",) for name in SHIPPED},

@@ -79,10 +79,9 @@ class Machine:
             env={name: value for name, value in given.items() if value},
             cwd="/",
             text=True,
-            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            **how,
+            **{"stdin": subprocess.DEVNULL, **how},
         )
 
     def run(

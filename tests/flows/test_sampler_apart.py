@@ -131,9 +131,13 @@ def test_every_mesh_sends_what_it_would_have_sampled_with(mesh: str, tmp_path: P
 
 @RAY
 @pytest.mark.slow
-def test_any_tp_answers_for_one_rank_that_trains(tmp_path: Path) -> None:
-    """One rank trains, two share a copy: the same tokens; their log probabilities but for rounding."""
+@pytest.mark.parametrize("sampling", [2, 4])
+def test_any_tp_answers_for_one_rank_that_trains(tmp_path: Path, sampling: int) -> None:
+    """One rank trains, two share a copy: the same tokens; their log probabilities but for rounding.
+
+    Four ranks that sample are two replicas, each a world of its own.
+    """
     alone = ran(tmp_path / "a", *pools(1, 1), TOGETHER)
-    apart = ran(tmp_path / "b", *pools(1, 2), "placement.rollout_parallel={ tp = 2 }", APART)
+    apart = ran(tmp_path / "b", *pools(1, sampling), "placement.rollout_parallel={ tp = 2 }", APART)
     tokens = [[rows["tokens"] for rows in found[0]] for found in (alone, apart)]
     assert tokens[0] == tokens[1] and all(tokens[0])

@@ -202,3 +202,33 @@ def test_a_device_by_its_number_is_for_one_process() -> None:
         recipe_on("cuda:1", pools={"main": 2})
     assert recipe_on("cuda", pools={"main": 2}).run.device == "cuda"
     assert recipe_on("cuda:1", pools={"main": 1}).run.device == "cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("change", "worlds"),
+    [
+        ({}, {"main": 0, "answers": 1, "critics": 0, "scorers": 1}),
+        ({"rollout_parallel": {"tp": 2}}, {"main": 0, "answers": 2, "critics": 0, "scorers": 1}),
+        ({"roles": {"sampler": "answers", "critic": "critics", "reward": "answers", "reference": "scorers"}},
+         {"main": 0, "answers": 1, "critics": 0, "scorers": 0}),
+        ({"roles": {"sampler": "main", "critic": "answers", "reward": "scorers", "reference": "critics"}},
+         {"main": 0, "answers": 0, "critics": 0, "scorers": 1}),
+    ],
+)  # fmt: skip
+def test_replicas_that_need_no_collectives_are_worlds_of_their_own(
+    change: dict[str, Any], worlds: dict[str, int]
+) -> None:
+    """Every tp group of a sampler and every rank that scores; other roles make their pool one world."""
+    roles = {"sampler": "answers", "critic": "critics", "reward": "scorers"}
+    pools = {"main": 2, "answers": 4, "critics": 1, "scorers": 4}
+    made = pools_of(recipe(**{"backend": "ray", "pools": pools, "roles": roles, **change}))
+    assert {pool.name: pool.world for pool in made} == worlds
+
+
+def test_a_model_that_scores_is_a_replica_unless_it_is_sharded() -> None:
+    pools = {"main": 1, "scorers": 2}
+    data = recipe(backend="ray", pools=pools, roles={"reward": "scorers"}).model_dump()
+    data["reward"]["model"] = "some/model"
+    assert pools_of(validate(Recipe, data, "recipe"))[1].world == 1
+    data["placement"]["train_parallel"] = {"scorers": {"tp": 2}}
+    assert pools_of(validate(Recipe, data, "recipe"))[1].world == 0

@@ -49,7 +49,7 @@ class Sampled:
 
 def sampled() -> Sampled:
     mesh = Mesh.of(first=1, dp=1, tp=1)
-    return Sampled(ReceivedWeights(model(2), mesh=mesh, ranks=SingleRank()))
+    return Sampled(ReceivedWeights(model(2), mesh=mesh, ranks=SingleRank(), rank=0))
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ class Ends:
     def __init__(self, most_bytes: int) -> None:
         self.trained, other = model(1), model(2)
         self.sent = SentWeights(ModelShard.whole(self.trained))
-        self.received = ReceivedWeights(other, mesh=Mesh.of(first=1, dp=1, tp=1), ranks=SingleRank())
+        self.received = ReceivedWeights(other, mesh=Mesh.of(first=1, dp=1, tp=1), ranks=SingleRank(), rank=0)
         self.plan = replace(self.received.plan(self.sent.lie()), most_bytes=most_bytes)
         self.links = links_of(self.plan)
         self.received.connect(self.plan)

@@ -27,7 +27,7 @@ from rillflow.workers.nodes import (
 
 
 def seat(node: str, device: int = -1, shared_bytes: int = 2**30) -> ProcessSeat:
-    return ProcessSeat(node=node, device=device, shared_bytes=shared_bytes)
+    return ProcessSeat(node=node, device=device, shared_bytes=shared_bytes, pid=os.getpid())
 
 
 def test_ranks_count_the_nodes_in_turn_and_on_each_the_devices() -> None:
@@ -107,6 +107,8 @@ def test_collectives_go_by_the_loopback_device_on_loopback_alone(monkeypatch: py
 def seating(port: int) -> Seating:
     return Seating(
         place=Place("main", 1),
+        pool_size=2,
+        index=1,
         size=2,
         host="127.0.0.1",
         port=port,
@@ -114,6 +116,8 @@ def seating(port: int) -> Seating:
         neighbours=1,
         ahead_s=0.0,
         deadline_s=20.0,
+        collective_s=20.0,
+        target=None,
     )
 
 

@@ -1,0 +1,299 @@
+"""Flight: the groups of a ready-first phase from their first token to the step that takes them.
+
+draw ─> table ─ begin ─> replicas: call, call, ... ─ collect ─> workers of streamed stages ─> complete ─> taken
+           ^                ^ between two calls: receive                 │
+           └──── again ─────┴──────────── replica died, group too old ───┘
+
+Each method that changes the order of work notes a decision, so that a run can be repeated (``decisions``). Which
+groups begin and which make a step, the source decides (``async_rollout``).
+
+consumes      results of replicas and streamed stages; prompts of the stream; published versions
+waits for     nothing: the source waits for ``events``
+unblocked by  the ranks of the sampler and of streamed stages
+produces      calls to these ranks; complete groups, and their rows and scores as references
+shutdown      a replica that dies gives its groups back and is replaced, at most ``restarts`` times without
+              a complete group in between; then its first death ends the phase
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rillflow.controller.decisions import Decisions
+from rillflow.controller.executor import GroupExecutor, GroupPart
+from rillflow.controller.group_table import GENERATE, TRAIN, GroupTable
+from rillflow.controller.replicas import SamplerReplica
+from rillflow.controller.source import DataStream, GroupSampling, one_by_one
+from rillflow.controller.streamed_stages import StageWorker
+from rillflow.controller.weight_sync import PackedWeights, WeightSync
+from rillflow.records.batch import Batch
+from rillflow.roles.sampler import GroupId
+from rillflow.workers.backend import RankDied
+from rillflow.workers.config import SAMPLER
+from rillflow.workers.pending import Pending
+from rillflow.workers.values import Facts, Lie
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupInFlight:
+    """A group whose rows have begun."""
+
+    id: GroupId
+    """Epoch and prompt id."""
+    version: int
+    """Publishes of the phase before the group's first token."""
+    replica: SamplerReplica
+    """Replica that samples the group."""
+    call: int
+    """Number of the replica's call that begins the group; earlier calls report on rows that were given up."""
+
+
+class Flight:
+    """Groups in flight.
+
+    Args:
+        executor: has the groups of ranks.
+        stream: prompts of the phase.
+        sync: transfers versions to the sampler.
+        how: how groups are sampled.
+        most_rows: largest number of rows of a replica at once.
+        capacity: largest number of groups between the oldest in flight and the newest.
+        workers: workers of the stages that run group by group.
+        decisions: notes the decisions of the phase, or repeats those of a run.
+        again: drawn prompts that no step had trained when the run was interrupted.
+    """
+
+    def __init__(
+        self,
+        executor: GroupExecutor,
+        stream: DataStream,
+        sync: WeightSync,
+        *,
+        how: GroupSampling,
+        most_rows: int,
+        capacity: int,
+        workers: Sequence[StageWorker],
+        decisions: Decisions,
+        again: Sequence[Batch],
+    ) -> None:
+        self._executor, self._stream, self._how, self._workers = executor, stream, how, workers
+        self.decisions = decisions
+        """Decisions of the phase."""
+        self.replicas = [
+            SamplerReplica(executor=executor, sync=sync, how=how, number=number, most_rows=most_rows)
+            for number in range(len(how.replicas))
+        ]
+        """Replicas of the sampler."""
+        self.table = GroupTable([each.stage for each in workers], capacity=len(again) + capacity)
+        """Groups that were drawn and that no step has taken, and who has them."""
+        for prompt in again:
+            self.table.add(prompt)
+        self.groups: dict[GroupId, GroupInFlight] = {}
+        """Groups that have begun and that no step has taken."""
+        self.complete: dict[GroupId, GroupInFlight] = {}
+        """Those of them that a step may take."""
+        self.dropped: list[tuple[GroupId, str]] = []
+        """Groups whose rows were dropped, with reasons; the caller empties the list."""
+        self.lost: list[GroupInFlight] = []
+        """Groups of replicas that died; the caller empties the list."""
+        self.newest = 0
+        """Number of publishes of the phase that were delivered."""
+        self._parcels: dict[int, PackedWeights] = {} if sync.initial is None else {0: sync.initial}
+
+    @property
+    def events(self) -> list[Sequence[Pending]]:
+        """Results that something waits for: those of each sequence together."""
+        found = [part for each in self.replicas for part in each.events]
+        found += [part for each in self._workers for part in each.events]
+        return [each for each in found if each]
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether a replica is being replaced."""
+        return any(each.restart is not None for each in self.replicas)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every replica has the version that was delivered last."""
+        ready = (each.is_live and each.version == self.newest and not each.arriving for each in self.replicas)
+        return all(ready)
+
+    @property
+    def unfinished(self) -> list[GroupInFlight]:
+        """Groups that are being sampled or scored."""
+        return [each for each in self.groups.values() if each.id not in self.complete]
+
+    @property
+    def sampling(self) -> int:
+        """Number of groups whose rows are being sampled."""
+        return sum(each.replica.name in self.table.holders(each.id) for each in self.groups.values())
+
+    def hear(self) -> list[GroupInFlight]:
+        """Process finished calls; return the groups that became complete."""
+        for replica in self.replicas:
+            try:
+                self._hear(replica)
+            except RankDied as died:
+                if died.place not in replica.places:
+                    raise
+                self._lost(replica, died)
+        for worker in self._workers:
+            for group, made in worker.hear(self._how.deadline_s).items():
+                self.table.done(worker.stage, group, made)
+        ready = self.table.take(TRAIN, len(self.groups), "the next step")
+        self.complete |= {group: self.groups[group] for group in ready}
+        return [self.groups[group] for group in ready]
+
+    def _hear(self, replica: SamplerReplica) -> None:
+        for call, advanced in replica.hear():
+            begun = [self.groups[each] for each in advanced.complete if each in self.groups]
+            replica.collect([each.id for each in begun if each.replica is replica and each.call <= call])
+        for group, rows in replica.collected():
+            if group in self.groups and replica.name in self.table.holders(group):
+                self.table.done(GENERATE, group, rows)
+
+    def _lost(self, replica: SamplerReplica, died: RankDied) -> None:
+        """Give back the groups of a replica that died, and have it replaced.
+
+        Raises:
+            RankDied: it may not be replaced again; the error is its first death in a row.
+        """
+        replica.lose(died)
+        what = str(died).splitlines()[0]
+        for group in [each for each in self.unfinished if each.replica is replica]:
+            if replica.name in self.table.holders(group.id):
+                self.lost.append(group)
+                self.again(group, f"its replica was lost: {what}")
+        self._how.say(f"{what}; its groups are sampled again, and a new process takes its place")
+
+    def deliver(self, parcel: PackedWeights) -> None:
+        """Note that a version is ready for the replicas."""
+        self.newest += 1
+        self.decisions.note("deliver", self.newest)
+        self._parcels[self.newest] = parcel
+
+    def draw(self, groups: int) -> None:
+        """Put prompts of the stream into the table."""
+        self.decisions.note("draw", groups)
+        for prompt in one_by_one(self._stream.take(groups)):
+            self.table.add(prompt)
+
+    def begin(self, replica: SamplerReplica) -> GroupInFlight:
+        """Begin the oldest group that waits."""
+        (group,) = self.table.take(GENERATE, 1, replica.name)
+        begun = GroupInFlight(id=group, version=replica.version, replica=replica, call=replica.next_call)
+        self.groups[group] = begun
+        replica.begin(self.table.prompt(group))
+        self.decisions.note("begin", replica.number, group)
+        return begun
+
+    def again(self, group: GroupInFlight, reason: str) -> None:
+        """Drop the rows of a group, and put its prompt into the table again."""
+        self.decisions.note("again", group.id)
+        holders = self.table.holders(group.id)
+        if group.replica.name in holders:
+            group.replica.give_up(group.id)
+        for worker in self._workers:
+            if worker.name in holders:
+                worker.give_up(group.id)
+        del self.groups[group.id]
+        self.complete.pop(group.id, None)
+        self.table.add(self.table.drop(group.id, reason))
+        self.dropped.append((group.id, reason))
+
+    def call(self, replica: SamplerReplica) -> None:
+        """Have a replica run its rows."""
+        self.decisions.note("call", replica.number, replica.passes)
+        replica.call()
+
+    def receive(self) -> None:
+        """Have the first replica that is behind receive the newest version; one receives at a time."""
+        behind = [each for each in self.replicas if each.is_live and each.version < self.newest]
+        if behind and not any(each.arriving for each in self.replicas):
+            self._receive(behind[0], self.newest)
+
+    def _receive(self, replica: SamplerReplica, version: int) -> None:
+        self.decisions.note("receive", replica.number, version)
+        replica.receive(self._parcels[version], version)
+        oldest = min(each.version for each in self.replicas)
+        least = self.newest if self.decisions.head is None else min(oldest + 1, self.newest)
+        self._parcels = {number: each for number, each in self._parcels.items() if number >= least}
+
+    def compute(self) -> None:
+        """Have the workers of streamed stages compute what is ready."""
+        for number, worker in enumerate(self._workers):
+            groups = self.table.take(worker.stage, worker.room, worker.name)
+            if groups:
+                self._compute(number, groups)
+            worker.ask()
+
+    def _compute(self, number: int, groups: Sequence[GroupId]) -> None:
+        self.decisions.note("run", number, [list(each) for each in groups])
+        self._workers[number].begin({each: self.table.result(GENERATE, each) for each in groups})
+
+    def repeat(self) -> None:
+        """Repeat the decisions of a run as far as their results are there."""
+        while head := self.decisions.head:
+            name, *given = head
+            if name == "draw":
+                self.draw(given[0])
+            elif name == "begin":
+                self.begin(self.replicas[given[0]])
+            elif name == "again":
+                self.again(self.groups[given[0][0], given[0][1]], "the run that is repeated dropped it")
+            elif name == "call":
+                self.replicas[given[0]].passes = given[1]
+                self.call(self.replicas[given[0]])
+            elif name == "receive" and given[1] in self._parcels and not self.replicas[given[0]].arriving:
+                self._receive(self.replicas[given[0]], given[1])
+            elif name == "run" and self._may_compute(*given):
+                worker, groups = self._workers[given[0]], [(epoch, prompt) for epoch, prompt in given[1]]
+                self._compute(given[0], self.table.take(worker.stage, len(groups), worker.name, groups))
+            else:
+                break
+        for worker in self._workers:
+            worker.ask()
+
+    def _may_compute(self, number: int, groups: Sequence[Sequence[int]]) -> bool:
+        """Return whether a worker can take groups now."""
+        worker = self._workers[number]
+        ready = self.table.ready(worker.stage)
+        return worker.room > 0 and all((epoch, prompt) in ready for epoch, prompt in groups)
+
+    def taken(self, groups: Sequence[GroupInFlight]) -> None:
+        """Forget groups that a step has taken."""
+        for group in groups:
+            self.table.done(TRAIN, group.id)
+            del self.groups[group.id], self.complete[group.id]
+
+    def by_replica(self, groups: Sequence[GroupInFlight]) -> list[list[GroupInFlight]]:
+        """Return groups in the order of the replicas that sampled them, so that their rows need not move."""
+        here = ([each for each in groups if each.replica is replica] for replica in self.replicas)
+        return [each for each in here if each]
+
+    def gathered(self, part: Sequence[Sequence[GroupInFlight]]) -> Mapping[str, Pending]:
+        """Return the results of every stage for groups of a step, which ``by_replica`` has ordered."""
+        places, lie = self._executor.groups[SAMPLER].places, Lie.new(is_whole=True)
+        live = [each for each in self.replicas if each.is_live] or self.replicas
+        found = {}
+        for stage in self.table.stages:
+            held = [
+                GroupPart(
+                    place=places[(of if (of := groups[0].replica).is_live else live[0]).ranks[0]],
+                    rows={each.id: self.table.result(stage, each.id) for each in groups},
+                )
+                for groups in part
+            ]
+            found[stage] = self._executor.gathered(stage, held, lie)
+        return found
+
+    def worked(self, stage: str) -> list[Facts]:
+        """Return the times when ranks worked for a stage since the last call."""
+        workers: Sequence[SamplerReplica | StageWorker] = self.replicas
+        if stage != GENERATE:
+            workers = [each for each in self._workers if each.stage == stage]
+        found = [each for worker in workers for each in worker.worked]
+        for worker in workers:
+            worker.worked = []
+        return found
