@@ -28,10 +28,11 @@ from rillflow.app.roles import RoleGroups, pools_of
 from rillflow.app.shared_paths import require_shared
 from rillflow.config.problems import together
 from rillflow.controller.admission import CapacityBound, StalenessBound
-from rillflow.controller.async_rollout import LEFT, AsyncRollout, GroupInFlight
+from rillflow.controller.async_rollout import LEFT, AsyncRollout
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.decisions import Decisions, RecordedDecisions
 from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Cadence, Loop
@@ -79,6 +80,7 @@ class Build:
         repeat: RecordedDecisions | None = None,
     ) -> None:
         self._repeat = repeat
+        self._say: Callable[[str], None] = lambda _: None
         recipe, self._task, self._run, self._checkpoint = facts.recipe, facts.task, run, checkpoint
         self._recipe = recipe
         placement, device = recipe.placement, recipe.run.device
@@ -112,6 +114,7 @@ class Build:
     def train(self, progress: Progress, interruption: Interruption) -> None:
         """Run the remaining steps of every phase."""
         recipe, plans = self._recipe, phase_plans(self._recipe)
+        self._say = progress.note
         cadence = Cadence(
             evaluate_every=recipe.evaluate.every,
             checkpoint_every=recipe.run.checkpoint_every,
@@ -197,6 +200,9 @@ class Build:
             sampling=asked.get("sampling"),
             replicas=self._roles.executor.groups[SAMPLER].mesh.groups("tp"),
             deadline_s=self._recipe.placement.deadline_s,
+            restarts=self._recipe.run.restarts,
+            restart=self._roles.restart_sampler if self._roles.may_restart_sampler else None,
+            say=self._say,
         )
 
     def _ready(

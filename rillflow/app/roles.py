@@ -9,7 +9,7 @@ The reference of the second phase is the policy that the first phase left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.roles.setting import RoleSetting, made
 from rillflow.roles.trained_role import TrainedRole
 from rillflow.runs import layout
+from rillflow.runs.layout import checkpoint_folders
 from rillflow.sharding.layout import generation_mesh
 from rillflow.training.config import TrainConfig
 from rillflow.training.skipping import leave_out
-from rillflow.workers.backend import Backend, Pool
+from rillflow.workers.backend import Backend, Pool, Replacement
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.group import Group
+from rillflow.workers.pending import Pending, Replies
 
 
 class RoleGroups:
@@ -55,6 +57,7 @@ class RoleGroups:
         self._facts, self._recipe, self._run, self._backend = facts, recipe, run.absolute(), backend
         self._specs = roles_of(recipe)
         self._groups: dict[str, Group] = {}
+        self._settings: dict[str, Callable[..., RoleSetting]] = {}
         self.executor = GroupExecutor(self._groups, backend)
         self.delivery: WeightSync | None = None
         """WeightSync to a sampler on its own ranks; None if it shares the policy's ranks."""
@@ -119,7 +122,8 @@ class RoleGroups:
             drafts = self._run / layout.BUNDLES / layout.DRAFT
             self.executor.on_all_ranks(role, leave_out, drafts / role).read(self._recipe.placement.deadline_s)
         if self.delivery is not None and plan.evaluated:
-            self.delivery.begin(is_ahead=plan.freshness > 0 or is_ready_first(plan.config))
+            by_readiness = is_ready_first(plan.config)
+            self.delivery.begin(is_ahead=plan.freshness > 0 or by_readiness, keeps_initial=by_readiness)
         return trained
 
     def trained(self, plan: PhasePlan) -> tuple[str, ...]:
@@ -169,7 +173,7 @@ class RoleGroups:
             )
         group = Group(role, spec.endpoints(role), mesh=mesh, pool=pool, backend=self._backend, of=of)
         group.start(partial(made, spec.make, setting), placement.load_s)
-        self._groups[role] = group
+        self._groups[role], self._settings[role] = group, setting
 
     def _start_sampler(self, model: ModelConfig) -> None:
         """Make the sampler on the policy's ranks, or on other ranks that the policy sends weights to."""
@@ -181,6 +185,32 @@ class RoleGroups:
         counted = Mesh(axes=mesh.axes, ranks=tuple(first + rank for rank in mesh.ranks))
         self._start(SAMPLER, mesh, of="policy", model=model, generate=counted)
         self.delivery = WeightSync(self.executor, placement.deadline_s)
+
+    @property
+    def may_restart_sampler(self) -> bool:
+        """Whether ranks of the sampler can be replaced alone: no other role is on them."""
+        pools = [group.places[0].pool for group in self._groups.values()]
+        return pools.count(self._groups[SAMPLER].places[0].pool) == 1 and self.delivery is not None
+
+    def restart_sampler(self, ranks: Sequence[int]) -> Iterator[Replacement | Replies | Pending]:
+        """Replace ranks of a sampler that has ranks of its own; yield each step, which is then waited for.
+
+        Raises:
+            ClusterError: a new process does not start, or cannot make its model.
+        """
+        assert self.delivery is not None, "the sampler has ranks of its own"
+        group, placement = self._groups[SAMPLER], self._recipe.placement
+        yield (replacement := self._backend.replace([group.places[rank] for rank in ranks]))
+        replacement.read(placement.start_s)
+        setting = self._settings[SAMPLER]
+        newest = next(iter(checkpoint_folders(self._run / layout.CHECKPOINTS)), None)
+        if newest is not None:  # the checkpoint that the run began with may be gone; weights are sent anyway
+            setting = partial(setting, model=self._directory(newest / self._recipe.trained_role))
+        factory = partial(made, self._specs[SAMPLER].make, setting)
+        yield (replies := group.begin_restart(ranks, factory))
+        replies.read(placement.load_s)
+        yield (connected := self.delivery.connect(ranks))
+        connected.wait(placement.deadline_s)
 
     def _generate_mesh(self) -> Mesh:
         """Return the grid of the ranks that generate."""

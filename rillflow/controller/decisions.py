@@ -8,7 +8,7 @@ of these events:
 
     draw n              n prompts of the stream enter the table
     begin r group       a group begins with replica r's next call
-    again group         a group is dropped and its prompt enters the table again
+    again group why     a group is dropped and its prompt enters the table again
     call r n            replica r runs up to n tokens of each of its rows
     receive r v         replica r receives the phase's v-th publish
     run w groups        worker w computes its stage for some groups

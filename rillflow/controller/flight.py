@@ -1,11 +1,11 @@
 """Flight: the groups of a ready-first phase from their first token to the step that takes them.
 
-draw ─> table ─ begin ─> replicas: call, call, ... ─ collect ─> workers of streamed stages ─> complete ─> taken
-           ^                ^ between two calls: receive                 │
-           └──── again ─────┴──────────── replica died, group too old ───┘
+draw ─> table ─ begin ─> replicas: call, call, ... ─ collect ─> streamed stages ─> complete ─> taken
+           ^                ^ between two calls: receive            │
+           └──── again ─────┴─────── replica died, group too old ───┘
 
-Each method that changes the order of work notes a decision, so that a run can be repeated (``decisions``). Which
-groups begin and which make a step, the source decides (``async_rollout``).
+Each method that changes the order of work notes a decision, so that a run can be repeated (``decisions``).
+The source decides which groups begin and which make a step (``async_rollout``).
 
 consumes      results of replicas and streamed stages; prompts of the stream; published versions
 waits for     nothing: the source waits for ``events``
@@ -120,6 +120,11 @@ class Flight:
         return all(ready)
 
     @property
+    def lag(self) -> int:
+        """Publishes that the replica with the oldest weights has not received."""
+        return self.newest - min((each.version for each in self.replicas if each.version >= 0), default=0)
+
+    @property
     def unfinished(self) -> list[GroupInFlight]:
         """Groups that are being sampled or scored."""
         return [each for each in self.groups.values() if each.id not in self.complete]
@@ -190,7 +195,7 @@ class Flight:
 
     def again(self, group: GroupInFlight, reason: str) -> None:
         """Drop the rows of a group, and put its prompt into the table again."""
-        self.decisions.note("again", group.id)
+        self.decisions.note("again", group.id, reason)
         holders = self.table.holders(group.id)
         if group.replica.name in holders:
             group.replica.give_up(group.id)
@@ -241,10 +246,12 @@ class Flight:
             elif name == "begin":
                 self.begin(self.replicas[given[0]])
             elif name == "again":
-                self.again(self.groups[given[0][0], given[0][1]], "the run that is repeated dropped it")
+                self.again(self.groups[given[0][0], given[0][1]], given[1])
             elif name == "call":
                 self.replicas[given[0]].passes = given[1]
                 self.call(self.replicas[given[0]])
+            elif name == "receive" and self.replicas[given[0]].version == given[1]:
+                self.decisions.note(*head)  # a new process received it again
             elif name == "receive" and given[1] in self._parcels and not self.replicas[given[0]].arriving:
                 self._receive(self.replicas[given[0]], given[1])
             elif name == "run" and self._may_compute(*given):

@@ -15,14 +15,16 @@ produces      complete groups, and their rows as references
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.source import GroupSampling, add_work
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.records.batch import Batch, concatenate
 from rillflow.roles.sampler import Advanced, GroupId, Sampler
+from rillflow.workers.backend import Place, RankDied
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending
 from rillflow.workers.values import Facts
@@ -67,8 +69,16 @@ class SamplerReplica:
     """Prompts that begin with the next call."""
     given_up: list[GroupId] = field(default_factory=list)
     """Groups that the next call drops."""
+    collecting: dict[GroupId, Pending] = field(default_factory=dict)
+    """Rows of complete groups, on their way to the store."""
     worked: list[Facts] = field(default_factory=list)
     """Times when the replica ran rows since the last step was formed."""
+    restart: Iterator[Awaited] | None = None
+    """Steps of the replica's replacement; None while it runs."""
+    awaited: Awaited | None = None
+    """What the replacement waits for."""
+    deaths: list[RankDied] = field(default_factory=list)
+    """Deaths since a group of the replica was complete."""
 
     @property
     def name(self) -> str:
@@ -81,9 +91,19 @@ class SamplerReplica:
         return self.how.replicas[self.number]
 
     @property
+    def places(self) -> Sequence[Place]:
+        """Its ranks."""
+        return [self.executor.groups[SAMPLER].places[rank] for rank in self.ranks]
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it takes calls: it is not being replaced."""
+        return self.restart is None
+
+    @property
     def events(self) -> Sequence[Sequence[Pending]]:
         """Results that it waits for: those of each sequence together."""
-        return [[*self.asked][:1], self.arriving]
+        return [[*self.asked][:1], self.arriving, [*self.collecting.values()][:1]]
 
     @property
     def next_call(self) -> int:
@@ -95,7 +115,7 @@ class SamplerReplica:
         """Whether the rows of a group that begins now would run soon, given the rows that end meanwhile."""
         room = self.most_rows + min(ASKED * self.turnover, self.most_rows)
         fits = not self.rows or self.rows + self.how.samples <= room
-        return len(self.asked) < ASKED and fits
+        return self.is_live and len(self.asked) < ASKED and fits
 
     def begin(self, prompt: Batch) -> None:
         """Begin a group with the next call."""
@@ -105,7 +125,13 @@ class SamplerReplica:
     @property
     def may_call(self) -> bool:
         """Whether a further call may be submitted, and would do something."""
-        return len(self.asked) < ASKED and bool(self.rows or self.given_up)
+        return self.is_live and len(self.asked) < ASKED and bool(self.rows or self.given_up)
+
+    def give_up(self, group: GroupId) -> None:
+        """Drop a group with the next call."""
+        is_ended = self.collecting.pop(group, None) is not None
+        if self.is_live and not is_ended:  # a new process has no rows
+            self.given_up.append(group)
 
     def call(self) -> None:
         """Submit a call."""
@@ -115,11 +141,18 @@ class SamplerReplica:
         self.begun, self.given_up = [], []
 
     def hear(self) -> Iterator[tuple[int, Advanced]]:
-        """Yield the number and the result of each call that has finished; end transfers that have arrived."""
+        """Yield the number and the result of each call that has finished; end transfers that have arrived.
+
+        Raises:
+            RankDied: one of its ranks died.
+        """
+        if self.restart is not None:
+            self._restart(self.restart)
         deadline_s = self.how.deadline_s
         while self.asked and self.asked[0].is_ready:
-            call = self.asked.popleft()
+            call = self.asked[0]
             made: Advanced = call.read(deadline_s)
+            self.asked.popleft()
             self.rows, self.turnover = self.rows - made.ended, made.ended
             facts = call.facts(deadline_s)
             if made.passes:
@@ -132,17 +165,64 @@ class SamplerReplica:
             self.sync.arrived(self.arriving)
             self.arriving = ()
 
-    def collect(self, groups: Sequence[GroupId]) -> Mapping[GroupId, Pending]:
-        """Return the rows of complete groups."""
+    def collect(self, groups: Sequence[GroupId]) -> None:
+        """Have the rows of complete groups stored, so that they outlive the replica."""
+        if not groups:
+            return
         first, *others = self.ranks
         rows = self.executor.deal(SAMPLER, first, len(groups), rows_of_groups, groups)
         if others:  # they ran the same rows
             self.executor.on_ranks(SAMPLER, others, rows_of_groups, groups)
-        return dict(zip(groups, rows, strict=True))
+        self.collecting |= dict(zip(groups, rows, strict=True))
+
+    def collected(self) -> Iterator[tuple[GroupId, Pending]]:
+        """Yield the groups whose rows are stored now, and their rows.
+
+        Raises:
+            RankDied: the replica died before.
+        """
+        for group, rows in [*self.collecting.items()]:
+            if not rows.is_ready:
+                return
+            rows.wait(self.how.deadline_s)
+            del self.collecting[group]
+            self.deaths.clear()
+            yield group, rows
+
+    def lose(self, died: RankDied) -> None:
+        """Forget all rows, and have the replica replaced.
+
+        Raises:
+            RankDied: it died too often; the error is the first death in a row.
+        """
+        self.deaths.append(died)
+        if len(self.deaths) > self.how.restarts or self.how.restart is None:
+            raise self.deaths[0]
+        self.heard += len(self.asked)
+        self.asked.clear()
+        self.rows, self.turnover, self.version, self.arriving = 0, 0, -1, ()
+        self.begun, self.given_up = [], []
+        self.restart = self.how.restart(self.ranks)
+        self.awaited = next(self.restart)
+
+    def _restart(self, restart: Iterator[Awaited]) -> None:
+        """Go on with the replacement as far as it is ready."""
+        while self.awaited is not None and self.awaited.is_ready:
+            self.awaited = next(restart, None)
+        if self.awaited is None:
+            self.restart = None
 
     def receive(self, parcel: PackedWeights, version: int) -> None:
         """Receive a version between two calls."""
         self.arriving, self.version = self.sync.install(parcel, self.ranks), version
+
+
+class Awaited(Protocol):
+    """A step of a replacement, which is begun."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has ended, or failed."""
 
 
 def rows_of_groups(sampler: Sampler, groups: Sequence[GroupId]) -> tuple[Batch, ...]:

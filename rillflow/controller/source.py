@@ -15,7 +15,7 @@ An algorithm's text is the same for all: ``flow.policy.generate`` returns ``rows
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
@@ -60,6 +60,12 @@ class GroupSampling:
     """The sampler's ranks, replica by replica."""
     deadline_s: float
     """Longest wait for any rank."""
+    restarts: int = 0
+    """Replacements of a replica in a row, without a complete group in between."""
+    restart: Callable[[Sequence[int]], Iterator[Any]] | None = None
+    """Replaces ranks of the sampler, step by step; each step is ready when ``is_ready`` is True."""
+    say: Callable[[str], None] = lambda _: None
+    """Shows the user a line."""
 
 
 PAUSE_S = 0.02

@@ -62,6 +62,9 @@ class WeightSync:
         source = executor.on_first_rank("policy", weights_of, SentWeights.lie)
         plan = executor.on_first_rank("sampler", weights_of, ReceivedWeights.plan, source)
         ends = {"policy": SentWeights.connect, "sampler": ReceivedWeights.connect}
+        self._plan = plan
+        self.initial: PackedWeights | None = None
+        """The version with which the phase began, packed; None if nobody needs it."""
         made = [executor.on_all_ranks(role, weights_of, connect, plan) for role, connect in ends.items()]
         wait_for(made, deadline_s)
         self._links: Links = made[0].read(deadline_s)
@@ -70,10 +73,21 @@ class WeightSync:
         self._parcels: list[PackedWeights] = []
         self._moved: dict[str, list[Facts]] = {}
 
-    def begin(self, *, is_ahead: bool) -> None:
-        """Publish the policy's current weights and version; later publishes are in lockstep or ahead."""
-        self._is_ahead = False
-        self(self._executor.on_all_ranks("policy", announce)).wait(self._deadline_s)
+    def begin(self, *, is_ahead: bool, keeps_initial: bool = False) -> None:
+        """Publish the policy's current weights and version; later publishes are in lockstep or ahead.
+
+        Args:
+            is_ahead: whether later publishes are packed for later steps.
+            keeps_initial: whether the version stays packed, as ``initial``, for replicas that are replaced.
+        """
+        published = self._executor.on_all_ranks("policy", announce)
+        self._is_ahead, self.initial = keeps_initial, None
+        if keeps_initial:
+            self(published)
+            (self.initial,) = self.take()
+            self.arrived(self.install(self.initial), [published])
+        else:
+            self(published).wait(self._deadline_s)
         self._is_ahead = is_ahead
         self._moved.clear()  # no step has begun
 
@@ -104,6 +118,11 @@ class WeightSync:
             raise
         self._moved["policy.digest"] = [*published.facts(self._deadline_s), *published.beside]
         return executor.on_all_ranks("sampler", serve, digests)
+
+    def connect(self, ranks: Sequence[int]) -> Pending:
+        """Have ranks of the sampler whose processes are new prepare for transfers."""
+        how = (weights_of, ReceivedWeights.connect, self._plan)
+        return self._executor.on_ranks("sampler", ranks, *how)
 
     def take(self) -> list[PackedWeights]:
         """Return the parcels published ahead that were not taken yet."""

@@ -78,8 +78,11 @@ class ComparedStep:
 
 
 def is_clocked(metric: str) -> bool:
-    """Return whether a clock measured a metric: the name of such a thing ends with its unit, seconds."""
-    return metric.split("/")[-2:][0].endswith("_seconds")
+    """Return whether a metric depends on the clock.
+
+    The name of a measured time ends with its unit, seconds. ``flight/lag`` counts weights on their way.
+    """
+    return metric.split("/")[-2:][0].endswith("_seconds") or metric.startswith("flight/lag/")
 
 
 class Comparison:

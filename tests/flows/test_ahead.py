@@ -47,7 +47,13 @@ SCORED_ALONE = 'placement.roles={ sampler = "answers", reward = "scores", refere
 
 
 def ran(
-    folder: Path, freshness: int, *settings: str, name: str = "grpo", reward: str = REWARD, **how: Any
+    folder: Path,
+    freshness: int,
+    *settings: str,
+    name: str = "grpo",
+    reward: str = REWARD,
+    is_quiet: bool = True,
+    **how: Any,
 ) -> dict[str, Any]:
     """What a run leaves that must not depend on how it ran: rows, metrics, judgements, weights."""
     folder.mkdir(exist_ok=True)
@@ -57,7 +63,7 @@ def ran(
     told = [f"run.dir={json.dumps(str(run))}", f"algorithm.steps={STEPS}", f"algorithm.freshness={freshness}"]
     told += ["evaluate.every=2", "policy.model.new.layers=1"]
     loaded = load_recipe(folder / "run.toml", [*told, *settings])
-    launch(loaded.recipe, loaded.base, quiet=True, **how)
+    launch(loaded.recipe, loaded.base, quiet=is_quiet, **how)
     newest = max((run / layout.CHECKPOINTS).iterdir())
     return {
         "rows": [rollout_columns(run, step) for step in layout.rollout_files(run)],

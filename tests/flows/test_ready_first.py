@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sys
 import time
 from collections import Counter
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
 from rillflow.app.recipe import load_recipe
+from rillflow.app.replay import replay
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import ConfigError, Interrupted
@@ -76,6 +79,19 @@ class Overtaken(Halting):
     """The same until weights are two versions newer."""
 
     publishes = 2
+
+
+class Dying(NativeEngine):
+    """The native engine; one process that runs it dies in the middle, once for each file ``deaths``."""
+
+    def step(self) -> list[Rollout]:
+        time.sleep(0.002)
+        self.steps = vars(self).get("steps", 0) + 1
+        deaths = Path(os.environ["DEATHS"])
+        if self.steps % 30 == 0 and len(list(deaths.iterdir())) < int(os.environ["MOST_DEATHS"]):
+            (deaths / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step()
 
 
 HALTING = f'rollout.engine="{__name__}:Halting"'
@@ -298,3 +314,25 @@ def test_a_reward_that_hangs_holds_up_its_own_group(tmp_path: Path) -> None:
     assert (tmp_path / "hung").read_text() not in {row.prompt for row in rows}
     lines = [json.loads(line) for line in (tmp_path / "run" / layout.GIVEN_UP).read_text().splitlines()]
     assert {tuple(line["group"]) for line in lines} - set(once(tmp_path / "run"))
+
+
+@RAY
+@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_replica_that_dies_is_replaced_while_training_goes_on(
+    tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No row is lost or doubled, and a replay in which nothing dies has the same bits."""
+    deaths = tmp_path / "deaths"
+    deaths.mkdir()
+    monkeypatch.setenv("DEATHS", str(deaths))
+    monkeypatch.setenv("MOST_DEATHS", str(most))
+    engine = f'rollout.engine="{__name__}:Dying"'
+    pools = ('placement.backend="ray"', *TWO[1:])
+    ran(tmp_path, 2, *pools, READY, engine, *LONG, "algorithm.steps=24", "evaluate=none", is_quiet=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert len(list(deaths.iterdir())) == most
+    assert said.count("a new process takes its place") == most and "all ranks start again" not in said
+    assert set(once(tmp_path / "run").values()) == {3} and len(once(tmp_path / "run")) == 24 * 5
+    lines = [json.loads(line) for line in (tmp_path / "run" / layout.GIVEN_UP).read_text().splitlines()]
+    assert any("its replica was lost" in line["reason"] for line in lines)
+    assert replay(tmp_path / "run", settings=['placement.backend="inline"']).difference is None

