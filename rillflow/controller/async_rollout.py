@@ -257,14 +257,13 @@ class AsyncRollout(Source):
 
     def _closed(self, close: Callable[[], Sequence[Pending] | None]) -> Sequence[Pending]:
         """Have steps that are done closed; return the results that the next one waits for."""
-        others: Sequence[Pending] | None = None
-        while others is None:
-            head = self._decisions.head
-            closes = ("deliver", "beside") if self._is_forming else ("deliver", "beside", "form")
-            if head is not None and head[0] not in closes:
-                return ()  # the run delivered no version before its next decision
-            others = close()
-        return others
+        head = self._decisions.head
+        if head is None:
+            while (others := close()) is None:
+                pass
+            return others
+        names = ("deliver", "beside") if self._is_forming else ("deliver", "beside", "form")
+        return (close() or ()) if head[0] in names else ()  # else the run delivered nothing before
 
     def _ready(self, form: Callable[[], list[GroupInFlight]]) -> Batch:
         """Return the prompts of the groups that ``form`` returns, once it returns some."""
