@@ -46,6 +46,7 @@ class InlineBackend(Backend):
     def __init__(self, deadline_s: float = 3600.0, *, load_s: float = 0.0) -> None:
         super().__init__(deadline_s, load_s=load_s)
         self._ranks: dict[Place, _InlineRank] = {}
+        self._refused = 0
 
     def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
         self.devices = devices_of(pools, device)
@@ -126,8 +127,13 @@ class InlineBackend(Backend):
         self.pools.clear()
         self._ranks.clear()
 
+    @property
+    def refused(self) -> int:
+        """See Backend: results of calls that were running when their rank was lost."""
+        return self._refused
+
     def _refuse(self) -> None:
-        self.refused += 1
+        self._refused += 1
 
     def _fetch(self, references: Sequence[Any], fields: Any = None) -> list[Any]:
         del fields  # all fields are present

@@ -246,6 +246,11 @@ class RayBackend(Backend):
         else:
             done.set_exception(found)
 
+    @property
+    def refused(self) -> int:
+        """See Backend: connections of processes that are no longer ranks; results cannot be late."""
+        return 0 if self._heartbeats is None else self._heartbeats.refused
+
     def close(self) -> None:
         """See Backend."""
         if self._ranks:  # without ranks, any Ray call would start Ray again
@@ -275,7 +280,7 @@ class RayBackend(Backend):
 
     def _lost(self, error: faults.RayError) -> RankLost:
         """Return the loss of a rank that an error of Ray reports, with the reason that is known here."""
-        if not isinstance(error, faults.RayActorError) or error.actor_id is None:
+        if not isinstance(error, faults.ActorDiedError) or error.actor_id is None:
             return RankLost(*loss(error))
         known = self._told.setdefault(error.actor_id, RankLost(*loss(error)))
         return RankLost(known.what, known.why, known.fix)
