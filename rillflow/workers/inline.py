@@ -45,6 +45,7 @@ class InlineBackend(Backend):
 
     def __init__(self, deadline_s: float = 3600.0, *, load_s: float = 0.0) -> None:
         super().__init__(deadline_s, load_s=load_s)
+        self._sites: dict[Place, Site] = {}
         self._ranks: dict[Place, _InlineRank] = {}
         self._refused = 0
 
@@ -60,6 +61,7 @@ class InlineBackend(Backend):
             ranks: Ranks = SingleRank() if group is None else ThreadRanks(group, index)
             size = self.pools[place.pool]
             site = Site(place=place, ranks=ranks, pool_size=size, fetch=self._fetch)
+            self._sites[place] = site
             self._ranks[place] = _InlineRank(site, group, has_thread=has_threads)
 
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
@@ -126,6 +128,7 @@ class InlineBackend(Backend):
             rank.close(wait=True)
         self.pools.clear()
         self._ranks.clear()
+        self._sites.clear()
 
     @property
     def refused(self) -> int:

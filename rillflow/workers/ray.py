@@ -214,9 +214,9 @@ class RayBackend(Backend):
         for place in ended:
             old = self._ranks[place]
             self._told.setdefault(old.number, RankLost("was replaced", why="a new process has its place"))
+            ray.kill(old.actor)
             if self._heartbeats is not None and old.target is not None:
                 self._heartbeats.forget(old.target)
-            ray.kill(old.actor)
             fresh[place] = _Process(actor=self._actor(place.pool, old.bundle), bundle=old.bundle)
         thread = threading.Thread(target=self._restart, args=(fresh, done), name="replacement", daemon=True)
         self._replacing |= {place: (process, thread) for place, process in fresh.items()}
