@@ -181,8 +181,6 @@ class Backend(ABC):
         """Machine of every rank; empty if all ranks are on the driver's machine."""
         self.epochs: dict[Place, int] = {}
         """Number of the present process of every rank, from 0; a replacement adds 1."""
-        self.refused = 0
-        """Number of late messages of ranks that were lost or replaced; they were dropped."""
         self._deadline_s = deadline_s
         self._collective_s = max(deadline_s, load_s)
         self._worlds: dict[Place, tuple[Place, ...]] = {}
@@ -258,6 +256,11 @@ class Backend(ABC):
 
     def mend(self, pools: Collection[str], deadline_s: float) -> None:  # noqa: B027
         """After a failed call, let the ranks of these pools use collectives again once all are idle."""
+
+    @property
+    @abstractmethod
+    def refused(self) -> int:
+        """Number of late messages of lost or replaced ranks, which were dropped."""
 
     def world_of(self, place: Place) -> tuple[Place, ...]:
         """Return the ranks that share collectives with a rank, itself included."""

@@ -45,7 +45,9 @@ class InlineBackend(Backend):
 
     def __init__(self, deadline_s: float = 3600.0, *, load_s: float = 0.0) -> None:
         super().__init__(deadline_s, load_s=load_s)
+        self._sites: dict[Place, Site] = {}
         self._ranks: dict[Place, _InlineRank] = {}
+        self._refused = 0
 
     def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
         self.devices = devices_of(pools, device)
@@ -59,6 +61,7 @@ class InlineBackend(Backend):
             ranks: Ranks = SingleRank() if group is None else ThreadRanks(group, index)
             size = self.pools[place.pool]
             site = Site(place=place, ranks=ranks, pool_size=size, fetch=self._fetch)
+            self._sites[place] = site
             self._ranks[place] = _InlineRank(site, group, has_thread=has_threads)
 
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
@@ -125,9 +128,15 @@ class InlineBackend(Backend):
             rank.close(wait=True)
         self.pools.clear()
         self._ranks.clear()
+        self._sites.clear()
+
+    @property
+    def refused(self) -> int:
+        """See Backend: results of calls that were running when their rank was lost."""
+        return self._refused
 
     def _refuse(self) -> None:
-        self.refused += 1
+        self._refused += 1
 
     def _fetch(self, references: Sequence[Any], fields: Any = None) -> list[Any]:
         del fields  # all fields are present

@@ -214,9 +214,9 @@ class RayBackend(Backend):
         for place in ended:
             old = self._ranks[place]
             self._told.setdefault(old.number, RankLost("was replaced", why="a new process has its place"))
+            ray.kill(old.actor)
             if self._heartbeats is not None and old.target is not None:
                 self._heartbeats.forget(old.target)
-            ray.kill(old.actor)
             fresh[place] = _Process(actor=self._actor(place.pool, old.bundle), bundle=old.bundle)
         thread = threading.Thread(target=self._restart, args=(fresh, done), name="replacement", daemon=True)
         self._replacing |= {place: (process, thread) for place, process in fresh.items()}
@@ -245,6 +245,11 @@ class RayBackend(Backend):
             done.set_result(None)
         else:
             done.set_exception(found)
+
+    @property
+    def refused(self) -> int:
+        """See Backend: connections of processes that are no longer ranks; results cannot be late."""
+        return 0 if self._heartbeats is None else self._heartbeats.refused
 
     def close(self) -> None:
         """See Backend."""
@@ -275,7 +280,7 @@ class RayBackend(Backend):
 
     def _lost(self, error: faults.RayError) -> RankLost:
         """Return the loss of a rank that an error of Ray reports, with the reason that is known here."""
-        if not isinstance(error, faults.RayActorError) or error.actor_id is None:
+        if not isinstance(error, faults.ActorDiedError) or error.actor_id is None:
             return RankLost(*loss(error))
         known = self._told.setdefault(error.actor_id, RankLost(*loss(error)))
         return RankLost(known.what, known.why, known.fix)

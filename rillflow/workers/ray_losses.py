@@ -36,9 +36,13 @@ def loss(error: faults.RayError) -> tuple[str, str, str]:
         return what, f"{type(error).__name__}: {told[0]}", fix
     if "creation task" in told[0]:
         return f"could not be started{on}", told[-1], nodes.ALIKE
+    if isinstance(error, faults.ActorUnavailableError):
+        why = f"Ray has lost its connection to the process{on}, and the call with it"
+        return "cannot be reached", why, f"check the network and ray status; {_RUN_AGAIN}"
     is_dead = isinstance(error, faults.RayActorError | faults.WorkerCrashedError)
     is_node = isinstance(error, faults.NodeDiedError | faults.LocalRayletDiedError)
-    if is_node or (is_dead and _NODE_GONE.search(told[-1].partition("Worker exit")[0])):
+    is_node |= is_dead and "worker process" not in str(error) and _NODE_GONE.search(told[-1]) is not None
+    if is_node:
         why = f"its node{f' {node[1]}' if node else ''} has left the cluster: {told[-1]}"
         return "has died", why, f"check power, network and ray status of that node; {_RUN_AGAIN}"
     if is_dead:

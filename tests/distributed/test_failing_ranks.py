@@ -173,6 +173,34 @@ def test_a_death_seen_by_whoever_needs_the_result_is_named(on_ray: RayBackend) -
         executor.apply(len, lost.own(1), place=here.places[0]).read(30)
 
 
+KILLED = """The actor died unexpectedly before finishing this task.
+\tclass_name: RankProcess
+\tpid: 2919
+\tip: 10.0.0.7
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail:
+ some common causes include: (1) the process was killed by the OOM killer of the node"""
+NODE_DIED = """The actor died unexpectedly before finishing this task.
+\tpid: 2919
+\tip: 10.0.0.7
+The actor died because its node has died. Node Id: 8bd7
+\tthe actor's node was terminated unexpectedly: health check failed due to missing too many heartbeats"""
+
+
+def test_what_is_known_of_a_loss_is_told(on_ray: RayBackend) -> None:
+    """A process that was killed, its node that died, and a connection that was lost are not the same."""
+    from ray import exceptions as faults
+
+    from rillflow.workers.ray_losses import loss
+
+    what, why, fix = loss(faults.RayActorError(error_msg=KILLED))
+    assert what == "has died" and "process 2919 on node 10.0.0.7" in why and "killed for memory" in fix
+    what, why, fix = loss(faults.RayActorError(error_msg=NODE_DIED))
+    assert what == "has died" and "its node 10.0.0.7 has left the cluster" in why and "memory" not in fix
+    what, why, fix = loss(faults.ActorUnavailableError("The actor is unavailable", None))
+    assert what == "cannot be reached" and "network" in fix
+    assert "ran out of memory" in loss(faults.OutOfMemoryError("Task was killed"))[0]
+
+
 def test_more_ranks_than_the_cluster_has(on_ray: RayBackend) -> None:
     more = ray_backend(30.0)
     with pytest.raises(

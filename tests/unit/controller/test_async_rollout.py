@@ -78,7 +78,7 @@ class Shuffled(InlineBackend):
         if busy:
             (place,) = self._chance.choices(busy, [self._speeds[each] for each in busy])
             whole, work, arguments = self._calls[place].popleft()
-            whole.set_result(work(self._ranks[place]._site, *arguments))
+            whole.set_result(work(self._sites[place], *arguments))
         return bool(busy)
 
     def _is_stuck(self, arguments: Sequence[Any]) -> bool:
