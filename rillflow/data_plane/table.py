@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count as counter
 from typing import Any
 
@@ -244,6 +244,15 @@ class Table:
     def give_back(self, number: int, now: float) -> list[Instruction]:
         """End the lease of a holder that cannot process its groups."""
         return self._give_back(self._leases[number], now, "gave them back") if number in self._leases else []
+
+    def renew(self, number: int, deadline: float) -> None:
+        """Move a lease's deadline.
+
+        Raises:
+            StreamError: the lease has ended.
+        """
+        lease = self.lease(number, np.zeros(0, np.int64))
+        self._leases[number] = replace(lease, deadline=deadline)
 
     def drop(self, ids: Ids, reason: str, now: float) -> list[Instruction]:
         """Remove groups from the stream, even leased ones; groups that have already left are ignored."""

@@ -7,15 +7,13 @@ loopback requires the user's own token file, so that nobody exposes a machine by
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
-import secrets
 from pathlib import Path
 
 import uvicorn
 
-from rillflow.errors import StreamError
 from rillflow.serving.server import HOW
+from rillflow_service.access import token_for
 from rillflow_service.app import Service
 from rillflow_service.plane import Plane
 from rillflow_service.segments import Memory
@@ -28,16 +26,8 @@ def listening(folder: Path, host: str, token_file: Path | None) -> str:
     Raises:
         StreamError: the address is not loopback and there is no token file, or the token is too short.
     """
-    if host and token_file is None and not ipaddress.ip_address(host).is_loopback:
-        raise StreamError(
-            f"{host} can be reached from other machines",
-            why="such an address needs a token of your own",
-            fix="add --token-file FILE",
-        )
+    token = token_for(host, token_file)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    token = token_file.read_text().strip() if token_file else secrets.token_urlsafe(32)
-    if len(token) < 16:
-        raise StreamError(f"the token has {len(token)} characters", why="a safe token has at least 16")
     (folder / "token").unlink(missing_ok=True)
     (folder / "token").touch(mode=0o600)
     (folder / "token").write_text(token)

@@ -16,8 +16,7 @@ take short leases.
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, cast
@@ -33,7 +32,8 @@ from rillflow import __version__
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.http_body import Declined, body_of, checked_request, json_object
 from rillflow.workers.wire import MAX_BODY_BYTES, MAX_JSON_BYTES
-from rillflow_service.plane import Plane, sentences
+from rillflow_service.access import Operation, client_of, guarded
+from rillflow_service.plane import Plane
 from rillflow_service.requests import OF_STREAMS, Begin, Return, Take
 from rillflow_service.segments import ROWS
 from rillflow_service.session import IDS, TOKENS, ids_and_tokens
@@ -44,8 +44,6 @@ OPERATIONS = {model.__name__.lower(): model for model in OF_STREAMS}
 WITH_TENSORS = ("begin", "done", "drop")
 """Operations whose request is in the metadata of tensors."""
 TENSORS = "application/x-safetensors"
-CLIENT = "x-rillflow-client"
-"""Header with the client's name; the client's leases belong to this name."""
 
 
 class Service:
@@ -90,7 +88,7 @@ class Service:
         else:
             says, arrays = json_object(body), {}
         asked = checked_request(OPERATIONS[name], says)
-        client = request.headers.get(CLIENT, "client")[:64]
+        client = client_of(request)
         ids, tokens = ids_and_tokens(arrays)
         holder = f"{client}#{next(self._numbers)}" if name == "begin" else client
         try:
@@ -174,23 +172,8 @@ class Service:
         yield
         expiring.cancel()
 
-    def _guarded(self, operation: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        async def guarded(request: Request) -> Response:
-            said = request.headers.get("authorization", "").removeprefix("Bearer ")
-            try:
-                if not hmac.compare_digest(said.encode(), self._token.encode()):
-                    raise Declined(
-                        401,
-                        "the token is wrong",
-                        fix="send the token of the service's token file as a bearer token",
-                    )
-                answer: Response = await operation(request)
-                return answer
-            except RillflowError as error:
-                status = error.status if isinstance(error, Declined) else 422
-                return JSONResponse(sentences(error), status_code=status)
-
-        return guarded
+    def _guarded(self, operation: Operation) -> Operation:
+        return guarded(self._token, operation)
 
 
 def openapi() -> dict[str, Any]:

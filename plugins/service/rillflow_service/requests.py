@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rillflow.data_plane.schema import MAX_COLUMNS, ColumnType, StageColumns
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
+Number = Annotated[int, Field(ge=0, lt=2**53, strict=True)]
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
 
@@ -73,6 +74,40 @@ class Done(_Request):
     lease: int = Field(description="lease of the groups")
     version: int | None = Field(default=None, description="version of the policy that sampled the columns")
     segment: int | None = Field(default=None, description="segment with the columns")
+
+
+class TakeRows(_Request):
+    """Lease rows of a run, to sample them."""
+
+    count: Annotated[int, Field(ge=1, le=4_096)] = Field(default=64, description="largest number of rows")
+    lease_s: Seconds = Field(default=60.0, description="seconds until rows that are not put go back")
+    wait_s: Seconds = Field(default=20.0, description="seconds to wait for rows")
+
+
+class OfLease(_Request):
+    """Renew a lease of rows, or return its rows."""
+
+    lease: str = Field(max_length=40, description="lease of the rows")
+    lease_s: Seconds = Field(default=60.0, description="seconds from now until the rows go back")
+
+
+class SampledRow(_Request):
+    """A sampled row."""
+
+    row: Number = Field(description="number of the row in the answer of take")
+    version: Number = Field(description="version of the weights that sampled every token")
+    tokens: list[Annotated[int, Field(strict=True)]] = Field(description="sampled tokens, without the prompt")
+    logprobs: list[float | None] = Field(
+        description="log probability of each sampled token in the whole vocabulary, after temperature"
+    )
+    finish: Literal["stop", "length"] = Field(description="whether a stop or max_tokens ended the row")
+
+
+class PutRows(_Request):
+    """Put sampled rows of a lease; all of them are accepted, or none."""
+
+    lease: str = Field(max_length=40, description="lease of the rows")
+    rows: Annotated[list[SampledRow], Field(min_length=1, max_length=4_096)] = Field(description="the rows")
 
 
 class Return(_Request):
