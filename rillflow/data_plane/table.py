@@ -64,9 +64,10 @@ class Table:
         schema: columns and stages.
         capacity: largest number of groups between the oldest that is not cleared and the newest.
         now: time of creation.
+        first_lease: number of the first lease; a number that no earlier table gave refuses its holders.
     """
 
-    def __init__(self, schema: Schema, *, capacity: int, now: float = 0.0) -> None:
+    def __init__(self, schema: Schema, *, capacity: int, now: float = 0.0, first_lease: int = 1) -> None:
         if capacity < 1:
             raise StreamError(f"a table for {capacity} groups", why="it needs at least 1")
         self.schema = schema
@@ -103,7 +104,7 @@ class Table:
         self._tokens = np.zeros(capacity, np.int64)
         self._version = np.zeros(capacity, np.int64)
         self._leases: dict[int, Lease] = {}
-        self._numbers = counter(1)
+        self._numbers = counter(first_lease)
         self._taken_at: dict[str, float] = {}
         self._events: deque[_Event] = deque(maxlen=EVENTS_REMEMBERED)
         self._made = now

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.http_body import Declined
-from rillflow_service.plane import sentences
+from rillflow_service.requests import sentences
 
 CLIENT = "x-rillflow-client"
 """Header with the client's name; the client's leases belong to this name."""

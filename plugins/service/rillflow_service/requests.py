@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rillflow.data_plane.schema import MAX_COLUMNS, ColumnType, StageColumns
+from rillflow.errors import RillflowError
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Number = Annotated[int, Field(ge=0, lt=2**53, strict=True)]
@@ -133,6 +134,14 @@ class Look(_Request):
     )
 
 
+class Publish(_Request):
+    """Publish the files of the next version of the weights."""
+
+    files: list[Annotated[str, Field(max_length=120)]] = Field(
+        min_length=1, max_length=4_096, description="names of the files that were put"
+    )
+
+
 class Fetch(_Request):
     """Fetch columns of cells in this process's store."""
 
@@ -164,6 +173,8 @@ class Clear(_Request):
 
 OF_STREAMS: tuple[type[BaseModel], ...] = (Create, Begin, Take, Done, Return, Drop, Look)
 """Requests about streams, also available over HTTP."""
+OF_ENGINES: tuple[type[BaseModel], ...] = (TakeRows, OfLease, SampledRow, PutRows, Publish)
+"""Requests of programs that sample a run's rows or publish weights, over HTTP."""
 OF_STORES: tuple[type[BaseModel], ...] = (Hello, Reserve, Fetch, Join, Keep, Clear)
 """Requests about a connection, and about its store."""
 
@@ -189,3 +200,8 @@ class Kind(IntEnum):
 
 
 REQUESTS = {int(Kind[model.__name__.upper()]): model for model in (*OF_STREAMS, *OF_STORES)}
+
+
+def sentences(error: RillflowError) -> dict[str, str]:
+    """Return an error as JSON."""
+    return {"what": error.what, "why": error.why, "fix": error.fix}
