@@ -6,7 +6,7 @@
 
 Loop (``step``, in the thread of the sampler's rank)
     consumes      puts of clients
-    waits for     a put, at most STEP_S
+    waits for     a put, at most STEP_S; longer while the weights are read
     unblocked by  a put; the caller calls again while rows run
     produces      accepted rows; an answer to every put
     shuts down    healthy: the rank ends, every later request is refused. No accepted row for
@@ -109,7 +109,7 @@ class ServiceEngine(RowByRow):
             "stop": list(config.stop),
         }
         self._app = EngineApp(self._desk, self._weights, model=about, token=token, seed=seed)
-        self._waited_s = 0.0
+        self._waited_s, self._held_s = 0.0, 0.0
         self._listen(site, folder, token)
 
     can: ClassVar = frozenset(
@@ -126,6 +126,7 @@ class ServiceEngine(RowByRow):
         """See Engine; the weights are served from their memory. Leased rows may end with older ones."""
         self._weights.load(version, weights)
         self._check.begin()
+        self._held_s = 0.0
         self._ring()
 
     def sleep(self) -> None:
@@ -150,19 +151,27 @@ class ServiceEngine(RowByRow):
         self._desk.offer(rollout, chosen, most=most, oldest=self._weights.version)
 
     def step(self) -> list[Rollout]:
-        """See Engine; wait a short time for rows.
+        """See Engine; wait a short time for rows, and longer while somebody reads the weights.
+
+        Weights arrive between two steps. So a step that goes on while rows run and a program reads holds the
+        next version back, for at most ``rollout.service.hold_s`` for each version.
 
         Raises:
             RolloutError: no row was accepted for ``rollout.service.timeout_s`` of waiting.
         """
-        began = time.monotonic()
-        puts = self._desk.proposals(STEP_S)
-        waited_s = time.monotonic() - began
-        ended = [row for put in puts for row in self._judged(put)]
-        self._waited_s = 0.0 if ended or not self.has_work else self._waited_s + waited_s
-        if self._waited_s > self._service.timeout_s:
-            raise self._silent()
-        return ended
+        ended: list[Rollout] = []
+        while True:
+            began = time.monotonic()
+            puts = self._desk.proposals(STEP_S)
+            waited_s = time.monotonic() - began
+            accepted = [row for put in puts for row in self._judged(put)]
+            ended += accepted
+            self._waited_s = 0.0 if accepted or not self.has_work else self._waited_s + waited_s
+            if self._waited_s > self._service.timeout_s:
+                raise self._silent()
+            if not (self.has_work and self._weights.is_read and self._held_s < self._service.hold_s):
+                return ended
+            self._held_s += waited_s
 
     def abort(self, row: RowId) -> Rollout:
         """See Engine; the row is returned as it was added, and a later put of it is refused.

@@ -6,12 +6,14 @@
 
 There is no second copy. A trainer that takes its memory back waits for one part at most; a reader is then cut
 off. So is a reader of a file whose weights changed meanwhile: it never gets the whole file, and a file that
-arrived whole is the published one.
+arrived whole is the published one. ``is_read`` lets the engine hold the next version back for its readers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
@@ -26,6 +28,10 @@ from rillflow.models.model_files import file_weights, header, shard_file, shards
 from rillflow.serving.http_body import Declined
 
 PART_BYTES = 2**22
+STALLED_S = 5.0
+"""Seconds without a part after which a reader no longer counts."""
+BETWEEN_FILES_S = 1.0
+"""Seconds for which a reader of one of several files counts as reading the next."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +63,8 @@ class PublishedWeights:
         self._files: list[WeightFile] = []
         self._is_asleep = True
         self._total = 0
+        self._readers: dict[object, float] = {}
+        self._read_at = -math.inf
         self.version = -1
         """Newest version; -1 before the first."""
 
@@ -97,6 +105,13 @@ class PublishedWeights:
         with self._lock:
             self._is_asleep = self.version < 0
 
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody reads a file now, or has just read one of several."""
+        now = time.monotonic()
+        is_between = len(self._files) > 1 and now - self._read_at < BETWEEN_FILES_S
+        return is_between or any(now - at < STALLED_S for at in [*self._readers.values()])
+
     def manifest(self, newer_than: int = -1) -> dict[str, Any] | None:
         """Return version, files and weights as JSON; None while no newer version can be read."""
         if self._is_asleep or self.version <= newer_than:
@@ -131,14 +146,18 @@ class PublishedWeights:
         Raises:
             Declined: the version was replaced, or the trainer took the memory.
         """
-        sha, held = hashlib.sha256(), b""
-        for part in self._parts(file.weights, version):
-            sha.update(part)
+        sha, held, reader = hashlib.sha256(), b"", object()
+        try:
+            for part in self._parts(file.weights, version):
+                self._readers[reader] = time.monotonic()
+                sha.update(part)
+                yield held
+                held = part
+            if sha.hexdigest() != file.sha256:
+                raise self._gone(version)
             yield held
-            held = part
-        if sha.hexdigest() != file.sha256:
-            raise self._gone(version)
-        yield held
+        finally:
+            self._read_at = self._readers.pop(reader, -math.inf)
 
     def _parts(self, names: Iterable[str], version: int | None = None) -> Iterator[bytes]:
         """Yield the bytes of a file: its header, then its tensors."""

@@ -359,6 +359,25 @@ def test_a_trainer_that_takes_its_memory_cuts_readers_off(start: Callable[..., R
     assert run.raw("GET", f"weights/0/{file.name}")[0] == 200
 
 
+def test_a_step_holds_the_next_weights_back_while_somebody_reads(start: Callable[..., Run]) -> None:
+    """Not longer than the setting for one version, and not once no row runs."""
+    run = start(service={"hold_s": 0.5})
+    run.engine.step()
+    run.add(PROMPTS[0])
+    parts = run.engine._weights.read(0, run.engine._weights._files[0])
+    assert run.engine.step() == [] and run.engine._held_s == 0
+    next(parts)
+    run.engine.step()
+    assert run.engine._held_s >= 0.5
+    taken = run.take()
+    assert len(run.put(taken["lease"], [run.sampled(taken["rows"][0])])[2]) == 1
+    run.load(1)
+    assert run.engine._held_s == 0 and run.engine._weights.is_read
+    run.engine.step()
+    parts.close()
+    assert run.engine._held_s == 0 and not run.engine._weights.is_read
+
+
 def test_a_file_whose_weights_change_on_the_way_does_not_arrive(start: Callable[..., Run]) -> None:
     run = start()
     (file,) = run.engine._weights._files
