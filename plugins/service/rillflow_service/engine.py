@@ -94,15 +94,14 @@ class ServiceEngine(RowByRow):
         )
         share, tolerance = self._service.check_share, self._service.check_tolerance
         self._check = LogprobCheck(module, share=share, tolerance=tolerance, seed=seed)
-        whole: Any = module
-        self._weights = PublishedWeights(whole)
+        self._weights = PublishedWeights(module)
         self._desk = RowDesk(self._ring)
         token_file = self._service.token_file
         token = token_for(
             self._service.host, None if token_file is None else base / Path(token_file).expanduser()
         )
         about = {
-            "config": _settings(whole),
+            "config": _settings(module),
             "vocabulary": self._vocabulary,
             "context": context,
             "stop_tokens": sorted(stop_tokens),

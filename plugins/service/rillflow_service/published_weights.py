@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rillflow.errors import WeightError
 from rillflow.models.model_files import file_weights, header, shard_file, shards
@@ -52,11 +51,11 @@ class PublishedWeights:
     """The newest version of the weights, for readers in other threads.
 
     Args:
-        module: the module whose weights are served.
+        module: the transformers module whose weights are served.
         shard_bytes: size of a file, if no layer is larger.
     """
 
-    def __init__(self, module: PreTrainedModel, *, shard_bytes: int = 2**29) -> None:
+    def __init__(self, module: Any, *, shard_bytes: int = 2**29) -> None:
         self._module, self._shard_bytes = module, shard_bytes
         self._lock = Lock()
         self._weights: Mapping[str, Tensor] = {}
