@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from rillflow.formulas.counter import uniform
+from rillflow.formulas.logprobs import HeadLogits, token_logprobs
+from rillflow.models.architecture import has_plain_head
 from rillflow.rollout.engine import Stops
 from rillflow_service.requests import SampledRow
 from rillflow_service.row_desk import Offered, RefusedRow
@@ -79,15 +81,18 @@ class RowRules:
                 )
 
     def _check_finish(self, row: SampledRow, offered: Offered, name: str) -> None:
+        rollout = offered.rollout
+        own = [token for token, is_own in zip(rollout.tokens, rollout.loss_mask, strict=True) if is_own]
+        before = own[-self._stops.longest :] if self._stops is not None else []
         for place in range(len(row.tokens) - 1):
-            if self._ends(row.tokens[: place + 1], offered):
+            if self._ends(row.tokens, place, before):
                 raise RefusedRow(
                     "finish",
                     f"{name} goes on after position {place}, token {row.tokens[place]}",
                     why="that token ends the row: it is a stop token, or completes a stop text",
                     fix="end a row at the stop tokens and stop texts of GET /v1/model",
                 )
-        is_stopped = self._ends(row.tokens, offered)
+        is_stopped = self._ends(row.tokens, len(row.tokens) - 1, before)
         expected = "stop" if is_stopped else "length"
         if row.finish != expected or not (is_stopped or len(row.tokens) == offered.most):
             last = f"token {row.tokens[-1]} {'ends' if is_stopped else 'does not end'} a row"
@@ -98,13 +103,12 @@ class RowRules:
                 fix="put whole rows, with finish stop if the last token ends the row, else length",
             )
 
-    def _ends(self, tokens: Sequence[int], offered: Offered) -> bool:
-        """Return whether the last of the sampled tokens ends the row."""
-        if tokens[-1] in self._stop_tokens or self._stops is None:
-            return tokens[-1] in self._stop_tokens
-        longest, before = self._stops.longest, offered.rollout
-        own = [token for token, is_own in zip(before.tokens, before.loss_mask, strict=True) if is_own]
-        return self._stops.ends([*own[-longest:], *tokens][-longest:])
+    def _ends(self, tokens: Sequence[int], place: int, before: Sequence[int]) -> bool:
+        """Return whether the token at ``place`` ends the row, whose earlier turns sampled ``before``."""
+        if tokens[place] in self._stop_tokens or self._stops is None:
+            return tokens[place] in self._stop_tokens
+        longest = self._stops.longest
+        return self._stops.ends([*before, *tokens[max(0, place + 1 - longest) : place + 1]][-longest:])
 
 
 def _checked_logprobs(row: SampledRow, name: str) -> list[float]:
@@ -153,6 +157,7 @@ class LogprobCheck:
     def __init__(self, module: nn.Module, *, share: float, tolerance: float | None, seed: int) -> None:
         self._module, self._share, self._tolerance, self._seed = module, share, tolerance, seed ^ _DRAW
         self._seen: set[str] = set()
+        self._is_plain: bool | None = None  # tried when there are weights
         self.checked = 0
         """Number of compared rows."""
 
@@ -172,10 +177,10 @@ class LogprobCheck:
             return
         self.checked += 1
         begin, temperature = len(offered.rollout.tokens), offered.sampling.temperature
-        logprobs = self.logprobs([*offered.rollout.tokens, *row.tokens], temperature or 1.0)[begin - 1 : -1]
-        own = logprobs.gather(-1, torch.tensor(row.tokens, device=logprobs.device)[:, None]).squeeze(-1)
+        tokens = [*offered.rollout.tokens, *row.tokens]
+        own, below = self._read(tokens, begin, temperature or 1.0)
         self._compare(row, offered, own.cpu())
-        if temperature == 0 and bool((logprobs.max(-1).values - own > (self._tolerance or _MEAN_GAP)).any()):
+        if temperature == 0 and bool((below > (self._tolerance or _MEAN_GAP)).any()):
             raise RefusedRow(
                 "logprobs",
                 f"row {row.row} ({offered.rollout.row}) has a token that is not the likeliest",
@@ -203,10 +208,30 @@ class LogprobCheck:
             "vocabulary; rollout.service.check_tolerance allows for coarser arithmetic",
         )
 
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Return the log probability, at temperature 1, of every token but the first."""
+        found: list[float] = self._read(tokens, 1, 1.0)[0].tolist()
+        return found
+
     @torch.inference_mode()
-    def logprobs(self, tokens: Sequence[int], temperature: float) -> Tensor:
-        """Return [T, V] float32 log probabilities after each token."""
+    def _read(self, tokens: Sequence[int], begin: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Return log probabilities of the tokens from ``begin`` on, and how far each is below the likeliest.
+
+        The head of a usual model makes the logits of some tokens, or of a part of the vocabulary, at a time.
+        """
         module: Any = self._module
         ids = torch.tensor([tokens], device=next(self._module.parameters()).device)
-        logits: Tensor = module(input_ids=ids, use_cache=False).logits[0]
-        return (logits.float() / temperature).log_softmax(-1)
+        given: Tensor | HeadLogits
+        if self._is_plain is None:
+            self._is_plain = has_plain_head(module)
+        if self._is_plain:
+            hidden = module.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, begin - 1 : -1]
+            given = HeadLogits(hidden=hidden, weight=module.get_output_embeddings().weight)
+        else:
+            given = module(input_ids=ids, use_cache=False).logits[0, begin - 1 : -1]
+        found = token_logprobs(given, ids[0, begin:], temperature)
+        below = torch.zeros_like(found.logprobs)
+        for place in (~found.likeliest).nonzero().flatten().tolist():
+            scores = given.hidden[place] @ given.weight.T if isinstance(given, HeadLogits) else given[place]
+            below[place] = (scores.max() - scores[tokens[begin + place]]).float() / temperature
+        return found.logprobs, below

@@ -172,7 +172,7 @@ def test_what_the_engine_cannot_do_is_refused_before_anything_starts(
     "settings",
     [
         ["algorithm.freshness=1"],
-        ["algorithm.freshness=2", "algorithm.async_mode=ready_first"],
+        ["algorithm.freshness=2", "algorithm.async_mode=ready_first", "evaluate.every=3"],
         ["rollout.stream_chunks=2"],
     ],
     ids=["ahead", "ready first", "parts"],
