@@ -8,7 +8,7 @@
 // embedding, RMSNorm, rotary attention with grouped keys, SwiGLU.
 'use strict';
 const { createHash } = require('node:crypto');
-const { readFileSync, existsSync } = require('node:fs');
+const { readFileSync } = require('node:fs');
 const http = require('node:http');
 
 const TAKE = { count: 512, lease_s: 120, wait_s: 10 };
@@ -319,10 +319,21 @@ function sampled(model, rows, stops, version) {
   }
 }
 
+// Waits for the run: a file that a killed run has left behind names an address where nobody answers.
+async function connected() {
+  for (;;) {
+    try {
+      const run = JSON.parse(readFileSync(address));
+      return [run, JSON.parse(await ask(run, 'GET', 'model'))];
+    } catch (error) {
+      if (!['ENOENT', 'ECONNREFUSED'].includes(error.code)) throw error;
+      await new Promise((resolve) => setTimeout(resolve, 200));
+    }
+  }
+}
+
 async function main() {
-  while (!existsSync(address)) await new Promise((resolve) => setTimeout(resolve, 200));
-  const run = JSON.parse(readFileSync(address));
-  const about = JSON.parse(await ask(run, 'GET', 'model'));
+  const [run, about] = await connected();
   const [model, stops] = [new Model(about), new Set(about.stop_tokens)];
   if (about.stop.length) throw new Error('this engine knows no tokeniser, so no stop texts');
   let [version, total] = [-1, 0];

@@ -23,6 +23,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -255,9 +256,16 @@ class ServiceEngine(RowByRow):
         with os.fdopen(os.open(written, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
             json.dump({"url": self.url, "token": token}, opened)
         written.replace(file)
-        site.stack.callback(file.unlink, missing_ok=True)
+        site.stack.callback(_remove, file)
         site.stack.callback(self.close)
         _log.warning("rollout.engine service: %s; address and token are in %s", self.url, file)
+
+
+def _remove(file: Path) -> None:
+    """Remove an address file, and its folder with the last one."""
+    file.unlink(missing_ok=True)
+    with suppress(OSError):
+        file.parent.rmdir()
 
 
 def _settings(module: Any) -> dict[str, Any]:
