@@ -31,6 +31,14 @@ def client_of(request: Request) -> str:
     return name[:64]
 
 
+def announced_bytes(request: Request, most: int) -> int:
+    """Return the announced bytes of a body; the most that it may have if none is announced."""
+    said = request.headers.get("content-length", "")
+    if not said:
+        return most if "transfer-encoding" in request.headers else 0
+    return int(said) if said.isdecimal() and len(said) < 20 else 0
+
+
 def token_for(host: str, token_file: Path | None) -> str:
     """Return the token of a service that listens on an address: the file's, else a new one.
 

@@ -36,7 +36,7 @@ from rillflow import __version__
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.http_body import BODY_WITHIN_S, Declined, body_of, checked_request, json_object
 from rillflow.workers.wire import MAX_BODY_BYTES, MAX_JSON_BYTES
-from rillflow_service.access import Operation, client_of, guarded
+from rillflow_service.access import Operation, announced_bytes, client_of, guarded
 from rillflow_service.intake import Intake
 from rillflow_service.plane import Plane
 from rillflow_service.requests import OF_STREAMS, Begin, Create, Done, Look, Publish, Return, Take
@@ -110,7 +110,7 @@ class Service:
             says = json_object(await body_of(request, MAX_JSON_BYTES))
             return await self._operate(request, name, says, {})
         most = min(MAX_BODY_BYTES, self._plane.store.capacity_bytes)
-        async with self._intakes[name].room(_announced(request, most)):
+        async with self._intakes[name].room(announced_bytes(request, most)):
             says, arrays = decoded(await body_of(request, most))
             return await self._operate(request, name, says, arrays)
 
@@ -183,8 +183,7 @@ class Service:
     async def put_file(self, request: Request) -> Response:
         """Store a file of the next version."""
         version, name = request.path_params["version"], request.path_params["file"]
-        async with self._writing:
-            size = await self._weights.receive(version, name, _steady(request.stream()))
+        size = await self._weights.receive(version, name, _steady(request.stream()))
         return JSONResponse({"bytes": size})
 
     async def put_weights(self, request: Request) -> Response:
@@ -333,14 +332,6 @@ async def _steady(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         if part is None:
             return
         yield part
-
-
-def _announced(request: Request, most: int) -> int:
-    """Return the announced bytes of a body; the most that it may have if none is announced."""
-    said = request.headers.get("content-length", "")
-    if not said:
-        return most if "transfer-encoding" in request.headers else 0
-    return int(said) if said.isdecimal() and len(said) < 20 else 0
 
 
 def _number(request: Request, name: str, default: int | None = None) -> int:

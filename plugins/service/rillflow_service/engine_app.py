@@ -32,12 +32,16 @@ from rillflow.errors import RillflowError, StreamError
 from rillflow.formulas.counter import uniform
 from rillflow.serving.http_body import Declined, body_of, checked_request, json_object
 from rillflow.workers.wire import MAX_JSON_BYTES
-from rillflow_service.access import client_of, guarded
+from rillflow_service.access import announced_bytes, client_of, guarded
+from rillflow_service.intake import Intake
 from rillflow_service.published_weights import PublishedWeights, WeightFile
 from rillflow_service.requests import OfLease, PutRows, TakeRows
 from rillflow_service.row_desk import Granted, Offered, RowDesk
 
 MAX_PUT_BYTES = 2**25
+"""Largest body of a put; a client puts rows of a lease in several parts."""
+MOST_PUT_BYTES = 2**28
+"""Largest total size of the puts that arrive or wait to be checked."""
 LOOK_S = 0.5
 """Longest time between two looks of a waiting client; leases that end ring no bell."""
 LONGEST_WAIT_S = 60.0
@@ -59,7 +63,7 @@ class EngineApp:
         self, desk: RowDesk, weights: PublishedWeights, *, model: Mapping[str, Any], token: str, seed: int
     ) -> None:
         self._desk, self._weights, self._model, self._token = desk, weights, model, token
-        self._seed = seed
+        self._seed, self._intake = seed, Intake(MOST_PUT_BYTES)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bell: asyncio.Event | None = None
 
@@ -132,9 +136,10 @@ class EngineApp:
 
     async def put(self, request: Request) -> Response:
         """Hand rows to the run; answer when it has checked them."""
-        asked = checked_request(PutRows, json_object(await body_of(request, MAX_PUT_BYTES)))
-        await asyncio.wrap_future(self._desk.propose(asked, client_of(request)))
-        return JSONResponse({"accepted": len(asked.rows)})
+        async with self._intake.room(announced_bytes(request, MAX_PUT_BYTES)):
+            asked = checked_request(PutRows, json_object(await body_of(request, MAX_PUT_BYTES)))
+            await asyncio.wrap_future(self._desk.propose(asked, client_of(request)))
+            return JSONResponse({"accepted": len(asked.rows)})
 
     async def renew(self, request: Request) -> Response:
         """Move the deadline of a lease."""

@@ -13,6 +13,7 @@ from rillflow.errors import RillflowError
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Number = Annotated[int, Field(ge=0, lt=2**53, strict=True)]
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
+LeaseSeconds = Annotated[float, Field(ge=0, le=3_600, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
 
 
@@ -81,7 +82,7 @@ class TakeRows(_Request):
     """Lease rows of a run, to sample them."""
 
     count: Annotated[int, Field(ge=1, le=4_096)] = Field(default=64, description="largest number of rows")
-    lease_s: Seconds = Field(default=60.0, description="seconds until rows that are not put go back")
+    lease_s: LeaseSeconds = Field(default=60.0, description="seconds until rows that are not put go back")
     wait_s: Seconds = Field(default=20.0, description="seconds to wait for rows")
 
 
@@ -89,7 +90,7 @@ class OfLease(_Request):
     """Renew a lease of rows, or return its rows."""
 
     lease: str = Field(max_length=40, description="lease of the rows")
-    lease_s: Seconds = Field(default=60.0, description="seconds from now until the rows go back")
+    lease_s: LeaseSeconds = Field(default=60.0, description="seconds from now until the rows go back")
 
 
 class SampledRow(_Request):

@@ -16,6 +16,7 @@ import mmap
 import re
 import shutil
 from collections.abc import AsyncIterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ class WeightFolder:
         self._manifest: dict[str, Any] = {"version": -1, "files": []}
         if (folder / _MANIFEST).exists():
             self._manifest = json.loads((folder / _MANIFEST).read_text())
-        self._arriving_bytes = 0
+        self._numbers = count(1)
+        self._on_the_way: dict[int, int] = {}
+        self._arrived: dict[str, int] = {}
 
     @property
     def version(self) -> int:
@@ -91,28 +94,24 @@ class WeightFolder:
                 why=f"at most {MAX_FILES} files, [A-Za-z0-9_.-]*.safetensors",
             )
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        written, count = folder / f"{name}.part", 0
+        number = next(self._numbers)
+        written = folder / f"{name}.{number}.part"
+        self._on_the_way[number] = 0
         try:
             with written.open("wb") as file:
                 async for part in body:
-                    count += len(part)
-                    self._arriving_bytes += len(part)
-                    if self._arriving_bytes > self._most_bytes:
-                        raise Declined(
-                            413,
-                            f"version {version} has more than {self._most_bytes} bytes",
-                            why="that is the limit of this service",
-                            fix="raise --weights-bytes",
-                        )
+                    self._on_the_way[number] += len(part)
+                    self._check_size(version)
                     file.write(part)
-            before = folder / name
-            self._arriving_bytes -= before.stat().st_size if before.exists() else 0
-            written.replace(before)
-        except BaseException:
-            self._arriving_bytes -= count
+            self._check_next(version)  # another client may have published it meanwhile
+            written.replace(folder / name)
+            self._arrived[name] = self._on_the_way[number]
+        except FileNotFoundError:  # its folder has just become the published one
+            raise self._not_next(version) from None
+        finally:
+            size = self._on_the_way.pop(number)
             written.unlink(missing_ok=True)
-            raise
-        return count
+        return size
 
     def publish(self, version: int, names: Sequence[str]) -> None:
         """Check the files of the next version, and serve them from now on.
@@ -148,17 +147,29 @@ class WeightFolder:
         written = self._folder / f"{_MANIFEST}.part"
         written.write_text(json.dumps(self._manifest))
         written.replace(self._folder / _MANIFEST)
-        self._arriving_bytes = 0
+        self._arrived.clear()
         shutil.rmtree(self._folder / str(version - 2), ignore_errors=True)
+
+    def _check_size(self, version: int) -> None:
+        if sum(self._on_the_way.values()) + sum(self._arrived.values()) > self._most_bytes:
+            raise Declined(
+                413,
+                f"version {version} has more than {self._most_bytes} bytes",
+                why="that is the limit of this service",
+                fix="raise --weights-bytes",
+            )
 
     def _check_next(self, version: int) -> None:
         if version != self.version + 1:
-            raise Declined(
-                409,
-                f"weights of version {version} are not the next ones",
-                why=f"version {self.version} is published" if self.version >= 0 else "none is published",
-                fix=f"put version {self.version + 1}: a version is the number of publishes, from 0 on",
-            )
+            raise self._not_next(version)
+
+    def _not_next(self, version: int) -> Declined:
+        return Declined(
+            409,
+            f"weights of version {version} are not the next ones",
+            why=f"version {self.version} is published" if self.version >= 0 else "none is published",
+            fix=f"put version {self.version + 1}: a version is the number of publishes, from 0 on",
+        )
 
     def _check_same(self, version: int, weights: dict[str, Any]) -> None:
         before = self._manifest.get("types", weights)

@@ -412,6 +412,7 @@ def test_requests_need_the_token_and_unknown_paths_are_named(start: Callable[...
     assert status == 404 and "/v1/rows/take" in said["why"]
     for body in ([], {"count": 0}, {"count": 1, "odd": 2}, {"count": 10**30}):
         assert run.ask("POST", "rows/take", body)[0] == 422
+    assert run.ask("POST", "rows/take", {"lease_s": 86_400})[0] == 422
     assert run.ask("POST", "rows/take", {"wait_s": 0})[0] == 204
 
 
