@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import random
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +83,8 @@ class Run:
         host = self.address["url"].removeprefix("http://").removesuffix("/v1")
         connection = http.client.HTTPConnection(host, timeout=60)
         given = {"authorization": f"Bearer {self.address['token']}", "x-rillflow-client": client, **headers}
-        connection.request(method, f"/v1/{path}", None if body is None else json.dumps(body), given)
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        connection.request(method, f"/v1/{path}", data, given)
         answer = connection.getresponse()
         found = answer.read()
         connection.close()
@@ -95,9 +97,11 @@ class Run:
 
     def put(self, lease: str, rows: list[Any], client: str = "theirs") -> tuple[int, Any, list[Rollout]]:
         """Put rows while the engine steps; return the answer, and the rows that the run got."""
-        asked: Future[Any] = self._pool.submit(
-            self.ask, "POST", "rows/put", {"lease": lease, "rows": rows}, client
-        )
+        return self.stepped("rows/put", {"lease": lease, "rows": rows}, client)
+
+    def stepped(self, path: str, body: Any, client: str = "theirs") -> tuple[int, Any, list[Rollout]]:
+        """A request while the engine steps; return the answer, and the rows that the run got."""
+        asked: Future[Any] = self._pool.submit(self.ask, "POST", path, body, client)
         got: list[Rollout] = []
         while not asked.done():
             got += self.engine.step()
@@ -414,6 +418,33 @@ def test_requests_need_the_token_and_unknown_paths_are_named(start: Callable[...
         assert run.ask("POST", "rows/take", body)[0] == 422
     assert run.ask("POST", "rows/take", {"lease_s": 86_400})[0] == 422
     assert run.ask("POST", "rows/take", {"wait_s": 0})[0] == 204
+
+
+def test_a_request_that_is_damaged_anywhere_is_answered_and_the_engine_goes_on(
+    start: Callable[..., Run],
+) -> None:
+    run, draw = start(service={"check_share": 0.0}), random.Random(1)
+    run.add(*PROMPTS)
+    taken = run.take()
+    rows = [run.sampled(row) for row in taken["rows"]]
+    bodies = {
+        "rows/put": json.dumps({"lease": taken["lease"], "rows": rows[:1]}).encode(),
+        "rows/take": json.dumps({"count": 3, "lease_s": 0, "wait_s": 0}).encode(),
+        "rows/renew": json.dumps({"lease": taken["lease"], "lease_s": 600}).encode(),
+    }
+    told = set()
+    for _ in range(60):
+        path = draw.choice([*bodies])
+        at, body = draw.randrange(len(bodies[path])), bodies[path]
+        patch = draw.choice([b"", b"\xff", b'"', b"}", b"[", b"1e999", b"-", b"null", b"9" * 20, b"\\ud800"])
+        status, said, _ = run.stepped(path, body[:at] + patch + body[at + draw.randrange(4) :])
+        told.add(status)
+        assert status < 500 and (status < 400 or said["what"])
+    assert {200, 409, 422} <= told
+    run.engine._clear()
+    run.add(*PROMPTS)
+    again = run.take()
+    assert run.put(again["lease"], [run.sampled(row) for row in again["rows"]])[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,40 @@ def test_what_the_engine_cannot_do_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
+def test_a_killed_run_resumes_with_its_engine(tmp_path: Path) -> None:
+    """The engine ends with the run; one that starts before the resumed run waits for its address."""
+    if shutil.which("node") is None:
+        pytest.skip("there is no node")
+    steps = ("rollout.engine=service", "algorithm.steps=30", "run.checkpoint_every=1")
+    run, _ = prepared(tmp_path, "run", *steps)
+    words = [word for setting in steps for word in ("--set", setting)]
+    command = [
+        sys.executable,
+        "-m",
+        "rillflow.cli.main",
+        "run",
+        str(tmp_path / "run.toml"),
+        *words,
+        "--dir",
+        str(run),
+    ]
+    for is_killed in (True, False):
+        with (
+            subprocess.Popen([*ENGINES["JavaScript"], str(run / "service" / "main-0.json")]) as engine,
+            subprocess.Popen(command) as running,
+        ):
+            while is_killed and not ((run / layout.METRICS).exists() and len(rewards(run)) > 3):
+                assert running.poll() is None
+                time.sleep(0.02)
+            if is_killed:
+                running.kill()
+                assert (run / "service" / "main-0.json").exists()
+            assert running.wait(120.0) == (-9 if is_killed else 0)
+            assert engine.wait(60.0) == 0
+    assert len(rewards(run)) == 30 and not (run / "service").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
