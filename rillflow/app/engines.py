@@ -19,7 +19,7 @@ from rillflow.app.graphs import graphs
 from rillflow.app.plugins import installed, missing
 from rillflow.errors import ConfigError
 from rillflow.rollout.config import NATIVE, SERVICE, VLLM
-from rillflow.rollout.engine import Capability, server_python
+from rillflow.rollout.engine import Capability, added_engine, server_python
 
 if TYPE_CHECKING:
     from rillflow.app.facts import RecipeFacts
@@ -147,7 +147,7 @@ def engine_notes(facts: RecipeFacts) -> list[str]:
     """
     recipe, rollout = facts.recipe, facts.recipe.rollout
     notes = _vllm_notes(facts) if rollout.engine == VLLM else []
-    if rollout.engine == SERVICE and SERVICE not in installed():
+    if rollout.engine == SERVICE and (SERVICE not in installed() or added_engine(SERVICE) is None):
         raise missing(f'rollout.engine = "{SERVICE}"', SERVICE)
     if rollout.engine != NATIVE and isinstance(recipe.algorithm, SampledConfig):
         notes.append(_loosened(recipe.algorithm, rollout.engine))

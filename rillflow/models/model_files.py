@@ -48,10 +48,15 @@ def own_weights(module: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
-def shards(num_bytes: Mapping[str, int], most: int = SHARD_BYTES) -> list[list[str]]:
-    """Return the names of each file's weights, in the given order; a file has ``most`` bytes or one layer."""
+def shards(num_bytes: Mapping[str, int], most: int | None = None) -> list[list[str]]:
+    """Return the names of each file's weights, in the given order.
+
+    Args:
+        num_bytes: size of each weight.
+        most: largest size of a file, unless a layer is larger; None for SHARD_BYTES.
+    """
     found: list[list[str]] = []
-    held = most
+    held = most = most or SHARD_BYTES
     for _, layer in groupby(num_bytes, key=layer_of):
         names = list(layer)
         size = sum(num_bytes[name] for name in names)

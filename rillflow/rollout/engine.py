@@ -305,6 +305,11 @@ def not_finite(row: RowId, position: int) -> RowError:
     )
 
 
+def added_engine(name: str) -> str | None:
+    """Return ``package.module:Class`` of the engine that another distribution adds under this name."""
+    return next((point.value for point in entry_points(group=GROUP, name=name)), None)
+
+
 def engine_class(name: str) -> type[Engine]:
     """Return the engine class that ``rollout.engine`` names.
 
@@ -319,8 +324,7 @@ def engine_class(name: str) -> type[Engine]:
         from rillflow.rollout.vllm.engine import VllmEngine
 
         return VllmEngine
-    added = [point.value for point in entry_points(group=GROUP, name=name)]
-    module, _, what = (added[0] if added else name).partition(":")
+    module, _, what = (added_engine(name) or name).partition(":")
     try:
         found: Any = vars(import_module(module)).get(what)
     except (ImportError, ValueError) as error:

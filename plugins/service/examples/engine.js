@@ -31,7 +31,7 @@ function ask(run, method, path, body) {
     const request = http.request(`${run.url}/${path}`, { method, headers, agent: false }, (answer) => {
       const parts = [];
       answer.on('data', (part) => parts.push(part));
-      answer.on('error', reject);
+      answer.on('error', () => reject(new Refused(410, 'the answer was cut off')));
       answer.on('end', () => {
         const found = Buffer.concat(parts);
         if (answer.statusCode >= 400) reject(new Refused(answer.statusCode, found.toString()));
@@ -350,7 +350,7 @@ async function main() {
       await ask(run, 'POST', 'rows/put', { lease, rows: sampled(model, rows, stops, version) });
       total += rows.length;
     } catch (error) {
-      // 409: the lease has ended and its rows went to others; 410 for weights: a newer version is coming.
+      // 409: the lease has ended and its rows went to others. 410: these weights are gone, newer ones are coming.
       if (!(error instanceof Refused && [409, 410].includes(error.status))) throw error;
       await ask(run, 'POST', 'rows/return', { lease }).catch(() => {});
     }
