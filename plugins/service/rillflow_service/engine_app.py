@@ -27,6 +27,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
 from rillflow.errors import RillflowError, StreamError
 from rillflow.formulas.counter import uniform
@@ -114,7 +115,7 @@ class EngineApp:
         file = self._weights.file(version, request.path_params["file"])
         headers = {"content-length": str(file.num_bytes), "x-rillflow-sha256": file.sha256}
         parts = self._read(version, file)
-        return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
+        return _CutOff(parts, media_type="application/octet-stream", headers=headers)
 
     async def _read(self, version: int, file: WeightFile) -> AsyncIterator[bytes]:
         parts = self._weights.read(version, file)
@@ -218,6 +219,21 @@ class EngineApp:
         del app
         self._loop, self._bell = asyncio.get_running_loop(), asyncio.Event()
         yield
+
+
+class _CutOff(StreamingResponse):  # type: ignore[misc]
+    """A body that may end early: the connection is then closed, so the client sees that bytes are missing."""
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the parts; return without an end if there are no more of them."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for part in self.body_iterator:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except Declined as error:
+            _log.info("weights were cut off: %s", error.why)
+            return
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _json(request: Request) -> dict[str, Any]:
