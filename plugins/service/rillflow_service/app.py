@@ -37,7 +37,7 @@ from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.http_body import BODY_WITHIN_S, Declined, body_of, checked_request, json_object
 from rillflow.workers.wire import MAX_BODY_BYTES, MAX_JSON_BYTES
 from rillflow_service.access import Operation, announced_bytes, client_of, guarded
-from rillflow_service.intake import Intake
+from rillflow_service.body_limit import BodyLimit
 from rillflow_service.plane import Plane
 from rillflow_service.requests import OF_STREAMS, Begin, Create, Done, Look, Publish, Return, Take
 from rillflow_service.segments import ROWS
@@ -77,7 +77,7 @@ class Service:
         self._published = asyncio.Condition()
         self._writing = asyncio.Lock()
         size = plane.store.capacity_bytes
-        self._intakes = {"begin": Intake(size), "done": Intake(size), "drop": Intake(size)}
+        self._limits = {"begin": BodyLimit(size), "done": BodyLimit(size), "drop": BodyLimit(size)}
         for name, kept in (json.loads(self._streams.read_text()) if self._streams.exists() else {}).items():
             self._plane.create(Create.model_validate(kept["request"]), kept["owner"])
             self._created[name] = kept
@@ -110,7 +110,7 @@ class Service:
             says = json_object(await body_of(request, MAX_JSON_BYTES))
             return await self._operate(request, name, says, {})
         most = min(MAX_BODY_BYTES, self._plane.store.capacity_bytes)
-        async with self._intakes[name].room(announced_bytes(request, most)):
+        async with self._limits[name].room(announced_bytes(request, most)):
             says, arrays = decoded(await body_of(request, most))
             return await self._operate(request, name, says, arrays)
 

@@ -1,6 +1,6 @@
 """ServiceEngine: a rollout engine whose rows are sampled by programs in other processes, over HTTP.
 
-    add ─> RowDesk <─ take, put ─ EngineApp <─ HTTP ─ any program
+    add ─> RowLeases <─ take, put ─ EngineApp <─ HTTP ─ any program
     step <── rows that were put and checked
     load ─> PublishedWeights ─ files ─────────────────> any program
 
@@ -53,7 +53,7 @@ from rillflow_service.access import token_for
 from rillflow_service.engine_app import EngineApp
 from rillflow_service.published_weights import PublishedWeights
 from rillflow_service.row_checks import LogprobCheck, RowRules
-from rillflow_service.row_desk import Proposal, RowDesk
+from rillflow_service.row_leases import Proposal, RowLeases
 
 STEP_S = 0.05
 """Longest wait of a step for a put; between two calls of the rank, weights and further rows arrive."""
@@ -96,7 +96,7 @@ class ServiceEngine(RowByRow):
         share, tolerance = self._service.check_share, self._service.check_tolerance
         self._check = LogprobCheck(module, share=share, tolerance=tolerance, seed=seed)
         self._weights = PublishedWeights(module)
-        self._desk = RowDesk(self._ring)
+        self._leases = RowLeases(self._ring)
         token_file = self._service.token_file
         token = token_for(
             self._service.host, None if token_file is None else base / Path(token_file).expanduser()
@@ -108,7 +108,7 @@ class ServiceEngine(RowByRow):
             "stop_tokens": sorted(stop_tokens),
             "stop": list(config.stop),
         }
-        self._app = EngineApp(self._desk, self._weights, model=about, token=token, seed=seed)
+        self._app = EngineApp(self._leases, self._weights, model=about, token=token, seed=seed)
         self._waited_s, self._held_s = 0.0, 0.0
         self._listen(site, folder, token)
 
@@ -120,7 +120,7 @@ class ServiceEngine(RowByRow):
     @property
     def has_work(self) -> bool:
         """See Engine."""
-        return self._desk.has_rows
+        return self._leases.has_rows
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See Engine; the weights are served from their memory. Leased rows may end with older ones."""
@@ -147,8 +147,8 @@ class ServiceEngine(RowByRow):
         check_stop(chosen, self._config)
         check_tokens(rollout, self._context, self._vocabulary)
         most = limit_of(rollout, chosen.max_tokens, self._context) - len(rollout.tokens)
-        check_ids([rollout.row] * (1 + self._desk.holds(rollout.row)))
-        self._desk.offer(rollout, chosen, most=most, oldest=self._weights.version)
+        check_ids([rollout.row] * (1 + self._leases.holds(rollout.row)))
+        self._leases.offer(rollout, chosen, most=most, oldest=self._weights.version)
 
     def step(self) -> list[Rollout]:
         """See Engine; wait a short time for rows, and longer while somebody reads the weights.
@@ -162,7 +162,7 @@ class ServiceEngine(RowByRow):
         ended: list[Rollout] = []
         while True:
             began = time.monotonic()
-            puts = self._desk.proposals(STEP_S)
+            puts = self._leases.proposals(STEP_S)
             waited_s = time.monotonic() - began
             accepted = [row for put in puts for row in self._judged(put)]
             ended += accepted
@@ -180,7 +180,7 @@ class ServiceEngine(RowByRow):
             RolloutError: the row is not in the engine.
         """
         self._require(row)
-        return self._desk.withdraw(row)
+        return self._leases.withdraw(row)
 
     def look(self, row: RowId) -> Rollout:
         """See Engine; never called."""
@@ -192,12 +192,12 @@ class ServiceEngine(RowByRow):
 
     def close(self) -> None:
         """Refuse every further request."""
-        self._desk.close("the run has ended")
-        for rule, count in sorted(self._desk.refused.items()):
+        self._leases.close("the run has ended")
+        for rule, count in sorted(self._leases.refused.items()):
             _log.warning("rollout.engine service: refused %d puts by the rule %s", count, rule)
 
     def _clear(self) -> None:
-        self._desk.clear()
+        self._leases.clear()
 
     def _ring(self) -> None:
         self._app.ring()
@@ -206,20 +206,20 @@ class ServiceEngine(RowByRow):
         """Accept or refuse a put; return its rows if they are accepted."""
         ended = []
         try:
-            for row, offered in self._desk.pairs(put):
+            for row, offered in self._leases.pairs(put):
                 logprobs = self._rules.check(row, offered, self._weights.version)
                 if row.version == self._weights.version:
                     self._check.check(row, offered, put.client)
                 finish = Finish.STOP if row.finish == "stop" else Finish.LENGTH
                 ended.append(offered.rollout.sampled(row.tokens, logprobs, row.version, finish))
-            self._desk.complete(put)
+            self._leases.complete(put)
         except Declined as error:
             put.answered.set_exception(error)
             return []
         return ended
 
     def _require(self, row: RowId) -> None:
-        if not self._desk.holds(row):
+        if not self._leases.holds(row):
             raise RolloutError(
                 f"row ({row}) is not in the engine",
                 why="it ended, was taken out, or was never added",
@@ -227,7 +227,7 @@ class ServiceEngine(RowByRow):
             )
 
     def _silent(self) -> RolloutError:
-        now = self._desk.status()
+        now = self._leases.status()
         clients = ", ".join(f"{name} {ago:g} s ago" for name, ago in now["heard_s"].items())
         refused = f"; the last refusal: {now['last_refusal']}" if now["last_refusal"] else ""
         return RolloutError(

@@ -34,10 +34,10 @@ from rillflow.formulas.counter import uniform
 from rillflow.serving.http_body import Declined, body_of, checked_request, json_object
 from rillflow.workers.wire import MAX_JSON_BYTES
 from rillflow_service.access import announced_bytes, client_of, guarded
-from rillflow_service.intake import Intake
+from rillflow_service.body_limit import BodyLimit
 from rillflow_service.published_weights import PublishedWeights, WeightFile
 from rillflow_service.requests import OfLease, PutRows, TakeRows
-from rillflow_service.row_desk import Granted, Offered, RowDesk
+from rillflow_service.row_leases import Granted, Offered, RowLeases
 
 MAX_PUT_BYTES = 2**25
 """Largest body of a put; a client puts rows of a lease in several parts."""
@@ -53,7 +53,7 @@ class EngineApp:
     """HTTP handlers of a sampler rank.
 
     Args:
-        desk: rows of the run.
+        leases: rows of the run.
         weights: weights of the run.
         model: answer of ``/v1/model``.
         token: bearer token of every request.
@@ -61,10 +61,10 @@ class EngineApp:
     """
 
     def __init__(
-        self, desk: RowDesk, weights: PublishedWeights, *, model: Mapping[str, Any], token: str, seed: int
+        self, leases: RowLeases, weights: PublishedWeights, *, model: Mapping[str, Any], token: str, seed: int
     ) -> None:
-        self._desk, self._weights, self._model, self._token = desk, weights, model, token
-        self._seed, self._intake = seed, Intake(MOST_PUT_BYTES)
+        self._leases, self._weights, self._model, self._token = leases, weights, model, token
+        self._seed, self._limit = seed, BodyLimit(MOST_PUT_BYTES)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bell: asyncio.Event | None = None
 
@@ -126,38 +126,38 @@ class EngineApp:
         """Lease rows; wait for them."""
         asked, client = checked_request(TakeRows, await _json(request)), client_of(request)
         granted = await self._found(
-            lambda: self._desk.take(asked, client), min(asked.wait_s, LONGEST_WAIT_S), request
+            lambda: self._leases.take(asked, client), min(asked.wait_s, LONGEST_WAIT_S), request
         )
         if granted is None:
             return Response(status_code=204)
         if await request.is_disconnected():
-            self._desk.give_back(granted.lease, client)
+            self._leases.give_back(granted.lease, client)
             return Response(status_code=204)
         return JSONResponse(self._told(granted, asked.lease_s))
 
     async def put(self, request: Request) -> Response:
         """Hand rows to the run; answer when it has checked them."""
-        async with self._intake.room(announced_bytes(request, MAX_PUT_BYTES)):
+        async with self._limit.room(announced_bytes(request, MAX_PUT_BYTES)):
             asked = checked_request(PutRows, json_object(await body_of(request, MAX_PUT_BYTES)))
-            await asyncio.wrap_future(self._desk.propose(asked, client_of(request)))
+            await asyncio.wrap_future(self._leases.propose(asked, client_of(request)))
             return JSONResponse({"accepted": len(asked.rows)})
 
     async def renew(self, request: Request) -> Response:
         """Move the deadline of a lease."""
         asked = checked_request(OfLease, await _json(request))
-        self._desk.renew(asked, client_of(request))
+        self._leases.renew(asked, client_of(request))
         return JSONResponse({"lease_s": asked.lease_s})
 
     async def give_back(self, request: Request) -> Response:
         """End a lease."""
         asked = checked_request(OfLease, await _json(request))
-        self._desk.give_back(asked.lease, client_of(request))
+        self._leases.give_back(asked.lease, client_of(request))
         return JSONResponse({})
 
     async def status(self, request: Request) -> Response:
         """Return counts."""
         del request
-        return JSONResponse({"version": self._weights.version, **self._desk.status()})
+        return JSONResponse({"version": self._weights.version, **self._leases.status()})
 
     async def refuse(self, request: Request) -> Response:
         """Refuse an unknown path or method."""
@@ -211,7 +211,7 @@ class EngineApp:
         if not request.url.path.endswith("/put") or not isinstance(error, StreamError):
             return
         client = client_of(request)
-        if self._desk.count(error, client):
+        if self._leases.count(error, client):
             _log.warning("rollout.engine service: refused rows of %s: %s (%s)", client, error.what, error.why)
 
     @asynccontextmanager

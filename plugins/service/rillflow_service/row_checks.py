@@ -21,7 +21,7 @@ from rillflow.formulas.logprobs import HeadLogits, token_logprobs
 from rillflow.models.architecture import has_plain_head
 from rillflow.rollout.engine import Stops
 from rillflow_service.requests import SampledRow
-from rillflow_service.row_desk import Offered, RefusedRow
+from rillflow_service.row_leases import Offered, RefusedRow
 
 ROUNDING = 1e-6
 """Largest log probability: rounding may lift the one of a sure token above 0."""

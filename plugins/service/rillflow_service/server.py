@@ -33,7 +33,7 @@ from typing import Any
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.http_body import Declined
 from rillflow.workers.wire import HEAD_BYTES, Message, WireError, head_of, message_of, packed
-from rillflow_service.intake import Intake, within_s
+from rillflow_service.body_limit import BodyLimit, within_s
 from rillflow_service.plane import Plane
 from rillflow_service.remote_store import RemoteStore
 from rillflow_service.requests import Hello, Join, Kind, sentences
@@ -55,10 +55,10 @@ class _Connection:
         plane: Plane,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        intakes: tuple[Intake, Intake],
+        limits: tuple[BodyLimit, BodyLimit],
     ) -> None:
         self._plane = plane
-        self._begins, self._others = intakes
+        self._begins, self._others = limits
         self._held = AsyncExitStack()
         self._reader = reader
         self._writer = writer
@@ -75,15 +75,15 @@ class _Connection:
         head = head_of(await self._reader.readexactly(HEAD_BYTES), number=next(self._received))
         if not is_greeted and head.body_bytes:
             raise WireError("arrays came before the token")
-        intake = self._begins if head.kind == Kind.BEGIN else self._others
+        limit = self._begins if head.kind == Kind.BEGIN else self._others
         async with AsyncExitStack() as room:
             try:
-                if head.body_bytes <= intake.most_bytes:
-                    await room.enter_async_context(intake.room(head.body_bytes))
+                if head.body_bytes <= limit.most_bytes:
+                    await room.enter_async_context(limit.room(head.body_bytes))
                 async with asyncio.timeout(within_s(head.body_bytes)):
                     front = await self._reader.readexactly(head.body_at - HEAD_BYTES)
-                    if head.body_bytes > intake.most_bytes:
-                        await self._skip(head.body_bytes, intake)
+                    if head.body_bytes > limit.most_bytes:
+                        await self._skip(head.body_bytes, limit)
                     body = await self._reader.readexactly(head.body_bytes)
             except TimeoutError:
                 raise WireError(
@@ -97,14 +97,14 @@ class _Connection:
         self._plane.carried_bytes += head.body_at + head.body_bytes
         return message_of(head, front[: head.json_bytes], body)
 
-    async def _skip(self, num_bytes: int, intake: Intake) -> None:
+    async def _skip(self, num_bytes: int, limit: BodyLimit) -> None:
         """Read a body that fits into no store, part by part, and refuse it."""
         left = num_bytes
         while left:
             left -= len(await self._reader.readexactly(min(left, SKIPPED_BYTES)))
         raise StreamError(
             f"a request with {num_bytes} bytes",
-            why=f"the store has {intake.most_bytes}",
+            why=f"the store has {limit.most_bytes}",
             fix="write less at once",
         )
 
@@ -153,12 +153,12 @@ class Server:
         self._token = token
         self._address = address
         self._numbers = count()
-        self._intakes = Intake(plane.store.capacity_bytes), Intake(plane.store.capacity_bytes)
+        self._limits = BodyLimit(plane.store.capacity_bytes), BodyLimit(plane.store.capacity_bytes)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Start the task of a connection."""
-        task = asyncio.ensure_future(self.serve(_Connection(self._plane, reader, writer, self._intakes)))
+        task = asyncio.ensure_future(self.serve(_Connection(self._plane, reader, writer, self._limits)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -183,7 +183,7 @@ class Server:
         """Join this store to the tables of another process; return the task, which ends with them."""
         host, _, port = address.rpartition(":")
         connection = _Connection(
-            self._plane, *await asyncio.open_connection(host, int(port), limit=2**22), self._intakes
+            self._plane, *await asyncio.open_connection(host, int(port), limit=2**22), self._limits
         )
         await connection.ask(Kind.HELLO, {"token": self._token, "name": "store"})
         await connection.ask(Kind.JOIN, {"address": self._address})

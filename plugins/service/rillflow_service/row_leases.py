@@ -1,4 +1,4 @@
-"""RowDesk: the rows of a run that programs in other processes sample; each is leased, put, and checked.
+"""RowLeases: the rows of a run that programs in other processes sample; each is leased, put, and checked.
 
     engine's thread                                                        threads of the server
     offer ─> waiting ─ slots of the table are free ─> ready <─ take ─ leased to a client
@@ -53,7 +53,7 @@ class Offered:
     """A row that the run wants sampled."""
 
     number: int
-    """Number of the row at this desk."""
+    """Number of the row in this run."""
     rollout: Rollout
     """The row so far."""
     sampling: SamplingConfig
@@ -100,7 +100,7 @@ class RefusedRow(Declined):
         self.rule = rule
 
 
-class RowDesk:
+class RowLeases:
     """Rows that a run offers and clients sample.
 
     Args:

@@ -11,19 +11,19 @@ import pytest
 
 from plugins.service.tests.test_bad_frames import answer, connected, frame
 from rillflow.serving.http_body import Declined
-from rillflow_service import intake
+from rillflow_service import body_limit
+from rillflow_service.body_limit import SMALL_BYTES, BodyLimit
 from rillflow_service.client import Client
-from rillflow_service.intake import SMALL_BYTES, Intake
 from rillflow_service.requests import Kind
 
 SIZE = 2 * SMALL_BYTES
 
 
 def test_a_body_waits_for_the_room_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "BODY_WITHIN_S", 0.2)
+    monkeypatch.setattr(body_limit, "BODY_WITHIN_S", 0.2)
 
     async def run() -> list[str]:
-        room, told, left = Intake(SIZE), list[str](), asyncio.Event()
+        room, told, left = BodyLimit(SIZE), list[str](), asyncio.Event()
 
         async def first() -> None:
             async with room.room(SIZE):

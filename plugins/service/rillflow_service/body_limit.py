@@ -1,9 +1,9 @@
-"""Intake: the bytes of request bodies that a service receives at once, and the time that each may take.
+"""BodyLimit: the bytes of request bodies that a service receives at once, and the time that each may take.
 
     head announces n bytes ─ room(n) ─> read ─ begin: until it is answered ─> freed
                                              └ anything else: until it is read
 A body waits for room as long as it may take to arrive. Groups that begin hold their room while they wait for
-the store, so they have an intake of their own: what frees the store is never behind them.
+the store, so they have a limit of their own: what frees the store is never behind them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def within_s(num_bytes: int) -> float:
     return BODY_WITHIN_S + num_bytes / SLOWEST_BYTES_S
 
 
-class Intake:
+class BodyLimit:
     """Room for the bodies that arrive.
 
     Args:
@@ -39,7 +39,7 @@ class Intake:
         """Hold room for a body; wait for it.
 
         Raises:
-            Declined: the body is larger than the intake, or no room came free in time.
+            Declined: the body is larger than the limit, or no room came free in time.
         """
         if num_bytes <= SMALL_BYTES:
             yield
