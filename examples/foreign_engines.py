@@ -26,8 +26,8 @@ from rillflow_service.http_client import ServiceClient
 DIGITS, PROMPTS, SAMPLES, STEPS = 10, 10, 8, 60
 COLUMNS = {
     "prompt": {"dtype": "int64", "per": "group"},
-    "answer": {"dtype": "int64"},
-    "reward": {"dtype": "float32"},
+    "answer": {"dtype": "int64", "least": 0, "most": DIGITS - 1},
+    "reward": {"dtype": "float32", "finite": True},
 }
 STAGES = [
     {"name": "sample", "reads": ["prompt"], "writes": ["answer", "reward"]},
@@ -38,7 +38,9 @@ STAGES = [
 def sample(folder: Path) -> None:
     """Somebody's inference engine: answers prompts until there are no more."""
     service, draw = ServiceClient(folder, name="sampler"), np.random.default_rng(1)
-    version, weights = -1, {"logits": np.zeros((DIGITS, DIGITS), np.float32)}
+    found = service.get_weights(wait_s=60)
+    assert found is not None, "the trainer publishes what it starts with"
+    version, weights = found
     while (taken := service.take("rollouts", "sample", PROMPTS)) is not None:
         if newer := service.get_weights(newer_than=version, wait_s=0):
             version, weights = newer
@@ -48,7 +50,7 @@ def sample(folder: Path) -> None:
         noise = draw.gumbel(size=(len(asked), DIGITS))
         answer = (weights["logits"][asked] + noise).argmax(axis=1)
         reward = (answer == (asked + 1) % DIGITS).astype(np.float32)
-        service.done(taken, {"answer": answer, "reward": reward}, version=version + 1)
+        service.done(taken, {"answer": answer, "reward": reward}, version=version)
 
 
 def train(folder: Path) -> None:
@@ -59,6 +61,7 @@ def train(folder: Path) -> None:
     logits = torch.zeros(DIGITS, DIGITS, requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=0.2)
     step = 0
+    service.put_weights(0, {"logits": logits.detach().numpy()})
     while (taken := service.take("rollouts", "train", PROMPTS, least=PROMPTS)) is not None:
         prompt, answer, reward = (
             torch.from_numpy(taken.columns[name]) for name in ("prompt", "answer", "reward")
@@ -71,9 +74,9 @@ def train(folder: Path) -> None:
         loss.backward()
         optimizer.step()
         service.done(taken)
-        service.put_weights(step, {"logits": logits.detach().numpy()})
         print(json.dumps({"step": step, "reward": float(reward.mean())}), flush=True)
         step += 1
+        service.put_weights(step, {"logits": logits.detach().numpy()})
 
 
 def main() -> None:

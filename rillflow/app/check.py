@@ -18,7 +18,7 @@ from rillflow.app.recipe import LoadedRecipe, Recipe, leaves
 from rillflow.app.resume import drawn_from, with_pools_of_run
 from rillflow.app.role_table import ROLES, model_roles, roles_of
 from rillflow.config.problems import shown
-from rillflow.rollout.config import NATIVE, VLLM
+from rillflow.rollout.config import NATIVE, SERVICE, VLLM
 from rillflow.tasks.files import ENDINGS
 from rillflow.workers.config import SAMPLER
 
@@ -90,6 +90,7 @@ def unread_settings(recipe: Recipe) -> list[str]:
         "placement.tp_across_nodes": recipe.placement.is_inline,
         "rollout.weight_check_interval": recipe.placement.is_inline,
         "rollout.server": recipe.rollout.engine != VLLM,
+        "rollout.service": recipe.rollout.engine != SERVICE,
     }
     if isinstance(config, SampledConfig):
         engine = recipe.rollout.engine

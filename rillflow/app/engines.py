@@ -16,9 +16,10 @@ from packaging.version import InvalidVersion, Version
 
 from rillflow.algorithms.config import OnlineConfig, SampledConfig, cuts_tail, is_ready_first
 from rillflow.app.graphs import graphs
+from rillflow.app.plugins import installed, missing
 from rillflow.errors import ConfigError
-from rillflow.rollout.config import NATIVE, VLLM
-from rillflow.rollout.engine import Capability, server_python
+from rillflow.rollout.config import NATIVE, SERVICE, VLLM
+from rillflow.rollout.engine import Capability, added_engine, server_python
 
 if TYPE_CHECKING:
     from rillflow.app.facts import RecipeFacts
@@ -146,6 +147,8 @@ def engine_notes(facts: RecipeFacts) -> list[str]:
     """
     recipe, rollout = facts.recipe, facts.recipe.rollout
     notes = _vllm_notes(facts) if rollout.engine == VLLM else []
+    if rollout.engine == SERVICE and (SERVICE not in installed() or added_engine(SERVICE) is None):
+        raise missing(f'rollout.engine = "{SERVICE}"', SERVICE)
     if rollout.engine != NATIVE and isinstance(recipe.algorithm, SampledConfig):
         notes.append(_loosened(recipe.algorithm, rollout.engine))
     can = facts.engine.can

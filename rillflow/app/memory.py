@@ -19,7 +19,7 @@ from rillflow.app.recipe import Recipe
 from rillflow.errors import ConfigError
 from rillflow.formulas.config import MOST_LOGITS
 from rillflow.models.config import AdapterConfig
-from rillflow.rollout.config import VLLM
+from rillflow.rollout.config import SERVICE, VLLM
 from rillflow.rollout.native.cache_layout import ALIGNMENT
 from rillflow.runs.formatting import size
 from rillflow.workers.config import SAMPLER
@@ -123,7 +123,7 @@ def answering(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
     cache, on_gpu = cache_bytes(recipe, sizes, longest), _on_gpu(recipe)
     is_vllm = recipe.rollout.engine == VLLM
     working = {
-        "KV cache": 0 if is_vllm else cache,
+        "KV cache": 0 if recipe.rollout.engine in (VLLM, SERVICE) else cache,
         "logits": _SAMPLED_LOGITS * rows_a_rank(recipe) * sizes.vocabulary * _FLOAT32_BYTES,
     }
     kept = dict[str, int]()

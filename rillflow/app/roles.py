@@ -152,6 +152,7 @@ class RoleGroups:
             RoleSetting,
             role=role,
             base=self._base,
+            run=self._run,
             device=self._backend.devices[pool],
             threads=recipe.run.threads,
             seed=recipe.run.seed,

@@ -44,6 +44,14 @@ class ColumnType:
     """Whether rows have different lengths; they are stored contiguously with their lengths, never padded."""
     per: Literal["row", "group"] = "row"
     """Whether rows or groups have an entry; a prompt of n samples is stored once with ``per="group"``."""
+    aligned: str = ""
+    """Ragged column of the same writer whose rows have the same lengths; empty for none."""
+    finite: bool = False
+    """Whether NaN and infinite values are refused."""
+    least: float | None = None
+    """Smallest value; smaller ones and NaN are refused."""
+    most: float | None = None
+    """Largest value; larger ones and NaN are refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +103,21 @@ class Schema:
                     fix=nearest(column.dtype, DTYPES),
                 )
         self._check_stages()
+        for name, column in self.columns.items():
+            self._check_contract(name, column)
+
+    def _check_contract(self, name: str, column: ColumnType) -> None:
+        writers = (SOURCE, *(stage.name for stage in self.stages))
+        other = self.columns.get(column.aligned)
+        beside = any({name, column.aligned} <= {*self.written_by(writer)} for writer in writers)
+        if column.aligned and not (
+            other and beside and column.ragged and other.ragged and other.per == column.per
+        ):
+            raise StreamError(
+                f"column {name!r} is aligned with {column.aligned!r}",
+                why="both must be ragged columns of one writer, per row or per group",
+                fix=nearest(column.aligned, self.columns),
+            )
 
     def _check_stages(self) -> None:
         names = [stage.name for stage in self.stages]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count as counter
 from typing import Any
 
@@ -64,9 +64,10 @@ class Table:
         schema: columns and stages.
         capacity: largest number of groups between the oldest that is not cleared and the newest.
         now: time of creation.
+        first_lease: number of the first lease; a number that no earlier table gave refuses its holders.
     """
 
-    def __init__(self, schema: Schema, *, capacity: int, now: float = 0.0) -> None:
+    def __init__(self, schema: Schema, *, capacity: int, now: float = 0.0, first_lease: int = 1) -> None:
         if capacity < 1:
             raise StreamError(f"a table for {capacity} groups", why="it needs at least 1")
         self.schema = schema
@@ -103,7 +104,7 @@ class Table:
         self._tokens = np.zeros(capacity, np.int64)
         self._version = np.zeros(capacity, np.int64)
         self._leases: dict[int, Lease] = {}
-        self._numbers = counter(1)
+        self._numbers = counter(first_lease)
         self._taken_at: dict[str, float] = {}
         self._events: deque[_Event] = deque(maxlen=EVENTS_REMEMBERED)
         self._made = now
@@ -183,8 +184,7 @@ class Table:
         if self.is_closed and not open_groups:
             return [*out, Finished(stage=stage)]
         fit = within(self._tokens[ids % self.capacity], tokens) if tokens is not None else count
-        enough = min(least, open_groups) if self.is_closed else least
-        if len(ids) < min(enough, fit):
+        if len(ids) < min(least, fit, open_groups if self.is_closed else least):
             return out
         ids = ids[:fit]
         slots = ids % self.capacity
@@ -248,6 +248,15 @@ class Table:
     def give_back(self, number: int, now: float) -> list[Instruction]:
         """End the lease of a holder that cannot process its groups."""
         return self._give_back(self._leases[number], now, "gave them back") if number in self._leases else []
+
+    def renew(self, number: int, deadline: float) -> None:
+        """Move a lease's deadline.
+
+        Raises:
+            StreamError: the lease has ended.
+        """
+        lease = self.lease(number, np.zeros(0, np.int64))
+        self._leases[number] = replace(lease, deadline=deadline)
 
     def drop(self, ids: Ids, reason: str, now: float) -> list[Instruction]:
         """Remove groups from the stream, even leased ones; groups that have already left are ignored."""

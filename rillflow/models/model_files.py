@@ -48,14 +48,19 @@ def own_weights(module: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
-def shards(num_bytes: Mapping[str, int]) -> list[list[str]]:
-    """Return the names of each file's weights, in the given order."""
+def shards(num_bytes: Mapping[str, int], most: int | None = None) -> list[list[str]]:
+    """Return the names of each file's weights, in the given order.
+
+    Args:
+        num_bytes: size of each weight.
+        most: largest size of a file, unless a layer is larger; None for SHARD_BYTES.
+    """
     found: list[list[str]] = []
-    held = SHARD_BYTES
+    held = most = most or SHARD_BYTES
     for _, layer in groupby(num_bytes, key=layer_of):
         names = list(layer)
         size = sum(num_bytes[name] for name in names)
-        if not found or held + size > SHARD_BYTES:
+        if not found or held + size > most:
             found.append([])
             held = 0
         found[-1] += names

@@ -24,7 +24,7 @@ from rillflow.rewards.function import parse_function
 from rillflow.roles.logprob_check import canary_texts, check_canary
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights
 from rillflow.roles.setting import RoleSetting
-from rillflow.rollout.config import RolloutConfig, SamplingConfig
+from rillflow.rollout.config import SERVICE, RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Engine, Stops, engine_class, server_python
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.tasks.encoded import Encoder
@@ -139,6 +139,8 @@ class Sampler:
         if rollout.server is not None:
             server = str(server_python(rollout.server, setting.base))
             rollout = rollout.model_copy(update={"server": server})
+        if rollout.engine == SERVICE:
+            engine = partial(engine, site=setting.site, base=setting.base, folder=setting.run / SERVICE)
         if rollout.agent is not None:
             from rillflow.serving.agents import AgentEngine
 

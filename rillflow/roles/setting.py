@@ -51,6 +51,8 @@ class RoleSetting:
     """The rank: its peers in the pool, and a stack that is closed when the rank ends."""
     base: Path
     """The recipe's folder."""
+    run: Path
+    """The run directory."""
     device: str
     """Device for tensors in the recipe: auto, cpu, cuda."""
     threads: int

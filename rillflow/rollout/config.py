@@ -93,6 +93,8 @@ NATIVE = "native"
 """Name of the embedded engine."""
 VLLM = "vllm"
 """Name of the vLLM engine: in the rank's own process, or in a server process next to it."""
+SERVICE = "service"
+"""Name of the engine of the plugin service: programs in any language sample the rows over HTTP."""
 
 
 class AgentConfig(Section):
@@ -119,14 +121,57 @@ class AgentConfig(Section):
     )
 
 
+class ServiceConfig(Section):
+    """Settings of the engine ``service``, whose rows other programs sample over HTTP."""
+
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Address that each sampler rank listens on, IPv4."
+    )
+    port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the first sampler rank, and of the next ones from there; 0: free.",
+    )
+    token_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with the token of every request; required if host is not loopback. Left out, a "
+        "new token.",
+    )
+    check_share: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="Share of the rows whose log probabilities the sampler's rank computes again; the first "
+        "row of each program and version always.",
+    )
+    check_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Largest difference of a log probability in such a row. Left out, 0.001 in float32, "
+        "else 0.05 in the mean of the row.",
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="Longest wait in seconds for the next row before the run stops."
+    )
+    hold_s: float = Field(
+        30.0,
+        ge=0,
+        description="Longest time in seconds that the next version of the weights waits for programs that "
+        "read the present one.",
+    )
+
+
 class RolloutConfig(SamplingConfig):
     """Settings of sampling and of the rollout engine."""
 
     renamed: ClassVar[Mapping[str, str]] = {"parts": "stream_chunks", "verify_every": "weight_check_interval"}
 
     engine: str = Field(
-        NATIVE, description="Rollout engine: native, vllm, or package.module:Class for your own."
+        NATIVE, description="Rollout engine: native, vllm, service, or package.module:Class for your own."
     )
+    service: ServiceConfig = Field(ServiceConfig(), description="Settings of the engine service.")
     server: str | None = Field(
         None,
         min_length=1,

@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
@@ -25,10 +26,12 @@ from rillflow.models.tokenizer import Tokenizer
 from rillflow.records.batch import Batch
 from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
-from rillflow.rollout.config import NATIVE, VLLM, RolloutConfig, SamplingConfig
+from rillflow.rollout.config import NATIVE, SERVICE, VLLM, RolloutConfig, SamplingConfig
 from rillflow.rollout.native.scheduler import check_ids
 from rillflow.workers.collectives import Ranks
 
+GROUP = "rillflow.engines"
+"""Entry points of engines that other distributions add, by their names in ``rollout.engine``."""
 _METHODS = ("can", "load", "generate", "add", "step", "abort", "sleep", "wake")
 
 
@@ -302,6 +305,11 @@ def not_finite(row: RowId, position: int) -> RowError:
     )
 
 
+def added_engine(name: str) -> str | None:
+    """Return ``package.module:Class`` of the engine that another distribution adds under this name."""
+    return next((point.value for point in entry_points(group=GROUP, name=name)), None)
+
+
 def engine_class(name: str) -> type[Engine]:
     """Return the engine class that ``rollout.engine`` names.
 
@@ -316,14 +324,15 @@ def engine_class(name: str) -> type[Engine]:
         from rillflow.rollout.vllm.engine import VllmEngine
 
         return VllmEngine
-    module, _, what = name.partition(":")
+    module, _, what = (added_engine(name) or name).partition(":")
     try:
         found: Any = vars(import_module(module)).get(what)
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"rollout.engine is {name!r}, which cannot be imported",
             why=str(error),
-            fix=f'it is "{NATIVE}", "{VLLM}", or "package.module:Class" of a package that Python finds here',
+            fix=f'it is "{NATIVE}", "{VLLM}", "{SERVICE}", or "package.module:Class" of a package that '
+            "Python finds here",
         ) from None
     lacking = [each for each in _METHODS if found is None or each not in dir(found)]
     if lacking:

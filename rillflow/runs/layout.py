@@ -14,6 +14,7 @@ RUN/
   given_up.jsonl       one line per group that was sampled and not trained
   sources/             the files of the recipe's functions, in each version used
   plan.toml            the plan of a planned run
+  service/             while it runs: addresses for programs that sample (``rollout.engine = "service"``)
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ HOW: dict[str, Any] = {
 """Uvicorn settings of every application."""
 
 
-def bound(port: int) -> socket.socket:
-    """Return a socket that listens on the loopback device; port 0 selects a free port.
+def bound(port: int, host: str = "127.0.0.1") -> socket.socket:
+    """Return a socket that listens on an IPv4 address; port 0 selects a free port.
 
     Raises:
         StreamError: the port is taken.
@@ -58,11 +58,13 @@ def bound(port: int) -> socket.socket:
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind(("127.0.0.1", port))
+        made.bind((host, port))
         made.listen(BACKLOG)  # a client that knows the address may connect before the server runs
     except (OSError, OverflowError) as error:
         made.close()
-        raise StreamError(f"cannot listen on port {port}", why=str(error), fix="use --port 0") from None
+        raise StreamError(
+            f"cannot listen on {host}:{port}", why=str(error), fix="choose another port, or 0 for a free one"
+        ) from None
     return made
 
 
@@ -76,7 +78,8 @@ class LoopbackServer(AbstractContextManager["LoopbackServer"]):
 
     def __init__(self, app: Any, listening: socket.socket) -> None:
         self._inner, self._socket = uvicorn.Server(uvicorn.Config(app, **HOW)), listening
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        host, port = listening.getsockname()[:2]
+        self.url = f"http://{host}:{port}/v1"
         """Base URL for clients."""
         self._thread = Thread(target=self.run, name="rillflow-door", daemon=True)
 

@@ -1,65 +1,68 @@
 """``python -m rillflow_service FOLDER``: serve streams until interrupted.
 
-The folder gets ``token`` (0600) and ``socket``, unless a listen address is given. An address other than
-loopback requires the user's own token file, so that nobody exposes a machine by accident.
+The folder gets ``token`` (0600) and ``socket``, unless a listen address is given, ``streams.json`` and
+``weights``. A service that starts in the folder again has the same token, streams and weights; groups that
+were under way must begin again. An address other than loopback requires the user's own token file.
 """
 
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import logging
 import secrets
 from pathlib import Path
 
 import uvicorn
 
-from rillflow.errors import StreamError
 from rillflow.serving.server import HOW
-from rillflow_service.app import Service
+from rillflow_service.access import token_for
+from rillflow_service.app import MAX_WEIGHT_BYTES, Service
 from rillflow_service.plane import Plane
 from rillflow_service.segments import Memory
 from rillflow_service.store import Store
 
 
 def listening(folder: Path, host: str, token_file: Path | None) -> str:
-    """Write the token for clients on this machine into the folder and return it.
+    """Write the token for clients on this machine into the folder and return it; keep the one that is there.
 
     Raises:
         StreamError: the address is not loopback and there is no token file, or the token is too short.
     """
-    if host and token_file is None and not ipaddress.ip_address(host).is_loopback:
-        raise StreamError(
-            f"{host} can be reached from other machines",
-            why="such an address needs a token of your own",
-            fix="add --token-file FILE",
-        )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    token = token_file.read_text().strip() if token_file else secrets.token_urlsafe(32)
-    if len(token) < 16:
-        raise StreamError(f"the token has {len(token)} characters", why="a safe token has at least 16")
-    (folder / "token").unlink(missing_ok=True)
-    (folder / "token").touch(mode=0o600)
-    (folder / "token").write_text(token)
+    kept = folder / "token"
+    token = token_for(host, token_file)
+    if token_file is None and kept.exists():
+        token = token_for("", kept)
+    kept.unlink(missing_ok=True)
+    kept.touch(mode=0o600)
+    kept.write_text(token)
     return token
 
 
 def main() -> None:
     """Serve streams over HTTP."""
     parser = argparse.ArgumentParser(prog="python -m rillflow_service", description=main.__doc__)
-    parser.add_argument("folder", type=Path, help="folder for the socket and the token")
+    parser.add_argument("folder", type=Path, help="folder for socket, token, streams and weights")
     parser.add_argument("--capacity-bytes", type=int, default=2**30, help="memory for all streams, in bytes")
+    parser.add_argument(
+        "--weights-bytes", type=int, default=MAX_WEIGHT_BYTES, help="largest version of the weights, in bytes"
+    )
     parser.add_argument("--host", default="", help="address to listen on instead of the socket")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument(
-        "--token-file", type=Path, default=None, help="file with your token; default: a new token"
+        "--token-file",
+        type=Path,
+        default=None,
+        help="file with your token; default: the folder's, or a new one",
     )
     asked = parser.parse_args()
     token = listening(asked.folder, asked.host, asked.token_file)
     logging.basicConfig(level=logging.WARNING)
-    plane = Plane(Store(Memory(), capacity_bytes=asked.capacity_bytes))
+    first = secrets.randbelow(2**40) + 1
+    plane = Plane(Store(Memory(), capacity_bytes=asked.capacity_bytes), first_lease=first)
     where = {"host": asked.host, "port": asked.port} if asked.host else {"uds": str(asked.folder / "socket")}
-    app = Service(plane, token=token).app()
+    size = asked.weights_bytes
+    app = Service(plane, token=token, folder=asked.folder, max_weight_bytes=size).app()
     uvicorn.run(app, **HOW, **where)
 
 

@@ -5,8 +5,10 @@
     POST /v1/take     JSON -> tensors, or 204   lease ready groups                       (get_experience_data)
     POST /v1/done     tensors                   write a stage's columns of groups        (put_experience_data)
     POST /v1/return, look   JSON;   /v1/drop   tensors
-    PUT  /v1/weights?version=N   tensors        publish weights                          (weight_sync_notify)
-    GET  /v1/weights?newer_than=N&wait_s=S      -> tensors, or 204
+    PUT  /v1/weights/N/FILE      safetensors    send a file of the next version
+    PUT  /v1/weights?version=N   JSON           publish its files                        (weight_sync_notify)
+    GET  /v1/weights?newer_than=N&wait_s=S      -> JSON: the newest version's files, or 204
+    GET  /v1/weights/N/FILE                     -> a safetensors file
 
 Every request carries the token. An error is JSON with its three sentences. HTTP has no connection whose loss
 would end a lease: a client's groups return at the lease's deadline, so a client that may be killed should
@@ -16,36 +18,41 @@ take short leases.
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
+from pathlib import Path
 from typing import Any, cast
 
 from numpy.typing import NDArray
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from rillflow import __version__
 from rillflow.errors import RillflowError, StreamError
-from rillflow.serving.http_body import Declined, body_of, checked_request, json_object
+from rillflow.serving.http_body import BODY_WITHIN_S, Declined, body_of, checked_request, json_object
 from rillflow.workers.wire import MAX_BODY_BYTES, MAX_JSON_BYTES
-from rillflow_service.plane import Plane, sentences
-from rillflow_service.requests import OF_STREAMS, Begin, Return, Take
+from rillflow_service.access import Operation, announced_bytes, client_of, guarded
+from rillflow_service.body_limit import BodyLimit
+from rillflow_service.plane import Plane
+from rillflow_service.requests import OF_STREAMS, Begin, Create, Done, Look, Publish, Return, Take
 from rillflow_service.segments import ROWS
 from rillflow_service.session import IDS, TOKENS, ids_and_tokens
 from rillflow_service.tensors import decoded, encoded
+from rillflow_service.weight_folder import WeightFolder
 
 OPERATIONS = {model.__name__.lower(): model for model in OF_STREAMS}
 """Request models by path."""
 WITH_TENSORS = ("begin", "done", "drop")
 """Operations whose request is in the metadata of tensors."""
 TENSORS = "application/x-safetensors"
-CLIENT = "x-rillflow-client"
-"""Header with the client's name; the client's leases belong to this name."""
+MAX_WEIGHT_BYTES = 2**36
+MAX_PUBLISH_BYTES = 2**19
+_FILE = "/v1/weights/{version:int}/{file}"
 
 
 class Service:
@@ -54,22 +61,37 @@ class Service:
     Args:
         plane: the data plane of the streams.
         token: bearer token of every request.
-        max_body_bytes: largest body of a request; a longer one is refused by its announced length.
+        folder: folder of the streams' settings and of the weights; what is there is served again.
+        max_weight_bytes: largest size of a version of the weights.
     """
 
-    def __init__(self, plane: Plane, *, token: str, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+    def __init__(
+        self, plane: Plane, *, token: str, folder: Path, max_weight_bytes: int = MAX_WEIGHT_BYTES
+    ) -> None:
         self._plane = plane
         self._token = token
-        self._max_body_bytes = max_body_bytes
         self._numbers = count()
-        self._weights: tuple[int, bytes] = (-1, b"")
+        self._streams = folder / "streams.json"
+        self._created: dict[str, dict[str, Any]] = {}
+        self._weights = WeightFolder(folder / "weights", most_bytes=max_weight_bytes)
         self._published = asyncio.Condition()
+        self._writing = asyncio.Lock()
+        size = plane.store.capacity_bytes
+        self._limits = {"begin": BodyLimit(size), "done": BodyLimit(size), "drop": BodyLimit(size)}
+        for name, kept in (json.loads(self._streams.read_text()) if self._streams.exists() else {}).items():
+            self._plane.create(Create.model_validate(kept["request"]), kept["owner"])
+            self._created[name] = kept
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
         routes = [Route(f"/v1/{name}", self._guarded(self.operate), methods=["POST"]) for name in OPERATIONS]
-        routes.append(Route("/v1/weights", self._guarded(self.put_weights), methods=["PUT"]))
-        routes.append(Route("/v1/weights", self._guarded(self.get_weights), methods=["GET"]))
+        for path, method, operation in (
+            ("/v1/weights", "PUT", self.put_weights),
+            ("/v1/weights", "GET", self.get_weights),
+            (_FILE, "PUT", self.put_file),
+            (_FILE, "GET", self.get_file),
+        ):
+            routes.append(Route(path, self._guarded(operation), methods=[method]))
         routes.append(Route("/openapi.json", self._guarded(self.describe), methods=["GET"]))
         refuse = self._guarded(self.refuse)
 
@@ -84,18 +106,26 @@ class Service:
     async def operate(self, request: Request) -> Response:
         """Run one operation."""
         name = request.url.path.rpartition("/")[2]
-        body = await body_of(request, self._max_body_bytes if name in WITH_TENSORS else MAX_JSON_BYTES)
-        if name in WITH_TENSORS:
-            says, arrays = decoded(body)
-        else:
-            says, arrays = json_object(body), {}
-        asked = checked_request(OPERATIONS[name], says)
-        client = request.headers.get(CLIENT, "client")[:64]
+        if name not in WITH_TENSORS:
+            says = json_object(await body_of(request, MAX_JSON_BYTES))
+            return await self._operate(request, name, says, {})
+        most = min(MAX_BODY_BYTES, self._plane.store.capacity_bytes)
+        async with self._limits[name].room(announced_bytes(request, most)):
+            says, arrays = decoded(await body_of(request, most))
+            return await self._operate(request, name, says, arrays)
+
+    async def _operate(
+        self, request: Request, name: str, says: dict[str, Any], arrays: dict[str, NDArray[Any]]
+    ) -> Response:
+        asked, client = checked_request(OPERATIONS[name], says), client_of(request)
         ids, tokens = ids_and_tokens(arrays)
         holder = f"{client}#{next(self._numbers)}" if name == "begin" else client
+        self._check_version(asked)
         try:
             asked = await self._plane.keep(asked, arrays, holder)
-            return await self._answer(request, asked, ids, tokens, holder)
+            answer = await self._answer(request, asked, ids, tokens, holder)
+            self._remember(asked, client)
+            return answer
         except RillflowError:
             await self._plane.give_up(holder)
             raise
@@ -126,32 +156,60 @@ class Service:
         says = {"stream": asked.stream, "stage": asked.stage, "lease": lease.number}
         return Response(encoded(says, found, frozenset(halves)), media_type=TENSORS)
 
-    async def put_weights(self, request: Request) -> Response:
-        """Store weights of a newer version and wake the clients that wait for them."""
-        version = _number(request, "version")
-        body = await body_of(request, self._max_body_bytes)
-        decoded(body)
-        if version <= self._weights[0]:
+    def _check_version(self, asked: BaseModel) -> None:
+        """Raise Declined unless the policy version of rows was published; version 0 is there before."""
+        version = asked.version if isinstance(asked, Begin | Done) else None
+        newest = max(self._weights.version, 0)
+        if version is not None and not 0 <= version <= newest:
             raise Declined(
-                409,
-                f"weights of version {version} are not new",
-                why=f"version {self._weights[0]} is published",
+                422,
+                f"rows of version {version}",
+                why=f"versions 0 to {newest} were published",
+                fix="send the version of the weights that sampled the rows",
             )
+
+    def _remember(self, asked: BaseModel, client: str) -> None:
+        """Keep the open streams in the folder, for a service that starts there again."""
+        if isinstance(asked, Create) and asked.stream not in self._created:
+            self._created[asked.stream] = {"request": asked.model_dump(mode="json"), "owner": client}
+        elif isinstance(asked, Look) and asked.action == "close" and asked.stream in self._created:
+            del self._created[asked.stream]
+        else:
+            return
+        written = self._streams.with_suffix(".part")
+        written.write_text(json.dumps(self._created))
+        written.replace(self._streams)
+
+    async def put_file(self, request: Request) -> Response:
+        """Store a file of the next version."""
+        version, name = request.path_params["version"], request.path_params["file"]
+        size = await self._weights.receive(version, name, _steady(request.stream()))
+        return JSONResponse({"bytes": size})
+
+    async def put_weights(self, request: Request) -> Response:
+        """Publish the files of the next version, and wake the clients that wait for them."""
+        version = _number(request, "version")
+        asked = checked_request(Publish, json_object(await body_of(request, MAX_PUBLISH_BYTES)))
+        async with self._writing:
+            await asyncio.to_thread(self._weights.publish, version, asked.files)
         async with self._published:
-            self._weights = (version, bytes(body))
             self._published.notify_all()
         return JSONResponse({"version": version})
 
     async def get_weights(self, request: Request) -> Response:
-        """Return the newest weights if they are newer than a version; wait for them otherwise."""
+        """Return the files of the newest version if it is newer than a version; wait for it otherwise."""
         newer_than, wait_s = _number(request, "newer_than", -1), min(_number(request, "wait_s", 0), 600)
         try:
             async with asyncio.timeout(wait_s), self._published:
-                await self._published.wait_for(lambda: self._weights[0] > newer_than)
+                await self._published.wait_for(lambda: self._weights.version > newer_than)
         except TimeoutError:
             return Response(status_code=204)
-        version, body = self._weights
-        return Response(body, media_type=TENSORS, headers={"x-rillflow-version": str(version)})
+        return JSONResponse(self._weights.manifest(newer_than))
+
+    async def get_file(self, request: Request) -> Response:
+        """Return a file of a version."""
+        path = self._weights.path(request.path_params["version"], request.path_params["file"])
+        return FileResponse(path, media_type="application/octet-stream")
 
     async def refuse(self, request: Request) -> Response:
         """Refuse an unknown path or method."""
@@ -174,23 +232,8 @@ class Service:
         yield
         expiring.cancel()
 
-    def _guarded(self, operation: Callable[[Request], Any]) -> Callable[[Request], Any]:
-        async def guarded(request: Request) -> Response:
-            said = request.headers.get("authorization", "").removeprefix("Bearer ")
-            try:
-                if not hmac.compare_digest(said.encode(), self._token.encode()):
-                    raise Declined(
-                        401,
-                        "the token is wrong",
-                        fix="send the token of the service's token file as a bearer token",
-                    )
-                answer: Response = await operation(request)
-                return answer
-            except RillflowError as error:
-                status = error.status if isinstance(error, Declined) else 422
-                return JSONResponse(sentences(error), status_code=status)
-
-        return guarded
+    def _guarded(self, operation: Operation) -> Operation:
+        return guarded(self._token, operation)
 
 
 def openapi() -> dict[str, Any]:
@@ -199,7 +242,7 @@ def openapi() -> dict[str, Any]:
         "description": "the error, its reason and a fix",
         "content": {"application/json": {}},
     }
-    answers = {"200": {"description": "done"}, **dict.fromkeys(("401", "408", "413", "422"), error)}
+    answers = {"200": {"description": "done"}, **dict.fromkeys(("401", "408", "413", "422", "503"), error)}
     maybe = {**answers, "204": {"description": "the stream has ended, or nothing newer came in time"}}
     paths: dict[str, Any] = {}
     for name, model in OPERATIONS.items():
@@ -217,19 +260,7 @@ def openapi() -> dict[str, Any]:
                 "responses": maybe if model is Take else answers,
             }
         }
-    query = [
-        {"name": name, "in": "query", "schema": {"type": "integer"}}
-        for name in ("version", "newer_than", "wait_s")
-    ]
-    paths["/v1/weights"] = {
-        "put": {
-            "summary": "Publish the weights of a version.",
-            "parameters": query[:1],
-            "requestBody": {"content": {TENSORS: {"schema": {}}}, "required": True},
-            "responses": {**answers, "409": error},
-        },
-        "get": {"summary": "Return the newest weights.", "parameters": query[1:], "responses": maybe},
-    }
+    paths |= _weight_paths(answers, maybe, error)
     defs: dict[str, Any] = {}
     for model in OPERATIONS.values():
         defs |= model.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {})
@@ -240,6 +271,67 @@ def openapi() -> dict[str, Any]:
         "components": {"schemas": defs, "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
         "security": [{"token": []}],
     }
+
+
+def _weight_paths(answers: dict[str, Any], maybe: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    query = [
+        {"name": name, "in": "query", "schema": {"type": "integer"}}
+        for name in ("version", "newer_than", "wait_s")
+    ]
+    at = [
+        {"name": "version", "in": "path", "required": True, "schema": {"type": "integer"}},
+        {"name": "file", "in": "path", "required": True, "schema": {"type": "string"}},
+    ]
+    listed = {"content": {"application/json": {"schema": Publish.model_json_schema()}}, "required": True}
+    sent = {"content": {TENSORS: {"schema": {}}}, "required": True}
+    return {
+        "/v1/weights": {
+            "put": {
+                "summary": "Publish the files of the next version.",
+                "parameters": query[:1],
+                "requestBody": listed,
+                "responses": {**answers, "409": error},
+            },
+            "get": {
+                "summary": "Return the files of the newest version.",
+                "parameters": query[1:],
+                "responses": maybe,
+            },
+        },
+        "/v1/weights/{version}/{file}": {
+            "put": {
+                "summary": "Send a file of the next version.",
+                "parameters": at,
+                "requestBody": sent,
+                "responses": {**answers, "404": error, "409": error},
+            },
+            "get": {
+                "summary": "Return a file.",
+                "parameters": at,
+                "responses": {**answers, "404": error, "410": error},
+            },
+        },
+    }
+
+
+async def _steady(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the parts of a body of any size; each must arrive in time.
+
+    Raises:
+        Declined: one does not.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(BODY_WITHIN_S):
+                part = await anext(body, None)
+        except (TimeoutError, ClientDisconnect):
+            what = "the body of a weight file ended early"
+            raise Declined(
+                408, what, why=f"no byte came for {BODY_WITHIN_S:g} s, or the client left"
+            ) from None
+        if part is None:
+            return
+        yield part
 
 
 def _number(request: Request, name: str, default: int | None = None) -> int:

@@ -11,6 +11,7 @@ import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from rillflow_service.segments import LENGTHS, ROWS
 from rillflow_service.session import IDS, TOKENS
 from rillflow_service.tensors import decoded, encoded
 
+FILE_BYTES = 2**28
+"""Size of a weight file, unless one weight is larger."""
 Values = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 """A dense column, or a ragged one as values and lengths."""
 
@@ -106,8 +109,18 @@ class ServiceClient:
         return self._json("look", stream=stream)
 
     def put_weights(self, version: int, weights: Mapping[str, NDArray[Any]]) -> None:
-        """Publish weights to the clients that wait for a newer version."""
-        self._ask("PUT", f"weights?version={version}", encoded({"version": version}, weights))
+        """Publish the next version of the weights to the clients that wait for it, file by file."""
+        files: list[list[str]] = [[]]
+        for name in weights:
+            held = sum(weights[each].nbytes for each in files[-1])
+            if files[-1] and held + weights[name].nbytes > FILE_BYTES:
+                files.append([])
+            files[-1].append(name)
+        names = [f"weights-{index:05d}.safetensors" for index in range(len(files))]
+        for file, held_names in zip(names, files, strict=True):
+            body = encoded({}, {name: weights[name] for name in held_names})
+            self._ask("PUT", f"weights/{version}/{file}", body)
+        self._ask("PUT", f"weights?version={version}", json.dumps({"files": names}).encode())
 
     def get_weights(
         self, *, newer_than: int = -1, wait_s: int = 60
@@ -116,8 +129,13 @@ class ServiceClient:
         body = self._ask("GET", f"weights?newer_than={newer_than}&wait_s={wait_s}", b"")
         if not body:
             return None
-        said, arrays = decoded(body)
-        return said["version"], arrays
+        manifest, arrays = json.loads(body), dict[str, NDArray[Any]]()
+        for file in manifest["files"]:
+            found = self._ask("GET", f"weights/{manifest['version']}/{file['name']}", b"")
+            if sha256(found).hexdigest() != file["sha256"]:
+                raise StreamError(f"{file['name']} arrived damaged", fix="get the weights again")
+            arrays |= decoded(found, len(found))[1]
+        return manifest["version"], arrays
 
     def _json(self, operation: str, **says: Any) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._ask("POST", operation, json.dumps(says).encode()))

@@ -30,7 +30,7 @@ from pydantic import BaseModel, TypeAdapter
 from rillflow.data_plane.instructions import Begun, Delete, Finished, Ids, Instruction, Lease, Ready, Room
 from rillflow.data_plane.schema import SOURCE, ColumnType, Schema
 from rillflow.data_plane.table import Table
-from rillflow.errors import RillflowError, StreamError, nearest
+from rillflow.errors import StreamError, nearest
 from rillflow.workers.wire import Arrays, packed
 from rillflow_service.remote_store import RemoteStore
 from rillflow_service.requests import Begin, Clear, Create, Done, Drop, Look, Reserve, Return, Take
@@ -54,6 +54,8 @@ class _Stream:
     """Table of the stream."""
     cells: dict[str, Ids]
     """Location of each cell, by writer and slot: store, segment, and the group's place in the segment."""
+    owner: str
+    """Client that created the stream; only it may close the stream."""
     keys: dict[str, Ids]
     """Begun groups, by the key of the ``begin`` request; the newest KEYS_REMEMBERED."""
 
@@ -123,11 +125,13 @@ class Plane:
     Args:
         store: store of their columns.
         clock: returns seconds; only differences matter.
+        first_lease: see Table.
     """
 
-    def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.store = store
-        self._clock = clock
+    def __init__(
+        self, store: Store, *, clock: Callable[[], float] = time.monotonic, first_lease: int = 1
+    ) -> None:
+        self.store, self._clock, self._first = store, clock, first_lease
         self._streams: dict[str, _Stream] = {}
         self._bells: dict[_Bell, asyncio.Future[None]] = {}
         self._elsewhere: dict[int, RemoteStore] = {}
@@ -139,8 +143,8 @@ class Plane:
         self.table_address = ""
         """Address of the tables whose columns are here, if they are in another process."""
 
-    def create(self, request: Create) -> None:
-        """Create a stream.
+    def create(self, request: Create, holder: str) -> None:
+        """Create a stream; the client that did owns it.
 
         Raises:
             StreamError: another stream has the name, or its schema is invalid.
@@ -155,8 +159,9 @@ class Plane:
             return
         writers = [SOURCE, *(stage.name for stage in schema.stages)]
         self._streams[request.stream] = _Stream(
-            table=Table(schema, capacity=request.capacity, now=self._clock()),
+            table=Table(schema, capacity=request.capacity, now=self._clock(), first_lease=self._first),
             cells={writer: np.zeros((request.capacity, 3), np.int64) for writer in writers},
+            owner=holder.partition("#")[0],
             keys={},
         )
 
@@ -168,7 +173,7 @@ class Plane:
         """Run a request that returns no groups; return its reply."""
         match request:
             case Create():
-                self.create(request)
+                self.create(request, holder)
             case Done():
                 await self.done(request, ids, tokens, holder)
             case Return():
@@ -176,7 +181,7 @@ class Plane:
             case Drop():
                 self.drop(request, ids)
             case Look(action="close"):
-                self.close(request.stream)
+                self.close(request.stream, holder)
             case Look(action="schema"):
                 schema = self.table(request.stream).schema
                 return {"schema": TypeAdapter(Schema).dump_python(schema, mode="json")}
@@ -333,8 +338,10 @@ class Plane:
         """Remove groups from a stream."""
         self._obey(request.stream, self.table(request.stream).drop(ids, request.reason, self._clock()))
 
-    def close(self, stream: str) -> None:
-        """Close a stream: no more groups begin."""
+    def close(self, stream: str, holder: str) -> None:
+        """Close a stream, as the client that created it: no more groups begin."""
+        if (owner := self._stream(stream).owner) != holder.partition("#")[0]:
+            raise StreamError(f"{holder} cannot close stream {stream!r}", why=f"{owner} created it")
         self._obey(stream, self.table(stream).close(self._clock()))
 
     async def give_up(self, holder: str) -> None:
@@ -491,8 +498,3 @@ def _counted(tokens: Ids | None, groups: int) -> Ids:
             why=f"they must be int64 [{groups}], not negative",
         )
     return tokens
-
-
-def sentences(error: RillflowError) -> dict[str, str]:
-    """Return an error as JSON."""
-    return {"what": error.what, "why": error.why, "fix": error.fix}

@@ -8,9 +8,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rillflow.data_plane.schema import MAX_COLUMNS, ColumnType, StageColumns
+from rillflow.errors import RillflowError
 
 Count = Annotated[int, Field(ge=1, le=2**31)]
+Number = Annotated[int, Field(ge=0, lt=2**53, strict=True)]
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
+LeaseSeconds = Annotated[float, Field(ge=0, le=3_600, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
 
 
@@ -75,6 +78,40 @@ class Done(_Request):
     segment: int | None = Field(default=None, description="segment with the columns")
 
 
+class TakeRows(_Request):
+    """Lease rows of a run, to sample them."""
+
+    count: Annotated[int, Field(ge=1, le=4_096)] = Field(default=64, description="largest number of rows")
+    lease_s: LeaseSeconds = Field(default=60.0, description="seconds until rows that are not put go back")
+    wait_s: Seconds = Field(default=20.0, description="seconds to wait for rows")
+
+
+class OfLease(_Request):
+    """Renew a lease of rows, or return its rows."""
+
+    lease: str = Field(max_length=40, description="lease of the rows")
+    lease_s: LeaseSeconds = Field(default=60.0, description="seconds from now until the rows go back")
+
+
+class SampledRow(_Request):
+    """A sampled row."""
+
+    row: Number = Field(description="number of the row in the answer of take")
+    version: Number = Field(description="version of the weights that sampled every token")
+    tokens: list[Annotated[int, Field(strict=True)]] = Field(description="sampled tokens, without the prompt")
+    logprobs: list[float | None] = Field(
+        description="log probability of each sampled token in the whole vocabulary, after temperature"
+    )
+    finish: Literal["stop", "length"] = Field(description="whether a stop or max_tokens ended the row")
+
+
+class PutRows(_Request):
+    """Put sampled rows of a lease; all of them are accepted, or none."""
+
+    lease: str = Field(max_length=40, description="lease of the rows")
+    rows: Annotated[list[SampledRow], Field(min_length=1, max_length=4_096)] = Field(description="the rows")
+
+
 class Return(_Request):
     """Release a lease's groups without completing them."""
 
@@ -95,6 +132,14 @@ class Look(_Request):
     stream: Name = Field(description="name of the stream")
     action: Literal["status", "close", "schema"] = Field(
         default="status", description="action; after close no groups begin"
+    )
+
+
+class Publish(_Request):
+    """Publish the files of the next version of the weights."""
+
+    files: list[Annotated[str, Field(max_length=120)]] = Field(
+        min_length=1, max_length=4_096, description="names of the files that were put"
     )
 
 
@@ -129,6 +174,8 @@ class Clear(_Request):
 
 OF_STREAMS: tuple[type[BaseModel], ...] = (Create, Begin, Take, Done, Return, Drop, Look)
 """Requests about streams, also available over HTTP."""
+OF_ENGINES: tuple[type[BaseModel], ...] = (TakeRows, OfLease, SampledRow, PutRows, Publish)
+"""Requests of programs that sample a run's rows or publish weights, over HTTP."""
 OF_STORES: tuple[type[BaseModel], ...] = (Hello, Reserve, Fetch, Join, Keep, Clear)
 """Requests about a connection, and about its store."""
 
@@ -154,3 +201,8 @@ class Kind(IntEnum):
 
 
 REQUESTS = {int(Kind[model.__name__.upper()]): model for model in (*OF_STREAMS, *OF_STORES)}
+
+
+def sentences(error: RillflowError) -> dict[str, str]:
+    """Return an error as JSON."""
+    return {"what": error.what, "why": error.why, "fix": error.fix}

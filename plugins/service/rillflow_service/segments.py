@@ -183,9 +183,13 @@ def checked(arrays: Arrays, columns: Mapping[str, ColumnType], rows: Ids) -> Non
         values, entries = arrays[name], len(rows) if column.per == "group" else int(rows.sum())
         if column.ragged:
             lengths = arrays[name + LENGTHS]
-            if lengths.dtype != np.int64 or lengths.shape != (entries,) or (lengths < 0).any():
+            if lengths.dtype != np.int64 or lengths.shape != (entries,):
                 raise StreamError(
                     f"{name + LENGTHS} is {lengths.dtype} {list(lengths.shape)}, not int64 [{entries}]"
+                )
+            if (lengths < 0).any():
+                raise StreamError(
+                    f"{name + LENGTHS} has the length {lengths.min()}", why="a length is at least 0"
                 )
             entries = int(lengths.sum())
         expected = (STORED.get(column.dtype, column.dtype), (entries, *column.shape))
@@ -194,6 +198,41 @@ def checked(arrays: Arrays, columns: Mapping[str, ColumnType], rows: Ids) -> Non
                 f"column {name!r} is {values.dtype.name} {list(values.shape)}",
                 why=f"the schema, rows and lengths require {expected[0]} {list(expected[1])}",
             )
+    for name, column in columns.items():
+        _check_values(name, column, arrays)
+
+
+def _check_values(name: str, column: ColumnType, arrays: Arrays) -> None:
+    """Raise StreamError unless a column keeps its contract: aligned, finite, within bounds."""
+    if column.aligned and not np.array_equal(arrays[name + LENGTHS], arrays[column.aligned + LENGTHS]):
+        own, other = arrays[name + LENGTHS], arrays[column.aligned + LENGTHS]
+        place = int(np.flatnonzero(own != other)[0])
+        raise StreamError(
+            f"entry {place} has {own[place]} values of {name!r} and {other[place]} of {column.aligned!r}",
+            why="the stream's columns say that they are aligned",
+            fix="write one value for each of the other column's",
+        )
+    least, most = column.least, column.most
+    if not column.finite and least is None and most is None:
+        return
+    values = arrays[name]
+    if column.dtype == "bfloat16":
+        values = (values.astype(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    good = np.isfinite(values) if column.finite else np.ones(values.shape, bool)
+    good &= (values >= least) if least is not None else True
+    good &= (values <= most) if most is not None else True
+    if not good.all():
+        place = int(np.flatnonzero(~good.reshape(-1))[0])
+        rules = [
+            *(["finite"] if column.finite else []),
+            *([f"at least {least:g}"] if least is not None else []),
+        ]
+        rules += [f"at most {most:g}"] if most is not None else []
+        raise StreamError(
+            f"value {place} of column {name!r} is {values.reshape(-1)[place]}",
+            why=f"the stream's columns say that it is {', '.join(rules)}",
+            fix="correct the writer; nothing of this request was kept",
+        )
 
 
 def gathered(

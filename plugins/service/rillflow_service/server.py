@@ -25,43 +25,88 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rillflow.errors import RillflowError, StreamError
+from rillflow.serving.http_body import Declined
 from rillflow.workers.wire import HEAD_BYTES, Message, WireError, head_of, message_of, packed
-from rillflow_service.plane import Plane, sentences
+from rillflow_service.body_limit import BodyLimit, within_s
+from rillflow_service.plane import Plane
 from rillflow_service.remote_store import RemoteStore
-from rillflow_service.requests import Hello, Join, Kind
+from rillflow_service.requests import Hello, Join, Kind, sentences
 from rillflow_service.segments import Files
 from rillflow_service.session import Session, parsed
 from rillflow_service.store import Store
 
 HOME = Path("/dev/shm")
 HELLO_WITHIN_S = 10.0
+SKIPPED_BYTES = 2**20
 _log = logging.getLogger(__name__)
 
 
 class _Connection:
     """Frames in both directions."""
 
-    def __init__(self, plane: Plane, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        plane: Plane,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        limits: tuple[BodyLimit, BodyLimit],
+    ) -> None:
         self._plane = plane
+        self._begins, self._others = limits
+        self._held = AsyncExitStack()
         self._reader = reader
         self._writer = writer
         self._received, self._sent = count(), 0
 
     async def read(self, *, is_greeted: bool = True) -> Message:
-        """Read the next frame."""
+        """Read the next frame; a frame that begins groups keeps its room until the next call.
+
+        Raises:
+            WireError: there is no room for the frame, or it does not arrive in time.
+            StreamError: the frame exceeds the store; it is read to its end, and the next one may follow.
+        """
+        await self._held.aclose()
         head = head_of(await self._reader.readexactly(HEAD_BYTES), number=next(self._received))
         if not is_greeted and head.body_bytes:
             raise WireError("arrays came before the token")
-        front = await self._reader.readexactly(head.body_at - HEAD_BYTES)
-        body = await self._reader.readexactly(head.body_bytes)
+        limit = self._begins if head.kind == Kind.BEGIN else self._others
+        async with AsyncExitStack() as room:
+            try:
+                if head.body_bytes <= limit.most_bytes:
+                    await room.enter_async_context(limit.room(head.body_bytes))
+                async with asyncio.timeout(within_s(head.body_bytes)):
+                    front = await self._reader.readexactly(head.body_at - HEAD_BYTES)
+                    if head.body_bytes > limit.most_bytes:
+                        await self._skip(head.body_bytes, limit)
+                    body = await self._reader.readexactly(head.body_bytes)
+            except TimeoutError:
+                raise WireError(
+                    f"a frame of {head.body_bytes} bytes is not whole after {within_s(head.body_bytes):g} s",
+                    why="a frame has 30 s, and a second for each MiB",
+                ) from None
+            except Declined as error:
+                raise WireError(error.what, error.why, error.fix) from None
+            if head.kind == Kind.BEGIN:
+                self._held = room.pop_all()
         self._plane.carried_bytes += head.body_at + head.body_bytes
         return message_of(head, front[: head.json_bytes], body)
+
+    async def _skip(self, num_bytes: int, limit: BodyLimit) -> None:
+        """Read a body that fits into no store, part by part, and refuse it."""
+        left = num_bytes
+        while left:
+            left -= len(await self._reader.readexactly(min(left, SKIPPED_BYTES)))
+        raise StreamError(
+            f"a request with {num_bytes} bytes",
+            why=f"the store has {limit.most_bytes}",
+            fix="write less at once",
+        )
 
     async def send(self, message: Message) -> None:
         """Write a frame."""
@@ -84,8 +129,13 @@ class _Connection:
             raise StreamError(answer.says["what"], why=answer.says["why"], fix=answer.says["fix"])
         return answer.says
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the connection."""
+        await self._held.aclose()
+        self._writer.close()
+
+    def hang_up(self) -> None:
+        """End the connection whose reader frees its room."""
         self._writer.close()
 
 
@@ -103,11 +153,12 @@ class Server:
         self._token = token
         self._address = address
         self._numbers = count()
+        self._limits = BodyLimit(plane.store.capacity_bytes), BodyLimit(plane.store.capacity_bytes)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Start the task of a connection."""
-        task = asyncio.ensure_future(self.serve(_Connection(self._plane, reader, writer)))
+        task = asyncio.ensure_future(self.serve(_Connection(self._plane, reader, writer, self._limits)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -126,12 +177,14 @@ class Server:
         finally:
             if session is not None:
                 session.end()
-            connection.close()
+            await connection.close()
 
     async def join(self, address: str) -> asyncio.Task[None]:
         """Join this store to the tables of another process; return the task, which ends with them."""
         host, _, port = address.rpartition(":")
-        connection = _Connection(self._plane, *await asyncio.open_connection(host, int(port), limit=2**22))
+        connection = _Connection(
+            self._plane, *await asyncio.open_connection(host, int(port), limit=2**22), self._limits
+        )
         await connection.ask(Kind.HELLO, {"token": self._token, "name": "store"})
         await connection.ask(Kind.JOIN, {"address": self._address})
         self._plane.table_address = address
@@ -140,10 +193,10 @@ class Server:
 
     async def _answer(self, connection: _Connection, session: Session) -> None:
         while True:
-            message = await connection.read()
-            if message.kind == Kind.JOIN:
-                return await self._joined(connection, message)
             try:
+                message = await connection.read()
+                if message.kind == Kind.JOIN:
+                    return await self._joined(connection, message)
                 answer = await session.answer(message)
             except WireError:
                 raise
@@ -155,7 +208,7 @@ class Server:
         """Serve the connection of a remote store, which answers requests from now on, until it ends."""
         request = parsed(message)
         assert isinstance(request, Join)
-        store = RemoteStore(request.address, connection.send, connection.close)
+        store = RemoteStore(request.address, connection.send, connection.hang_up)
         number = self._plane.join(store)
         try:
             await connection.send(Message(kind=Kind.OK, says={}))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -48,16 +49,22 @@ def encoded(
     return b"".join([struct.pack("<Q", len(text)), text, *(array.tobytes() for array in arrays.values())])
 
 
-def decoded(body: bytes | bytearray) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+def decoded(
+    body: bytes | bytearray | mmap.mmap, most_header: int = MAX_JSON_BYTES
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Return the request of a body, and its arrays without a copy; bfloat16 arrives as int16 bits.
+
+    Args:
+        body: the bytes.
+        most_header: largest header in bytes.
 
     Raises:
         WireError: it is not a safetensors file, or its header is inconsistent.
     """
     length = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else len(body)
-    if length > min(MAX_JSON_BYTES, len(body) - 8):
+    if length > min(most_header, len(body) - 8):
         raise WireError(
-            f"a header of {length} bytes in a body of {len(body)}", why=f"the limit is {MAX_JSON_BYTES}"
+            f"a header of {length} bytes in a body of {len(body)}", why=f"the limit is {most_header}"
         )
     try:
         header = json.loads(bytes(body[8 : 8 + length]))
@@ -90,3 +97,11 @@ def decoded(body: bytes | bytearray) -> tuple[dict[str, Any], dict[str, NDArray[
     if at != len(body):
         raise WireError(f"the body has {len(body) - at} bytes that belong to no array")
     return says, arrays
+
+
+def entries(body: bytes | bytearray | mmap.mmap) -> dict[str, list[Any]]:
+    """Return type and shape of the arrays of a body that ``decoded`` has read, by name."""
+    length = struct.unpack_from("<Q", body)[0]
+    header = json.loads(bytes(body[8 : 8 + length]))
+    header.pop("__metadata__", None)
+    return {name: [entry["dtype"], entry["shape"]] for name, entry in header.items()}

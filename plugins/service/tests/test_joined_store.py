@@ -40,7 +40,7 @@ class Joined:
         self._session = Session(self.store, "tables", is_table=True)
         self.there = RemoteStore("b:1", self._send, self._close)
         self.number = self.tables.join(self.there)
-        self.tables.create(STREAM)
+        self.tables.create(STREAM, "task")
         self.tables.settle("w#1", "b:1", "w#9")
 
     async def _send(self, message: Message) -> None:

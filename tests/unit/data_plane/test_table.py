@@ -279,3 +279,17 @@ def test_a_schema_that_cannot_be_is_refused(
 def test_more_groups_at_once_than_there_are_slots_are_refused_not_waited_for(count: int) -> None:
     with pytest.raises(StreamError, match=f"begins {count} groups"):
         Table(diamond(), capacity=8).begin(count, holder="task", now=0.0)
+
+
+def test_a_renewed_lease_ends_at_its_new_deadline_and_numbers_begin_where_told() -> None:
+    table = Table(diamond(), capacity=4, first_lease=70)
+    table.begin(1, holder="task", now=0.0)
+    (lease,) = (
+        each for each in table.take("sample", 1, holder="s", now=0.0, deadline=5.0) if isinstance(each, Lease)
+    )
+    assert lease.number == 70
+    table.renew(70, 9.0)
+    assert table.expire(5.0) == [] and table.deadline == 9.0
+    assert table.expire(9.0) != []
+    with pytest.raises(StreamError, match="there is no lease 70"):
+        table.renew(70, 20.0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,25 @@ import pytest
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     pytest.importorskip("starlette", reason="the service is the extra `service`")
     found = tmp_path_factory.mktemp("service")
-    command = [sys.executable, "-m", "rillflow_service", str(found), "--capacity-bytes", str(2**24)]
-    process = subprocess.Popen(command)
-    until = time.monotonic() + 30.0
-    while not (found / "socket").exists() and time.monotonic() < until:
-        assert process.poll() is None
-        time.sleep(0.02)
-    yield found
-    process.terminate()
-    assert process.wait(10.0) in (0, -15)
+    with serving(found, "--capacity-bytes", str(2**24)) as process:
+        yield found
+        process.terminate()
+        assert process.wait(10.0) in (0, -15)
+
+
+@contextmanager
+def serving(folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A service in a folder, once it answers; killed at the end."""
+    process = subprocess.Popen([sys.executable, "-m", "rillflow_service", str(folder), *words])
+    try:
+        until = time.monotonic() + 60.0
+        while True:
+            with suppress(OSError), socket.socket(socket.AF_UNIX) as tried:
+                tried.connect(str(folder / "socket"))
+                break
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        yield process
+    finally:
+        process.kill()
+        process.wait(10.0)

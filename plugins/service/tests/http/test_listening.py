@@ -29,7 +29,7 @@ def test_an_address_that_others_reach_is_refused_without_a_token_of_one_s_own(
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "::1"])
 def test_the_token_is_random_and_for_its_owner_alone(tmp_path: Path, host: str) -> None:
-    tokens = {listening(tmp_path / "folder", host, None) for _ in range(2)}
+    tokens = {listening(tmp_path / folder, host, None) for folder in ("folder", "folder", "other")}
     file = tmp_path / "folder/token"
     assert len(tokens) == 2 and file.read_text() in tokens and min(map(len, tokens)) > 40
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import numpy as np
 import pytest
@@ -87,13 +87,18 @@ def test_groups_go_from_who_begins_them_through_a_sampler_to_a_trainer(folder: P
         trainer.done(taken, own)
     with pytest.raises(StreamError, match="'reward' is missing"):
         sampler.done(taken, {"tokens": own["tokens"]})
-    sampler.done(taken, own, version=3)
+    with pytest.raises(StreamError, match="rows of version 999"):
+        sampler.done(taken, own, version=999)
+    sampler.done(taken, own, version=0)
     with pytest.raises(StreamError, match="does not hold group 0"):
-        sampler.done(taken, own, version=3)
+        sampler.done(taken, own, version=0)
     batch = trainer.take(name, "train", 8)
     assert batch is not None and isinstance(reward := batch.columns["reward"], np.ndarray)
     assert reward.tolist() == [0.5, 1, 2]
     trainer.done(batch)
+    with pytest.raises(StreamError, match="trainer cannot close") as caught:
+        trainer.close(name)
+    assert caught.value.why == "task created it"
     task.close(name)
     assert trainer.take(name, "train", 8) is None
 
@@ -139,8 +144,19 @@ def test_weights_reach_whoever_waits_for_newer_ones_and_never_go_back(folder: Pa
     waiting.join(30.0)
     version, weights = found[0]
     assert version == 1 and weights["w"].tolist() == [1, 1]
-    with pytest.raises(StreamError, match="version 1 is published"):
-        trainer.put_weights(1, {"w": np.zeros(2, np.float32)})
+    for version in (1, 3, 10**11):
+        with pytest.raises(StreamError, match="version 1 is published"):
+            trainer.put_weights(version, {"w": np.zeros(2, np.float32)})
+    for weights, said in (
+        ({"w": np.array([1, np.nan], np.float32)}, "weight 'w' of version 2 is not finite"),
+        ({"v": np.zeros(2, np.float32)}, "version 2 has the weight 'v'"),
+        ({"w": np.zeros(3, np.float32)}, "weight 'w' is"),
+    ):
+        with pytest.raises(StreamError, match=said):
+            trainer.put_weights(2, weights)
+    trainer.put_weights(2, {"w": np.zeros(2, np.float32)})
+    newest = sampler.get_weights(newer_than=1)
+    assert newest is not None and newest[0] == 2
 
 
 @pytest.mark.parametrize("token", ["", "x", "é"])
@@ -252,6 +268,8 @@ def test_whatever_the_document_allows_is_answered_as_it_says_and_the_service_liv
                     each["name"]: value(each["schema"], {}, draw) for each in operation.get("parameters", ())
                 }
                 query |= {"wait_s": 0} if "wait_s" in query else {}
+                at = {each: query.pop(each) for each in ("version", "file") if "{" + each + "}" in path}
+                where = path.format(**{key: quote(str(found), safe="") for key, found in at.items()})
                 query |= (
                     {"version": -1 - draw.randrange(9)} if draw.random() < 0.7 and "version" in query else {}
                 )
@@ -263,7 +281,7 @@ def test_whatever_the_document_allows_is_answered_as_it_says_and_the_service_liv
                         says |= {"stream": name} if draw.random() < 0.5 else {}
                     ids = {".ids": np.array(draw.choices([-1, 0, 9], k=2)), "prompt": np.zeros(2)}
                     body = json.dumps(says).encode() if kind.endswith("json") else encoded(says, ids)
-                status, said = raw(folder, method.upper(), f"{path}?{urlencode(query)}", body)
+                status, said = raw(folder, method.upper(), f"{where}?{urlencode(query)}", body)
                 codes.add(status)
                 assert str(status) in operation["responses"], (method, path, query, body, status)
                 assert status < 400 or said["what"]
@@ -282,7 +300,8 @@ def valid(name: str) -> dict[str, bytes]:
         "return": json.dumps({"stream": name, "lease": 1}).encode(),
         "drop": encoded({"stream": name, "reason": "seen"}, {".ids": np.array([0, 0, 1])}),
         "look": json.dumps({"stream": name}).encode(),
-        "weights?version=-1": encoded({}, {"w": np.zeros(2)}),
+        "weights?version=-1": json.dumps({"files": ["x.safetensors"]}).encode(),
+        "weights/99/x.safetensors": encoded({}, {"w": np.zeros(2)}),
     }
 
 
@@ -312,7 +331,7 @@ def test_a_request_that_is_damaged_anywhere_is_answered_and_the_service_lives(
     [
         ({"prompt": (np.arange(3.0), np.array([1, 2]))}, [1, 1], "column 'prompt' is float64"),
         ({"prompt": (np.arange(4), np.array([1, 2]))}, [1, 1], r"column 'prompt' is int64 \[4\]"),
-        ({"prompt": (np.arange(3), np.array([4, -1]))}, [1, 1], "prompt.lengths is int64"),
+        ({"prompt": (np.arange(3), np.array([4, -1]))}, [1, 1], "prompt.lengths has the length -1"),
         ({"prompt": np.arange(2)}, [1, 1], "'prompt.lengths' is missing"),
         ({"prompt": PROMPTS, "tokens": PROMPTS}, [1, 1], "'tokens' is not for this writer"),
     ],

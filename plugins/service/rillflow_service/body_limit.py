@@ -1,0 +1,70 @@
+"""BodyLimit: the bytes of request bodies that a service receives at once, and the time that each may take.
+
+    head announces n bytes ─ room(n) ─> read ─ begin: until it is answered ─> freed
+                                             └ anything else: until it is read
+A body waits for room as long as it may take to arrive. Groups that begin hold their room while they wait for
+the store, so they have a limit of their own: what frees the store is never behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rillflow.serving.http_body import BODY_WITHIN_S, SLOWEST_BYTES_S, Declined
+
+SMALL_BYTES = 2**16
+"""Bodies up to this size need no room: there are at most as many as connections."""
+
+
+def within_s(num_bytes: int) -> float:
+    """Return the seconds in which a body must arrive: 30, and one for each MiB."""
+    return BODY_WITHIN_S + num_bytes / SLOWEST_BYTES_S
+
+
+class BodyLimit:
+    """Room for the bodies that arrive.
+
+    Args:
+        most_bytes: largest total size.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.used_bytes = most_bytes, 0
+        self._freed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def room(self, num_bytes: int) -> AsyncIterator[None]:
+        """Hold room for a body; wait for it.
+
+        Raises:
+            Declined: the body is larger than the limit, or no room came free in time.
+        """
+        if num_bytes <= SMALL_BYTES:
+            yield
+            return
+        await self._wait(num_bytes)
+        self.used_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.used_bytes -= num_bytes
+            async with self._freed:
+                self._freed.notify_all()
+
+    async def _wait(self, num_bytes: int) -> None:
+        if num_bytes > self.most_bytes:
+            raise Declined(
+                413, f"a body of {num_bytes} bytes", why=f"the store has {self.most_bytes}", fix="send less"
+            )
+        try:
+            async with asyncio.timeout(within_s(num_bytes)), self._freed:
+                await self._freed.wait_for(lambda: self.used_bytes + num_bytes <= self.most_bytes)
+        except TimeoutError:
+            raise Declined(
+                503,
+                f"no room for a body of {num_bytes} bytes for {within_s(num_bytes):g} s",
+                why=f"other requests have {self.used_bytes} of {self.most_bytes} bytes",
+                fix="send again later, or write less at once",
+            ) from None
