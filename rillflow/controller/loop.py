@@ -249,7 +249,7 @@ class Loop:
         """Wait until rows of finished steps are on disk; record the rows on dead ranks as lost."""
         left = [each for each in self._writing if not each.has_failed]
         if len(left) < len(self._writing):
-            self._run.evidence.of_lost_rollouts(self._written_step, "the ranks that held them died")
+            self._run.evidence.of_lost_rollouts(self._written_step, "the ranks that held them died or could not write")
         self._writing = left
         self._written(wait_s)
 
@@ -464,6 +464,7 @@ class Loop:
 
         assert save.state is not None  # its step is closed
         self._run.require_lock()
+        self._run.evidence.flush()  # a resume from this checkpoint goes on after these lines
         kept, best = self._cadence.keep_checkpoints, best_checkpoint(self._run.path)
         spared = None if best is None else best.step
         save_checkpoint(

@@ -143,7 +143,8 @@ class RunDirectory(ExitStack):
         line |= {"correct": found.correct} if found.correct is not None else {}
         line |= {"mean_reward": found.mean_reward}
         line |= {"interval": found.interval} if found.interval else {}
-        self._append(layout.EVALUATIONS, **{**line, **found.more})
+        # A resumed run adds it after the checkpoint of its step, so no later checkpoint flushes it first.
+        self._append(layout.EVALUATIONS, is_flushed=True, **{**line, **found.more})
 
     def log_skip(self, step: int, role: str, reason: str, rows: Sequence[Sequence[int]]) -> None:
         """Append one skipped update, with its rows (epoch, prompt, sample), to skips.jsonl."""
@@ -210,11 +211,11 @@ class RunDirectory(ExitStack):
         ranks = [_span_json(each) for each in span.ranks]
         self._append(layout.SPANS, **{**_span_json(span), "ranks": ranks})
 
-    def _append(self, name: str, /, **record: JSON) -> None:
+    def _append(self, name: str, /, *, is_flushed: bool = False, **record: JSON) -> None:
         self.require_lock()
         step = record["step"]
         assert isinstance(step, int), "every record has a step"
-        self.evidence.append(name, step, encode(record))
+        self.evidence.append(name, step, encode(record), is_flushed=is_flushed)
 
     def _require_open(self) -> None:
         if self._lock is None:

@@ -53,15 +53,26 @@ class Result:
     """Trained rows by step, in order."""
 
 
-def problems(run: Path, scenario: Scenario, *, is_fresher: bool = False) -> list[str]:
+def problems(
+    run: Path, scenario: Scenario, *, is_fresher: bool = False, may_lose: bool = False
+) -> list[str]:
     """Return everything that is wrong with a finished run; empty for a correct one.
 
     Args:
         run: its directory.
         scenario: its settings.
         is_fresher: whether some steps were rightly sampled by newer weights than without a fault.
+        may_lose: whether the run may have recorded that the rollouts of a trained step are lost.
     """
-    return [*_problems(run, scenario, is_fresher)]
+    found = [*_problems(run, scenario, is_fresher)]
+    if lost_steps(run) and not may_lose:
+        found.append(f"the rollouts of the steps {sorted(lost_steps(run))} are lost without a fault")
+    return found
+
+
+def lost_steps(run: Path) -> set[int]:
+    """Return the steps whose rollouts the run itself recorded as lost."""
+    return {each["step"] for each in _lines(run, "digests.jsonl") if each.get("lost")}
 
 
 def result(run: Path) -> Result:
@@ -117,7 +128,8 @@ def _problems(run: Path, scenario: Scenario, is_fresher: bool) -> Iterator[str]:
 def _lost_or_doubled(run: Path, scenario: Scenario) -> Iterator[str]:
     """Every group that the stream gave belongs to one step, with all of its rows."""
     rows = _rows(run)
-    if [*rows] != [*range(1, scenario.steps + 1)]:
+    known = {*range(1, scenario.steps + 1)} - lost_steps(run)
+    if {*rows} != known:
         yield f"rollouts of the steps {[*rows]}"
     wanted = order_of_prompts(scenario.steps * scenario.groups)
     counts = Counter(row.id for each in rows.values() for row in each)
@@ -125,7 +137,8 @@ def _lost_or_doubled(run: Path, scenario: Scenario) -> Iterator[str]:
     doubled = sorted(row for row, times in counts.items() if times > 1)
     if doubled:
         yield f"{len(doubled)} rows are trained twice: {doubled[:3]}"
-    if lost := sorted(expected - counts.keys()):
+    lost = sorted(expected - counts.keys())
+    if len(lost) != len(lost_steps(run)) * scenario.groups * scenario.samples:
         yield f"{len(lost)} rows are lost: {lost[:3]}"
     if strange := sorted(counts.keys() - expected):
         yield f"{len(strange)} rows are not of the first groups of the stream: {strange[:3]}"
@@ -159,6 +172,8 @@ def _too_old(rows: Mapping[int, Sequence[Row]], scenario: Scenario, is_fresher: 
 
 def _replayed(run: Path, scenario: Scenario) -> Iterator[str]:
     """Sample and train all rows again, from the first weights on."""
+    if lost_steps(run):
+        return  # the weights cannot be made again without them
     numbers = Numbers().numbers.data
     keys = [key_of([numbers])]
     for step, each in _rows(run).items():
@@ -189,6 +204,8 @@ def _changed(run: Path) -> Iterator[str]:
         if [_digest(line) for line in there] != wanted:
             yield f"{name} differs from its digests"
     for name in sorted(path.name for path in (run / "rollouts").iterdir()):
+        if int(name.split("-")[1]) in lost_steps(run):
+            continue  # the ranks that could write have written
         known = [each["digest"] for each in entries if each["file"] == f"rollouts/{name}"]
         if known[-1:] != [_digest((run / "rollouts" / name).read_bytes())]:
             yield f"rollouts/{name} differs from its digest"
@@ -209,8 +226,10 @@ def _rows(run: Path) -> dict[int, list[Row]]:
     for path in sorted((run / "rollouts").iterdir()):
         if match := _PART.fullmatch(path.name):
             files.setdefault(int(match[1]), []).append((int(match[2]), int(match[3]), path))
-    found = {}
+    found, lost = {}, lost_steps(run)
     for step, parts in sorted(files.items()):
+        if step in lost:
+            continue
         assert [each[0] for each in parts] == [*range(1, parts[0][1] + 1)], f"a part of step {step} is missing"
         found[step] = _joined([load_file(path) for *_, path in parts])
     return found

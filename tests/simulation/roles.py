@@ -188,9 +188,8 @@ class Policy:
         numbers.copy_(trained(numbers, [*rows]))
         self.updates += part[0] == part[1] - 1
         return {
-            "policy/gain/mean": Mean(total=sum(map(abs, gains)), count=len(gains)),
+            "policy/better/share": Mean(total=float(sum(gain > 0 for gain in gains)), count=len(gains)),
             "policy/trained/sum": Sum(value=float(len(gains))),
-            "policy/numbers/mean": Mean(total=float(numbers.double().sum()), count=12),
         }
 
     @endpoint(BROADCAST)

@@ -21,7 +21,7 @@ from rillflow.controller.interrupt import RunStage
 from rillflow.errors import Interrupted, RillflowError
 from tests.simulation.backend import HEALTH_S
 from tests.simulation.disk import FakeDisk
-from tests.simulation.oracle import Result, differences, problems, result
+from tests.simulation.oracle import Result, differences, lost_steps, problems, result
 from tests.simulation.timeline import DriverKilled, Timeline
 from tests.simulation.world import DEADLINE_S, Scenario, World
 
@@ -128,8 +128,10 @@ def ran(seed: int) -> Outcome:
             outcome.starts.append(Start(trace=timeline.trace, end=end))
             is_fresher |= world.is_fresher
         if not outcome.problems:
-            outcome.problems += problems(at / "run", scenario, is_fresher=is_fresher)
-        outcome.is_compared = not (scenario.is_ready_first or is_fresher)
+            outcome.problems += problems(
+                at / "run", scenario, is_fresher=is_fresher, may_lose=excused
+            )
+        outcome.is_compared = not (scenario.is_ready_first or is_fresher or lost_steps(at / "run"))
         if not outcome.problems and outcome.is_compared:
             outcome.problems += differences(whole, result(at / "run"))
     return outcome
