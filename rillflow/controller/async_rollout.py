@@ -21,7 +21,6 @@ shutdown      healthy: the phase's last step trains the last groups. Checkpoint,
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -224,7 +223,8 @@ class AsyncRollout(Source):
 
     def _ready(self, form: Callable[[], list[GroupInFlight]]) -> Batch:
         """Return the prompts of the groups that ``form`` returns, once it returns some."""
-        began, taken = time.monotonic(), list[GroupInFlight]()
+        clock, taken = self._executor.backend.now, list[GroupInFlight]()
+        began = clock()
 
         def is_formed() -> bool:
             taken.extend(form())
@@ -234,7 +234,7 @@ class AsyncRollout(Source):
             return bool(taken)
 
         self.until(is_formed)
-        self._waited_s = time.monotonic() - began
+        self._waited_s = clock() - began
         for each in taken:
             del self._complete[each.id]
         self._taken += taken

@@ -142,7 +142,7 @@ class OpenStep:
         self.skips: list[str] = []
         """Messages about skipped updates."""
         self._is_cut = False
-        self.began = time.monotonic()
+        self.began = phase.executor.backend.now()
         self._phase, self._run, self._deadline_s = phase, run, deadline_s
         flow, executor, source = phase.flow, phase.executor, phase.source
         count = partial(executor.count_rows, deadline_s=deadline_s)

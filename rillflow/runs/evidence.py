@@ -123,7 +123,7 @@ class Evidence:
     def remove(self, name: str) -> None:
         """Record the removal of a file, then remove it."""
         if (self._run / name).exists():
-            with self._entry({"file": name}):
+            with self._entry({"file": name}), durable.writing(self._run / name):
                 (self._run / name).unlink()
 
     def of_rollouts(self, step: int, digests: Mapping[str, str]) -> None:

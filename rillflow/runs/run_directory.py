@@ -143,8 +143,7 @@ class RunDirectory(ExitStack):
         line |= {"correct": found.correct} if found.correct is not None else {}
         line |= {"mean_reward": found.mean_reward}
         line |= {"interval": found.interval} if found.interval else {}
-        # A resumed run adds it after the checkpoint of its step, so no later checkpoint flushes it first.
-        self._append(layout.EVALUATIONS, is_flushed=True, **{**line, **found.more})
+        self._append(layout.EVALUATIONS, **{**line, **found.more})
 
     def log_skip(self, step: int, role: str, reason: str, rows: Sequence[Sequence[int]]) -> None:
         """Append one skipped update, with its rows (epoch, prompt, sample), to skips.jsonl."""
@@ -198,7 +197,8 @@ class RunDirectory(ExitStack):
                 durable.replace(file, kept)
         for written, files in layout.written_rollouts(self.path).items():
             for file in files if written > step else ():
-                file.unlink()
+                with durable.writing(file):
+                    file.unlink()
         self._set_clock()
 
     def _release(self) -> None:
@@ -211,11 +211,12 @@ class RunDirectory(ExitStack):
         ranks = [_span_json(each) for each in span.ranks]
         self._append(layout.SPANS, **{**_span_json(span), "ranks": ranks})
 
-    def _append(self, name: str, /, *, is_flushed: bool = False, **record: JSON) -> None:
+    def _append(self, name: str, /, **record: JSON) -> None:
         self.require_lock()
         step = record["step"]
         assert isinstance(step, int), "every record has a step"
-        self.evidence.append(name, step, encode(record), is_flushed=is_flushed)
+        # A resumed run may add an evaluation after the checkpoint of its step, which flushed the other lines.
+        self.evidence.append(name, step, encode(record), is_flushed=name == layout.EVALUATIONS)
 
     def _require_open(self) -> None:
         if self._lock is None:
@@ -342,4 +343,5 @@ def _mend(path: Path) -> None:
                 os.truncate(path / name, torn_at)
     for folder in (path, path / layout.ROLLOUTS, path / layout.SOURCES):
         for temporary in folder.glob(".*.tmp"):
-            temporary.unlink()
+            with durable.writing(temporary):
+                temporary.unlink()

@@ -195,6 +195,14 @@ class Backend(ABC):
     def mend(self, pools: Collection[str], deadline_s: float) -> None:  # noqa: B027
         """After a failed call, let the ranks of these pools use collectives again once all are idle."""
 
+    def now(self) -> float:
+        """Return seconds on the clock of the controller's waits; a simulation has its own."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let ranks work for some seconds of that clock."""
+        time.sleep(seconds)
+
     @abstractmethod
     def close(self) -> None:
         """End every rank and release all resources. A second call has no effect."""

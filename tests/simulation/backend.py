@@ -4,10 +4,10 @@
          ^                                                                                              │
          └────── read_all, is_ready, wait_for_any: run events until the result has arrived <── delay ───┘
 
-A call runs for real, as one Python function, at the moment the scheduler begins it. Chance decides how long it
-takes and when its result arrives. A rank runs its calls in the order of submission, each at most once, as Ray's
-actors do: messages between the controller and one rank are delayed but never reordered or doubled. Messages of
-different ranks overtake each other.
+A call runs for real, as one Python function, at the moment the scheduler begins it. Chance decides how long
+it takes and when its result arrives. A rank runs its calls in the order of submission, each at most once, as
+Ray's actors do: messages between the controller and one rank are delayed but never reordered or doubled.
+Messages of different ranks overtake each other.
 
     kill    the process ends: what it had not finished is lost, finished results stay in the store of its node
     stop    the process stands still for some time (SIGSTOP, SIGCONT)
@@ -23,6 +23,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from itertools import count
 from math import inf
 from typing import Any
@@ -150,7 +151,7 @@ class SimulatedBackend(Backend):
 
     def _new_rank(self, place: Place, ranks: Ranks) -> _Rank:
         """Return a fresh process at a place; a replacement of a dead rank is one more call of this."""
-        site = _Site(place=place, ranks=ranks, fetch=lambda references, fields=None: self._fetch(place, references))
+        site = _Site(place=place, ranks=ranks, fetch=partial(self._fetch, place))
         site.timeline, site.readings = self._timeline, iter(())
         return _Rank(site=site, seconds=self._chance.choice([2e-3, 1e-2, 5e-2, 0.3]))
 
@@ -301,7 +302,7 @@ class SimulatedBackend(Backend):
         """Return when a message that is sent now has passed between a rank and the others."""
         return max(now, rank.cut_until) + self._delay_s * self._chance.uniform(0.1, 4.0)
 
-    def _fetch(self, place: Place, references: Sequence[Any]) -> list[Any]:
+    def _fetch(self, place: Place, references: Sequence[Any], fields: Any = None) -> list[Any]:
         late = [each for each in references if each.at(place) > self.now()]
         assert not late, "a call began before its arguments had arrived"
         try:
@@ -345,7 +346,9 @@ def _references(value: Any) -> Iterator[Reference]:
             yield from _references(each)
     elif isinstance(value, Mapping):
         yield from _references(list(value.values()))
-    elif is_dataclass(value) and not isinstance(value, type) and value.__class__.__module__.endswith("values"):
+    elif (
+        is_dataclass(value) and not isinstance(value, type) and value.__class__.__module__.endswith("values")
+    ):
         yield from _references([vars(value)[each.name] for each in fields(value)])
 
 

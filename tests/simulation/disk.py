@@ -1,12 +1,12 @@
-"""FakeDisk: the files of a run on a disk that fills up, and that forgets what was not flushed when power is lost.
+"""FakeDisk: the files of a run on a disk that fills up, and that forgets what was not flushed.
 
     the run's code ─ open, rename, remove, mkdir ... ─> Python's audit events ─> an event of the timeline
                    ─ os.fsync ────────────────────────> what is durable from now on
 
 Files are real files in a folder in memory. ``restart(power=True)`` puts the folder into a state in which a
-journalling file system such as ext4 may come back: changes of names are durable in their order, all of them up
-to the last fsync of anything; of a file's bytes, those up to its own last fsync are durable, and any number of
-those after it.
+journalling file system such as ext4 may come back after a loss of power. Changes of names are durable in
+their order, all of them up to the last fsync of anything. A file's bytes are durable up to its own last fsync,
+and so are any number of the bytes after it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FakeDisk:
         assert before is None, "one disk is watched at a time"
 
         def fsync(descriptor: int) -> None:
-            self._changes(timeline, "flush", os.readlink(f"/proc/self/fd/{descriptor}"))
+            self._changes(timeline, "flush", _path_of(descriptor))
             self._flush(os.fstat(descriptor).st_ino, descriptor)
 
         _ACTIVE.append((self, timeline))
@@ -92,7 +92,7 @@ class FakeDisk:
             at = arguments[-1] if event in ("os.remove", "os.rmdir") else -1
             path = os.fspath(arguments[0]) if not isinstance(arguments[0], int) else ""
             if isinstance(at, int) and at >= 0 and not path.startswith("/"):
-                path = f"{os.readlink(f'/proc/self/fd/{at}')}/{path}"
+                path = f"{_path_of(at)}/{path}"
             self._changes(timeline, event.removeprefix("os."), path)
 
     def _changes(self, timeline: Timeline, what: str, path: str) -> None:
@@ -117,7 +117,7 @@ class FakeDisk:
                 self._gone[names[each]] = (self.folder / each).read_bytes()
 
     def _flush(self, ino: int, descriptor: int) -> None:
-        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(self._root):
+        if not _path_of(descriptor).startswith(self._root):
             return
         names = self._names()
         for name, each in names.items():
@@ -148,6 +148,11 @@ class FakeDisk:
                 else:
                     found[name] = entry.inode()
         return found
+
+
+def _path_of(descriptor: int) -> str:
+    """Return the path of an open file or folder."""
+    return str(Path(f"/proc/self/fd/{descriptor}").readlink())
 
 
 _ACTIVE: list[tuple[FakeDisk, Timeline]] = []

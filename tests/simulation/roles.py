@@ -4,9 +4,9 @@
     reward of a row        a share of its tokens
     weights after a step   the weights before, and every token, advantage and version, in order
 
-So a row that is lost, doubled, out of order or sampled by other weights changes the weights' bits. A step takes
-two milliseconds, and everything around the roles is Rillflow's own: loop, source, sampler, weight transfer,
-checkpoints, run directory.
+So a row that is lost, doubled, out of order or sampled by other weights changes the weights' bits. A step
+takes two milliseconds, and everything around the roles is Rillflow's own: loop, source, sampler, weight
+transfer, checkpoints, run directory.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def key_of(weights: Sequence[Tensor]) -> bytes:
 
 def drawn(key: bytes, row: tuple[int, int, int], place: int) -> bytes:
     """Return four random bytes for a position of a row."""
-    return blake2b(repr(tuple(row) + (place,)).encode(), key=key, digest_size=4).digest()
+    return blake2b(repr((*row, place)).encode(), key=key, digest_size=4).digest()
 
 
 def length_of(row: RowId) -> int:
@@ -221,7 +221,14 @@ class Policy:
 
 
 class Reward:
-    """Scores a row by a share of its tokens."""
+    """Scores a row by a share of its tokens.
+
+    Args:
+        site: its rank.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.place = site.place
 
     @endpoint(SPLIT_DP, reads=("tokens",), writes=("rewards", "valid"))
     def score(self, rollouts: Batch) -> Batch:

@@ -1,37 +1,43 @@
-"""Seeds: one number decides a run's settings, every delay and every fault; the oracle judges what comes out.
+"""Seeds: one number decides a run's settings, every delay and every fault; the oracle judges the result.
 
-    seed ─> scenario, plan of faults ─> start, fault ─> start, fault ─> ... ─> a start without faults ─> oracle
+    seed ─> scenario, plan of faults ─> start, fault ─> ... ─> start without faults ─> oracle
 
-A run that is killed, or that ends with an error, is started again, as its user would. Bits are compared with a
-run of the same settings that nothing disturbed and that other chances scheduled.
+A run that is killed, or that ends with an error, is started again, as its user would. Bits are compared with
+a run of the same settings that nothing disturbed and that other chances scheduled.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 
 from rillflow.controller.interrupt import RunStage
 from rillflow.errors import Interrupted, RillflowError
-from tests.simulation.backend import HEALTH_S
+from tests.simulation.backend import HEALTH_S, SimulatedBackend
 from tests.simulation.disk import FakeDisk
 from tests.simulation.oracle import Result, differences, lost_steps, problems, result
 from tests.simulation.timeline import DriverKilled, Timeline
 from tests.simulation.world import DEADLINE_S, Scenario, World
 
-Fault = Callable[[World], None]
-DRIVER = ("kill", "power", "signal")
-RANK = ("kill rank", "stop rank", "cut rank")
-DISK = ("full disk", "disk error")
-KINDS = {**dict.fromkeys(("kill",), 6), "power": 4, "signal": 2, "kill rank": 3, "stop rank": 2}
-KINDS |= {"cut rank": 2, "full disk": 2, "disk error": 1}
-"""Faults and how often each is chosen."""
+KINDS = {
+    "kill": 6,
+    "power": 4,
+    "signal": 2,
+    "kill rank": 3,
+    "stop rank": 2,
+    "cut rank": 2,
+    "full disk": 2,
+    "disk error": 1,
+}
+"""Faults and how often each is chosen; those without a rank or disk in their name are the driver's."""
+FINISHED = "finished"
+KILLED = "the driver was killed"
 
 
 @dataclass(kw_only=True)
@@ -66,8 +72,8 @@ class Outcome:
 
 
 @dataclass(kw_only=True)
-class _Ended:
-    """What the faults of a start excuse."""
+class Excuses:
+    """What the faults of a start explain."""
 
     may_fail: bool = False
     """Whether an error may end it."""
@@ -103,105 +109,126 @@ def scenario_of(seed: int) -> Scenario:
 def ran(seed: int) -> Outcome:
     """Run a seed to its end and judge it."""
     scenario, chance = scenario_of(seed), Random(f"faults {seed}")
-    outcome = Outcome(seed=seed, scenario=scenario)
     events, whole = undisturbed(_settled(scenario))
+    plans = [_faults(chance, events) for _ in range(chance.randint(1, 3))]
     with folder() as at:
-        disk, is_fresher, excused = FakeDisk(at), False, False
-        for number in range(chance.randint(1, 3) + 1):
-            is_last = number > 0 and chance.random() < 0.4 or number == 3
-            ended, faults = _Ended(), [] if is_last else _faults(chance, events)
-            plan = {where: lambda _, kind=kind: _strike(world, kind, chance, ended) for where, kind in faults}
-            timeline = Timeline(Random(f"{seed} {number}"), plan, f"faults: {faults}")
-            world = World(scenario, disk, timeline)
-            end = _started(world, outcome, ended, chance)
-            outcome.starts.append(Start(trace=timeline.trace, end=end))
-            is_fresher |= world.is_fresher
-            if world.is_fresher and not excused:
-                outcome.problems.append("rows sampled ahead were lost without a lost rank")
-            excused |= ended.may_fail
-            if end == "finished" or outcome.problems:
-                break
-        else:
-            timeline = Timeline(Random(f"{seed} last"), {}, "no faults")
-            world = World(scenario, disk, timeline)
-            end = _started(world, outcome, _Ended(), chance)
-            outcome.starts.append(Start(trace=timeline.trace, end=end))
-            is_fresher |= world.is_fresher
+        play = Play(seed, scenario, at, chance)
+        for plan in [*plans, []]:
+            if not play.is_over:
+                play.start(plan)
+        play.judge(whole)
+    return play.outcome
+
+
+class Play:
+    """The starts of one run, until it is finished.
+
+    Args:
+        seed: decides delays and durations.
+        scenario: the run's settings.
+        at: folder of the run.
+        chance: decides details of faults.
+    """
+
+    def __init__(self, seed: int, scenario: Scenario, at: Path, chance: Random) -> None:
+        self.outcome = Outcome(seed=seed, scenario=scenario)
+        self.is_over = False
+        """Whether the run has finished, or something is wrong."""
+        self._disk, self._chance = FakeDisk(at), chance
+        self._is_fresher, self._is_excused = False, False
+
+    def start(self, plan: Sequence[tuple[int, str]]) -> None:
+        """Start the run once more, with faults at some events; note an end that no fault explains."""
+        outcome, excuses = self.outcome, Excuses()
+        striking = {at: partial(self._strike, kind, excuses) for at, kind in plan}
+        chance = Random(f"{outcome.seed} {len(outcome.starts)}")
+        timeline = Timeline(chance, striking, f"faults: {plan}")
+        self._world = world = World(outcome.scenario, self._disk, timeline)
+        end = self._ended(world, excuses)
+        if end == KILLED and not excuses.is_power:
+            with self._disk.watched(timeline):
+                world.backend.drain(self._chance.choice([0, 3, 30]))
+        world.backend.close()
+        self._disk.restart(self._chance, power=excuses.is_power)
+        outcome.starts.append(Start(trace=timeline.trace, end=end))
+        if world.is_fresher and not self._is_excused:
+            outcome.problems.append("rows sampled ahead were lost without a lost rank")
+        self._is_fresher |= world.is_fresher
+        self._is_excused |= excuses.may_fail
+        self.is_over = end == FINISHED or bool(outcome.problems)
+
+    def judge(self, whole: Result) -> None:
+        """Let the oracle judge the finished run, and compare it with an undisturbed one."""
+        outcome, run = self.outcome, self._disk.folder / "run"
         if not outcome.problems:
             outcome.problems += problems(
-                at / "run", scenario, is_fresher=is_fresher, may_lose=excused
+                run, outcome.scenario, is_fresher=self._is_fresher, may_lose=self._is_excused
             )
-        outcome.is_compared = not (scenario.is_ready_first or is_fresher or lost_steps(at / "run"))
-        if not outcome.problems and outcome.is_compared:
-            outcome.problems += differences(whole, result(at / "run"))
-    return outcome
+        is_timed = outcome.scenario.is_ready_first
+        outcome.is_compared = not (outcome.problems or is_timed or self._is_fresher or lost_steps(run))
+        if outcome.is_compared:
+            outcome.problems += differences(whole, result(run))
 
+    def _ended(self, world: World, excuses: Excuses) -> str:
+        """Run one start; return how it ended."""
+        found = self.outcome.problems
+        try:
+            world.run()
+        except DriverKilled:
+            return KILLED
+        except Interrupted as error:
+            if not excuses.may_stop:
+                found.append(f"a start stopped without a signal: {error}")
+            return f"stopped: {error}"
+        except RillflowError as error:
+            if not excuses.may_fail:
+                found.append(f"a start ended without a fault that explains it: {error}")
+            return f"error: {error}"
+        except Exception as error:  # noqa: BLE001  any other error is a fault of the code under test
+            found.append(f"a start ended with a bare {type(error).__name__}: {error}")
+            return f"bare error: {error!r}"
+        return FINISHED
 
-def _started(world: World, outcome: Outcome, ended: _Ended, chance: Random) -> str:
-    """Run one start; return how it ended, and note an end that no fault excuses."""
-    try:
-        world.run()
-        end = "finished"
-    except DriverKilled:
-        end = "the driver was killed"
-    except Interrupted as error:
-        end = f"stopped: {error}"
-        if not ended.may_stop:
-            outcome.problems.append(f"a start stopped without a signal: {error}")
-    except RillflowError as error:
-        end = f"error: {error}"
-        if not ended.may_fail:
-            outcome.problems.append(f"a start ended without a fault that explains it: {error}")
-    except Exception as error:  # noqa: BLE001  any other error is a fault of the code under test
-        end = f"{type(error).__name__}: {error}"
-        outcome.problems.append(f"a start ended with a bare {end}")
-    if end == "the driver was killed" and not ended.is_power:
-        with world.disk.watched(world.timeline):
-            world.backend.drain(chance.choice([0, 3, 30]))
-    world.backend.close()
-    world.disk.restart(chance, power=ended.is_power)
-    return end
+    def _strike(self, kind: str, excuses: Excuses, timeline: Timeline) -> None:
+        """Let a fault happen."""
+        world = self._world
+        if kind in ("kill", "power"):
+            timeline.fault(f"{kind} the driver")
+            excuses.is_power = kind == "power"
+            timeline.die()
+        elif kind == "signal":  # before the first step it would end the start at once, as a kill does
+            if world.interruption.stage is RunStage.TRAINING:
+                timeline.fault("SIGTERM")
+                world.interruption.requested = excuses.may_stop = True
+        elif kind in ("full disk", "disk error"):
+            timeline.fault(kind)
+            excuses.may_fail = True
+            world.disk.is_full |= kind == "full disk"
+            world.disk.fails_once |= kind == "disk error"
+        elif world.backend.places:
+            self._strike_rank(kind, excuses, world.backend, timeline)
+
+    def _strike_rank(
+        self, kind: str, excuses: Excuses, backend: SimulatedBackend, timeline: Timeline
+    ) -> None:
+        place = self._chance.choice(backend.places)
+        seconds = self._chance.choice([0.05, 1.0, 20.0, 100.0, 2 * DEADLINE_S])
+        timeline.fault(f"{kind} {place}" + ("" if kind == "kill rank" else f" for {seconds} s"))
+        if kind == "kill rank":
+            excuses.may_fail = True
+            backend.kill(place)
+        elif kind == "stop rank":
+            excuses.may_fail |= seconds > DEADLINE_S
+            backend.stop(place, seconds)
+        else:
+            excuses.may_fail |= seconds > HEALTH_S
+            backend.cut(place, seconds)
 
 
 def _faults(chance: Random, events: int) -> list[tuple[int, str]]:
     """Return when which faults strike in one start."""
-    count = chance.choice([1, 1, 2, 3])
-    kinds = chance.choices([*KINDS], [*KINDS.values()], k=count)
+    kinds = chance.choices([*KINDS], [*KINDS.values()], k=chance.choice([1, 1, 2, 3]))
     return sorted((chance.randint(1, events), kind) for kind in kinds)
-
-
-def _strike(world: World, kind: str, chance: Random, ended: _Ended) -> None:
-    """Let a fault happen."""
-    timeline, backend = world.timeline, world.backend
-    if kind in RANK and not backend.places:
-        return  # no rank has started
-    if kind == "signal" and world.interruption.stage is not RunStage.TRAINING:
-        return  # before the first step a signal ends the start at once, which is another driver's death
-    if kind in ("kill", "power"):
-        timeline.fault(f"{kind} the driver")
-        ended.is_power = kind == "power"
-        timeline.die()
-    elif kind == "signal":
-        timeline.fault("SIGTERM")
-        world.interruption.requested = ended.may_stop = True
-    elif kind in DISK:
-        timeline.fault(kind)
-        ended.may_fail = True
-        world.disk.is_full |= kind == "full disk"
-        world.disk.fails_once |= kind == "disk error"
-    else:
-        place = chance.choice(backend.places)
-        seconds = chance.choice([0.05, 1.0, 20.0, 100.0, 2 * DEADLINE_S])
-        timeline.fault(f"{kind} {place}" + ("" if kind == "kill rank" else f" for {seconds} s"))
-        if kind == "kill rank":
-            ended.may_fail = True
-            backend.kill(place)
-        elif kind == "stop rank":
-            ended.may_fail |= seconds >= DEADLINE_S / 3  # several waits in a row reach the deadline
-            backend.stop(place, seconds)
-        else:
-            ended.may_fail |= seconds > HEALTH_S
-            backend.cut(place, seconds)
 
 
 def _settled(scenario: Scenario) -> Scenario:

@@ -1,10 +1,10 @@
-"""Timeline: the fake clock of a simulated run, its numbered events, and the faults that strike at some of them.
+"""Timeline: the fake clock of a simulated run, its numbered events, and the faults at some of them.
 
     every event ─ number, line of the trace ─> a fault of the plan strikes, or nothing
 
-Events are the steps at which something can go wrong: a rank begins or ends a call, the controller talks to its
-ranks, somebody changes a file. One seed decides all delays and durations, so a seed gives the same events,
-with the same numbers, every time.
+Events are the moments at which something can go wrong: a rank begins a call, the controller talks to its
+ranks, a file changes. One seed decides all delays and durations, so a seed gives the same events, with the
+same numbers, every time.
 """
 
 from __future__ import annotations

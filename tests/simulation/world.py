@@ -1,9 +1,9 @@
-"""World: one start of a run, as ``app.launch`` and ``app.build`` make it, with arithmetic roles on simulated ranks.
+"""World: one start of a run, as ``app.launch`` and ``app.build`` make it, on simulated ranks.
 
-    run directory ─ open ─ newest checkpoint ─ rewind ─> backend, roles, source ─> phase ─ Loop ─> the end, or a fault
+    run directory ─ open ─ newest checkpoint ─ rewind ─> backend, roles, source ─> phase ─ Loop ─> the end
 
-Rillflow's own code here: everything in ``controller``, ``runs``, ``workers`` but the backends, ``data_plane`` of
-the rule, the sampler and the weights' transfer. The roles are of ``roles.py``.
+Rillflow's own code here: ``controller``, ``runs``, ``workers`` but for its backends, the sampler and the
+transfer of weights. The roles of ``roles.py`` stand in for models.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class World:
         counted = Mesh(axes=apart.axes, ranks=tuple(1 + rank for rank in apart.ranks))
         groups["policy"].start(Factory(make=Policy, arguments=(model, kept.state["version"] if kept else 0)))
         groups["sampler"].start(Factory(make=sampler, arguments=(counted, scenario.rows)))
-        groups["reward"].start(Factory(make=lambda site: Reward()))
+        groups["reward"].start(Factory(make=Reward))
         executor = GroupExecutor(groups, backend)
         sync = WeightSync(executor, DEADLINE_S)
         sync.begin(is_ahead=scenario.freshness > 0)
@@ -294,5 +294,3 @@ def batch(prompts: Sequence[tuple[int, int]]) -> Batch:
             "columns": Ragged.from_text(['{"prompt": "?"}'] * len(prompts)),
         },
     )
-
-
