@@ -75,7 +75,10 @@ class Build:
         placement, device = recipe.placement, recipe.run.device
         pools = pools_of(recipe)
         backend = start_backend(
-            placement, pools, str(choose_device(device)) if placement.is_inline else device
+            placement,
+            pools,
+            str(choose_device(device)) if placement.is_inline else device,
+            facts.given.backend,
         )
         stack.callback(backend.close)
         self.devices = backend.devices

@@ -63,7 +63,10 @@ def problems(run: Path, scenario: Scenario, *, is_fresher: bool = False, may_los
         may_lose: whether a rank that died, or a disk that failed, may have taken the rollouts or the
             evaluation of a saved step along; the run has then recorded the lost rollouts.
     """
-    found = [*_problems(run, scenario, is_fresher, may_lose)]
+    try:
+        found = [*_problems(run, scenario, is_fresher, may_lose)]
+    except (AssertionError, KeyError, OSError, ValueError) as error:
+        return [f"the run directory cannot be read: {error!r}"]
     if lost_steps(run) and not may_lose:
         found.append(f"the rollouts of the steps {sorted(lost_steps(run))} are lost without a fault")
     return found
