@@ -118,7 +118,8 @@ def save_checkpoint(
         raise write_error(final, error) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    _remove(replaced)
+    if replaced.exists():
+        _remove(replaced)
     for old in checkpoint_folders(folder)[keep:]:
         if checkpoint_step(old) != spare:
             _remove(old)
