@@ -5,8 +5,8 @@
 
 Files are real files in a folder in memory. ``restart(power=True)`` puts the folder into a state in which a
 journalling file system such as ext4 may come back after a loss of power. Changes of names are durable in
-their order, all of them up to the last fsync of anything. A file's bytes are durable up to its own last fsync,
-and so are any number of the bytes after it.
+their order, all of them up to the last fsync of anything. A file's bytes are durable up to its own last
+fsync, and so are any number of the bytes after it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A whole launch, with models and reward functions, on simulated ranks: deaths change no bit and lose no row."""
+"""A whole launch, with models and rewards, on simulated ranks: deaths change no bit and lose no row."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Launches(Tiny):
         super().__init__(folder)
         self.backend: SimulatedBackend
 
-    def start(self, name: str, kind: str, seed: object, fault: Callable[[Timeline], None] | None = None) -> None:
+    def start(
+        self, name: str, kind: str, seed: object, fault: Callable[[Timeline], None] | None = None
+    ) -> None:
         """Start a run, or resume it; the fault strikes at a random event, if the run gets there."""
         chance = Random(str(seed))
         plan = {chance.randint(40, EVENTS): fault} if fault is not None else {}
