@@ -41,7 +41,7 @@ def start_backend(
         config: placement settings.
         pools: the pools.
         device: see ``Backend.open``.
-        own: makes another backend from the longest wait in seconds; None for the one that the settings select.
+        own: makes another backend from the longest wait in seconds; None for that of the settings.
 
     Raises:
         ClusterError: Ray is not installed, a cluster cannot be joined, or a pool does not fit.
