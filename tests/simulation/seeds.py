@@ -109,7 +109,7 @@ def scenario_of(seed: int) -> Scenario:
 def ran(seed: int) -> Outcome:
     """Run a seed to its end and judge it."""
     scenario, chance = scenario_of(seed), Random(f"faults {seed}")
-    events, whole = undisturbed(_settled(scenario))
+    events, whole = undisturbed(settled(scenario))
     plans = [_faults(chance, events) for _ in range(chance.randint(1, 3))]
     with folder() as at:
         play = Play(seed, scenario, at, chance)
@@ -231,7 +231,7 @@ def _faults(chance: Random, events: int) -> list[tuple[int, str]]:
     return sorted((chance.randint(1, events), kind) for kind in kinds)
 
 
-def _settled(scenario: Scenario) -> Scenario:
+def settled(scenario: Scenario) -> Scenario:
     """Return the settings of the run to compare with: those that may not change its bits are all alike."""
     return replace(scenario, checkpoint_every=2, checkpoint_s=0.0, has_scorer=True)
 

@@ -38,6 +38,7 @@ def test_crash_equivalence_exactly_once_and_bounded_staleness_of_thirty_seeds() 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("hundred", range(10))
 def test_crash_equivalence_exactly_once_and_bounded_staleness_of_a_thousand_seeds(hundred: int) -> None:
     require(range(100 * hundred, 100 * hundred + 100))
@@ -50,6 +51,7 @@ def test_a_seed_gives_the_same_events_again() -> None:
     ]
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["kill", "power"])
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("share", [pytest.param(n, marks=pytest.mark.slow) for n in range(8)])
