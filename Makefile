@@ -7,6 +7,8 @@
 #   make test-vllm    the flow tests through vLLM, in an environment of its own (.venv-vllm, without a GPU)
 #   make lint         ruff and mypy                  make benchmark   the smallest round of every benchmark
 #   make oracles      gradients against plain loops, PEFT, TRL and verl: before training or sampling changes
+#   make simulation   1,000 seeds of the controller on simulated ranks, network and disk (minutes)
+#   make chaos        real runs on Ray whose processes are killed and stopped (CHAOS_MINUTES=30)
 #   make mutation     random small faults of the package: does a test notice each? (hours)
 #   make packages     the wheels in empty environments, with oldest and newest dependencies (minutes)
 #   make docs         draws the graphs of docs/algorithms and the tables of sizes anew
@@ -37,7 +39,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -
 # installed, and the result is kept: every process that is started imports the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart workflow test test-all test-vllm lint benchmark oracles mutation packages docs size setup clean
+.PHONY: quickstart workflow test test-all test-vllm lint benchmark oracles simulation chaos mutation packages docs size setup clean
 
 quickstart: $(LEAN)
 	$(BIN)/rillflow run recipes/arithmetic/run.toml
@@ -70,6 +72,14 @@ oracles: $(FULL)
 	$(PYTEST) tests/unit/models/test_adapters.py tests/unit/models/test_int8.py
 	$(BIN)/python benchmarks/differential.py $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON)) \
 		$(if $(VERL_PYTHON),--verl-python $(VERL_PYTHON))
+
+SEEDS ?= 1000
+simulation: $(FULL)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --coverage
+
+CHAOS_MINUTES ?= 30
+chaos: $(FULL)
+	$(BIN)/python -m tests.chaos --minutes $(CHAOS_MINUTES)
 
 mutation: $(FULL)
 	$(BIN)/python benchmarks/mutation

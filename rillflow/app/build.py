@@ -86,7 +86,10 @@ class Build:
         placement, device = recipe.placement, recipe.run.device
         pools = pools_of(recipe)
         backend = start_backend(
-            placement, pools, str(choose_device(device)) if placement.is_inline else device
+            placement,
+            pools,
+            str(choose_device(device)) if placement.is_inline else device,
+            facts.given.backend,
         )
         stack.callback(backend.close)
         self.devices = backend.devices
@@ -127,7 +130,8 @@ class Build:
         )
         total = plans[-1].first + plans[-1].config.steps
         evaluate, deadline_s = self._evaluator(plans[-1]), recipe.placement.deadline_s
-        loop = Loop(self._run, progress, cadence, evaluate, interruption, total, deadline_s)
+        clock = self._roles.executor.backend.now
+        loop = Loop(self._run, progress, cadence, evaluate, interruption, total, deadline_s, clock)
         state = self._checkpoint.state if self._checkpoint else {"phase": 0, "done": 0, "version": 0}
         index, loop.version = state["phase"], state["version"]
         if state["done"] == plans[index].config.steps and index + 1 < len(plans):

@@ -41,6 +41,7 @@ from rillflow.tasks.task import Task, open_task, read_sets
 if TYPE_CHECKING:
     from rillflow.models.language_model import LanguageModel
     from rillflow.rollout.engine import Engine
+    from rillflow.workers.backend import Backend
 
 JUDGE = "reward.judge.model"
 """Setting that names a judge."""
@@ -48,12 +49,14 @@ JUDGE = "reward.judge.model"
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """Rows and rewards that a Python program passes in place of the recipe's."""
+    """Rows, rewards and ranks that a Python program passes in place of the recipe's."""
 
     rows: Rows | None = None
     """Prompts, or rows as in a file."""
     reward: tuple[FunctionPath, ...] = ()
     """Reward functions with their source text; their weighted sum is the reward."""
+    backend: Callable[[float], Backend] | None = None
+    """Makes the backend from the longest wait in seconds, such as a simulated one; None for the recipe's."""
 
 
 NOTHING = Given()

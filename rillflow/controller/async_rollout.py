@@ -23,7 +23,6 @@ shutdown      healthy: the phase's last step trains the last groups. Checkpoint,
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from math import inf
@@ -241,7 +240,7 @@ class AsyncRollout(Source):
         if parts and not is_replacing:
             wait_for_any(parts, self._how.deadline_s)
         elif is_replacing:
-            time.sleep(LOOK_S)
+            self._executor.backend.sleep(LOOK_S)
         else:
             raise self._stalled()
 
@@ -316,7 +315,8 @@ class AsyncRollout(Source):
 
     def _formed_by(self, form: Callable[[], list[GroupInFlight]]) -> list[GroupInFlight]:
         """Run rows until ``form`` returns groups; return them."""
-        began, taken = time.monotonic(), list[GroupInFlight]()
+        clock, taken = self._executor.backend.now, list[GroupInFlight]()
+        began = clock()
 
         def is_formed() -> bool:
             if self._decisions.head is not None:
@@ -330,7 +330,7 @@ class AsyncRollout(Source):
         self._is_forming = True
         self.until(is_formed)
         self._is_forming = False
-        self._waited_s += time.monotonic() - began
+        self._waited_s += clock() - began
         self._owed -= len(taken)
         self._decisions.note("form", [list(each.id) for each in taken])
         return taken

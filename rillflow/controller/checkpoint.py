@@ -22,6 +22,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,11 +118,20 @@ def save_checkpoint(
         raise write_error(final, error) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    shutil.rmtree(replaced, ignore_errors=True)
+    if replaced.exists():
+        _remove(replaced)
     for old in checkpoint_folders(folder)[keep:]:
         if checkpoint_step(old) != spare:
-            shutil.rmtree(old, ignore_errors=True)
+            _remove(old)
     return final
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; a driver that is killed meanwhile leaves a draft, which the next start removes."""
+    doomed = checkpoint.with_name(f".{checkpoint.name}.removed")
+    with suppress(OSError):
+        checkpoint.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 class Kept(Protocol):

@@ -85,7 +85,8 @@ class Flight:
             for number in range(len(how.replicas))
         ]
         """Replicas of the sampler."""
-        self.table = GroupTable([each.stage for each in workers], capacity=len(again) + capacity)
+        stages, clock = [each.stage for each in workers], executor.backend.now
+        self.table = GroupTable(stages, capacity=len(again) + capacity, clock=clock)
         """Groups that were drawn and that no step has taken, and who has them."""
         for prompt in again:
             self.table.add(prompt)

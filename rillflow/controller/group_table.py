@@ -10,7 +10,6 @@ cells are deleted, which frees its rows in the store.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
@@ -38,9 +37,7 @@ class GroupTable:
         clock: returns seconds, for the stories of groups in errors.
     """
 
-    def __init__(
-        self, streamed: Sequence[str], *, capacity: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, streamed: Sequence[str], *, capacity: int, clock: Callable[[], float]) -> None:
         self.stages = (GENERATE, *dict.fromkeys(streamed))
         """Stages that make rows or fields of rows, in the order in which steps are formed of them."""
         column = ColumnType(dtype="int64")

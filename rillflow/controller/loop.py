@@ -97,7 +97,7 @@ class Loop:
         deadline_s: longest wait for any stage.
         interruption: tells whether the user wants to stop.
         total_steps: steps of all phases; after the last one there is nothing left to interrupt.
-        clock: returns seconds; used for checkpoints that are due by the clock.
+        clock: returns seconds on the backend's clock, for checkpoints that are due and the time of a step.
     """
 
     def __init__(
@@ -253,7 +253,9 @@ class Loop:
         """Wait until rows of finished steps are on disk; record the rows on dead ranks as lost."""
         left = [each for each in self._writing if not each.has_failed]
         if len(left) < len(self._writing):
-            self._run.evidence.of_lost_rollouts(self._written_step, "the ranks that held them died")
+            self._run.evidence.of_lost_rollouts(
+                self._written_step, "the ranks that held them died or could not write"
+            )
         self._writing = left
         self._written(wait_s)
 
@@ -330,7 +332,7 @@ class Loop:
     def _record(self, phase: Phase, step: OpenStep, place: Standing, metrics: dict[str, Metric]) -> None:
         """Record a finished step."""
         self._writing, self._written_step, self.version = step.writing, step.number, place.state["version"]
-        began, self._finished_at = max(step.began, self._finished_at), time.monotonic()
+        began, self._finished_at = max(step.began, self._finished_at), self._clock()
         seconds = self._finished_at - began
         for told in step.skips:
             self._progress.note(told)
@@ -470,6 +472,7 @@ class Loop:
 
         assert save.state is not None  # its step is closed
         self._run.require_lock()
+        self._run.evidence.flush()  # a resume from this checkpoint goes on after these lines
         kept, best = self._cadence.keep_checkpoints, best_checkpoint(self._run.path)
         spared = None if best is None else best.step
         save_checkpoint(

@@ -140,7 +140,7 @@ class OpenStep:
         self.skips: list[str] = []
         """Messages about skipped updates."""
         self._is_cut = False
-        self.began = time.monotonic()
+        self.began = phase.executor.backend.now()
         self._phase, self._run, self._deadline_s = phase, run, deadline_s
         flow, executor, source = phase.flow, phase.executor, phase.source
         count = partial(executor.count_rows, deadline_s=deadline_s)
@@ -207,8 +207,11 @@ class OpenStep:
             ClusterError: a trained role has not finished its updates, or cannot report them.
         """
         self._deadline_s, self._is_cut = wait_s, True
-        if self.journal.published is not None:
-            version = self._phase.executor.on_first_rank("policy", version_of).read(wait_s)
+        published = self.journal.published
+        if published is not None and published.has_failed:  # on its way to a dead sampler
+            published = self._phase.executor.on_first_rank("policy", version_of)
+        if published is not None:  # later open steps may have published since
+            version = published.read(wait_s)
         return self._closed(version)
 
     def _closed(self, version: int) -> tuple[Standing, dict[str, Metric]]:

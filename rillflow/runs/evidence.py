@@ -77,14 +77,33 @@ class Evidence:
     def __init__(self, run: Path) -> None:
         self._run, self._file = run, run / layout.DIGESTS
 
-    def append(self, name: str, step: int, line: bytes) -> None:
+    def append(self, name: str, step: int, line: bytes, *, is_flushed: bool = False) -> None:
         """Record a line, then append it to a file.
+
+        Args:
+            name: path relative to the run directory.
+            step: step of the line.
+            line: the line.
+            is_flushed: whether a loss of power must keep it: its entry is on the disk first.
 
         Raises:
             RunDirectoryError: the write failed; then neither the line nor its entry is there.
         """
         with self._entry({"file": name, "step": step, "digest": digest(line)}):
+            if is_flushed:
+                self._flush(layout.DIGESTS)
             durable.append(self._run / name, line)
+        if is_flushed:
+            self._flush(name)
+
+    def flush(self) -> None:
+        """Wait until all lines are on the disk, so that a loss of power keeps them.
+
+        Raises:
+            RunDirectoryError: the disk fails.
+        """
+        for name in (layout.DIGESTS, *layout.LINE_FILES):
+            self._flush(name)
 
     def write(self, name: str, data: bytes, record: Mapping[str, JSON] | None = None) -> None:
         """Record a file, then replace it.
@@ -104,7 +123,7 @@ class Evidence:
     def remove(self, name: str) -> None:
         """Record the removal of a file, then remove it."""
         if (self._run / name).exists():
-            with self._entry({"file": name}):
+            with self._entry({"file": name}), durable.writing(self._run / name):
                 (self._run / name).unlink()
 
     def of_rollouts(self, step: int, digests: Mapping[str, str]) -> None:
@@ -154,6 +173,11 @@ class Evidence:
                 content, data = read_json(self._run / name), (self._run / name).read_bytes()
                 made.append({"file": name, "digest": digest(data), "content": content})
         durable.replace(self._file, map(encode, made))
+
+    def _flush(self, name: str) -> None:
+        if (self._run / name).exists():
+            with durable.writing(self._run / name):
+                durable.flush(self._run / name)
 
     def _record(self, entry: Mapping[str, JSON]) -> None:
         durable.append(self._file, encode(entry))
@@ -260,12 +284,13 @@ def _changed_lines(run: Path, name: str, found: Sequence[Entry]) -> list[Damage]
 def _unknown_rollouts(run: Path, found: Sequence[Entry]) -> list[Damage]:
     """Return rollout files without an entry.
 
-    Ignore steps after the last entry, which may still be written.
+    Ignore steps after the last entry, which may still be written, and steps whose rollouts are lost in part.
     """
-    known = {each.file for each in found}
+    known, partly = {each.file for each in found}, {each.step for each in found if each.lost}
     recorded = max((each.step or 0 for each in found if each.file.startswith(layout.ROLLOUTS)), default=0)
     there = layout.written_rollouts(run).items()
-    names = [f"{layout.ROLLOUTS}/{file.name}" for step, files in there for file in files if step <= recorded]
+    whole = [files for step, files in there if step <= recorded and step not in partly]
+    names = [f"{layout.ROLLOUTS}/{file.name}" for files in whole for file in files]
     strange = "the run did not record this file"
     return [Damage(place=name, problem=strange) for name in names if name not in known]
 

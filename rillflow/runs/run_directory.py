@@ -201,7 +201,8 @@ class RunDirectory(ExitStack):
                 durable.replace(file, kept)
         for written, files in layout.written_rollouts(self.path).items():
             for file in files if written > step else ():
-                file.unlink()
+                with durable.writing(file):
+                    file.unlink()
         self._set_clock()
 
     def _release(self) -> None:
@@ -218,7 +219,8 @@ class RunDirectory(ExitStack):
         self.require_lock()
         step = record["step"]
         assert isinstance(step, int), "every record has a step"
-        self.evidence.append(name, step, encode(record))
+        # A resumed run may add an evaluation after the checkpoint of its step, which flushed the other lines.
+        self.evidence.append(name, step, encode(record), is_flushed=name == layout.EVALUATIONS)
 
     def _require_open(self) -> None:
         if self._lock is None:
@@ -350,4 +352,5 @@ def _mend(path: Path) -> None:
                 os.truncate(path / name, torn_at)
     for folder in (path, path / layout.ROLLOUTS, path / layout.SOURCES):
         for temporary in folder.glob(".*.tmp"):
-            temporary.unlink()
+            with durable.writing(temporary):
+                temporary.unlink()

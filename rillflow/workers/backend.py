@@ -290,6 +290,14 @@ class Backend(ABC):
                 raise ClusterError(f"there is no {place}", why=f"the pools are {self.pools}")
         return sorted({each for place in places for each in self._worlds[place]})
 
+    def now(self) -> float:
+        """Return seconds on the clock of the controller's waits; a simulation has its own."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let ranks work for some seconds of that clock."""
+        time.sleep(seconds)
+
     @abstractmethod
     def close(self) -> None:
         """End every rank and release all resources. A second call has no effect."""

@@ -435,7 +435,7 @@ def answers(awaited: Sequence[Awaited], backend: Backend, deadline_s: float) -> 
 
 def _cause(error: ClusterError, awaited: Sequence[Awaited], backend: Backend) -> Exception:
     """Return the error that caused this one; the error itself if no other is found."""
-    end = time.monotonic() + _ECHO_S
+    end = backend.now() + _ECHO_S
     while True:
         for each in awaited:
             try:
@@ -451,6 +451,6 @@ def _cause(error: ClusterError, awaited: Sequence[Awaited], backend: Backend) ->
                 return found
             except Exception as cause:  # noqa: BLE001  any error of a rank
                 return cause
-        if time.monotonic() > end:
+        if backend.now() > end:
             return error
-        time.sleep(0.05)
+        backend.sleep(0.05)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -32,19 +32,24 @@ _EVERY = {
 }
 
 
-def start_backend(config: PlacementConfig, pools: Sequence[Pool], device: str) -> Backend:
+def start_backend(
+    config: PlacementConfig, pools: Sequence[Pool], device: str, own: Callable[[float], Backend] | None = None
+) -> Backend:
     """Return an open backend; the caller closes it.
 
     Args:
         config: placement settings.
         pools: the pools.
         device: see ``Backend.open``.
+        own: makes another backend from the longest wait in seconds; None for that of the settings.
 
     Raises:
         ClusterError: Ray is not installed, a cluster cannot be joined, or a pool does not fit.
     """
     backend: Backend
-    if config.is_inline:
+    if own is not None:
+        backend = own(config.deadline_s)
+    elif config.is_inline:
         backend = InlineBackend(config.deadline_s, load_s=config.load_s)
     elif find_spec("ray") is None:
         ranks = sum(config.pools.values())

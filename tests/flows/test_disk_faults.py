@@ -72,11 +72,9 @@ REPLACED = (
     "report.html",
 )
 WRITES = {
-    "create write": [
-        *("evaluations.jsonl", "spans.jsonl", "metrics.jsonl", "digests.jsonl"),
-        *(f"{BEGUN}/policy/{name}" for name in MODEL),
-    ],
+    "create write": [*(f"{BEGUN}/policy/{name}" for name in MODEL)],
     "create write flush": [
+        *("evaluations.jsonl", "spans.jsonl", "metrics.jsonl", "digests.jsonl"),
         *(f".{name}.tmp" for name in REPLACED),
         "sources/.reward-N.py.tmp",
         f"rollouts/.{ROLLOUTS}.tmp",

@@ -1,0 +1,258 @@
+"""Seeds: one number decides a run's settings, every delay and every fault; the oracle judges the result.
+
+    seed ─> scenario, plan of faults ─> start, fault ─> ... ─> start without faults ─> oracle
+
+A run that is killed, or that ends with an error, is started again, as its user would. Bits are compared with
+a run of the same settings that nothing disturbed and that other chances scheduled.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from random import Random
+
+from rillflow.controller.interrupt import RunStage
+from rillflow.errors import Interrupted, RillflowError
+from tests.simulation.backend import HEALTH_S, SimulatedBackend
+from tests.simulation.disk import FakeDisk
+from tests.simulation.oracle import Result, differences, lost_steps, problems, result
+from tests.simulation.timeline import DriverKilled, Timeline
+from tests.simulation.world import DEADLINE_S, Scenario, World
+
+KINDS = {
+    "kill": 6,
+    "power": 4,
+    "signal": 2,
+    "kill rank": 3,
+    "stop rank": 2,
+    "cut rank": 2,
+    "full disk": 2,
+    "disk error": 1,
+}
+"""Faults and how often each is chosen; those without a rank or disk in their name are the driver's."""
+FINISHED = "finished"
+KILLED = "the driver was killed"
+
+
+@dataclass(kw_only=True)
+class Start:
+    """One start of a run."""
+
+    trace: list[str]
+    """Its events and faults."""
+    end: str
+    """How it ended."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a seed came to."""
+
+    seed: int
+    scenario: Scenario
+    starts: list[Start] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Empty for a correct run."""
+    is_compared: bool = False
+    """Whether its bits were compared with those of an undisturbed run."""
+
+    @property
+    def story(self) -> str:
+        """Everything that happened, for the reader of a failure."""
+        lines = [f"seed {self.seed}: {self.scenario}"]
+        for number, start in enumerate(self.starts, 1):
+            lines += [f"start {number}", *start.trace, f"end of start {number}: {start.end}"]
+        return "\n".join([*lines, *(f"PROBLEM {each}" for each in self.problems)])
+
+
+@dataclass(kw_only=True)
+class Excuses:
+    """What the faults of a start explain."""
+
+    may_fail: bool = False
+    """Whether an error may end it."""
+    may_stop: bool = False
+    """Whether it may end on request."""
+    is_power: bool = False
+    """Whether the machine lost its power."""
+
+
+def scenario_of(seed: int) -> Scenario:
+    """Return the settings of a seed."""
+    chance = Random(f"settings {seed}")
+    kind = chance.choice(["in order", "in order", "ahead", "ahead", "ready first", "ready first", "drops"])
+    is_ready = kind in ("ready first", "drops")
+    times = chance.choice([1, 1, 2]) if is_ready else 1
+    return Scenario(
+        freshness={"in order": 0, "ahead": chance.randint(1, 2)}.get(kind, chance.randint(1, 3) * times),
+        is_ready_first=is_ready,
+        drops=kind == "drops",
+        publishes=times,
+        chunks=1 if is_ready else chance.choice([1, 2]),
+        replicas=chance.randint(1, 3) if is_ready else chance.randint(1, 2),
+        groups=2,
+        steps=6,
+        checkpoint_every=chance.choice([0, 1, 2, 2, 4]),
+        checkpoint_s=chance.choice([0.0, 0.0, 5.0, 20.0]),
+        evaluate_every=chance.choice([0, 2, 3]),
+        rows=chance.choice([2, 6, 40]),
+        has_scorer=chance.random() < 0.7,
+    )
+
+
+def ran(seed: int) -> Outcome:
+    """Run a seed to its end and judge it."""
+    scenario, chance = scenario_of(seed), Random(f"faults {seed}")
+    events, whole = undisturbed(settled(scenario))
+    plans = [_faults(chance, events) for _ in range(chance.randint(1, 3))]
+    with folder() as at:
+        play = Play(seed, scenario, at, chance)
+        for plan in [*plans, []]:
+            if not play.is_over:
+                play.start(plan)
+        play.judge(whole)
+    return play.outcome
+
+
+class Play:
+    """The starts of one run, until it is finished.
+
+    Args:
+        seed: decides delays and durations.
+        scenario: the run's settings.
+        at: folder of the run.
+        chance: decides details of faults.
+    """
+
+    def __init__(self, seed: int, scenario: Scenario, at: Path, chance: Random) -> None:
+        self.outcome = Outcome(seed=seed, scenario=scenario)
+        self.is_over = False
+        """Whether the run has finished, or something is wrong."""
+        self._disk, self._chance = FakeDisk(at), chance
+        self._is_fresher, self._is_excused = False, False
+
+    def start(self, plan: Sequence[tuple[int, str]]) -> None:
+        """Start the run once more, with faults at some events; note an end that no fault explains."""
+        outcome, excuses = self.outcome, Excuses()
+        striking = {at: partial(self._strike, kind, excuses) for at, kind in plan}
+        chance = Random(f"{outcome.seed} {len(outcome.starts)}")
+        timeline = Timeline(chance, striking, f"faults: {plan}")
+        self._world = world = World(outcome.scenario, self._disk, timeline)
+        end = self._ended(world, excuses)
+        if end == KILLED and not excuses.is_power:
+            with self._disk.watched(timeline):
+                world.backend.drain(self._chance.choice([0, 3, 30]))
+        world.backend.close()
+        self._disk.restart(self._chance, power=excuses.is_power)
+        outcome.starts.append(Start(trace=timeline.trace, end=end))
+        if world.is_fresher and not self._is_excused:
+            outcome.problems.append("rows sampled ahead were lost without a lost rank")
+        self._is_fresher |= world.is_fresher
+        self._is_excused |= excuses.may_fail
+        self.is_over = end == FINISHED or bool(outcome.problems)
+
+    def judge(self, whole: Result) -> None:
+        """Let the oracle judge the finished run, and compare it with an undisturbed one."""
+        outcome, run = self.outcome, self._disk.folder / "run"
+        if not outcome.problems:
+            outcome.problems += problems(
+                run, outcome.scenario, is_fresher=self._is_fresher, may_lose=self._is_excused
+            )
+        is_timed = outcome.scenario.is_ready_first
+        outcome.is_compared = not (outcome.problems or is_timed or self._is_fresher or lost_steps(run))
+        if outcome.is_compared:
+            outcome.problems += differences(whole, result(run))
+
+    def _ended(self, world: World, excuses: Excuses) -> str:
+        """Run one start; return how it ended."""
+        found = self.outcome.problems
+        try:
+            world.run()
+        except DriverKilled:
+            return KILLED
+        except Interrupted as error:
+            if not excuses.may_stop:
+                found.append(f"a start stopped without a signal: {error}")
+            return f"stopped: {error}"
+        except RillflowError as error:
+            if not excuses.may_fail:
+                found.append(f"a start ended without a fault that explains it: {error}")
+            return f"error: {error}"
+        except Exception as error:  # noqa: BLE001  any other error is a fault of the code under test
+            found.append(f"a start ended with a bare {type(error).__name__}: {error}")
+            return f"bare error: {error!r}"
+        return FINISHED
+
+    def _strike(self, kind: str, excuses: Excuses, timeline: Timeline) -> None:
+        """Let a fault happen."""
+        world = self._world
+        if kind in ("kill", "power"):
+            timeline.fault(f"{kind} the driver")
+            excuses.is_power = kind == "power"
+            timeline.die()
+        elif kind == "signal":  # before the first step it would end the start at once, as a kill does
+            if world.interruption.stage is RunStage.TRAINING:
+                timeline.fault("SIGTERM")
+                world.interruption.requested = excuses.may_stop = True
+        elif kind in ("full disk", "disk error"):
+            timeline.fault(kind)
+            excuses.may_fail = True
+            world.disk.is_full |= kind == "full disk"
+            world.disk.fails_once |= kind == "disk error"
+        elif world.backend.places:
+            self._strike_rank(kind, excuses, world.backend, timeline)
+
+    def _strike_rank(
+        self, kind: str, excuses: Excuses, backend: SimulatedBackend, timeline: Timeline
+    ) -> None:
+        place = self._chance.choice(backend.places)
+        seconds = self._chance.choice([0.05, 1.0, 20.0, 100.0, 2 * DEADLINE_S])
+        timeline.fault(f"{kind} {place}" + ("" if kind == "kill rank" else f" for {seconds} s"))
+        if kind == "kill rank":
+            excuses.may_fail = True
+            backend.kill(place)
+        elif kind == "stop rank":
+            excuses.may_fail |= seconds > DEADLINE_S
+            backend.stop(place, seconds)
+        else:
+            excuses.may_fail |= seconds > HEALTH_S
+            backend.cut(place, seconds)
+
+
+def _faults(chance: Random, events: int) -> list[tuple[int, str]]:
+    """Return when which faults strike in one start."""
+    kinds = chance.choices([*KINDS], [*KINDS.values()], k=chance.choice([1, 1, 2, 3]))
+    return sorted((chance.randint(1, events), kind) for kind in kinds)
+
+
+def settled(scenario: Scenario) -> Scenario:
+    """Return the settings of the run to compare with: those that may not change its bits are all alike."""
+    return replace(scenario, checkpoint_every=2, checkpoint_s=0.0, has_scorer=True)
+
+
+@cache
+def undisturbed(scenario: Scenario) -> tuple[int, Result]:
+    """Return the events and the result of a run without faults."""
+    timeline = Timeline(Random("undisturbed"), {}, "undisturbed")
+    with folder() as at:
+        World(scenario, FakeDisk(at), timeline).run()
+        wrong = problems(at / "run", scenario)
+        assert not wrong, f"an undisturbed run of {scenario}: {wrong}"
+        return timeline.number, result(at / "run")
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """Make a folder in memory, if there is such a file system, and remove it."""
+    memory = Path("/dev/shm")
+    at = Path(tempfile.mkdtemp(prefix="rf-sim-", dir=memory if memory.is_dir() else None)).resolve()
+    try:
+        yield at
+    finally:
+        shutil.rmtree(at, ignore_errors=True)

@@ -1,0 +1,296 @@
+"""World: one start of a run, as ``app.launch`` and ``app.build`` make it, on simulated ranks.
+
+    run directory ─ open ─ newest checkpoint ─ rewind ─> backend, roles, source ─> phase ─ Loop ─> the end
+
+Rillflow's own code here: ``controller``, ``runs``, ``workers`` but for its backends, the sampler and the
+transfer of weights. The roles of ``roles.py`` stand in for models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any, cast
+
+from rillflow.controller.admission import CapacityBound, StalenessBound
+from rillflow.controller.async_rollout import AsyncRollout
+from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
+from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.flow import Flow
+from rillflow.controller.interrupt import Interruption
+from rillflow.controller.loop import Cadence, Loop
+from rillflow.controller.open_step import Phase
+from rillflow.controller.source import DataStream, GroupSampling, Source
+from rillflow.controller.step_executor import StepExecutor
+from rillflow.controller.weight_sync import WeightSync
+from rillflow.formulas import seeing
+from rillflow.formulas.advantages import group_advantages
+from rillflow.placement.mesh import Mesh
+from rillflow.records.batch import Batch, load_batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.row import HELD_OUT_EPOCH, RowId
+from rillflow.roles.sampler import Sampler
+from rillflow.runs import layout
+from rillflow.runs.progress import Progress
+from rillflow.runs.reader import Evaluation
+from rillflow.runs.run_directory import RunDirectory
+from rillflow.tasks.prompts import PromptStream, StreamPosition
+from rillflow.workers.backend import Pool
+from rillflow.workers.endpoint import endpoints_of
+from rillflow.workers.group import Group
+from tests.simulation.backend import SimulatedBackend
+from tests.simulation.disk import FakeDisk
+from tests.simulation.roles import Factory, Passes, Policy, Reward, sampler
+from tests.simulation.timeline import Timeline
+
+DEADLINE_S = 600.0
+SEED = 7
+PROMPTS = 13
+"""Prompts of an epoch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """The settings of a run, all that its results depend on."""
+
+    freshness: int = 0
+    """k, the bound."""
+    is_ready_first: bool = False
+    """Whether a step trains the groups that are ready first."""
+    drops: bool = False
+    """Whether ready first drops late groups instead of waiting for them."""
+    publishes: int = 1
+    """Publishes of a step, ready first."""
+    chunks: int = 1
+    """Chunks of a step's answers, in order."""
+    replicas: int = 1
+    """Replicas of the sampler."""
+    groups: int = 2
+    """Groups of a step."""
+    samples: int = 2
+    """Rows of a group."""
+    steps: int = 8
+    """Steps of the run."""
+    checkpoint_every: int = 2
+    """Steps between two checkpoints."""
+    checkpoint_s: float = 0.0
+    """Fake seconds between two checkpoints; 0: none by the clock."""
+    evaluate_every: int = 3
+    """Steps between two evaluations."""
+    rows: int = 6
+    """Rows of a replica at once."""
+    has_scorer: bool = True
+    """Whether the reward has a pool of its own."""
+
+
+def step(flow: Any, prompts: Batch, config: Scenario) -> Any:
+    """Sample, score, train and publish; remember a number and use it in the next step."""
+    rollouts = flow.policy.generate(prompts, samples=config.samples)
+    rewards = flow.reward.score(rollouts)
+    advantages = flow.compute(group_advantages, rollouts, rewards, into="advantages", scale="off")
+    shifted = flow.compute(shifted_by, advantages, into="advantages", shift=flow.recall("mean", 0.0))
+    flow.remember("mean", flow.number(mean_reward, rewards))
+    report = flow.policy.update(rollouts, shifted, passes=Passes())
+    flow.publish(flow.policy)
+    return report
+
+
+@seeing("row")
+def shifted_by(advantages: Any, *, shift: float) -> Any:
+    """Return advantages plus a number of the step before."""
+    return advantages + shift
+
+
+def mean_reward(rewards: Any) -> float:
+    """Return the mean reward."""
+    return float(rewards.double().mean())
+
+
+class World:
+    """One start of a run in a folder.
+
+    Args:
+        scenario: the run's settings.
+        disk: the disk with the run's folder.
+        timeline: clock, chance and faults of this start.
+    """
+
+    def __init__(self, scenario: Scenario, disk: FakeDisk, timeline: Timeline) -> None:
+        self.scenario, self.disk, self.timeline = scenario, disk, timeline
+        self.backend = SimulatedBackend(timeline, DEADLINE_S)
+        self.interruption = Interruption(clock=timeline.clock)
+        self.resumed_after = 0
+        """Steps of the checkpoint that this start resumed from."""
+        self.is_fresher = False
+        """Whether the checkpoint kept no rows for later steps, although they had been sampled."""
+
+    def run(self) -> None:
+        """Run the remaining steps, as ``rillflow run`` does.
+
+        Raises:
+            DriverKilled: a fault killed the driver.
+            RillflowError: the run ended early, as it would have told its user.
+        """
+        with self.disk.watched(self.timeline), ExitStack() as stack:
+            run = stack.enter_context(
+                RunDirectory.open(self.disk.folder / "run", asdict(self.scenario), clock=self.timeline.clock)
+            )
+            run.evidence.remove(layout.FINISHED)
+            kept = latest_checkpoint(run.checkpoints, run.id)
+            run.rewind(kept.step if kept else -1)
+            self.resumed_after = kept.step if kept else 0
+            self.is_fresher = self._lacks_rows(kept)
+            stack.callback(self._closed)
+            progress = stack.enter_context(Progress(total_steps={"only": self.scenario.steps}, quiet=True))
+            self._train(run, kept, progress)
+            run.write_json(layout.FINISHED, {"steps": self.scenario.steps})
+
+    def _closed(self) -> None:
+        if not self.timeline.is_over:  # otherwise ranks outlive the driver for a moment
+            self.backend.close()
+
+    def _lacks_rows(self, kept: Checkpoint | None) -> bool:
+        scenario = self.scenario
+        if kept is None or scenario.is_ready_first or not scenario.freshness or kept.step == scenario.steps:
+            return False
+        return not kept.sampled(kept.step + 1)
+
+    def _train(self, run: RunDirectory, kept: Checkpoint | None, progress: Progress) -> None:
+        scenario, clock = self.scenario, self.timeline.clock
+        cadence = Cadence(
+            evaluate_every=scenario.evaluate_every,
+            checkpoint_every=scenario.checkpoint_every,
+            checkpoint_s=scenario.checkpoint_s,
+            keep_checkpoints=2,
+            max_skipped=0,
+        )
+        executor, sync = self._roles(kept)
+        loop = Loop(
+            run, progress, cadence, self._evaluated, self.interruption, scenario.steps, DEADLINE_S, clock
+        )
+        state: dict[str, Any] = dict(kept.state) if kept else {"done": 0, "version": 0}
+        loop.version = state["version"]
+        position = StreamPosition(**state["stream"]) if kept else StreamPosition()
+        source = self._source(executor, sync, position, kept)
+        staged = StepExecutor(executor, source)
+        phase = Phase(
+            name="only",
+            index=0,
+            first=0,
+            steps=scenario.steps,
+            rows=scenario.groups,
+            step=step,
+            config=scenario,
+            flow=Flow(staged, state.get("numbers")),
+            executor=staged,
+            trained=("policy",),
+            source=source,
+            beside=None,
+            evaluated=True,
+            freshness=scenario.freshness,
+        )
+        loop.run_phase(phase, state["done"])
+
+    def _roles(self, kept: Checkpoint | None) -> tuple[GroupExecutor, WeightSync]:
+        """Make the roles on their ranks."""
+        scenario, backend = self.scenario, self.backend
+        scorer = [Pool(name="scorers", size=1)] if scenario.has_scorer else []
+        backend.open([Pool(name="main", size=1), Pool(name="answers", size=scenario.replicas), *scorer])
+        apart = Mesh.of(dp=scenario.replicas, tp=1)
+        groups = {
+            "policy": Group("policy", endpoints_of(Policy), mesh=Mesh.of(dp=1), pool="main", backend=backend),
+            "sampler": Group(
+                "sampler", endpoints_of(Sampler), mesh=apart, pool="answers", backend=backend, of="policy"
+            ),
+            "reward": Group(
+                "reward",
+                endpoints_of(Reward),
+                mesh=Mesh.of(dp=1),
+                pool="scorers" if scorer else "main",
+                backend=backend,
+            ),
+        }
+        model = kept.model("policy") if kept else None
+        counted = Mesh(axes=apart.axes, ranks=tuple(1 + rank for rank in apart.ranks))
+        groups["policy"].start(Factory(make=Policy, arguments=(model, kept.state["version"] if kept else 0)))
+        groups["sampler"].start(Factory(make=sampler, arguments=(counted, scenario.rows)))
+        groups["reward"].start(Factory(make=Reward))
+        executor = GroupExecutor(groups, backend)
+        sync = WeightSync(executor, DEADLINE_S)
+        sync.begin(is_ahead=scenario.freshness > 0)
+        return executor, sync
+
+    def _source(
+        self, executor: GroupExecutor, sync: WeightSync, position: StreamPosition, kept: Checkpoint | None
+    ) -> Source:
+        scenario = self.scenario
+        prompts = PromptStream(range(PROMPTS), seed=SEED, position=position)
+        data = DataStream(take=partial(taken, prompts), state=prompts.state)
+        if not scenario.is_ready_first:
+            return Source(
+                executor,
+                data,
+                sync=sync,
+                is_ahead=scenario.freshness > 0,
+                chunks=scenario.chunks,
+                kept=kept.sampled if kept else lambda _: (),
+            )
+        rule: type[StalenessBound[Any]] = CapacityBound if scenario.drops else StalenessBound
+        done = kept.state["done"] if kept else 0
+        return AsyncRollout(
+            executor,
+            data,
+            sync,
+            rule=rule(
+                freshness=scenario.freshness,
+                prompts=scenario.groups,
+                published=Fraction(1, scenario.publishes),
+            ),
+            how=GroupSampling(
+                groups=(scenario.steps - done) * scenario.groups,
+                samples=scenario.samples,
+                sampling=None,
+                replicas=executor.groups["sampler"].mesh.groups("tp"),
+                deadline_s=DEADLINE_S,
+            ),
+            step_groups=scenario.groups,
+            parts=scenario.publishes,
+            most_rows=scenario.rows,
+            again=load_batch(kept.prompts) if kept is not None and kept.prompts.is_file() else None,
+        )
+
+    def _evaluated(self, executor: GroupExecutor) -> Sequence[Evaluation]:
+        """Evaluate two held-out prompts."""
+        rollouts = executor.call("policy", "generate", [batch([(HELD_OUT_EPOCH, n) for n in range(2)])], {})
+        scores = executor.call("reward", "score", [rollouts], {})
+        found = executor.apply(graded, scores, place=rollouts.places[0])
+        return [cast(Evaluation, found.read(DEADLINE_S))]
+
+
+def graded(scores: Batch) -> Evaluation:
+    """Return the evaluation of scored rows."""
+    return Evaluation(count=len(scores), mean_reward=mean_reward(scores.dense("rewards")), is_accuracy=False)
+
+
+def order_of_prompts(count: int) -> list[tuple[int, int]]:
+    """Return epoch and prompt of the first groups of the stream."""
+    return [(draw.epoch, draw.row) for draw in PromptStream(range(PROMPTS), seed=SEED).take(count)]
+
+
+def taken(stream: PromptStream[int], count: int) -> Batch:
+    """Return the next prompts of a stream."""
+    return batch([(draw.epoch, draw.row) for draw in stream.take(count)])
+
+
+def batch(prompts: Sequence[tuple[int, int]]) -> Batch:
+    """Return prompts as a batch."""
+    return Batch(
+        ids=row_ids([RowId(epoch, prompt, 0) for epoch, prompt in prompts]),
+        fields={
+            "tokens": Ragged.from_rows([[prompt] for _, prompt in prompts]),
+            "columns": Ragged.from_text(['{"prompt": "?"}'] * len(prompts)),
+        },
+    )
