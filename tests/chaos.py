@@ -138,14 +138,18 @@ class Case(Tiny):
         seen: set[psutil.Process] = {driver}
         struck, end = "nothing", time.monotonic() + LONG_S
         due = self._moment(fault)
-        while driver.poll() is None:
-            assert time.monotonic() < end, self._story(f"start {number} did not end in {LONG_S:g} s")
-            with suppress(psutil.NoSuchProcess):
-                seen.update(driver.children(recursive=True))
-            if fault is not None and next(due):
-                struck = self._strike(fault, driver)
-                fault = None if struck else fault
-            time.sleep(0.05)
+        try:
+            while driver.poll() is None:
+                assert time.monotonic() < end, self._story(f"start {number} did not end in {LONG_S:g} s")
+                with suppress(psutil.NoSuchProcess):
+                    seen.update(driver.children(recursive=True))
+                if fault is not None and next(due):
+                    struck = self._strike(fault, driver)
+                    fault = None if struck else fault
+                time.sleep(0.05)
+        finally:
+            if driver.poll() is None:
+                driver.kill()
         self.told.append(f"start {number}: {struck or 'no victim'}, exit code {driver.returncode}")
         self._require_gone(seen)
         return int(driver.returncode)

@@ -13,8 +13,8 @@ if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
 
 
-def test_crash_equivalence_of_a_run_whose_processes_are_killed(tmp_path: Path) -> None:
-    Case(tmp_path, "ahead", 1).play(faults=1)
+def test_crash_equivalence_of_a_run_whose_rank_is_killed(tmp_path: Path) -> None:
+    Case(tmp_path, "ahead", 5).play(faults=1)
 
 
 @pytest.mark.slow

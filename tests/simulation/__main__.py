@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import coverage
 
-MEASURED = "rillflow/controller"
+MEASURED = "rillflow.controller"
 
 
 def main() -> int:
@@ -62,7 +62,7 @@ def measured(is_asked: bool) -> Iterator[None]:
     if not is_asked:
         yield
         return
-    found = coverage.Coverage(data_file=None, include=[f"{MEASURED}/*"], branch=True)
+    found = coverage.Coverage(data_file=None, source=[MEASURED], branch=True)
     with found.collect():
         yield
     found.report(show_missing=True, file=sys.stdout)
