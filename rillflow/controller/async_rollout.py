@@ -159,6 +159,8 @@ class AsyncRollout(Source):
         }
         self._columns.clear()
         self._decisions.step(self._step)
+        if not self._wanted:
+            flight.dropped += [(group, "the phase ended before it was ready") for group in flight.table.left]
         if not self._rule.freshness:
             self._rule.batch += 1  # a step takes its groups one chunk or one round after the other
         dropped, flight.dropped = flight.dropped, []
@@ -214,6 +216,9 @@ class AsyncRollout(Source):
     def _run(self, done: Callable[[], bool], close: Callable[[], Sequence[Pending] | None]) -> None:
         while True:
             self._hear()
+            head = self._decisions.head
+            if head is not None and done():
+                return  # a replay closes no step before the run did
             others = self._closed(close)
             if done():
                 return

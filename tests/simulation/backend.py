@@ -21,14 +21,15 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from itertools import count
 from math import inf
 from typing import Any
 
-from rillflow.workers.backend import Backend, Place, Pool, RankCall, RankLost, Site
+from rillflow.workers.backend import Backend, Place, Pool, RankCall, RankLost, Replacement, Site
 from rillflow.workers.collectives import Ranks, SingleRank, Stranded
 from tests.simulation.timeline import DriverKilled, Timeline
 
@@ -203,6 +204,22 @@ class SimulatedBackend(Backend):
         return self._run_until(
             lambda: any(each.at(None) <= self.now() for each in references), self.now() + deadline_s
         )
+
+    @property
+    def refused(self) -> int:
+        """See Backend; results of lost processes are never delivered."""
+        return 0
+
+    def replace(self, places: Collection[Place]) -> Replacement:
+        """See Backend; the new processes take some time to start."""
+        done = Future[None]()
+        for place in places:
+            self._lost(self._ranks[place])
+            self._ranks[place].is_alive = False
+            self._ranks[place] = self._new_rank(place, SingleRank())
+            self.epochs[place] += 1
+        self._at(self.now() + self._chance.uniform(0.1, 5.0), lambda: done.set_result(None))
+        return Replacement([*places], done)
 
     def close(self) -> None:
         """See Backend."""

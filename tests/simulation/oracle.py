@@ -72,6 +72,9 @@ def problems(run: Path, scenario: Scenario, *, is_fresher: bool = False, may_los
     return found
 
 
+LEFT = "the phase ended"
+
+
 def lost_steps(run: Path) -> set[int]:
     """Return the steps whose rollouts the run itself recorded as lost."""
     return {each["step"] for each in _lines(run, "digests.jsonl") if each.get("lost")}
@@ -128,14 +131,20 @@ def _problems(run: Path, scenario: Scenario, is_fresher: bool, may_lose: bool) -
 
 
 def _lost_or_doubled(run: Path, scenario: Scenario) -> Iterator[str]:
-    """Every group that the stream gave belongs to one step, with all of its rows."""
+    """Every group that the stream gave belongs to one step, with all of its rows.
+
+    Where late groups are dropped, the last step may leave some, and the run says so.
+    """
     rows = _rows(run)
+    left = {tuple(each["group"]) for each in _lines(run, "given_up.jsonl") if LEFT in each["reason"]}
     known = {*range(1, scenario.steps + 1)} - lost_steps(run)
     if {*rows} != known:
         yield f"rollouts of the steps {[*rows]}"
-    wanted = order_of_prompts(scenario.steps * scenario.groups)
+    wanted = order_of_prompts(scenario.steps * scenario.groups + len(left))
     counts = Counter(row.id for each in rows.values() for row in each)
-    expected = {(*group, sample) for group in wanted for sample in range(scenario.samples)}
+    expected = {
+        (*group, sample) for group in wanted for sample in range(scenario.samples) if group not in left
+    }
     doubled = sorted(row for row, times in counts.items() if times > 1)
     if doubled:
         yield f"{len(doubled)} rows are trained twice: {doubled[:3]}"

@@ -241,7 +241,7 @@ class Reward:
 def sampler(site: Site, mesh: Mesh, rows: int) -> Sampler:
     """Return Rillflow's sampler around the arithmetic engine."""
     whole = model(Numbers())
-    weights = ReceivedWeights(whole, mesh=mesh, ranks=site.ranks)
+    weights = ReceivedWeights(whole, mesh=mesh, ranks=site.ranks, rank=site.place.rank)
     return Sampler(
         weights, model=whole, rollout=RolloutConfig(max_rows=rows), seed=0, engine=cast(Any, Engine)
     )

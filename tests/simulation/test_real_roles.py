@@ -49,7 +49,12 @@ class Launches(Tiny):
         self.backend: SimulatedBackend
 
     def start(
-        self, name: str, kind: str, seed: object, fault: Callable[[Timeline], None] | None = None
+        self,
+        name: str,
+        kind: str,
+        seed: object,
+        fault: Callable[[Timeline], None] | None = None,
+        restarts: int = 0,
     ) -> None:
         """Start a run, or resume it; the fault strikes at a random event, if the run gets there."""
         chance = Random(str(seed))
@@ -60,7 +65,8 @@ class Launches(Tiny):
             self.backend = SimulatedBackend(timeline, deadline_s)
             return self.backend
 
-        loaded = load_recipe(self.recipe, [f"run.dir={self.folder / name}", *SETTINGS[kind]])
+        settings = [f"run.dir={self.folder / name}", f"run.restarts={restarts}", *SETTINGS[kind]]
+        loaded = load_recipe(self.recipe, settings)
         try:
             launch(loaded.recipe, loaded.base, quiet=True, given=Given(backend=own))
         finally:
@@ -103,6 +109,14 @@ def test_a_rank_that_dies_takes_no_step_of_the_trainer_along(runs: Launches, poo
     runs.start(name, "in order", 1)
     runs.assert_same_weights("in order", name)  # the metrics of the dead rank are lost
     assert [line["step"] for line in runs.lines(name)] == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("kind", ["in order", "ahead"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_trainer_that_dies_is_started_again_by_the_run(runs: Launches, kind: str, seed: int) -> None:
+    name = f"again {kind} {seed}"
+    runs.start(name, kind, seed, runs.kill("main"), restarts=1)
+    runs.assert_same(kind, name)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

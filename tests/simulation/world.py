@@ -8,7 +8,7 @@ transfer of weights. The roles of ``roles.py`` stand in for models.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, cast
 
 from rillflow.controller.admission import CapacityBound, StalenessBound
-from rillflow.controller.async_rollout import AsyncRollout
+from rillflow.controller.async_rollout import LEFT, AsyncRollout
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
@@ -25,11 +25,12 @@ from rillflow.controller.loop import Cadence, Loop
 from rillflow.controller.open_step import Phase
 from rillflow.controller.source import DataStream, GroupSampling, Source
 from rillflow.controller.step_executor import StepExecutor
+from rillflow.controller.streamed_stages import streamed_stages
 from rillflow.controller.weight_sync import WeightSync
 from rillflow.formulas import seeing
 from rillflow.formulas.advantages import group_advantages
 from rillflow.placement.mesh import Mesh
-from rillflow.records.batch import Batch, load_batch, row_ids
+from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import HELD_OUT_EPOCH, RowId
 from rillflow.roles.sampler import Sampler
@@ -38,9 +39,10 @@ from rillflow.runs.progress import Progress
 from rillflow.runs.reader import Evaluation
 from rillflow.runs.run_directory import RunDirectory
 from rillflow.tasks.prompts import PromptStream, StreamPosition
-from rillflow.workers.backend import Pool
+from rillflow.workers.backend import Pool, Replacement
 from rillflow.workers.endpoint import endpoints_of
 from rillflow.workers.group import Group
+from rillflow.workers.pending import Pending, Replies
 from tests.simulation.backend import SimulatedBackend
 from tests.simulation.disk import FakeDisk
 from tests.simulation.roles import Factory, Passes, Policy, Reward, sampler
@@ -173,8 +175,9 @@ class World:
         )
         state: dict[str, Any] = dict(kept.state) if kept else {"done": 0, "version": 0}
         loop.version = state["version"]
-        position = StreamPosition(**state["stream"]) if kept else StreamPosition()
-        source = self._source(executor, sync, position, kept)
+        place = dict(state["stream"]) if kept else {}
+        left = [(epoch, prompt) for epoch, prompt in place.pop(LEFT, [])]
+        source = self._source(executor, sync, StreamPosition(**place), left, kept)
         staged = StepExecutor(executor, source)
         phase = Phase(
             name="only",
@@ -216,15 +219,22 @@ class World:
         model = kept.model("policy") if kept else None
         counted = Mesh(axes=apart.axes, ranks=tuple(1 + rank for rank in apart.ranks))
         groups["policy"].start(Factory(make=Policy, arguments=(model, kept.state["version"] if kept else 0)))
-        groups["sampler"].start(Factory(make=sampler, arguments=(counted, scenario.rows)))
+        self._sampler = Factory(make=sampler, arguments=(counted, scenario.rows))
+        groups["sampler"].start(self._sampler)
         groups["reward"].start(Factory(make=Reward))
         executor = GroupExecutor(groups, backend)
         sync = WeightSync(executor, DEADLINE_S)
-        sync.begin(is_ahead=scenario.freshness > 0)
+        ready = scenario.is_ready_first
+        sync.begin(is_ahead=scenario.freshness > 0, keeps_initial=ready)
         return executor, sync
 
     def _source(
-        self, executor: GroupExecutor, sync: WeightSync, position: StreamPosition, kept: Checkpoint | None
+        self,
+        executor: GroupExecutor,
+        sync: WeightSync,
+        position: StreamPosition,
+        left: Sequence[tuple[int, int]],
+        kept: Checkpoint | None,
     ) -> Source:
         scenario = self.scenario
         prompts = PromptStream(range(PROMPTS), seed=SEED, position=position)
@@ -234,7 +244,6 @@ class World:
                 executor,
                 data,
                 sync=sync,
-                is_ahead=scenario.freshness > 0,
                 chunks=scenario.chunks,
                 kept=kept.sampled if kept else lambda _: (),
             )
@@ -255,12 +264,33 @@ class World:
                 sampling=None,
                 replicas=executor.groups["sampler"].mesh.groups("tp"),
                 deadline_s=DEADLINE_S,
+                restarts=2,
+                restart=partial(self._restart, executor, sync),
             ),
             step_groups=scenario.groups,
             parts=scenario.publishes,
+            chunks=1,
             most_rows=scenario.rows,
-            again=load_batch(kept.prompts) if kept is not None and kept.prompts.is_file() else None,
+            streamed=streamed_stages(
+                {"reward.score": [(["policy.generate"], {})]},
+                executor,
+                changing=["policy"],
+                most=(scenario.freshness + 1) * scenario.groups,
+                step_rows=scenario.groups * scenario.samples,
+            ),
+            again=batch(left) if left else None,
         )
+
+    def _restart(
+        self, executor: GroupExecutor, sync: WeightSync, ranks: Sequence[int]
+    ) -> Iterator[Replacement | Replies | Pending]:
+        """Replace ranks of the sampler, as ``RoleGroups.restart_sampler`` does."""
+        group = executor.groups["sampler"]
+        yield self.backend.replace([group.places[rank] for rank in ranks])
+        yield (made := group.begin_restart(ranks, self._sampler))
+        made.read(DEADLINE_S)
+        yield (connected := sync.connect(ranks))
+        connected.wait(DEADLINE_S)
 
     def _evaluated(self, executor: GroupExecutor) -> Sequence[Evaluation]:
         """Evaluate two held-out prompts."""
