@@ -222,6 +222,8 @@ class AsyncRollout(Source):
             others = self._closed(close)
             if done():
                 return
+            if others is None:
+                continue
             head = self._decisions.head
             if head is None:
                 self._decide()
@@ -259,23 +261,25 @@ class AsyncRollout(Source):
             for group in complete:
                 self._rule.complete(group)
 
-    def _closed(self, close: Callable[[], Sequence[Pending] | None]) -> Sequence[Pending]:
-        """Have steps that are done closed; return the results that the next one waits for."""
+    def _closed(self, close: Callable[[], Sequence[Pending] | None]) -> Sequence[Pending] | None:
+        """Have steps that are done closed; return the results that the next one waits for.
+
+        A replay closes one at a time, and none before the run did; None if it closed one.
+        """
         head = self._decisions.head
         if head is None:
             while (others := close()) is None:
                 pass
             return others
         names = ("deliver", "beside") if self._is_forming else ("deliver", "beside", "form")
-        return (close() or ()) if head[0] in names else ()  # else the run delivered nothing before
+        return close() if head[0] in names else ()
 
     def _ready(self, form: Callable[[], list[GroupInFlight]]) -> Batch:
         """Return the prompts of the groups that ``form`` returns, once it returns some."""
         flight, taken = self._flight, self._formed_by(form)
         size = -(-len(taken) // self._parts)
-        parts = [flight.by_replica(taken[first : first + size]) for first in range(0, len(taken), size)]
-        prompts = concatenate([flight.table.prompt(each.id) for part in parts for of in part for each in of])
-        chunks = [flight.gathered(part) for part in parts]
+        prompts = concatenate([flight.table.prompt(each.id) for each in taken])
+        chunks = [flight.gathered(taken[first : first + size]) for first in range(0, len(taken), size)]
         made = dict[str, Pending]()
         for stage in flight.table.stages:
             results, worked = [each[stage] for each in chunks], flight.worked(stage)
@@ -299,7 +303,7 @@ class AsyncRollout(Source):
         def form() -> None:
             size = sizes.pop(0)
             taken = self._formed_by(lambda: self._rule.more(size))
-            chunk = flight.gathered(flight.by_replica(taken))
+            chunk = flight.gathered(taken)
             for stage, result in to_come.items():
                 result.chunks.append(chunk[stage])
                 worked[stage] += flight.worked(stage)

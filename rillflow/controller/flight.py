@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rillflow.controller.decisions import Decisions
 from rillflow.controller.executor import GroupExecutor, GroupPart
@@ -30,9 +31,8 @@ from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.records.batch import Batch
 from rillflow.roles.sampler import GroupId
 from rillflow.workers.backend import RankDied
-from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending
-from rillflow.workers.values import Facts, Lie
+from rillflow.workers.values import Facts, Lie, shares
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -275,23 +275,20 @@ class Flight:
             self.table.done(TRAIN, group.id)
             del self.groups[group.id], self.complete[group.id]
 
-    def by_replica(self, groups: Sequence[GroupInFlight]) -> list[list[GroupInFlight]]:
-        """Return groups in the order of the replicas that sampled them, so that their rows need not move."""
-        here = ([each for each in groups if each.replica is replica] for replica in self.replicas)
-        return [each for each in here if each]
+    def gathered(self, groups: Sequence[GroupInFlight]) -> Mapping[str, Pending]:
+        """Return the results of every stage for groups of a step, on the ranks that train them.
 
-    def gathered(self, part: Sequence[Sequence[GroupInFlight]]) -> Mapping[str, Pending]:
-        """Return the results of every stage for groups of a step, which ``by_replica`` has ordered."""
-        places, lie = self._executor.groups[SAMPLER].places, Lie.new(is_whole=True)
-        live = [each for each in self.replicas if each.is_live] or self.replicas
+        A replica that dies afterwards takes nothing of the step along.
+        """
+        policy, lie = self._executor.groups["policy"], Lie.new(is_even=True, is_whole=True)
+        places = policy.takes("update") if "update" in policy.endpoints else policy.places[:1]
+        sizes = [size for size in shares(len(groups), len(places)) if size]
+        parts = [groups[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
         found = {}
         for stage in self.table.stages:
             held = [
-                GroupPart(
-                    place=places[(of if (of := groups[0].replica).is_live else live[0]).ranks[0]],
-                    rows={each.id: self.table.result(stage, each.id) for each in groups},
-                )
-                for groups in part
+                GroupPart(place=place, rows={each.id: self.table.result(stage, each.id) for each in part})
+                for place, part in zip(places, parts, strict=False)
             ]
             found[stage] = self._executor.gathered(stage, held, lie)
         return found
