@@ -1,4 +1,4 @@
-"""Oracle: is what a run directory tells a correct run? It reads the files itself and uses no code under test.
+"""Oracle: is what a run directory tells a correct run? It reads the files with code of its own.
 
 metrics, evaluations     every step once, in order; every due evaluation once
 rollouts, given_up       every group of the stream in exactly one step, whole; no token older than the bound
