@@ -1,7 +1,7 @@
 """Replay: re-run recorded steps of a run in a temporary run directory, and compare every value.
 
     RUN ─ checkpoint before the step, settings of that time, kept sources ─> temporary run directory
-            launch, as a resume does ─> steps ─ Comparison ─> equal, or the first difference and its reasons
+            launch, as a resume does ─> steps ─ StepComparison ─> equal, or the first difference
 
 Nothing is written into RUN: the replay links its checkpoint and copies its small files. Every placement gives
 the same bits, so the replay runs in this process by default. A run whose settings changed between its starts
@@ -44,7 +44,7 @@ from rillflow.controller.interrupt import Interruption
 from rillflow.errors import Interrupted, RillflowError, RunDirectoryError, TrainingError
 from rillflow.records.metrics import Metrics
 from rillflow.runs import layout
-from rillflow.runs.comparison import ComparedStep, Comparison, Difference
+from rillflow.runs.comparison import ComparedStep, Difference, StepComparison
 from rillflow.runs.evidence import Evidence
 from rillflow.runs.json_lines import JSON, encode, read_json, read_lines
 from rillflow.runs.reader import read_starts
@@ -220,7 +220,7 @@ class _TemporaryRun:
         self.steps: list[ComparedStep] = []
         """Compared steps."""
         self._data, self._start, self._last, self._say = data, start, last, say
-        self._comparison = Comparison(data.path, data.steps, self.path, last)
+        self._comparison = StepComparison(data.path, data.steps, self.path, last)
         self._pending: _Told | None = None
         self._error: RillflowError | None = None
 

@@ -32,6 +32,7 @@ from rillflow.records.batch import Batch
 from rillflow.roles.sampler import GroupId
 from rillflow.workers.backend import RankDied
 from rillflow.workers.pending import Pending
+from rillflow.workers.restarts import RestartBudget
 from rillflow.workers.values import Facts, Lie, shares
 
 
@@ -80,8 +81,11 @@ class Flight:
         self._executor, self._stream, self._how, self._workers = executor, stream, how, workers
         self.decisions = decisions
         """Decisions of the phase."""
+        budget = RestartBudget(how.restarts)
         self.replicas = [
-            SamplerReplica(executor=executor, sync=sync, how=how, number=number, most_rows=most_rows)
+            SamplerReplica(
+                executor=executor, sync=sync, how=how, number=number, most_rows=most_rows, budget=budget
+            )
             for number in range(len(how.replicas))
         ]
         """Replicas of the sampler."""

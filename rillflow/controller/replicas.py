@@ -27,6 +27,7 @@ from rillflow.roles.sampler import Advanced, GroupId, Sampler
 from rillflow.workers.backend import Place, RankDied
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending
+from rillflow.workers.restarts import RestartBudget
 from rillflow.workers.values import Facts
 
 ADVANCE_S = 0.1
@@ -51,6 +52,8 @@ class SamplerReplica:
     """Number of the replica."""
     most_rows: int
     """Largest number of rows at once."""
+    budget: RestartBudget
+    """Deaths of each rank since a group of its replica was complete."""
     version: int = 0
     """Number of publishes of the phase that the replica has after its submitted calls."""
     rows: int = 0
@@ -73,12 +76,10 @@ class SamplerReplica:
     """Rows of complete groups, on their way to the store."""
     worked: list[Facts] = field(default_factory=list)
     """Times when the replica ran rows since the last step was formed."""
-    restart: Iterator[Awaited] | None = None
+    restart: Iterator[ReplacementStep] | None = None
     """Steps of the replica's replacement; None while it runs."""
-    awaited: Awaited | None = None
+    awaited: ReplacementStep | None = None
     """What the replacement waits for."""
-    deaths: list[RankDied] = field(default_factory=list)
-    """Deaths since a group of the replica was complete."""
 
     @property
     def name(self) -> str:
@@ -186,7 +187,8 @@ class SamplerReplica:
                 return
             rows.wait(self.how.deadline_s)
             del self.collecting[group]
-            self.deaths.clear()
+            for place in self.places:
+                self.budget.succeeded(place)
             yield group, rows
 
     def lose(self, died: RankDied) -> None:
@@ -195,9 +197,9 @@ class SamplerReplica:
         Raises:
             RankDied: it died too often; the error is the first death in a row.
         """
-        self.deaths.append(died)
-        if len(self.deaths) > self.how.restarts or self.how.restart is None:
-            raise self.deaths[0]
+        if self.how.restart is None:
+            raise died
+        self.budget.spend(died)
         self.heard += len(self.asked)
         self.asked.clear()
         self.rows, self.turnover, self.version, self.arriving = 0, 0, -1, ()
@@ -205,7 +207,7 @@ class SamplerReplica:
         self.restart = self.how.restart(self.ranks)
         self.awaited = next(self.restart)
 
-    def _restart(self, restart: Iterator[Awaited]) -> None:
+    def _restart(self, restart: Iterator[ReplacementStep]) -> None:
         """Go on with the replacement as far as it is ready."""
         while self.awaited is not None and self.awaited.is_ready:
             self.awaited = next(restart, None)
@@ -217,7 +219,7 @@ class SamplerReplica:
         self.arriving, self.version = self.sync.install(parcel, self.ranks), version
 
 
-class Awaited(Protocol):
+class ReplacementStep(Protocol):
     """A step of a replacement, which is begun."""
 
     @property

@@ -1,4 +1,4 @@
-"""Comparison: find the first value in which a step of one run differs from the same step of another.
+"""StepComparison: find the first value in which a step of one run differs from the same step of another.
 
     sampled tokens ─> scores ─> advantages ─> skipped updates ─> metrics ─> evaluations ─> Difference
         row by row, token by token       in the order in which a step computes them
@@ -85,8 +85,8 @@ def is_clocked(metric: str) -> bool:
     return metric.split("/")[-2:][0].endswith("_seconds") or metric.startswith("flight/lag/")
 
 
-class Comparison:
-    """Comparison of a recorded run with a replay of it, step by step.
+class StepComparison:
+    """StepComparison of a recorded run with a replay of it, step by step.
 
     Args:
         recorded: the run directory.

@@ -33,6 +33,7 @@ def setting(stack: ExitStack, role: str, **given: Any) -> RoleSetting:
         role=role,
         site=site,
         base=Path(),
+        run=Path(),
         device="cpu",
         threads=1,
         seed=3,

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from rillflow.records.metrics import Mean, Metric
 from rillflow.runs import layout
-from rillflow.runs.comparison import ComparedStep, Comparison, Difference, is_clocked
+from rillflow.runs.comparison import ComparedStep, Difference, StepComparison, is_clocked
 from rillflow.runs.json_lines import encode
 
 ROWS = {
@@ -47,7 +47,7 @@ def compared(
     folder: Path, metrics: dict[str, Metric] = METRICS, line: dict[str, Any] = LINE, last: int = 2
 ) -> ComparedStep:
     steps: Any = {1: {"step": 1, "phase": "grpo", "metrics": line}}
-    return Comparison(folder / "one", steps, folder / "other", last).step(1, "grpo", metrics)
+    return StepComparison(folder / "one", steps, folder / "other", last).step(1, "grpo", metrics)
 
 
 def difference(step: ComparedStep) -> Difference:
