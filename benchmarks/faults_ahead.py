@@ -5,8 +5,8 @@
 HANGS   one of 160 prompts has a reward that never returns; its time limit is 20 times the length of a step
 DIES    one of two sampler replicas on Ray is killed; a new process takes its place while training goes on
 
-Each run trains the same recipe: a small model, additions, 16 prompts with 4 answers a step, two versions
-ahead. Steps are counted after the tenth, from the times in metrics.jsonl.
+Each run trains the same recipe: a small model, additions, 16 prompts with 8 answers a step, two versions
+ahead, two reward processes. Steps are counted after the tenth, from the times in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -44,31 +44,32 @@ size = 160
 held_out = 0
 [policy]
 lr = 1e-4
-model.new = { hidden = 64, layers = 4, heads = 4, kv_heads = 2, context = 48, alphabet = "0123456789+=" }
+model.new = { hidden = 192, layers = 6, heads = 6, kv_heads = 2, context = 80, alphabet = "0123456789+=" }
 [rollout]
-max_rows = 64
-max_tokens = 32
+max_rows = 128
+max_tokens = 64
 [algorithm]
 name = "grpo"
 prompts_per_step = 16
-samples_per_prompt = 4
+samples_per_prompt = 8
 minibatches = 2
 freshness = 2
 async_mode = "ready_first"
 [reward]
 function = "reward.py:reward"
+workers = 2
 """
 REWARD = """
 import pathlib, time
 
 def reward(prompts, completions, **columns):
     hung = pathlib.Path(__file__).with_name("hung")
-    if hung.exists() and len(prompts) == 4:
+    if hung.exists() and len(prompts) == 8:
         if not hung.read_text():
             hung.write_text(prompts[0])
         if hung.read_text() in prompts:
             time.sleep(3600)
-    return [sum(letter < "5" for letter in text) / 16 for text in completions]
+    return [sum(letter < "5" for letter in text) / 32 for text in completions]
 """
 
 
@@ -169,13 +170,13 @@ def wrong(run: Path) -> int:
 
     rows = Counter(tuple(row.row) for step in layout.rollout_files(run) for row in read_rollouts(run, step))
     groups = Counter(row[:2] for row in rows)
-    return sum(count - 1 for count in rows.values()) + sum(4 - count for count in groups.values())
+    return sum(count - 1 for count in rows.values()) + sum(8 - count for count in groups.values())
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=["hangs", "dies"])
     parser.add_argument("--write", type=Path)
