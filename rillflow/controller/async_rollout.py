@@ -198,12 +198,6 @@ class AsyncRollout(Source):
         """See Source; rows in flight are not saved."""
         return []
 
-    @property
-    def left(self) -> Batch | None:
-        """Prompts that were drawn and that no step has trained; None if there are none."""
-        prompts = [*self._flight.table.left.values()]
-        return concatenate(prompts) if prompts else None
-
     def until(self, done: Callable[[], bool]) -> None:
         """Run rows until ``done`` returns True, and close steps meanwhile.
 
@@ -375,7 +369,7 @@ class AsyncRollout(Source):
         able = [each for each in flight.replicas if each.version >= least and each.has_room]
         if not able or len(flight.groups) >= self._owed or self._counted >= self._wanted:
             return False
-        if not flight.table.has_ready(GENERATE):
+        if not flight.table.ready(GENERATE):
             if flight.table.room < self._step_groups:
                 return False
             flight.draw(self._step_groups)

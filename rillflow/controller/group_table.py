@@ -78,10 +78,6 @@ class GroupTable:
         """Return the groups that may be taken for a stage."""
         return {self._groups[number] for number in self._table.ready(stage).tolist()}
 
-    def has_ready(self, stage: str) -> bool:
-        """Return whether a group may be taken for a stage."""
-        return len(self._table.ready(stage)) > 0
-
     def take(
         self, stage: str, count: int, holder: str, only: Sequence[GroupId] | None = None
     ) -> list[GroupId]:

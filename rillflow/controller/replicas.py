@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.source import GroupSampling, add_work
+from rillflow.controller.source import GroupSampling, add_work, collected_each
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.records.batch import Batch, concatenate
 from rillflow.roles.sampler import Advanced, GroupId, Sampler
@@ -171,9 +171,9 @@ class SamplerReplica:
         if not groups:
             return
         first, *others = self.ranks
-        rows = self.executor.deal(SAMPLER, first, len(groups), rows_of_groups, groups)
+        rows = self.executor.deal(SAMPLER, first, len(groups), collected_each, groups)
         if others:  # they ran the same rows
-            self.executor.on_ranks(SAMPLER, others, rows_of_groups, groups)
+            self.executor.on_ranks(SAMPLER, others, collected_each, groups)
         self.collecting |= dict(zip(groups, rows, strict=True))
 
     def collected(self) -> Iterator[tuple[GroupId, Pending]]:
@@ -225,8 +225,3 @@ class ReplacementStep(Protocol):
     @property
     def is_ready(self) -> bool:
         """Whether it has ended, or failed."""
-
-
-def rows_of_groups(sampler: Sampler, groups: Sequence[GroupId]) -> tuple[Batch, ...]:
-    """Return the rows of each group."""
-    return tuple(sampler.collect([group]) for group in groups)

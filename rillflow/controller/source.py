@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.flow import StageResult
@@ -285,3 +285,15 @@ def add_work(worked: list[Facts], more: Sequence[Facts]) -> None:
                 break
         else:
             worked.append(replace(each, rows=0))
+
+
+class Collects(Protocol):
+    """A role that runs groups, and gives each of them up once it is complete."""
+
+    def collect(self, groups: Sequence[GroupId]) -> Batch:
+        """Return the rows of complete groups, and forget them."""
+
+
+def collected_each(role: Collects, groups: Sequence[GroupId]) -> tuple[Batch, ...]:
+    """Return the rows of each of some complete groups."""
+    return tuple(role.collect([group]) for group in groups)

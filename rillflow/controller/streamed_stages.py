@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rillflow.controller.executor import GroupExecutor, GroupPart, arguments_of, rows_of
-from rillflow.controller.source import add_work
-from rillflow.records.batch import Batch
+from rillflow.controller.source import add_work, collected_each
 from rillflow.roles.reward import Reward, Scored
 from rillflow.roles.sampler import GroupId
 from rillflow.workers.group import Group
@@ -183,7 +182,7 @@ class RewardWorker:
         self._asked = None
         made: Scored = asked.read(deadline_s)
         add_work(self.worked, asked.facts(deadline_s))
-        found = self.executor.deal(self.role, self.rank, len(made.complete), scores_of, made.complete)
+        found = self.executor.deal(self.role, self.rank, len(made.complete), collected_each, made.complete)
         done = dict(zip(made.complete, found, strict=True))
         late = [each for each in self._given_up if each in done]
         self._given_up = [each for each in self._given_up if each not in done]
@@ -197,11 +196,6 @@ def score_groups(
 ) -> Scored:
     """Have a reward score the rows of some groups; see ``Reward.advance`` and ``arguments_of``."""
     return reward.advance(rows_of(*rows) if rows else None, given_up, wait_s, window)
-
-
-def scores_of(reward: Reward, groups: Sequence[GroupId]) -> tuple[Batch, ...]:
-    """Return the scores of each group."""
-    return tuple(reward.collect([group]) for group in groups)
 
 
 def streamed_stages(

@@ -327,11 +327,12 @@ def package_at(commit: str) -> Iterator[tuple[str, str]]:
             yield file.partition(":")[2], git.stdout.read(length + 1).decode()
 
 
-def test_the_study_is_not_older_than_half_of_the_package(size: ModuleType) -> None:
+@pytest.mark.xfail(strict=True, reason="a new study is due: it takes hours; then remove this mark")
+def test_the_study_is_not_older_than_a_third_of_the_package(size: ModuleType) -> None:
     """Added and removed lines of code; docstrings, comments and lines that only moved do not count."""
     (commit,) = {line["commit"] for line in lines_of(RESULTS / "mutation.jsonl")}
     then = sum((size.code(text) for _, text in package_at(commit)), Counter[str]())
     texts = (path.read_text("utf-8") for path in files(ROOT))
     now = sum(map(size.code, texts), Counter[str]())
     changed = (then - now).total() + (now - then).total()
-    assert changed < now.total() / 2, "make another study: python benchmarks/mutation --seed NEW"
+    assert changed < now.total() / 3, "make another study: python benchmarks/mutation --seed NEW"

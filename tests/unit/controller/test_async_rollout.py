@@ -24,7 +24,7 @@ from rillflow.controller.source import DataStream, GroupSampling
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.errors import ClusterError, RolloutError
 from rillflow.placement.mesh import Mesh
-from rillflow.records.batch import Batch, row_ids
+from rillflow.records.batch import Batch, concatenate, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
@@ -257,7 +257,7 @@ class Scene:
                     for row, each in zip(rows.row_ids(), versions, strict=True)
                 ]
             )
-        left = self.ready.left
+        left = drawn_and_not_trained(self)
         return Found(found, given_up, left.ids[:, 1].tolist() if left is not None else [], self.drawn)
 
     def _take(self, count: int) -> Batch:
@@ -272,6 +272,11 @@ class Scene:
         if self._publishes:
             self.ready.deliver(PackedWeights(digests=cast(Pending, self.published), buckets=()))
         return None
+
+
+def drawn_and_not_trained(scene: Scene) -> Batch | None:
+    left = [*scene.ready._flight.table.left.values()]
+    return concatenate(left) if left else None
 
 
 def sampler(config: RolloutConfig) -> Sampler:
@@ -307,7 +312,13 @@ def schedules(count: int) -> None:
         check(found, k, groups)
         if scene.steps < 12:
             again = Scene(
-                seed, k, groups, replicas, steps=12 - scene.steps, again=scene.ready.left, rows=rows
+                seed,
+                k,
+                groups,
+                replicas,
+                steps=12 - scene.steps,
+                again=drawn_and_not_trained(scene),
+                rows=rows,
             )
             again.drawn = found.drawn
             after = again.run()
@@ -359,7 +370,7 @@ def test_weights_that_are_never_published_end_in_an_error() -> None:
 def test_a_sampler_that_never_takes_new_weights_is_named() -> None:
     scene = Scene(1, 2, 2, 1)
     scene.backend.stuck = True
-    with pytest.raises(ClusterError, match="has not answered on rank 0 of pool 'answers'"):
+    with pytest.raises(ClusterError, match=r"^policy\.generate has not answered on rank 0 of pool 'answers'"):
         scene.run()
 
 
