@@ -85,7 +85,7 @@ def settings_by_step(
 ) -> list[tuple[Mapping[str, JSON], int]]:
     """Return the configs of the steps after ``start`` in order, each with the last step it applies to.
 
-    A resume of a ready-first run samples groups in flight again, so each start of such a run is a part.
+    A resumed ready-first run samples its groups in flight again. So each start of such a run is one part.
     """
     found: dict[int, Mapping[str, JSON]] = {}
     config: Mapping[str, JSON] = data.config

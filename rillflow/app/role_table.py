@@ -64,7 +64,7 @@ class RoleSpec:
     is_trained: bool = False
     """Whether the role has an optimiser and is in checkpoints."""
     has_replicas: bool = False
-    """Whether its ranks, or the sampler's tp groups, use no collective among each other."""
+    """Whether its ranks are replicas without collectives among them; the sampler's tp groups count as one."""
     joins: Callable[[Recipe], bool] = lambda _: False
     """Whether the role takes part although no step calls it."""
 

@@ -189,7 +189,7 @@ class RoleGroups:
 
     @property
     def may_restart_sampler(self) -> bool:
-        """Whether ranks of the sampler can be replaced alone: no other role is on them."""
+        """Whether the sampler's ranks hold no other role, so that they can be replaced alone."""
         pools = [group.places[0].pool for group in self._groups.values()]
         return pools.count(self._groups[SAMPLER].places[0].pool) == 1 and self.delivery is not None
 

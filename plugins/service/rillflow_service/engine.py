@@ -183,7 +183,7 @@ class ServiceEngine(RowByRow):
         return self._leases.withdraw(row)
 
     def look(self, row: RowId) -> Rollout:
-        """See Engine; never called."""
+        """See Engine; nobody calls it, since ``can`` lacks Capability.LOOK: programs send whole rows."""
         raise NotImplementedError
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -257,7 +257,7 @@ class Scene:
                     for row, each in zip(rows.row_ids(), versions, strict=True)
                 ]
             )
-        left = drawn_and_not_trained(self)
+        left = untrained(self)
         return Found(found, given_up, left.ids[:, 1].tolist() if left is not None else [], self.drawn)
 
     def _take(self, count: int) -> Batch:
@@ -274,7 +274,7 @@ class Scene:
         return None
 
 
-def drawn_and_not_trained(scene: Scene) -> Batch | None:
+def untrained(scene: Scene) -> Batch | None:
     left = [*scene.ready._flight.table.left.values()]
     return concatenate(left) if left else None
 
@@ -317,7 +317,7 @@ def schedules(count: int) -> None:
                 groups,
                 replicas,
                 steps=12 - scene.steps,
-                again=drawn_and_not_trained(scene),
+                again=untrained(scene),
                 rows=rows,
             )
             again.drawn = found.drawn
@@ -370,7 +370,7 @@ def test_weights_that_are_never_published_end_in_an_error() -> None:
 def test_a_sampler_that_never_takes_new_weights_is_named() -> None:
     scene = Scene(1, 2, 2, 1)
     scene.backend.stuck = True
-    with pytest.raises(ClusterError, match=r"^policy\.generate has not answered on rank 0 of pool 'answers'"):
+    with pytest.raises(ClusterError, match=r"sampler\.take has not answered on rank 0 of pool 'answers'"):
         scene.run()
 
 
