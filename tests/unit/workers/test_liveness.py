@@ -68,10 +68,16 @@ def beats() -> Iterator[Heartbeats]:
     made.close()
 
 
+def rank_not_awaited(
+    started: Callable[..., subprocess.Popen[str]], target: HeartbeatTarget, doing: str = "time.sleep(600)"
+) -> subprocess.Popen[str]:
+    return started(RANK, json.dumps({**vars(target), "token": target.token.hex()}), doing)
+
+
 def rank_of(
     started: Callable[..., subprocess.Popen[str]], target: HeartbeatTarget, doing: str = "time.sleep(600)"
 ) -> subprocess.Popen[str]:
-    process = started(RANK, json.dumps({**vars(target), "token": target.token.hex()}), doing)
+    process = rank_not_awaited(started, target, doing)
     assert process.stdout is not None and process.stdout.readline() == "up\n", process.communicate()[1]
     return process
 
@@ -159,7 +165,7 @@ def test_a_late_process_of_a_rank_is_refused_counted_and_ends(
     losses = Queue[RankLost]()
     late, present = (beats.watch(PLACE, losses.put, node="127.0.0.1") for _ in range(2))
     beats.forget(late)
-    process, other = rank_of(started, late), rank_of(started, present)
+    process, other = rank_not_awaited(started, late), rank_of(started, present)
     assert process.wait(BOUND_S) == 1 and beats.refused == 1
     assert other.poll() is None
     beats.forget(present)
