@@ -16,7 +16,7 @@ import uvicorn
 
 from rillflow.serving.server import HOW
 from rillflow_service.access import token_for
-from rillflow_service.app import MAX_WEIGHT_BYTES, Service
+from rillflow_service.app import MAX_WEIGHT_BYTES, StreamsApp
 from rillflow_service.plane import Plane
 from rillflow_service.segments import Memory
 from rillflow_service.store import Store
@@ -62,7 +62,7 @@ def main() -> None:
     plane = Plane(Store(Memory(), capacity_bytes=asked.capacity_bytes), first_lease=first)
     where = {"host": asked.host, "port": asked.port} if asked.host else {"uds": str(asked.folder / "socket")}
     size = asked.weights_bytes
-    app = Service(plane, token=token, folder=asked.folder, max_weight_bytes=size).app()
+    app = StreamsApp(plane, token=token, folder=asked.folder, max_weight_bytes=size).app()
     uvicorn.run(app, **HOW, **where)
 
 

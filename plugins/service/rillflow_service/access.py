@@ -1,42 +1,16 @@
-"""Access: the token of a service, and the error of a request without it.
+"""Access: the token of a service, which every request carries.
 
 An address that other machines reach requires the user's own token file, so that nobody exposes a machine by
-accident. Every request carries the token; an error is JSON with its three sentences.
+accident.
 """
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import secrets
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-
-from rillflow.errors import RillflowError, StreamError
-from rillflow.serving.http_body import Declined
-from rillflow_service.requests import sentences
-
-CLIENT = "x-rillflow-client"
-"""Header with the client's name; the client's leases belong to this name."""
-Operation = Callable[[Request], Any]
-
-
-def client_of(request: Request) -> str:
-    """Return the name that a client gives itself."""
-    name: str = request.headers.get(CLIENT, "client")
-    return name[:64]
-
-
-def announced_bytes(request: Request, most: int) -> int:
-    """Return the announced bytes of a body; the most that it may have if none is announced."""
-    said = request.headers.get("content-length", "")
-    if not said:
-        return most if "transfer-encoding" in request.headers else 0
-    return int(said) if said.isdecimal() and len(said) < 20 else 0
+from rillflow.errors import StreamError
 
 
 def token_for(host: str, token_file: Path | None) -> str:
@@ -67,34 +41,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def guarded(
-    token: str, operation: Operation, refused: Callable[[Request, RillflowError], None] = lambda *_: None
-) -> Operation:
-    """Return the operation for requests with the token; errors become answers.
-
-    Args:
-        token: bearer token of every request.
-        operation: answers a request.
-        refused: called with every error of a request that had the token.
-    """
-
-    async def answered(request: Request) -> Response:
-        said = request.headers.get("authorization", "").removeprefix("Bearer ")
-        try:
-            if not hmac.compare_digest(said.encode(), token.encode()):
-                raise Declined(
-                    401,
-                    "the token is wrong",
-                    fix="send the token of the service's token file as a bearer token",
-                )
-            answer: Response = await operation(request)
-            return answer
-        except RillflowError as error:
-            status = error.status if isinstance(error, Declined) else 422
-            if status != 401:
-                refused(request, error)
-            return JSONResponse(sentences(error), status_code=status)
-
-    return answered

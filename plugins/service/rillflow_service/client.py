@@ -34,10 +34,9 @@ from rillflow.records.ragged import Ragged
 from rillflow.workers.values import balanced_shares
 from rillflow.workers.wire import Arrays, Message, packed
 from rillflow_service.plane import DONE_WAITS_S, SEGMENT
-from rillflow_service.requests import Kind
-from rillflow_service.segments import LENGTHS, ROWS, STORED, gathered, mapped
+from rillflow_service.requests import CELLS, IDS, LENGTHS, ROWS, TOKENS, Kind
+from rillflow_service.segments import STORED, gathered, mapped
 from rillflow_service.server import HOME
-from rillflow_service.session import CELLS, IDS, TOKENS
 from rillflow_service.transport import START_S, Direct, InProcess, Socket, Transport
 
 FETCH_WITHIN_S = 60.0
@@ -287,7 +286,7 @@ class Client:
             if address == self._own and (segments := self._near.segments) is not None:
                 for writer, at in mine.items():
                     numbers = np.unique(cells[writer][1, at]).tolist()
-                    frames[writer] |= {number: mapped(segments, number).arrays for number in numbers}
+                    frames[writer] |= {number: mapped(segments, number) for number in numbers}
                 continue
             arrays = {
                 f"{CELLS}{place}": cells[writer][1:, at].T for place, (writer, at) in enumerate(mine.items())

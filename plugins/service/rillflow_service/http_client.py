@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import StreamError
-from rillflow_service.segments import LENGTHS, ROWS
-from rillflow_service.session import IDS, TOKENS
+from rillflow_service.requests import IDS, LENGTHS, ROWS, TOKENS
 from rillflow_service.tensors import decoded, encoded
 
 FILE_BYTES = 2**28

@@ -176,7 +176,7 @@ class LogprobCheck:
         if client in self._seen and float(drawn) >= self._share:
             return
         self.checked += 1
-        begin, temperature = len(offered.rollout.tokens), offered.sampling.temperature
+        begin, temperature = len(offered.rollout.tokens), offered.temperature
         tokens = [*offered.rollout.tokens, *row.tokens]
         own, below = self._read(tokens, begin, temperature or 1.0)
         self._compare(row, offered, own.cpu())
@@ -203,7 +203,7 @@ class LogprobCheck:
             f"row {row.row} ({offered.rollout.row}) has the log probability {float(given[place]):.6g} at "
             f"position {place}, token {row.tokens[place]}; the run computes {float(own[place]):.6g}",
             why=f"the {which} difference with version {row.version} at temperature "
-            f"{offered.sampling.temperature:g} is {float(gap):.3g}, more than {most:g}",
+            f"{offered.temperature:g} is {float(gap):.3g}, more than {most:g}",
             fix="load the version's weights whole, and put log_softmax(logits / temperature) over the whole "
             "vocabulary; rollout.service.check_tolerance allows for coarser arithmetic",
         )

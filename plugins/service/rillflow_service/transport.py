@@ -12,25 +12,24 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Mapping
-from concurrent.futures import CancelledError
-from contextlib import suppress
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from rillflow.errors import StreamError
 from rillflow.serving.http_body import checked_request
 from rillflow.workers.wire import Arrays, Channel, Message
 from rillflow_service.plane import Plane
-from rillflow_service.requests import Hello, Kind
+from rillflow_service.requests import Hello, Kind, raised
 from rillflow_service.segments import Files, Memory
 from rillflow_service.session import Session
 from rillflow_service.store import Store
 
 START_S = 20.0
+Found = TypeVar("Found")
 SLACK_S = 30.0
 """Seconds after a request's own limit at which a silent server counts as lost."""
 
@@ -99,9 +98,7 @@ class Socket:
                 raise StreamError(
                     f"the data plane does not answer {kind.name.lower()}", why=str(error)
                 ) from None
-        if answer.kind == Kind.ERROR:
-            raise StreamError(answer.says["what"], why=answer.says["why"], fix=answer.says["fix"])
-        return answer
+        return raised(answer)
 
     def close(self) -> None:
         """End the connection."""
@@ -118,8 +115,7 @@ class InProcess:
     def __init__(self, *, capacity_bytes: int) -> None:
         self.plane = Plane(Store(Memory(), capacity_bytes=capacity_bytes))
         """The streams; only the thread may change them."""
-        self.loop = asyncio.new_event_loop()
-        """Event loop of the thread."""
+        self._loop = asyncio.new_event_loop()
         self._numbers = count()
         self._thread = threading.Thread(target=self._run, name="data plane", daemon=True)
         self._thread.start()
@@ -129,26 +125,36 @@ class InProcess:
         checked_request(Hello, {"token": "", "name": name})
         return f"{name}#{next(self._numbers)}"
 
+    def submit(self, work: Coroutine[Any, Any, Found]) -> Future[Found]:
+        """Run something in the thread; its result is cancelled if the plane has ended."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()
+            ended = Future[Found]()
+            ended.cancel()
+            return ended
+
     def close(self) -> None:
         """End the plane; waiting calls get an error."""
         if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:
-        expiring = self.loop.create_task(self.plane.expire())
-        self.loop.run_forever()
-        left = asyncio.all_tasks(self.loop) | {expiring}
+        expiring = self._loop.create_task(self.plane.expire())
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop) | {expiring}
         for task in left:
             task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self.loop.close()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.close()
 
 
 class Direct:
@@ -161,28 +167,19 @@ class Direct:
 
     def __init__(self, home: InProcess, name: str) -> None:
         self.segments: Files | Memory | None = home.plane.store.segments
-        self._loop = home.loop
-        self._session = Session(home.plane, home.holder(name))
+        self._home, self._session = home, Session(home.plane, home.holder(name))
 
     def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
         """Have the plane's thread answer; the answer's arrays are copies."""
-        asked = self._session.answer(Message(kind=kind, says=dict(request), arrays=arrays))
-        ended = StreamError(
-            f"the data plane does not answer {kind.name.lower()}", why="its thread has ended or hangs"
-        )
-        try:
-            found = asyncio.run_coroutine_threadsafe(asked, self._loop)
-        except RuntimeError:
-            asked.close()
-            raise ended from None
+        found = self._home.submit(self._session.answer(Message(kind=kind, says=dict(request), arrays=arrays)))
         try:
             answer = found.result(wait_s + SLACK_S)
         except (CancelledError, TimeoutError):
             found.cancel()
-            raise ended from None
+            what = f"the data plane does not answer {kind.name.lower()}"
+            raise StreamError(what, why="its thread has ended or hangs") from None
         return replace(answer, arrays={name: array.copy() for name, array in answer.arrays.items()})
 
     def close(self) -> None:
         """End the session of the holder."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._session.end)
+        self._home.submit(self._session.end())
