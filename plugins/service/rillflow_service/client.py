@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -31,13 +30,12 @@ from rillflow.data_plane.schema import SOURCE, ColumnType, Schema
 from rillflow.errors import StreamError
 from rillflow.records.batch import Field
 from rillflow.records.ragged import Ragged
-from rillflow.workers.values import balanced_shares
 from rillflow.workers.wire import Arrays, Message, packed
 from rillflow_service.plane import DONE_WAITS_S, SEGMENT
 from rillflow_service.requests import CELLS, IDS, LENGTHS, ROWS, TOKENS, Kind
 from rillflow_service.segments import STORED, gathered, mapped
 from rillflow_service.server import HOME
-from rillflow_service.transport import START_S, Direct, InProcess, Socket, Transport
+from rillflow_service.transport import START_S, InProcess, Socket
 
 FETCH_WITHIN_S = 60.0
 _MAPPINGS = 16
@@ -68,10 +66,6 @@ class Taken:
         index = torch.repeat_interleave(torch.arange(len(self.rows)), self.rows)
         return field.select(index) if isinstance(field, Ragged) else field[index]
 
-    def shares(self, ranks: int) -> tuple[int, ...]:
-        """Return the number of neighbouring groups for each of ``ranks`` ranks, balanced by tokens."""
-        return balanced_shares(self.tokens.tolist(), ranks)
-
 
 class Client:
     """A connection, for one thread at a time.
@@ -91,23 +85,15 @@ class Client:
         self._schemas: dict[str, Schema] = {}
         self._mappings: dict[int, memoryview] = {}
         self._token, self._name = token, name
-        self._fetching: dict[str, Transport] = {}
-        self._tables: Transport
-        """Transport of requests."""
-        self._near: Transport
-        """Transport of written columns; the same unless the machine's store has joined remote tables."""
-        self._own: str | None = ""
-        """Address of the store whose columns this client reads in place."""
+        self._fetching: dict[str, Socket] = {}
         if isinstance(plane, InProcess):
-            self._near = self._tables = Direct(plane, name)
+            self._token = plane.token
         elif plane is not None:
             self._token = _token_of(plane)
-            self._near = self._tables = near = Socket(plane, self._token, name)
-            if near.tables:
-                self._own, self._tables = near.address, Socket(near.tables, self._token, name, near)
-        else:
-            self._own = None
-            self._near = self._tables = Socket(address, token, name)
+        self._near = self._tables = Socket(plane or address, self._token, name)
+        """Connections for written columns and for requests."""
+        if self._near.tables:  # the machine's store has joined remote tables
+            self._tables = Socket(self._near.tables, self._token, name, self._near)
 
     def create(self, stream: str, schema: Schema, *, capacity: int) -> None:
         """Create a stream of at most ``capacity`` groups at once; several clients may create the same one."""
@@ -238,7 +224,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _written(
@@ -283,7 +269,8 @@ class Client:
         frames: list[dict[int, Arrays]] = [{} for _ in names]
         for store, address in found.says["stores"]:
             mine = {writer: at for writer, each in enumerate(cells) if (at := each[0] == store).any()}
-            if address == self._own and (segments := self._near.segments) is not None:
+            is_near = address == (self._near.address if self._near.tables else "")
+            if is_near and (segments := self._near.segments) is not None:
                 for writer, at in mine.items():
                     numbers = np.unique(cells[writer][1, at]).tolist()
                     frames[writer] |= {number: mapped(segments, number) for number in numbers}
@@ -302,7 +289,7 @@ class Client:
             read |= gathered(there, numbers, places, {name: schema.columns[name] for name in its})
         return read
 
-    def _at(self, address: str) -> Transport:
+    def _at(self, address: str) -> Socket:
         if not address:
             return self._tables
         if address not in self._fetching:

@@ -44,6 +44,8 @@ from rillflow_service.store import Store
 HOME = Path("/dev/shm")
 HELLO_WITHIN_S = 10.0
 SKIPPED_BYTES = 2**20
+READ_AHEAD_BYTES = 2**22
+"""Bytes of a connection that are read before they are wanted."""
 _log = logging.getLogger(__name__)
 
 
@@ -162,7 +164,7 @@ class Server:
         """Join this store to the tables of another process; return the task, which ends with them."""
         host, _, port = address.rpartition(":")
         connection = _Connection(
-            self._plane, *await asyncio.open_connection(host, int(port), limit=2**22), self._limits
+            self._plane, *await asyncio.open_connection(host, int(port), limit=READ_AHEAD_BYTES), self._limits
         )
         await connection.ask(Kind.HELLO, {"token": self._token, "name": "store"})
         await connection.ask(Kind.JOIN, {"address": self._address})
@@ -235,9 +237,9 @@ async def _run(folder: Path, asked: argparse.Namespace) -> None:
             tables = await server.join(asked.join)
         tables.add_done_callback(lambda _: ended.set())
     if tcp:
-        await asyncio.start_server(server.serve, sock=tcp, limit=2**22)
+        await asyncio.start_server(server.serve, sock=tcp, limit=READ_AHEAD_BYTES)
         (folder / "address").write_text("{}:{}".format(*tcp.getsockname()[:2]))
-    await asyncio.start_unix_server(server.serve, folder / "socket", limit=2**22)
+    await asyncio.start_unix_server(server.serve, folder / "socket", limit=READ_AHEAD_BYTES)
     sys.stdout.write(f"{folder}\n")
     sys.stdout.flush()
     expiring = asyncio.ensure_future(plane.expire())

@@ -1,73 +1,114 @@
-"""Transport: send a client's requests to a plane, over a socket or by a call in the same process.
+"""Transport: frames from a client to a server, in another process or in a thread of this one.
 
-    Client ── ask(kind, request, arrays) ──> Socket ── frames ──> server ──> Session ──> Plane
-                                         └─> Direct ─ the plane's thread ──> Session ──> Plane
+    Client ── ask(kind, request, arrays) ──> Socket ── frames ──> Server ──> Session ──> Plane
 
-A failed request raises the same error in both. A socket that ends, or a closed call interface, counts as a
-dead holder.
+A socket that ends counts as a dead holder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import threading
-from collections.abc import Coroutine, Mapping
-from concurrent.futures import CancelledError, Future
-from dataclasses import replace
-from itertools import count
+from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self
 
 from rillflow.errors import StreamError
-from rillflow.serving.http_body import checked_request
 from rillflow.workers.wire import Arrays, Channel, Message
 from rillflow_service.plane import Plane
-from rillflow_service.requests import Hello, Kind, raised
+from rillflow_service.requests import Kind, raised
 from rillflow_service.segments import Files, Memory
-from rillflow_service.session import Session
+from rillflow_service.server import READ_AHEAD_BYTES, Server
 from rillflow_service.store import Store
 
 START_S = 20.0
-Found = TypeVar("Found")
 SLACK_S = 30.0
 """Seconds after a request's own limit at which a silent server counts as lost."""
 
 
-class Transport(Protocol):
-    """A connection of one holder to a plane."""
+class InProcess:
+    """A server in a thread of this process, with segments in anonymous memory and no listener.
 
-    segments: Files | Memory | None
-    """Shared memory for columns; None if they travel with the requests."""
+    Args:
+        capacity_bytes: largest total size of all columns.
+    """
 
-    def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
-        """Return the answer to a request that may wait ``wait_s`` seconds.
+    def __init__(self, *, capacity_bytes: int) -> None:
+        self.segments = Memory()
+        """Memory of the columns."""
+        self.token = secrets.token_urlsafe(32)
+        """Token of the clients."""
+        self._plane = Plane(Store(self.segments, capacity_bytes=capacity_bytes))
+        self._server = Server(self._plane, self.token)
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        self._serving: set[Future[None]] = set()
+        self._thread = threading.Thread(target=self._run, name="data plane", daemon=True)
+        self._thread.start()
+
+    def connect(self) -> socket.socket:
+        """Return a connection to the server.
 
         Raises:
-            StreamError: the request failed, or there is no answer.
+            OSError: the server has ended.
         """
+        ours, theirs = socket.socketpair()
+        if not self._thread.is_alive():
+            raise ConnectionRefusedError("its thread has ended")
+        serving = asyncio.run_coroutine_threadsafe(self._serve(theirs), self._loop)
+        self._serving.add(serving)  # an event loop alone does not keep its tasks alive
+        serving.add_done_callback(self._serving.discard)
+        return ours
 
     def close(self) -> None:
-        """End the connection; the holder's groups become ready again."""
+        """End the server; waiting calls get an error."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._live())
+
+    async def _live(self) -> None:
+        expiring = asyncio.ensure_future(self._plane.expire())
+        await self._ended.wait()
+        expiring.cancel()
+
+    async def _serve(self, theirs: socket.socket) -> None:
+        await self._server.serve(*await asyncio.open_unix_connection(sock=theirs, limit=READ_AHEAD_BYTES))
 
 
 class Socket:
-    """Frames to a server's process.
+    """A connection of one holder to a server.
 
     Args:
-        where: folder of a server on this machine, or ``host:port`` of a remote one.
+        where: folder of a server on this machine, a server in this process, or ``host:port`` of a remote one.
         token: token of the server.
         name: name of the client.
         store: connection to the store that columns are written into, if it is another process.
     """
 
-    def __init__(self, where: Path | str, token: str, name: str, store: Socket | None = None) -> None:
+    def __init__(
+        self, where: Path | InProcess | str, token: str, name: str, store: Socket | None = None
+    ) -> None:
         self.segments: Files | Memory | None = None
+        """Shared memory for columns; None if they travel with the requests."""
         self._lock = threading.Lock()
         try:
-            if isinstance(where, Path):
-                self.segments = Files(where / "segments")
-                connected = socket.socket(socket.AF_UNIX)
+            if isinstance(where, InProcess):
+                self.segments, connected = where.segments, where.connect()
+            elif isinstance(where, Path):
+                self.segments, connected = Files(where / "segments"), socket.socket(socket.AF_UNIX)
                 connected.connect(str(where / "socket"))
             else:
                 host, _, port = where.rpartition(":")
@@ -87,7 +128,11 @@ class Socket:
         """Address of the tables, if they are in another process."""
 
     def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
-        """Send a frame, and wait for its answer."""
+        """Return the answer to a request that may wait ``wait_s`` seconds.
+
+        Raises:
+            StreamError: the request failed, or there is no answer.
+        """
         with self._lock:
             try:
                 self._channel.wait_at_most(wait_s + SLACK_S)
@@ -95,91 +140,10 @@ class Socket:
                 answer = self._channel.receive()
             except OSError as error:
                 self._channel.close()
-                raise StreamError(
-                    f"the data plane does not answer {kind.name.lower()}", why=str(error)
-                ) from None
+                what = f"the data plane does not answer {kind.name.lower()}"
+                raise StreamError(what, why=str(error)) from None
         return raised(answer)
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection; the holder's groups become ready again."""
         self._channel.close()
-
-
-class InProcess:
-    """A plane in a thread of this process, with segments in anonymous memory and no listener.
-
-    Args:
-        capacity_bytes: largest total size of all columns.
-    """
-
-    def __init__(self, *, capacity_bytes: int) -> None:
-        self.plane = Plane(Store(Memory(), capacity_bytes=capacity_bytes))
-        """The streams; only the thread may change them."""
-        self._loop = asyncio.new_event_loop()
-        self._numbers = count()
-        self._thread = threading.Thread(target=self._run, name="data plane", daemon=True)
-        self._thread.start()
-
-    def holder(self, name: str) -> str:
-        """Return a unique holder name."""
-        checked_request(Hello, {"token": "", "name": name})
-        return f"{name}#{next(self._numbers)}"
-
-    def submit(self, work: Coroutine[Any, Any, Found]) -> Future[Found]:
-        """Run something in the thread; its result is cancelled if the plane has ended."""
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:
-            work.close()
-            ended = Future[Found]()
-            ended.cancel()
-            return ended
-
-    def close(self) -> None:
-        """End the plane; waiting calls get an error."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        expiring = self._loop.create_task(self.plane.expire())
-        self._loop.run_forever()
-        left = asyncio.all_tasks(self._loop) | {expiring}
-        for task in left:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.close()
-
-
-class Direct:
-    """A session of a plane in this process; the calling thread waits for the plane's thread.
-
-    Args:
-        home: the plane.
-        name: name of the client.
-    """
-
-    def __init__(self, home: InProcess, name: str) -> None:
-        self.segments: Files | Memory | None = home.plane.store.segments
-        self._home, self._session = home, Session(home.plane, home.holder(name))
-
-    def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
-        """Have the plane's thread answer; the answer's arrays are copies."""
-        found = self._home.submit(self._session.answer(Message(kind=kind, says=dict(request), arrays=arrays)))
-        try:
-            answer = found.result(wait_s + SLACK_S)
-        except (CancelledError, TimeoutError):
-            found.cancel()
-            what = f"the data plane does not answer {kind.name.lower()}"
-            raise StreamError(what, why="its thread has ended or hangs") from None
-        return replace(answer, arrays={name: array.copy() for name, array in answer.arrays.items()})
-
-    def close(self) -> None:
-        """End the session of the holder."""
-        self._home.submit(self._session.end())
