@@ -84,16 +84,12 @@ class Client:
     ) -> None:
         self._schemas: dict[str, Schema] = {}
         self._mappings: dict[int, memoryview] = {}
-        self._token, self._name = token, name
+        self._name = name
         self._fetching: dict[str, Socket] = {}
-        if isinstance(plane, InProcess):
-            self._token = plane.token
-        elif plane is not None:
-            self._token = _token_of(plane)
-        self._near = self._tables = Socket(plane or address, self._token, name)
+        self._near = self._tables = Socket(plane or address, token, name)
         """Connections for written columns and for requests."""
         if self._near.tables:  # the machine's store has joined remote tables
-            self._tables = Socket(self._near.tables, self._token, name, self._near)
+            self._tables = Socket(self._near.tables, self._near.token, name, self._near)
 
     def create(self, stream: str, schema: Schema, *, capacity: int) -> None:
         """Create a stream of at most ``capacity`` groups at once; several clients may create the same one."""
@@ -140,16 +136,8 @@ class Client:
         Raises:
             StreamError: there were too few in time; the message names the stages that the stage waits for.
         """
-        request = {
-            "stream": stream,
-            "stage": stage,
-            "count": groups,
-            "least": least,
-            "tokens": tokens,
-            "least_version": least_version,
-            "lease_s": lease_s,
-            "wait_s": wait_s,
-        }
+        limits = {"least": least, "tokens": tokens, "least_version": least_version, "lease_s": lease_s}
+        request = {"stream": stream, "stage": stage, "count": groups, "wait_s": wait_s, **limits}
         found = self._ask(Kind.TAKE, request, wait_s=wait_s)
         if found.says["lease"] is None:
             return None
@@ -264,54 +252,34 @@ class Client:
 
     def _read(self, schema: Schema, found: Message) -> Arrays:
         """Return the columns of a lease: views of shared memory, or copies fetched from remote stores."""
-        names: list[list[str]] = found.says["columns"]
-        cells = [found.arrays[f"{CELLS}{writer}"].T.copy() for writer in range(len(names))]
-        frames: list[dict[int, Arrays]] = [{} for _ in names]
-        for store, address in found.says["stores"]:
-            mine = {writer: at for writer, each in enumerate(cells) if (at := each[0] == store).any()}
-            is_near = address == (self._near.address if self._near.tables else "")
-            if is_near and (segments := self._near.segments) is not None:
-                for writer, at in mine.items():
-                    numbers = np.unique(cells[writer][1, at]).tolist()
-                    frames[writer] |= {number: mapped(segments, number) for number in numbers}
-                continue
-            arrays = {
-                f"{CELLS}{place}": cells[writer][1:, at].T for place, (writer, at) in enumerate(mine.items())
-            }
-            fetched = self._at(address).ask(
-                Kind.FETCH, {"columns": [names[writer] for writer in mine]}, arrays, FETCH_WITHIN_S
-            )
-            for place, (writer, at) in enumerate(mine.items()):
-                frames[writer][-1 - store] = {**fetched.arrays, ROWS: fetched.arrays[f"{ROWS}{place}"]}
-                cells[writer][1:, at] = np.stack([np.full(at.sum(), -1 - store), np.arange(at.sum())])
+        own = self._near.address if self._near.tables else ""
         read: dict[str, NDArray[Any]] = {}
-        for its, (_, numbers, places), there in zip(names, cells, frames, strict=True):
-            read |= gathered(there, numbers, places, {name: schema.columns[name] for name in its})
+        for writer, names in enumerate(found.says["columns"]):
+            stores, numbers, places = found.arrays[f"{CELLS}{writer}"].T.copy()
+            frames: dict[int, Arrays] = {}
+            for store, address in found.says["stores"]:
+                at = stores == store
+                if address == own and (segments := self._near.segments) is not None:
+                    frames |= {number: mapped(segments, number) for number in np.unique(numbers[at]).tolist()}
+                elif at.any():
+                    cells = {CELLS: np.stack([numbers[at], places[at]], axis=1)}
+                    fetched = self._at(address).ask(Kind.FETCH, {"columns": names}, cells, FETCH_WITHIN_S)
+                    frames[-1 - store] = fetched.arrays
+                    numbers[at], places[at] = -1 - store, np.arange(at.sum())
+            read |= gathered(frames, numbers, places, {name: schema.columns[name] for name in names})
         return read
 
     def _at(self, address: str) -> Socket:
         if not address:
             return self._tables
         if address not in self._fetching:
-            self._fetching[address] = Socket(address, self._token, self._name)
+            self._fetching[address] = Socket(address, self._near.token, self._name)
         return self._fetching[address]
 
     def _ask(
         self, kind: Kind, request: Mapping[str, Any], arrays: Arrays | None = None, wait_s: float = 60.0
     ) -> Message:
         return self._tables.ask(kind, request, arrays or {}, wait_s)
-
-
-def _token_of(folder: Path) -> str:
-    """Return the token that the server of a folder wrote."""
-    try:
-        return (folder / "token").read_text()
-    except OSError as error:
-        raise StreamError(
-            f"no data plane serves {folder}",
-            why=str(error),
-            fix="pass the folder that the server printed at its start",
-        ) from error
 
 
 def _given(name: str, numbers: Sequence[int] | Tensor | None) -> dict[str, NDArray[Any]]:

@@ -16,7 +16,7 @@ IDS, ROWS, TOKENS = ".ids", ".rows", ".tokens"
 LENGTHS = ".lengths"
 """Suffix of the lengths of a ragged column: ``x`` comes with ``x.lengths``."""
 CELLS = ".cells"
-"""Prefix of arrays with a writer's cell locations: [N, 3] store, segment, place; to a store [N, 2]."""
+"""Array of a writer's cell locations: ``.cells0``, ... [N, 3] store, segment, place; of a fetch [N, 2]."""
 SEGMENTS = ".segments"
 """Array of the segments in which cells are deleted."""
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -155,9 +155,7 @@ class Publish(_Request):
 class Fetch(_Request):
     """Fetch columns of cells in this process's store."""
 
-    columns: list[list[str]] = Field(
-        max_length=MAX_COLUMNS, description="columns by writer; each writer's cells are one array"
-    )
+    columns: list[str] = Field(max_length=MAX_COLUMNS, description="columns that one writer has written")
 
 
 class Join(_Request):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, TypeAdapter
 
-from rillflow.data_plane.instructions import Ids, Lease
+from rillflow.data_plane.instructions import Lease
 from rillflow.data_plane.schema import Schema
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.http_body import checked_request
@@ -98,7 +98,13 @@ class Session:
             case requests.Look():
                 return plane.status(request.stream), {}
             case requests.Fetch():
-                return {}, self._fetched(request, arrays)
+                cells = arrays.get(CELLS, _NONE)
+                if cells.dtype != np.int64 or cells.ndim != 2 or cells.shape[1] != 2 or not len(cells):
+                    raise StreamError(
+                        f"cells are {cells.dtype} {list(cells.shape)}",
+                        why="they must be int64 [N, 2], N at least 1",
+                    )
+                return {}, plane.store.gathered(request.columns, cells[:, 0], cells[:, 1])
             case requests.Keep():
                 rows = arrays.get(ROWS)
                 held = await plane.store.claim(request.segment, request.holder, request.columns, rows)
@@ -122,16 +128,3 @@ class Session:
         }
         cells = {f"{CELLS}{place}": cells for place, (_, cells) in enumerate(located)}
         return says, {IDS: lease.ids, ROWS: lease.rows, TOKENS: lease.tokens, **cells}
-
-    def _fetched(self, request: requests.Fetch, arrays: Arrays) -> Arrays:
-        found: dict[str, Ids] = {}
-        for place, names in enumerate(request.columns):
-            cells = arrays.get(f"{CELLS}{place}", _NONE)
-            if cells.dtype != np.int64 or cells.ndim != 2 or cells.shape[1] != 2 or not len(cells):
-                raise StreamError(
-                    f"cells are {cells.dtype} {list(cells.shape)}",
-                    why="they must be int64 [N, 2], N at least 1",
-                )
-            its = dict(self._plane.store.gathered(names, cells[:, 0], cells[:, 1]))
-            found |= {f"{ROWS}{place}": its.pop(ROWS), **its}
-        return found

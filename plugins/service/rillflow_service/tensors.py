@@ -16,22 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
+from rillflow.data_plane.schema import DTYPES
 from rillflow.workers.wire import MAX_JSON_BYTES, WireError
 from rillflow_service.segments import STORED
 
-TYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-    "F64": "float64",
-}
-NAMES = {dtype: name for name, dtype in TYPES.items()}
+NAMES = dict(zip(DTYPES, ("BOOL", "U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64"), strict=True))
+"""Names of the types in safetensors, by our own."""
+TYPES = {name: dtype for dtype, name in NAMES.items()}
 REQUEST = "request"
 
 

@@ -93,7 +93,7 @@ class Socket:
 
     Args:
         where: folder of a server on this machine, a server in this process, or ``host:port`` of a remote one.
-        token: token of the server.
+        token: token of a remote server; the others tell it.
         name: name of the client.
         store: connection to the store that columns are written into, if it is another process.
     """
@@ -104,20 +104,24 @@ class Socket:
         self.segments: Files | Memory | None = None
         """Shared memory for columns; None if they travel with the requests."""
         self._lock = threading.Lock()
+        self.token = token
+        """Token of the server."""
         try:
             if isinstance(where, InProcess):
-                self.segments, connected = where.segments, where.connect()
+                self.token, self.segments, connected = where.token, where.segments, where.connect()
             elif isinstance(where, Path):
-                self.segments, connected = Files(where / "segments"), socket.socket(socket.AF_UNIX)
+                self.token, self.segments = (where / "token").read_text(), Files(where / "segments")
+                connected = socket.socket(socket.AF_UNIX)
                 connected.connect(str(where / "socket"))
             else:
                 host, _, port = where.rpartition(":")
                 connected = socket.create_connection((host, int(port)), timeout=START_S)
                 connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, ValueError) as error:
-            raise StreamError(f"no data plane answers at {where}", why=str(error)) from None
+            fix = "pass the folder that the server printed at its start, or host:port"
+            raise StreamError(f"no data plane answers at {where}", why=str(error), fix=fix) from None
         self._channel = Channel(connected)
-        hello = {"token": token, "name": name}
+        hello = {"token": self.token, "name": name}
         hello |= {"store": store.address, "there": store.holder} if store else {}
         says = self.ask(Kind.HELLO, hello, {}, START_S).says
         self.holder: str = says["holder"]

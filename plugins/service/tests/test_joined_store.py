@@ -81,9 +81,9 @@ def test_columns_stay_where_they_were_written_and_are_freed_there() -> None:
         assert lease.says["stores"] == [[both.number, "b:1"]]
         assert lease.arrays[f"{CELLS}0"].tolist() == [[both.number, segment, place] for place in range(3)]
         cells = lease.arrays[f"{CELLS}0"][:, 1:]
-        fetch = Message(kind=Kind.FETCH, says={"columns": [["x"]]}, arrays={f"{CELLS}0": cells})
+        fetch = Message(kind=Kind.FETCH, says={"columns": ["x"]}, arrays={CELLS: cells})
         found = await Session(both.store, "reader").answer(fetch)
-        assert found.arrays["x"].tolist() == [0, 1, 2] and found.arrays[f"{ROWS}0"].tolist() == [1, 1, 1]
+        assert found.arrays["x"].tolist() == [0, 1, 2] and found.arrays[ROWS].tolist() == [1, 1, 1]
         written = await both.put(y=X[3:])
         done = Done(stream="s", lease=lease.says["lease"], segment=written)
         await both.tables.done(done, lease.arrays[IDS], None, "w#1")
