@@ -1,4 +1,4 @@
-"""Access: the token of a service, which every request carries.
+"""Access: the token of a service, which every request carries, and the files that hold it.
 
 An address that other machines reach requires the user's own token file, so that nobody exposes a machine by
 accident.
@@ -20,11 +20,9 @@ def token_for(host: str, token_file: Path | None) -> str:
         StreamError: the address is not loopback and there is no token file, or the token is too short.
     """
     if host and token_file is None and not _is_loopback(host):
-        raise StreamError(
-            f"{host} can be reached from other machines",
-            why="such an address needs a token of your own",
-            fix="add --token-file FILE (in a recipe: rollout.service.token_file)",
-        )
+        why = "such an address needs a token of your own"
+        fix = "add --token-file FILE (in a recipe: rollout.service.token_file)"
+        raise StreamError(f"{host} can be reached from other machines", why=why, fix=fix)
     try:
         token = token_file.read_text().strip() if token_file else secrets.token_urlsafe(32)
     except (OSError, UnicodeDecodeError) as error:
@@ -34,6 +32,15 @@ def token_for(host: str, token_file: Path | None) -> str:
     if len(token) < 16:
         raise StreamError(f"the token has {len(token)} characters", why="a safe token has at least 16")
     return token
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read; a reader finds the whole text or none."""
+    written = path.with_name(f".{path.name}")
+    written.unlink(missing_ok=True)
+    written.touch(mode=0o600, exist_ok=False)
+    written.write_text(text)
+    written.replace(path)
 
 
 def _is_loopback(host: str) -> bool:

@@ -138,12 +138,9 @@ class StreamsApp(HttpApp):
         version = asked.version if isinstance(asked, Begin | Done) else None
         newest = max(self._weights.version, 0)
         if version is not None and not 0 <= version <= newest:
-            raise Declined(
-                422,
-                f"rows of version {version}",
-                why=f"versions 0 to {newest} were published",
-                fix="send the version of the weights that sampled the rows",
-            )
+            why = f"versions 0 to {newest} were published"
+            fix = "send the version of the weights that sampled the rows"
+            raise Declined(422, f"rows of version {version}", why=why, fix=fix)
 
     def _remember(self, asked: BaseModel, client: str) -> None:
         """Keep the open streams in the folder, for a service that starts there again."""

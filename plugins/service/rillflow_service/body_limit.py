@@ -62,9 +62,7 @@ class BodyLimit:
             async with asyncio.timeout(within_s(num_bytes)), self._freed:
                 await self._freed.wait_for(lambda: self.used_bytes + num_bytes <= self.most_bytes)
         except TimeoutError:
-            raise Declined(
-                503,
-                f"no room for a body of {num_bytes} bytes for {within_s(num_bytes):g} s",
-                why=f"other requests have {self.used_bytes} of {self.most_bytes} bytes",
-                fix="send again later, or write less at once",
-            ) from None
+            what = f"no room for a body of {num_bytes} bytes for {within_s(num_bytes):g} s"
+            why = f"other requests have {self.used_bytes} of {self.most_bytes} bytes"
+            fix = "send again later, or write less at once"
+            raise Declined(503, what, why=why, fix=fix) from None

@@ -222,10 +222,8 @@ class Client:
         arrays = {ROWS: np.asarray(rows, dtype=np.int64)}
         for name, field in columns.items():
             if name not in known:
-                raise StreamError(
-                    f"stream {stream} has no column {name!r} for {writer}",
-                    why=f"{writer} writes other columns",
-                )
+                why = f"{writer} writes other columns"
+                raise StreamError(f"stream {stream} has no column {name!r} for {writer}", why=why)
             if isinstance(field, Ragged):
                 arrays[name + LENGTHS] = field.lengths.numpy()
             values = field.values if isinstance(field, Ragged) else field

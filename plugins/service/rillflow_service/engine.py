@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -52,7 +51,7 @@ from rillflow.serving.http_body import Declined
 from rillflow.serving.server import LoopbackServer, bound
 from rillflow.workers.backend import Site
 from rillflow.workers.collectives import Ranks
-from rillflow_service.access import token_for
+from rillflow_service.access import token_for, write_private
 from rillflow_service.engine_app import EngineApp
 from rillflow_service.row_checks import LogprobCheck, RowRules
 from rillflow_service.row_leases import Offered, Proposal, RowLeases
@@ -189,7 +188,9 @@ class ServiceEngine(RowByRow):
         Raises:
             RolloutError: the row is not in the engine.
         """
-        self._require(row)
+        if not self._leases.holds(row):
+            why = "it ended, was taken out, or was never added"
+            raise RolloutError(f"row ({row}) is not in the engine", why=why, fix="add it first")
         return self._leases.withdraw(row)
 
     def look(self, row: RowId) -> Rollout:
@@ -225,14 +226,6 @@ class ServiceEngine(RowByRow):
             return []
         return ended
 
-    def _require(self, row: RowId) -> None:
-        if not self._leases.holds(row):
-            raise RolloutError(
-                f"row ({row}) is not in the engine",
-                why="it ended, was taken out, or was never added",
-                fix="add it first",
-            )
-
     def _silent(self) -> RolloutError:
         now = self._leases.status()
         clients = ", ".join(f"{name} {ago:g} s ago" for name, ago in now["heard_s"].items())
@@ -256,11 +249,7 @@ class ServiceEngine(RowByRow):
         )
         self.url = server.url
         """Base URL of this rank."""
-        written = file.with_name(f".{file.name}")
-        written.unlink(missing_ok=True)
-        with os.fdopen(os.open(written, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
-            json.dump({"url": self.url, "token": token}, opened)
-        written.replace(file)
+        write_private(file, json.dumps({"url": self.url, "token": token}))
         site.stack.callback(self.close)
         _log.warning("rollout.engine service: %s; address and token are in %s", self.url, file)
 

@@ -107,14 +107,11 @@ class Plane:
 
     Args:
         store: store of their columns.
-        clock: returns seconds; only differences matter.
         first_lease: see Table.
     """
 
-    def __init__(
-        self, store: Store, *, clock: Callable[[], float] = time.monotonic, first_lease: int = 1
-    ) -> None:
-        self.store, self._clock, self._first = store, clock, first_lease
+    def __init__(self, store: Store, *, first_lease: int = 1) -> None:
+        self.store, self._first = store, first_lease
         self._streams: dict[str, _Stream] = {}
         self._bells: dict[_Bell, asyncio.Future[None]] = {}
         self._stores: dict[int, Store | RemoteStore] = {OWN: store}
@@ -142,7 +139,7 @@ class Plane:
             return
         writers = [SOURCE, *(stage.name for stage in schema.stages)]
         self._streams[request.stream] = _Stream(
-            table=Table(schema, capacity=request.capacity, now=self._clock(), first_lease=self._first),
+            table=Table(schema, capacity=request.capacity, now=time.monotonic(), first_lease=self._first),
             cells={writer: np.zeros((request.capacity, 3), np.int64) for writer in writers},
             owner=holder.partition("#")[0],
             keys={},
@@ -186,7 +183,7 @@ class Plane:
                 out = table.begin(
                     len(claim.rows),
                     holder=holder,
-                    now=self._clock(),
+                    now=time.monotonic(),
                     rows=claim.rows,
                     tokens=counted,
                     version=request.version,
@@ -202,15 +199,15 @@ class Plane:
                         return each.ids
                 return None
 
-            bell = (request.stream, SOURCE)
-            return await self._until(bell, attempt, request.wait_s, lambda: table.waits(None, self._clock()))
+            bell, waits = (request.stream, SOURCE), lambda: table.waits(None, time.monotonic())
+            return await self._until(bell, attempt, request.wait_s, waits)
 
     async def take(self, request: Take, holder: str) -> Lease | None:
         """Return a lease of ready groups, or None at the end of a closed stream; wait for groups."""
         table = self.table(request.stream)
 
         def attempt() -> Lease | Finished | None:
-            now = self._clock()
+            now = time.monotonic()
             out = table.take(
                 request.stage,
                 request.count,
@@ -224,10 +221,8 @@ class Plane:
             self._obey(request.stream, out)
             return next((each for each in out if isinstance(each, Lease | Finished)), None)
 
-        bell = (request.stream, request.stage)
-        found = await self._until(
-            bell, attempt, request.wait_s, lambda: table.waits(request.stage, self._clock())
-        )
+        bell, waits = (request.stream, request.stage), lambda: table.waits(request.stage, time.monotonic())
+        found = await self._until(bell, attempt, request.wait_s, waits)
         return found if isinstance(found, Lease) else None
 
     def located(self, stream: str, lease: Lease) -> list[tuple[list[str], Ids]]:
@@ -254,7 +249,7 @@ class Plane:
             raise StreamError(f"{holder} reports no groups of lease {request.lease} as done")
         async with self._claimed(stream, lease.stage, request.segment, holder, table.rows(ids)) as claim:
             counted = None if tokens is None else _counted(tokens, len(ids))
-            now, version = self._clock(), request.version
+            now, version = time.monotonic(), request.version
             self._store(claim.store)  # may be lost meanwhile
             out = table.done(request.lease, ids, now=now, tokens=counted, version=version)
             claim.place(ids)
@@ -265,7 +260,7 @@ class Plane:
         table = self.table(request.stream)
         if (lease := table.lease(request.lease, np.zeros(0, np.int64))).holder != holder:
             raise StreamError(f"{holder} cannot return lease {request.lease}", why=f"{lease.holder} holds it")
-        self._obey(request.stream, table.give_back(request.lease, self._clock()))
+        self._obey(request.stream, table.give_back(request.lease, time.monotonic()))
 
     def status(self, stream: str) -> dict[str, Any]:
         """Return counts by stage and the usage of table and store, as JSON."""
@@ -278,7 +273,7 @@ class Plane:
             "is_closed": table.is_closed,
             "dropped": dict(table.dropped),
             "stages": {stage: dict(zip(names, found, strict=True)) for stage, found in counts.items()},
-            "waits": {stage: table.waits(stage, self._clock()) for stage in counts},
+            "waits": {stage: table.waits(stage, time.monotonic()) for stage in counts},
             "used_bytes": self.store.used_bytes,
             "capacity_bytes": self.store.capacity_bytes,
             "stores": [each.address for each in self._stores.values() if each.address],
@@ -287,13 +282,13 @@ class Plane:
 
     def drop(self, request: Drop, ids: Ids) -> None:
         """Remove groups from a stream."""
-        self._obey(request.stream, self.table(request.stream).drop(ids, request.reason, self._clock()))
+        self._obey(request.stream, self.table(request.stream).drop(ids, request.reason, time.monotonic()))
 
     def close(self, stream: str, holder: str) -> None:
         """Close a stream, as the client that created it: no more groups begin."""
         if (owner := self._stream(stream).owner) != holder.partition("#")[0]:
             raise StreamError(f"{holder} cannot close stream {stream!r}", why=f"{owner} created it")
-        self._obey(stream, self.table(stream).close(self._clock()))
+        self._obey(stream, self.table(stream).close(time.monotonic()))
 
     async def give_up(self, holder: str) -> None:
         """Free the reservations of a holder whose put has failed."""
@@ -304,7 +299,7 @@ class Plane:
     async def died(self, holder: str) -> None:
         """Release the leases and remove the reservations of a lost holder."""
         for name, stream in self._streams.items():
-            self._obey(name, stream.table.died(holder, self._clock()))
+            self._obey(name, stream.table.died(holder, time.monotonic()))
         self._homes.pop(holder, None)
         await self.give_up(holder)
         self._ring(_FREED)
@@ -333,7 +328,7 @@ class Plane:
                 for ids in [stream.table.unread(writer)]
             ]
             reason = f"store {gone.address} is gone, with columns of the group"
-            self._obey(name, stream.table.drop(np.concatenate(ids), reason, self._clock()))
+            self._obey(name, stream.table.drop(np.concatenate(ids), reason, time.monotonic()))
 
     async def free(self, store: int, segments: Ids, *, is_unread: bool = True) -> None:
         """Delete a group in each of these segments of a store, unless the store is gone."""
@@ -346,7 +341,7 @@ class Plane:
         while True:
             await asyncio.sleep(EXPIRES_EVERY_S)
             for name, stream in self._streams.items():
-                self._obey(name, stream.table.expire(self._clock()))
+                self._obey(name, stream.table.expire(time.monotonic()))
 
     def _stream(self, name: str) -> _Stream:
         if name not in self._streams:
@@ -419,7 +414,7 @@ class Plane:
     def _oldest(self) -> str:
         if self.table_address:
             return f"the tables at {self.table_address} know their contents"
-        now = self._clock()
+        now = time.monotonic()
         held = [
             f"{name}: {stream.table.holds(now)}"
             for name, stream in self._streams.items()
@@ -432,8 +427,6 @@ def _counted(tokens: Ids | None, groups: int) -> Ids:
     if tokens is None:
         return np.zeros(groups, np.int64)
     if tokens.dtype != np.int64 or tokens.shape != (groups,) or (tokens < 0).any():
-        raise StreamError(
-            f"tokens are {tokens.dtype} {list(tokens.shape)}",
-            why=f"they must be int64 [{groups}], not negative",
-        )
+        why = f"they must be int64 [{groups}], not negative"
+        raise StreamError(f"tokens are {tokens.dtype} {list(tokens.shape)}", why=why)
     return tokens

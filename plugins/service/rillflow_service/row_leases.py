@@ -111,13 +111,10 @@ class RowLeases:
 
     Args:
         ring: called when a waiting taker should look again; from any thread.
-        clock: returns seconds; only differences matter.
     """
 
-    def __init__(
-        self, ring: Callable[[], None] = lambda: None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._ring, self._clock, self._made = ring, clock, clock()
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring, self._made = ring, time.monotonic()
         self._session = secrets.token_hex(4)
         self._table = Table(_SCHEMA, capacity=CAPACITY)
         self._rows: dict[int, Offered] = {}
@@ -285,7 +282,7 @@ class RowLeases:
 
     @property
     def _now(self) -> float:
-        return self._clock() - self._made
+        return time.monotonic() - self._made
 
     def _over(self) -> Declined:
         return Declined(
@@ -327,12 +324,9 @@ class RowLeases:
         except StreamError as error:
             raise Declined(409, error.what.replace("group", "row"), error.why, "take rows again") from None
         if lease.holder != client:
-            raise Declined(
-                409,
-                f"{client} does not hold lease {number}",
-                why=f"{lease.holder} holds it",
-                fix="put rows under the X-Rillflow-Client that took them",
-            )
+            why = f"{lease.holder} holds it"
+            fix = "put rows under the X-Rillflow-Client that took them"
+            raise Declined(409, f"{client} does not hold lease {number}", why=why, fix=fix)
 
     def _obey(self, out: Sequence[Instruction]) -> None:
         """Confirm deletions, which free slots, and wake the takers."""

@@ -129,11 +129,9 @@ def require_linux(system: str) -> None:
         StreamError: the system is not Linux.
     """
     if system != "linux":
-        raise StreamError(
-            f"the data plane does not run on {system}",
-            why="it uses system calls for shared memory that only Linux has",
-            fix="use a Linux machine or container; training with the native engine needs no data plane",
-        )
+        why = "it uses system calls for shared memory that only Linux has"
+        fix = "use a Linux machine or container; training with the native engine needs no data plane"
+        raise StreamError(f"the data plane does not run on {system}", why=why, fix=fix)
 
 
 def _gone(number: int) -> StreamError:
@@ -195,10 +193,8 @@ def checked(arrays: Arrays, columns: Mapping[str, ColumnType], rows: Ids) -> Non
 
 def _check_type(name: str, values: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> None:
     if (values.dtype.name, values.shape) != (dtype, shape):
-        raise StreamError(
-            f"column {name!r} is {values.dtype.name} {list(values.shape)}",
-            why=f"the schema, rows and lengths require {dtype} {list(shape)}",
-        )
+        why = f"the schema, rows and lengths require {dtype} {list(shape)}"
+        raise StreamError(f"column {name!r} is {values.dtype.name} {list(values.shape)}", why=why)
 
 
 def _check_aligned(name: str, other: str, arrays: Arrays) -> None:

@@ -33,6 +33,7 @@ from typing import Any
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.http_body import Declined
 from rillflow.workers.wire import HEAD_BYTES, Message, WireError, head_of, message_of, packed
+from rillflow_service.access import write_private
 from rillflow_service.body_limit import BodyLimit, within_s
 from rillflow_service.plane import Plane
 from rillflow_service.remote_store import RemoteStore
@@ -102,11 +103,9 @@ class _Connection:
         left = num_bytes
         while left:
             left -= len(await self._reader.readexactly(min(left, SKIPPED_BYTES)))
-        raise StreamError(
-            f"a request with {num_bytes} bytes",
-            why=f"the store has {limit.most_bytes}",
-            fix="write less at once",
-        )
+        why = f"the store has {limit.most_bytes}"
+        fix = "write less at once"
+        raise StreamError(f"a request with {num_bytes} bytes", why=why, fix=fix)
 
     async def send(self, message: Message) -> None:
         """Write a frame."""
@@ -220,8 +219,7 @@ class Server:
 async def _run(folder: Path, asked: argparse.Namespace) -> None:
     (folder / "segments").mkdir(mode=0o700)
     token = asked.token_file.read_text().strip() if asked.token_file else secrets.token_urlsafe(32)
-    (folder / "token").touch(mode=0o600)
-    (folder / "token").write_text(token)
+    write_private(folder / "token", token)
     plane = Plane(Store(Files(folder / "segments"), capacity_bytes=asked.capacity_bytes))
     tcp = socket.create_server((asked.host, asked.port)) if asked.host else None
     server = Server(plane, token, "{}:{}".format(*tcp.getsockname()[:2]) if tcp else "")
@@ -285,11 +283,9 @@ def main() -> None:
     asked = parser.parse_args()
     try:
         if asked.join and not (asked.host and asked.token_file):
-            raise StreamError(
-                f"--join {asked.join} without --host and --token-file",
-                why="readers on other machines fetch from this store with the tables' token",
-                fix="add --host ADDRESS --token-file FILE",
-            )
+            why = "readers on other machines fetch from this store with the tables' token"
+            fix = "add --host ADDRESS --token-file FILE"
+            raise StreamError(f"--join {asked.join} without --host and --token-file", why=why, fix=fix)
         with own_folder(asked.home) as folder:
             asyncio.run(_run(folder, asked))
     except (RillflowError, OSError, TimeoutError) as error:

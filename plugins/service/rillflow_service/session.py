@@ -100,10 +100,8 @@ class Session:
             case requests.Fetch():
                 cells = arrays.get(CELLS, _NONE)
                 if cells.dtype != np.int64 or cells.ndim != 2 or cells.shape[1] != 2 or not len(cells):
-                    raise StreamError(
-                        f"cells are {cells.dtype} {list(cells.shape)}",
-                        why="they must be int64 [N, 2], N at least 1",
-                    )
+                    why = "they must be int64 [N, 2], N at least 1"
+                    raise StreamError(f"cells are {cells.dtype} {list(cells.shape)}", why=why)
                 return {}, plane.store.gathered(request.columns, cells[:, 0], cells[:, 1])
             case requests.Keep():
                 rows = arrays.get(ROWS)

@@ -71,11 +71,9 @@ class Store:
         """
         size = _rounded(nbytes)
         if size > self.capacity_bytes:
-            raise StreamError(
-                f"{holder} reserves {nbytes} bytes",
-                why=f"the store has {self.capacity_bytes}",
-                fix="write less at once",
-            )
+            why = f"the store has {self.capacity_bytes}"
+            fix = "write less at once"
+            raise StreamError(f"{holder} reserves {nbytes} bytes", why=why, fix=fix)
         if free := self._free.get(size):
             number = free.pop()
         else:

@@ -69,12 +69,10 @@ class WeightFolder:
         """
         found = self._folder / str(version) / name
         if not _NAME.fullmatch(name) or not found.is_file():
-            raise Declined(
-                410,
-                f"version {version} of the weights has no file {name[:80]!r}",
-                why=f"version {self.version} is the newest; the one before it is kept too",
-                fix="read GET /v1/weights again",
-            )
+            what = f"version {version} of the weights has no file {name[:80]!r}"
+            why = f"version {self.version} is the newest; the one before it is kept too"
+            fix = "read GET /v1/weights again"
+            raise Declined(410, what, why=why, fix=fix)
         return found
 
     def arriving(self, version: int) -> Path:
@@ -92,11 +90,8 @@ class WeightFolder:
         self.require_next(version)
         folder = self.arriving(version)
         if not _NAME.fullmatch(name) or len([*folder.iterdir()]) >= MAX_FILES:
-            raise Declined(
-                422,
-                f"{name[:80]!r} is no file name",
-                why=f"at most {MAX_FILES} files, [A-Za-z0-9_.-]*.safetensors",
-            )
+            why = f"at most {MAX_FILES} files, [A-Za-z0-9_.-]*.safetensors"
+            raise Declined(422, f"{name[:80]!r} is no file name", why=why)
         number = next(self._numbers)
         written = folder / f"{name}.{number}.part"
         self._on_the_way[number] = 0
@@ -132,12 +127,9 @@ class WeightFolder:
         files, weights = [], dict[str, Any]()
         for name in names:
             if not _NAME.fullmatch(name) or not (folder / name).is_file():
-                raise Declined(
-                    422,
-                    f"version {version} has no file {name[:80]!r}",
-                    why="it was not put",
-                    fix=f"PUT /v1/weights/{version}/FILE first",
-                )
+                why = "it was not put"
+                fix = f"PUT /v1/weights/{version}/FILE first"
+                raise Declined(422, f"version {version} has no file {name[:80]!r}", why=why, fix=fix)
             found = _checked(folder / name, version)
             if twice := weights.keys() & found.keys():
                 raise WeightError(f"weight {min(twice)!r} is in two files", why="every weight is in one file")
@@ -161,21 +153,15 @@ class WeightFolder:
                 shutil.rmtree(each, ignore_errors=True)
 
     def _not_next(self, version: int) -> Declined:
-        return Declined(
-            409,
-            f"weights of version {version} are not the next ones",
-            why=f"version {self.version} is published" if self.version >= 0 else "none is published",
-            fix=f"put version {self.version + 1}: a version is the number of publishes, from 0 on",
-        )
+        why = f"version {self.version} is published" if self.version >= 0 else "none is published"
+        fix = f"put version {self.version + 1}: a version is the number of publishes, from 0 on"
+        return Declined(409, f"weights of version {version} are not the next ones", why=why, fix=fix)
 
     def _check_size(self, version: int) -> None:
         if sum(self._on_the_way.values()) + sum(self._arrived.values()) > self._most_bytes:
-            raise Declined(
-                413,
-                f"version {version} has more than {self._most_bytes} bytes",
-                why="that is the limit of this service",
-                fix="raise --weights-bytes",
-            )
+            why = "that is the limit of this service"
+            fix = "raise --weights-bytes"
+            raise Declined(413, f"version {version} has more than {self._most_bytes} bytes", why=why, fix=fix)
 
     def _check_same(self, version: int, weights: Mapping[str, Any]) -> None:
         before = self._manifest.get("types", weights)
@@ -190,10 +176,8 @@ class WeightFolder:
             )
         for name, kind in weights.items():
             if kind != before[name]:
-                raise WeightError(
-                    f"weight {name[:80]!r} is {kind} in version {version}",
-                    why=f"it was {before[name]} before",
-                )
+                why = f"it was {before[name]} before"
+                raise WeightError(f"weight {name[:80]!r} is {kind} in version {version}", why=why)
 
 
 def _checked(path: Path, version: int) -> dict[str, Any]:
@@ -213,10 +197,8 @@ def _checked(path: Path, version: int) -> dict[str, Any]:
                         fix="look at the trainer's last update; in a run: grad_norm, and skips.jsonl",
                     )
     except SafetensorError as error:
-        raise Declined(
-            422,
-            f"{path.name} of version {version} is no safetensors file",
-            why=str(error),
-            fix="put it again",
-        ) from None
+        what = f"{path.name} of version {version} is no safetensors file"
+        why = str(error)
+        fix = "put it again"
+        raise Declined(422, what, why=why, fix=fix) from None
     return found
