@@ -29,6 +29,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from rillflow.runs.durable import replace
 from rillflow.serving.http_body import BODY_WITHIN_S, Declined, body_of, checked_request, json_object
 from rillflow.workers.wire import MAX_BODY_BYTES, MAX_JSON_BYTES, Message
 from rillflow_service.body_limit import BodyLimit
@@ -150,9 +151,7 @@ class StreamsApp(HttpApp):
             del self._created[asked.stream]
         else:
             return
-        written = self._streams.with_suffix(".part")
-        written.write_text(json.dumps(self._created))
-        written.replace(self._streams)
+        replace(self._streams, [json.dumps(self._created).encode()])
 
     async def _receive(self, request: Request) -> Response:
         """Store a file of the next version."""

@@ -101,8 +101,8 @@ class RefusedRow(Declined):
         rule: name of the rule, counted by ``status``.
     """
 
-    def __init__(self, rule: str, what: str, why: str, fix: str = "") -> None:
-        super().__init__(422, what, why, fix)
+    def __init__(self, rule: str, what: str, why: str, fix: str, status: int = 422) -> None:
+        super().__init__(status, what, why, fix)
         self.rule = rule
 
 
@@ -203,7 +203,6 @@ class RowLeases:
     def count(self, error: StreamError, client: str) -> bool:
         """Count a refusal; return whether it is the first by its rule."""
         rule = error.rule if isinstance(error, RefusedRow) else "request"
-        rule = "lease" if isinstance(error, Declined) and error.status == 409 else rule
         with self._changed:
             self.refused[rule] += 1
             self.last_refusal = f"{client}: {error.what}; {error.why}"
@@ -313,7 +312,7 @@ class RowLeases:
         session, _, number = lease.partition(".")
         if session != self._session or not number.isdecimal() or len(number) > 12:
             what = f"there is no lease {lease[:40]!r}"
-            raise Declined(409, what, why="this run gave no such lease", fix="take rows again")
+            raise RefusedRow("lease", what, "this run gave no such lease", "take rows again", 409)
         self._require(int(number), client, rows)
         return int(number)
 
@@ -322,11 +321,12 @@ class RowLeases:
         try:
             lease = self._table.lease(number, np.array(rows, np.int64))
         except StreamError as error:
-            raise Declined(409, error.what.replace("group", "row"), error.why, "take rows again") from None
+            what = error.what.replace("group", "row")
+            raise RefusedRow("lease", what, error.why, "take rows again", 409) from None
         if lease.holder != client:
             why = f"{lease.holder} holds it"
             fix = "put rows under the X-Rillflow-Client that took them"
-            raise Declined(409, f"{client} does not hold lease {number}", why=why, fix=fix)
+            raise RefusedRow("lease", f"{client} does not hold lease {number}", why, fix, 409)
 
     def _obey(self, out: Sequence[Instruction]) -> None:
         """Confirm deletions, which free slots, and wake the takers."""

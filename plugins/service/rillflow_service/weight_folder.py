@@ -24,6 +24,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rillflow.errors import WeightError
+from rillflow.runs.durable import replace
 from rillflow.serving.http_body import Declined
 
 MAX_FILES = 4_096
@@ -143,10 +144,8 @@ class WeightFolder:
         target = self._folder / str(version)
         shutil.rmtree(target, ignore_errors=True)
         folder.replace(target)
-        written = self._folder / f"{_MANIFEST}.part"
         self._manifest = {"version": version, "files": files, "types": weights}
-        written.write_text(json.dumps(self._manifest))
-        written.replace(self._folder / _MANIFEST)
+        replace(self._folder / _MANIFEST, [json.dumps(self._manifest).encode()])
         self._arrived.clear()
         for each in self._folder.iterdir():
             if each.name not in kept:
@@ -167,17 +166,12 @@ class WeightFolder:
         before = self._manifest.get("types", weights)
         if not weights:
             raise WeightError(f"version {version} has no weights", why="its files are empty")
-        for name in sorted(before.keys() ^ weights.keys()):
-            is_new = name in weights
-            raise WeightError(
-                f"version {version} {'has' if is_new else 'lacks'} the weight {name[:80]!r}",
-                why=f"version {self.version} {'does not have it' if is_new else 'has it'}",
-                fix="publish the same weights in every version",
-            )
-        for name, kind in weights.items():
-            if kind != before[name]:
-                why = f"it was {before[name]} before"
-                raise WeightError(f"weight {name[:80]!r} is {kind} in version {version}", why=why)
+        for name in sorted(before.keys() | weights.keys()):
+            own, other = weights.get(name, "missing"), before.get(name, "no such weight")
+            if own != other:
+                what = f"weight {name[:80]!r} of version {version} is {own}"
+                why, fix = f"version {self.version} has {other}", "publish the same weights in every version"
+                raise WeightError(what, why=why, fix=fix)
 
 
 def _checked(path: Path, version: int) -> dict[str, Any]:

@@ -149,8 +149,8 @@ def test_weights_reach_whoever_waits_for_newer_ones_and_never_go_back(folder: Pa
             trainer.put_weights(version, {"w": np.zeros(2, np.float32)})
     for weights, said in (
         ({"w": np.array([1, np.nan], np.float32)}, "weight 'w' of version 2 is not finite"),
-        ({"v": np.zeros(2, np.float32)}, "version 2 has the weight 'v'"),
-        ({"w": np.zeros(3, np.float32)}, "weight 'w' is"),
+        ({"v": np.zeros(2, np.float32)}, "weight 'v' of version 2 is"),
+        ({"w": np.zeros(3, np.float32)}, r"weight 'w' of version 2 is \[.F32., \[3\]\]"),
     ):
         with pytest.raises(StreamError, match=said):
             trainer.put_weights(2, weights)
