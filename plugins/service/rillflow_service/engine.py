@@ -136,7 +136,7 @@ class ServiceEngine(RowByRow):
         files = [shard_file(index, len(names)) for index in range(len(names))]
         for file, held in zip(files, names, strict=True):
             tensors = file_weights(self._module, {name: weights[name].detach().cpu() for name in held})
-            write_tensors(self._weights.arriving(version) / file, tensors)
+            self._weights.arrived[file] = write_tensors(self._weights.arriving(version) / file, tensors)
         self._weights.publish(version, files)
         self._check.begin()
         self._app.ring()

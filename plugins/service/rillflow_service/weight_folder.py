@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -30,8 +31,8 @@ from rillflow.serving.http_body import Declined
 MAX_FILES = 4_096
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
 _MANIFEST, _ARRIVING = "manifest.json", "arriving"
-_LOOK = 2**22
-"""Values that are checked at once for being finite."""
+Digest = dict[str, Any]
+"""``bytes`` and ``sha256`` of a file."""
 
 
 class WeightFolder:
@@ -51,7 +52,8 @@ class WeightFolder:
             self._manifest = json.loads((folder / _MANIFEST).read_text())
         self._numbers = count(1)
         self._on_the_way: dict[int, int] = {}
-        self._arrived: dict[str, int] = {}
+        self.arrived: dict[str, Digest] = {}
+        """Size and hash of each file of the version that is published next."""
 
     @property
     def version(self) -> int:
@@ -95,16 +97,17 @@ class WeightFolder:
             raise Declined(422, f"{name[:80]!r} is no file name", why=why)
         number = next(self._numbers)
         written = folder / f"{name}.{number}.part"
-        self._on_the_way[number] = 0
+        self._on_the_way[number], sha = 0, hashlib.sha256()
         try:
             with written.open("wb") as file:
                 async for part in body:
                     self._on_the_way[number] += len(part)
                     self._check_size(version)
+                    sha.update(part)
                     file.write(part)
             self.require_next(version)  # another client may have published it meanwhile
             written.replace(folder / name)
-            self._arrived[name] = self._on_the_way[number]
+            self.arrived[name] = {"bytes": self._on_the_way[number], "sha256": sha.hexdigest()}
         except FileNotFoundError:  # its folder has just become the published one
             raise self._not_next(version) from None
         finally:
@@ -127,18 +130,15 @@ class WeightFolder:
         folder = self.arriving(version)
         files, weights = [], dict[str, Any]()
         for name in names:
-            if not _NAME.fullmatch(name) or not (folder / name).is_file():
-                why = "it was not put"
+            if name not in self.arrived:
                 fix = f"PUT /v1/weights/{version}/FILE first"
-                raise Declined(422, f"version {version} has no file {name[:80]!r}", why=why, fix=fix)
+                what = f"version {version} has no file {name[:80]!r}"
+                raise Declined(422, what, why="it was not put", fix=fix)
             found = _checked(folder / name, version)
             if twice := weights.keys() & found.keys():
                 raise WeightError(f"weight {min(twice)!r} is in two files", why="every weight is in one file")
             weights |= found
-            with (folder / name).open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            size = (folder / name).stat().st_size
-            files.append({"name": name, "bytes": size, "sha256": sha256, "weights": sorted(found)})
+            files.append({"name": name, **self.arrived[name], "weights": sorted(found)})
         self._check_same(version, weights)
         kept = {str(version), str(self.version), _MANIFEST, _ARRIVING}
         target = self._folder / str(version)
@@ -146,7 +146,7 @@ class WeightFolder:
         folder.replace(target)
         self._manifest = {"version": version, "files": files, "types": weights}
         replace(self._folder / _MANIFEST, [json.dumps(self._manifest).encode()])
-        self._arrived.clear()
+        self.arrived.clear()
         for each in self._folder.iterdir():
             if each.name not in kept:
                 shutil.rmtree(each, ignore_errors=True)
@@ -157,7 +157,8 @@ class WeightFolder:
         return Declined(409, f"weights of version {version} are not the next ones", why=why, fix=fix)
 
     def _check_size(self, version: int) -> None:
-        if sum(self._on_the_way.values()) + sum(self._arrived.values()) > self._most_bytes:
+        arrived = sum(each["bytes"] for each in self.arrived.values())
+        if sum(self._on_the_way.values()) + arrived > self._most_bytes:
             why = "that is the limit of this service"
             fix = "raise --weights-bytes"
             raise Declined(413, f"version {version} has more than {self._most_bytes} bytes", why=why, fix=fix)
@@ -183,8 +184,7 @@ def _checked(path: Path, version: int) -> dict[str, Any]:
                 kind = file.get_slice(name)
                 found[name] = [kind.get_dtype(), kind.get_shape()]
                 weight = file.get_tensor(name)
-                parts = weight.flatten().split(_LOOK) if weight.is_floating_point() else ()
-                if not all(bool(part.double().isfinite().all()) for part in parts):
+                if weight.is_floating_point() and weight.numel() and not _is_finite(weight):
                     raise WeightError(
                         f"weight {name[:80]!r} of version {version} is not finite",
                         why="a program that samples with it returns no usable row",
@@ -196,3 +196,9 @@ def _checked(path: Path, version: int) -> dict[str, Any]:
         fix = "put it again"
         raise Declined(422, what, why=why, fix=fix) from None
     return found
+
+
+def _is_finite(weight: Any) -> bool:
+    """Return whether all values are finite: the least and the largest one are NaN if any value is."""
+    least, most = (weight.float() if weight.itemsize == 1 else weight).aminmax()
+    return math.isfinite(least) and math.isfinite(most)
