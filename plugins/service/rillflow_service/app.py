@@ -56,7 +56,6 @@ from rillflow_service.weight_folder import WeightFolder
 
 MAX_WEIGHT_BYTES = 2**36
 MAX_PUBLISH_BYTES = 2**19
-LONGEST_WAIT_S = 600
 
 
 class StreamsApp(HttpApp):
@@ -69,16 +68,14 @@ class StreamsApp(HttpApp):
         max_weight_bytes: largest size of a version of the weights.
     """
 
+    paths = f"this service speaks v1: {', '.join(OPERATIONS)}, weights"
+    page = "/openapi.json; update a client of another version"
+    longest_wait_s = 600
+
     def __init__(
         self, plane: Plane, *, token: str, folder: Path, max_weight_bytes: int = MAX_WEIGHT_BYTES
     ) -> None:
-        super().__init__(
-            token,
-            WeightFolder(folder / "weights", most_bytes=max_weight_bytes),
-            why=f"this service speaks v1: {', '.join(OPERATIONS)}, weights",
-            fix="read /openapi.json; update a client of another version",
-            longest_wait_s=LONGEST_WAIT_S,
-        )
+        super().__init__(token, WeightFolder(folder / "weights", most_bytes=max_weight_bytes))
         self._plane = plane
         self._numbers = count()
         self._streams = folder / "streams.json"

@@ -35,7 +35,6 @@ MAX_PUT_BYTES = 2**25
 """Largest body of a put; a client puts rows of a lease in several parts."""
 MOST_PUT_BYTES = 2**28
 """Largest total size of the puts that arrive or wait to be checked."""
-LONGEST_WAIT_S = 60
 _log = logging.getLogger(__name__)
 
 
@@ -49,16 +48,14 @@ class EngineApp(HttpApp):
         token: bearer token of every request.
     """
 
+    paths = "the paths are /v1/model, /v1/weights, /v1/rows/take, put, renew, return, and /v1/status"
+    page = "plugins/service/docs/engines.md"
+    longest_wait_s = 60
+
     def __init__(
         self, leases: RowLeases, weights: WeightFolder, *, model: Mapping[str, Any], token: str
     ) -> None:
-        super().__init__(
-            token,
-            weights,
-            why="the paths are /v1/model, /v1/weights, /v1/rows/take, put, renew, return, and /v1/status",
-            fix="read plugins/service/docs/engines.md",
-            longest_wait_s=LONGEST_WAIT_S,
-        )
+        super().__init__(token, weights)
         self._leases, self._model = leases, dict(model)
         self._limit = BodyLimit(MOST_PUT_BYTES)
         self.route("GET", "/v1/model", self._describe)
@@ -89,7 +86,7 @@ class EngineApp(HttpApp):
     async def _take(self, request: Request) -> Response:
         """Lease rows; wait for them."""
         asked, client = checked_request(TakeRows, await _json(request)), client_of(request)
-        wait_s = min(asked.wait_s, LONGEST_WAIT_S)
+        wait_s = min(asked.wait_s, self.longest_wait_s)
         granted = await self.found(lambda: self._leases.take(asked, client), wait_s, request)
         if granted is not None and await request.is_disconnected():
             self._leases.give_back(granted["lease"], client)

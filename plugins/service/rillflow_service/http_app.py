@@ -13,7 +13,7 @@ import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -39,14 +39,17 @@ class HttpApp:
     Args:
         token: bearer token of every request.
         weights: weights to read.
-        why: paths that the application has, for the error of another path.
-        fix: where the paths are described.
-        longest_wait_s: longest wait of a client for newer weights.
     """
 
-    def __init__(self, token: str, weights: WeightFolder, *, why: str, fix: str, longest_wait_s: int) -> None:
-        self._token, self._weights, self._why, self._fix = token, weights, why, fix
-        self._longest_wait_s = longest_wait_s
+    paths: ClassVar[str]
+    """Paths that the application has, for the error of another path."""
+    page: ClassVar[str]
+    """Where the paths are described."""
+    longest_wait_s: ClassVar[int]
+    """Longest wait of a client in seconds."""
+
+    def __init__(self, token: str, weights: WeightFolder) -> None:
+        self._token, self._weights = token, weights
         self._routes: list[Route] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bell = asyncio.Event()
@@ -93,7 +96,7 @@ class HttpApp:
 
     async def _newest_weights(self, request: Request) -> Response:
         newer_than = whole(request, "newer_than", -1)
-        wait_s = min(whole(request, "wait_s", 0), self._longest_wait_s)
+        wait_s = min(whole(request, "wait_s", 0), self.longest_wait_s)
         found = await self.found(lambda: self._weights.manifest(newer_than), wait_s, request)
         return Response(status_code=204) if found is None else JSONResponse(found)
 
@@ -103,7 +106,7 @@ class HttpApp:
 
     async def _refuse(self, request: Request) -> Response:
         what = f"there is no endpoint {request.method} {request.url.path[:80]}"
-        raise Declined(404, what, why=self._why, fix=self._fix)
+        raise Declined(404, what, why=self.paths, fix=f"read {self.page}")
 
     def _guarded(self, operation: Operation) -> Operation:
         """Return the operation for requests with the token; errors become answers."""
