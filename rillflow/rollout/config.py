@@ -155,12 +155,6 @@ class ServiceConfig(Section):
     timeout_s: float = Field(
         600.0, gt=0, description="Longest wait in seconds for the next row before the run stops."
     )
-    hold_s: float = Field(
-        30.0,
-        ge=0,
-        description="Longest time in seconds that the next version of the weights waits for programs that "
-        "read the present one.",
-    )
 
 
 class RolloutConfig(SamplingConfig):

@@ -26,7 +26,7 @@ ADAPTERS = {
     "psutil": (),
     "starlette": (
         *("rillflow/serving/http_body.py", "rillflow/serving/openai_server.py"),
-        *(f"plugins/service/rillflow_service/{name}.py" for name in ("access", "app", "engine_app")),
+        *(f"plugins/service/rillflow_service/{name}.py" for name in ("http_app", "app", "engine_app")),
     ),
     "uvicorn": ("rillflow/serving/server.py", "plugins/service/rillflow_service/__main__.py"),
     "ray": ("rillflow/workers/ray", "rillflow/workers/messages.py"),

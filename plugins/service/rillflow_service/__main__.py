@@ -15,8 +15,8 @@ from pathlib import Path
 import uvicorn
 
 from rillflow.serving.server import HOW
-from rillflow_service.access import token_for
-from rillflow_service.app import MAX_WEIGHT_BYTES, Service
+from rillflow_service.access import token_for, write_private
+from rillflow_service.app import MAX_WEIGHT_BYTES, StreamsApp
 from rillflow_service.plane import Plane
 from rillflow_service.segments import Memory
 from rillflow_service.store import Store
@@ -33,9 +33,7 @@ def listening(folder: Path, host: str, token_file: Path | None) -> str:
     token = token_for(host, token_file)
     if token_file is None and kept.exists():
         token = token_for("", kept)
-    kept.unlink(missing_ok=True)
-    kept.touch(mode=0o600)
-    kept.write_text(token)
+    write_private(kept, token)
     return token
 
 
@@ -62,7 +60,7 @@ def main() -> None:
     plane = Plane(Store(Memory(), capacity_bytes=asked.capacity_bytes), first_lease=first)
     where = {"host": asked.host, "port": asked.port} if asked.host else {"uds": str(asked.folder / "socket")}
     size = asked.weights_bytes
-    app = Service(plane, token=token, folder=asked.folder, max_weight_bytes=size).app()
+    app = StreamsApp(plane, token=token, folder=asked.folder, max_weight_bytes=size).app()
     uvicorn.run(app, **HOW, **where)
 
 

@@ -41,30 +41,21 @@ class BodyLimit:
         Raises:
             Declined: the body is larger than the limit, or no room came free in time.
         """
-        if num_bytes <= SMALL_BYTES:
-            yield
-            return
-        await self._wait(num_bytes)
-        self.used_bytes += num_bytes
+        if num_bytes > self.most_bytes:
+            what = f"a body of {num_bytes} bytes"
+            raise Declined(413, what, why=f"the store has {self.most_bytes}", fix="send less")
+        held = num_bytes if num_bytes > SMALL_BYTES else 0
+        try:
+            async with asyncio.timeout(within_s(num_bytes)), self._freed:
+                await self._freed.wait_for(lambda: not held or self.used_bytes + held <= self.most_bytes)
+        except TimeoutError:
+            what = f"no room for a body of {num_bytes} bytes for {within_s(num_bytes):g} s"
+            why = f"other requests have {self.used_bytes} of {self.most_bytes} bytes"
+            raise Declined(503, what, why=why, fix="send again later, or write less at once") from None
+        self.used_bytes += held
         try:
             yield
         finally:
-            self.used_bytes -= num_bytes
+            self.used_bytes -= held
             async with self._freed:
                 self._freed.notify_all()
-
-    async def _wait(self, num_bytes: int) -> None:
-        if num_bytes > self.most_bytes:
-            raise Declined(
-                413, f"a body of {num_bytes} bytes", why=f"the store has {self.most_bytes}", fix="send less"
-            )
-        try:
-            async with asyncio.timeout(within_s(num_bytes)), self._freed:
-                await self._freed.wait_for(lambda: self.used_bytes + num_bytes <= self.most_bytes)
-        except TimeoutError:
-            raise Declined(
-                503,
-                f"no room for a body of {num_bytes} bytes for {within_s(num_bytes):g} s",
-                why=f"other requests have {self.used_bytes} of {self.most_bytes} bytes",
-                fix="send again later, or write less at once",
-            ) from None

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -31,14 +30,12 @@ from rillflow.data_plane.schema import SOURCE, ColumnType, Schema
 from rillflow.errors import StreamError
 from rillflow.records.batch import Field
 from rillflow.records.ragged import Ragged
-from rillflow.workers.values import balanced_shares
 from rillflow.workers.wire import Arrays, Message, packed
 from rillflow_service.plane import DONE_WAITS_S, SEGMENT
-from rillflow_service.requests import Kind
-from rillflow_service.segments import LENGTHS, ROWS, STORED, gathered, mapped
+from rillflow_service.requests import CELLS, IDS, LENGTHS, ROWS, TOKENS, Kind
+from rillflow_service.segments import STORED, gathered, mapped
 from rillflow_service.server import HOME
-from rillflow_service.session import CELLS, IDS, TOKENS
-from rillflow_service.transport import START_S, Direct, InProcess, Socket, Transport
+from rillflow_service.transport import START_S, InProcess, Socket
 
 FETCH_WITHIN_S = 60.0
 _MAPPINGS = 16
@@ -69,10 +66,6 @@ class Taken:
         index = torch.repeat_interleave(torch.arange(len(self.rows)), self.rows)
         return field.select(index) if isinstance(field, Ragged) else field[index]
 
-    def shares(self, ranks: int) -> tuple[int, ...]:
-        """Return the number of neighbouring groups for each of ``ranks`` ranks, balanced by tokens."""
-        return balanced_shares(self.tokens.tolist(), ranks)
-
 
 class Client:
     """A connection, for one thread at a time.
@@ -91,24 +84,12 @@ class Client:
     ) -> None:
         self._schemas: dict[str, Schema] = {}
         self._mappings: dict[int, memoryview] = {}
-        self._token, self._name = token, name
-        self._fetching: dict[str, Transport] = {}
-        self._tables: Transport
-        """Transport of requests."""
-        self._near: Transport
-        """Transport of written columns; the same unless the machine's store has joined remote tables."""
-        self._own: str | None = ""
-        """Address of the store whose columns this client reads in place."""
-        if isinstance(plane, InProcess):
-            self._near = self._tables = Direct(plane, name)
-        elif plane is not None:
-            self._token = _token_of(plane)
-            self._near = self._tables = near = Socket(plane, self._token, name)
-            if near.tables:
-                self._own, self._tables = near.address, Socket(near.tables, self._token, name, near)
-        else:
-            self._own = None
-            self._near = self._tables = Socket(address, token, name)
+        self._name = name
+        self._fetching: dict[str, Socket] = {}
+        self._near = self._tables = Socket(plane or address, token, name)
+        """Connections for written columns and for requests."""
+        if self._near.tables:  # the machine's store has joined remote tables
+            self._tables = Socket(self._near.tables, self._near.token, name, self._near)
 
     def create(self, stream: str, schema: Schema, *, capacity: int) -> None:
         """Create a stream of at most ``capacity`` groups at once; several clients may create the same one."""
@@ -155,16 +136,8 @@ class Client:
         Raises:
             StreamError: there were too few in time; the message names the stages that the stage waits for.
         """
-        request = {
-            "stream": stream,
-            "stage": stage,
-            "count": groups,
-            "least": least,
-            "tokens": tokens,
-            "least_version": least_version,
-            "lease_s": lease_s,
-            "wait_s": wait_s,
-        }
+        limits = {"least": least, "tokens": tokens, "least_version": least_version, "lease_s": lease_s}
+        request = {"stream": stream, "stage": stage, "count": groups, "wait_s": wait_s, **limits}
         found = self._ask(Kind.TAKE, request, wait_s=wait_s)
         if found.says["lease"] is None:
             return None
@@ -239,7 +212,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _written(
@@ -249,10 +222,8 @@ class Client:
         arrays = {ROWS: np.asarray(rows, dtype=np.int64)}
         for name, field in columns.items():
             if name not in known:
-                raise StreamError(
-                    f"stream {stream} has no column {name!r} for {writer}",
-                    why=f"{writer} writes other columns",
-                )
+                why = f"{writer} writes other columns"
+                raise StreamError(f"stream {stream} has no column {name!r} for {writer}", why=why)
             if isinstance(field, Ragged):
                 arrays[name + LENGTHS] = field.lengths.numpy()
             values = field.values if isinstance(field, Ragged) else field
@@ -279,53 +250,34 @@ class Client:
 
     def _read(self, schema: Schema, found: Message) -> Arrays:
         """Return the columns of a lease: views of shared memory, or copies fetched from remote stores."""
-        names: list[list[str]] = found.says["columns"]
-        cells = [found.arrays[f"{CELLS}{writer}"].T.copy() for writer in range(len(names))]
-        frames: list[dict[int, Arrays]] = [{} for _ in names]
-        for store, address in found.says["stores"]:
-            mine = {writer: at for writer, each in enumerate(cells) if (at := each[0] == store).any()}
-            if address == self._own and (segments := self._near.segments) is not None:
-                for writer, at in mine.items():
-                    numbers = np.unique(cells[writer][1, at]).tolist()
-                    frames[writer] |= {number: mapped(segments, number).arrays for number in numbers}
-                continue
-            arrays = {
-                f"{CELLS}{place}": cells[writer][1:, at].T for place, (writer, at) in enumerate(mine.items())
-            }
-            fetched = self._at(address).ask(
-                Kind.FETCH, {"columns": [names[writer] for writer in mine]}, arrays, FETCH_WITHIN_S
-            )
-            for place, (writer, at) in enumerate(mine.items()):
-                frames[writer][-1 - store] = {**fetched.arrays, ROWS: fetched.arrays[f"{ROWS}{place}"]}
-                cells[writer][1:, at] = np.stack([np.full(at.sum(), -1 - store), np.arange(at.sum())])
+        own = self._near.address if self._near.tables else ""
         read: dict[str, NDArray[Any]] = {}
-        for its, (_, numbers, places), there in zip(names, cells, frames, strict=True):
-            read |= gathered(there, numbers, places, {name: schema.columns[name] for name in its})
+        for writer, names in enumerate(found.says["columns"]):
+            stores, numbers, places = found.arrays[f"{CELLS}{writer}"].T.copy()
+            frames: dict[int, Arrays] = {}
+            for store, address in found.says["stores"]:
+                at = stores == store
+                if address == own and (segments := self._near.segments) is not None:
+                    frames |= {number: mapped(segments, number) for number in np.unique(numbers[at]).tolist()}
+                elif at.any():
+                    cells = {CELLS: np.stack([numbers[at], places[at]], axis=1)}
+                    fetched = self._at(address).ask(Kind.FETCH, {"columns": names}, cells, FETCH_WITHIN_S)
+                    frames[-1 - store] = fetched.arrays
+                    numbers[at], places[at] = -1 - store, np.arange(at.sum())
+            read |= gathered(frames, numbers, places, {name: schema.columns[name] for name in names})
         return read
 
-    def _at(self, address: str) -> Transport:
+    def _at(self, address: str) -> Socket:
         if not address:
             return self._tables
         if address not in self._fetching:
-            self._fetching[address] = Socket(address, self._token, self._name)
+            self._fetching[address] = Socket(address, self._near.token, self._name)
         return self._fetching[address]
 
     def _ask(
         self, kind: Kind, request: Mapping[str, Any], arrays: Arrays | None = None, wait_s: float = 60.0
     ) -> Message:
         return self._tables.ask(kind, request, arrays or {}, wait_s)
-
-
-def _token_of(folder: Path) -> str:
-    """Return the token that the server of a folder wrote."""
-    try:
-        return (folder / "token").read_text()
-    except OSError as error:
-        raise StreamError(
-            f"no data plane serves {folder}",
-            why=str(error),
-            fix="pass the folder that the server printed at its start",
-        ) from error
 
 
 def _given(name: str, numbers: Sequence[int] | Tensor | None) -> dict[str, NDArray[Any]]:

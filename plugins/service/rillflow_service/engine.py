@@ -2,11 +2,11 @@
 
     add ─> RowLeases <─ take, put ─ EngineApp <─ HTTP ─ any program
     step <── rows that were put and checked
-    load ─> PublishedWeights ─ files ─────────────────> any program
+    load ─> WeightFolder ─ files ─────────────────────> any program
 
 Loop (``step``, in the thread of the sampler's rank)
     consumes      puts of clients
-    waits for     a put, at most STEP_S; longer while the weights are read
+    waits for     a put, at most STEP_S
     unblocked by  a put; the caller calls again while rows run
     produces      accepted rows; an answer to every put
     shuts down    healthy: the rank ends, every later request is refused. No accepted row for
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from rillflow.errors import RolloutError, StreamError
+from rillflow.formulas.counter import uniform
 from rillflow.models.architecture import vocabulary_of
-from rillflow.models.model_files import write_settings
+from rillflow.models.model_files import file_weights, shard_file, shards, write_settings, write_tensors
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
@@ -49,12 +51,14 @@ from rillflow.serving.http_body import Declined
 from rillflow.serving.server import LoopbackServer, bound
 from rillflow.workers.backend import Site
 from rillflow.workers.collectives import Ranks
-from rillflow_service.access import token_for
+from rillflow_service.access import token_for, write_private
 from rillflow_service.engine_app import EngineApp
-from rillflow_service.published_weights import PublishedWeights
 from rillflow_service.row_checks import LogprobCheck, RowRules
-from rillflow_service.row_leases import Proposal, RowLeases
+from rillflow_service.row_leases import Offered, Proposal, RowLeases
+from rillflow_service.weight_folder import WeightFolder
 
+SHARD_BYTES = 2**29
+"""Size of a weight file, if no layer is larger."""
 STEP_S = 0.05
 """Longest wait of a step for a put; between two calls of the rank, weights and further rows arrive."""
 _log = logging.getLogger(__name__)
@@ -95,8 +99,12 @@ class ServiceEngine(RowByRow):
         )
         share, tolerance = self._service.check_share, self._service.check_tolerance
         self._check = LogprobCheck(module, share=share, tolerance=tolerance, seed=seed)
-        self._weights = PublishedWeights(module)
-        self._leases = RowLeases(self._ring)
+        file = folder / f"{site.place.pool}-{site.place.rank}.json"
+        site.stack.callback(_remove, file)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        shutil.rmtree(weights := folder / file.stem, ignore_errors=True)  # of a run that was killed
+        self._module, self._weights, self._seed = module, WeightFolder(weights), seed
+        self._leases = RowLeases(lambda: self._app.ring())
         token_file = self._service.token_file
         token = token_for(
             self._service.host, None if token_file is None else base / Path(token_file).expanduser()
@@ -108,9 +116,9 @@ class ServiceEngine(RowByRow):
             "stop_tokens": sorted(stop_tokens),
             "stop": list(config.stop),
         }
-        self._app = EngineApp(self._leases, self._weights, model=about, token=token, seed=seed)
-        self._waited_s, self._held_s = 0.0, 0.0
-        self._listen(site, folder, token)
+        self._app = EngineApp(self._leases, self._weights, model=about, token=token)
+        self._waited_s = 0.0
+        self._listen(site, file, token)
 
     can: ClassVar = frozenset(
         {Capability.GREEDY, Capability.STOP, Capability.ROWS, Capability.PARTS, Capability.SCORE}
@@ -123,19 +131,21 @@ class ServiceEngine(RowByRow):
         return self._leases.has_rows
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """See Engine; the weights are served from their memory. Leased rows may end with older ones."""
-        self._weights.load(version, weights)
+        """See Engine; the weights are written to files. Leased rows may end with older ones."""
+        names = shards({name: each.nbytes for name, each in weights.items()}, SHARD_BYTES)
+        files = [shard_file(index, len(names)) for index in range(len(names))]
+        for file, held in zip(files, names, strict=True):
+            tensors = file_weights(self._module, {name: weights[name].detach().cpu() for name in held})
+            self._weights.arrived[file] = write_tensors(self._weights.arriving(version) / file, tensors)
+        self._weights.publish(version, files)
         self._check.begin()
-        self._held_s = 0.0
-        self._ring()
+        self._app.ring()
 
     def sleep(self) -> None:
-        """See Engine; readers of the weights are cut off."""
-        self._weights.sleep()
+        """See Engine; the engine holds no memory of the rank."""
 
     def wake(self) -> None:
         """See Engine."""
-        self._weights.wake()
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
         """See Engine.
@@ -146,32 +156,31 @@ class ServiceEngine(RowByRow):
         chosen = sampling or self._config
         check_stop(chosen, self._config)
         check_tokens(rollout, self._context, self._vocabulary)
-        most = limit_of(rollout, chosen.max_tokens, self._context) - len(rollout.tokens)
         check_ids([rollout.row] * (1 + self._leases.holds(rollout.row)))
-        self._leases.offer(rollout, chosen, most=most, oldest=self._weights.version)
+        drawn = uniform(self._seed, torch.tensor(rollout.row), torch.tensor(len(rollout.tokens)))
+        offered = Offered(
+            rollout=rollout,
+            temperature=chosen.temperature,
+            most=limit_of(rollout, chosen.max_tokens, self._context) - len(rollout.tokens),
+            oldest=self._weights.version,
+            seed=int(float(drawn) * 2**53),
+        )
+        self._leases.offer(offered)
 
     def step(self) -> list[Rollout]:
-        """See Engine; wait a short time for rows, and longer while somebody reads the weights.
-
-        Weights arrive between two steps. So a step that goes on while rows run and a program reads holds the
-        next version back, for at most ``rollout.service.hold_s`` for each version.
+        """See Engine; wait a short time for rows.
 
         Raises:
             RolloutError: no row was accepted for ``rollout.service.timeout_s`` of waiting.
         """
-        ended: list[Rollout] = []
-        while True:
-            began = time.monotonic()
-            puts = self._leases.proposals(STEP_S)
-            waited_s = time.monotonic() - began
-            accepted = [row for put in puts for row in self._judged(put)]
-            ended += accepted
-            self._waited_s = 0.0 if accepted or not self.has_work else self._waited_s + waited_s
-            if self._waited_s > self._service.timeout_s:
-                raise self._silent()
-            if not (self.has_work and self._weights.is_read and self._held_s < self._service.hold_s):
-                return ended
-            self._held_s += waited_s
+        began = time.monotonic()
+        puts = self._leases.proposals(STEP_S)
+        waited_s = time.monotonic() - began
+        accepted = [row for put in puts for row in self._judged(put)]
+        self._waited_s = 0.0 if accepted or not self.has_work else self._waited_s + waited_s
+        if self._waited_s > self._service.timeout_s:
+            raise self._silent()
+        return accepted
 
     def abort(self, row: RowId) -> Rollout:
         """See Engine; the row is returned as it was added, and a later put of it is refused.
@@ -179,7 +188,9 @@ class ServiceEngine(RowByRow):
         Raises:
             RolloutError: the row is not in the engine.
         """
-        self._require(row)
+        if not self._leases.holds(row):
+            why = "it ended, was taken out, or was never added"
+            raise RolloutError(f"row ({row}) is not in the engine", why=why, fix="add it first")
         return self._leases.withdraw(row)
 
     def look(self, row: RowId) -> Rollout:
@@ -199,14 +210,11 @@ class ServiceEngine(RowByRow):
     def _clear(self) -> None:
         self._leases.clear()
 
-    def _ring(self) -> None:
-        self._app.ring()
-
     def _judged(self, put: Proposal) -> list[Rollout]:
         """Accept or refuse a put; return its rows if they are accepted."""
         ended = []
         try:
-            for row, offered in self._leases.pairs(put):
+            for row, offered in zip(put.rows, self._leases.offers(put), strict=True):
                 logprobs = self._rules.check(row, offered, self._weights.version)
                 if row.version == self._weights.version:
                     self._check.check(row, offered, put.client)
@@ -217,14 +225,6 @@ class ServiceEngine(RowByRow):
             put.answered.set_exception(error)
             return []
         return ended
-
-    def _require(self, row: RowId) -> None:
-        if not self._leases.holds(row):
-            raise RolloutError(
-                f"row ({row}) is not in the engine",
-                why="it ended, was taken out, or was never added",
-                fix="add it first",
-            )
 
     def _silent(self) -> RolloutError:
         now = self._leases.status()
@@ -237,7 +237,7 @@ class ServiceEngine(RowByRow):
             fix=f"start a program that samples at {self.url}, or raise rollout.service.timeout_s",
         )
 
-    def _listen(self, site: Site, folder: Path, token: str) -> None:
+    def _listen(self, site: Site, file: Path, token: str) -> None:
         host, port = self._service.host, self._service.port
         rank = site.place.rank
         if port and port + rank > 65535:
@@ -249,21 +249,15 @@ class ServiceEngine(RowByRow):
         )
         self.url = server.url
         """Base URL of this rank."""
-        file = folder / f"{site.place.pool}-{rank}.json"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        written = folder / f".{file.name}"
-        written.unlink(missing_ok=True)
-        with os.fdopen(os.open(written, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as opened:
-            json.dump({"url": self.url, "token": token}, opened)
-        written.replace(file)
-        site.stack.callback(_remove, file)
+        write_private(file, json.dumps({"url": self.url, "token": token}))
         site.stack.callback(self.close)
         _log.warning("rollout.engine service: %s; address and token are in %s", self.url, file)
 
 
 def _remove(file: Path) -> None:
-    """Remove an address file, and its folder with the last one."""
+    """Remove an address file and the weights beside it, and their folder with the last one."""
     file.unlink(missing_ok=True)
+    shutil.rmtree(file.with_suffix(""), ignore_errors=True)
     with suppress(OSError):
         file.parent.rmdir()
 

@@ -1,4 +1,4 @@
-"""Client: access to the service for another engine's trainer or sampler; standard library and numpy only.
+"""HTTP client: access to the service for another engine's trainer or sampler; it imports no torch.
 
 service = ServiceClient(folder, name="their sampler")
 taken = service.take("rollouts", "sample", 8)
@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.errors import StreamError
-from rillflow_service.segments import LENGTHS, ROWS
-from rillflow_service.session import IDS, TOKENS
+from rillflow_service.requests import IDS, LENGTHS, ROWS, TOKENS
 from rillflow_service.tensors import decoded, encoded
 
 FILE_BYTES = 2**28
@@ -143,11 +142,11 @@ class ServiceClient:
 
     def _ask(self, method: str, path: str, body: bytes) -> bytes:
         connection = HTTPConnection(self._address or "localhost", timeout=700.0)
-        if self._folder is not None:
-            connection.sock = socket.socket(socket.AF_UNIX)
-            connection.sock.connect(str(self._folder / "socket"))
         headers = {"Authorization": f"Bearer {self._token}", "X-Rillflow-Client": self._name}
         try:
+            if self._folder is not None:
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.connect(str(self._folder / "socket"))
             connection.request(method, f"/v1/{path}", body, headers)
             answer = connection.getresponse()
             found = answer.read()
@@ -157,7 +156,7 @@ class ServiceClient:
             connection.close()
         if answer.status >= 400:
             said = json.loads(found) if found[:1] == b"{" else {"what": f"{answer.status} {answer.reason}"}
-            raise StreamError(said["what"], why=said.get("why", ""), fix=said.get("fix", ""))
+            raise StreamError(**said)
         return found
 
 

@@ -1,6 +1,6 @@
 """RemoteStore: the table's handle of a store on another machine, which keeps and deletes columns on request.
 
-    begin, done ─> keep: the store checks that the columns exist ─┐
+    begin, done ─> claim: the store checks the columns ────────────┐
     Delete ──────> delete ────────────────────────────────────────┼─> answers, in the order of requests
     a failed put > give_up ───────────────────────────────────────┘
 
@@ -20,10 +20,8 @@ from rillflow.data_plane.instructions import Ids
 from rillflow.data_plane.schema import ColumnType
 from rillflow.errors import StreamError
 from rillflow.workers.wire import Arrays, Message
-from rillflow_service.requests import Clear, Keep, Kind
-from rillflow_service.segments import ROWS
+from rillflow_service.requests import ROWS, SEGMENTS, Clear, Keep, Kind, raised
 
-SEGMENTS = ".segments"
 ANSWERS_WITHIN_S = 30.0
 
 
@@ -44,7 +42,7 @@ class RemoteStore:
         self._close = close
         self._due: deque[asyncio.Future[Message]] = deque()
 
-    async def keep(
+    async def claim(
         self, segment: int | None, holder: str, columns: Mapping[str, ColumnType], rows: Ids | None
     ) -> Ids:
         """Do the same as ``Store.claim``."""
@@ -82,6 +80,4 @@ class RemoteStore:
             self._close()
             raise StreamError(f"store {self.address} is gone", why="its connection has ended or hangs")
         answer = due.result()
-        if answer.kind == Kind.ERROR:
-            raise StreamError(answer.says["what"], why=answer.says["why"], fix=answer.says["fix"])
-        return answer
+        return raised(answer)

@@ -8,8 +8,17 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rillflow.data_plane.schema import MAX_COLUMNS, ColumnType, StageColumns
-from rillflow.errors import RillflowError
+from rillflow.errors import RillflowError, StreamError
+from rillflow.workers.wire import Message
 
+IDS, ROWS, TOKENS = ".ids", ".rows", ".tokens"
+"""Arrays beside the columns: groups [N], the rows of each, the tokens of each."""
+LENGTHS = ".lengths"
+"""Suffix of the lengths of a ragged column: ``x`` comes with ``x.lengths``."""
+CELLS = ".cells"
+"""Array of a writer's cell locations: ``.cells0``, ... [N, 3] store, segment, place; of a fetch [N, 2]."""
+SEGMENTS = ".segments"
+"""Array of the segments in which cells are deleted."""
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Number = Annotated[int, Field(ge=0, lt=2**53, strict=True)]
 Seconds = Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
@@ -146,9 +155,7 @@ class Publish(_Request):
 class Fetch(_Request):
     """Fetch columns of cells in this process's store."""
 
-    columns: list[list[str]] = Field(
-        max_length=MAX_COLUMNS, description="columns by writer; each writer's cells are one array"
-    )
+    columns: list[str] = Field(max_length=MAX_COLUMNS, description="columns that one writer has written")
 
 
 class Join(_Request):
@@ -206,3 +213,14 @@ REQUESTS = {int(Kind[model.__name__.upper()]): model for model in (*OF_STREAMS, 
 def sentences(error: RillflowError) -> dict[str, str]:
     """Return an error as JSON."""
     return {"what": error.what, "why": error.why, "fix": error.fix}
+
+
+def raised(answer: Message) -> Message:
+    """Return an answer that is no error.
+
+    Raises:
+        StreamError: it is one.
+    """
+    if answer.kind == Kind.ERROR:
+        raise StreamError(**answer.says)
+    return answer

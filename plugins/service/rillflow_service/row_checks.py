@@ -65,20 +65,14 @@ class RowRules:
 
     def _check_tokens(self, row: SampledRow, offered: Offered, name: str) -> None:
         if not 0 < len(row.tokens) <= offered.most:
-            raise RefusedRow(
-                "length",
-                f"{name} has {len(row.tokens)} sampled tokens",
-                why=f"a row has 1 to {offered.most} (max_tokens of the row)",
-                fix="end a row at its max_tokens, and put no prompt tokens",
-            )
+            why = f"a row has 1 to {offered.most} (max_tokens of the row)"
+            fix = "end a row at its max_tokens, and put no prompt tokens"
+            raise RefusedRow("length", f"{name} has {len(row.tokens)} sampled tokens", why=why, fix=fix)
         for place, token in enumerate(row.tokens):
             if not 0 <= token < self._vocabulary:
-                raise RefusedRow(
-                    "tokens",
-                    f"{name} has token {token} at position {place}",
-                    why=f"the model's vocabulary is 0 to {self._vocabulary - 1}",
-                    fix="sample with the model and the tokens of GET /v1/model",
-                )
+                why = f"the model's vocabulary is 0 to {self._vocabulary - 1}"
+                fix = "sample with the model and the tokens of GET /v1/model"
+                raise RefusedRow("tokens", f"{name} has token {token} at position {place}", why=why, fix=fix)
 
     def _check_finish(self, row: SampledRow, offered: Offered, name: str) -> None:
         rollout = offered.rollout
@@ -86,22 +80,18 @@ class RowRules:
         before = own[-self._stops.longest :] if self._stops is not None else []
         for place in range(len(row.tokens) - 1):
             if self._ends(row.tokens, place, before):
-                raise RefusedRow(
-                    "finish",
-                    f"{name} goes on after position {place}, token {row.tokens[place]}",
-                    why="that token ends the row: it is a stop token, or completes a stop text",
-                    fix="end a row at the stop tokens and stop texts of GET /v1/model",
-                )
+                what = f"{name} goes on after position {place}, token {row.tokens[place]}"
+                why = "that token ends the row: it is a stop token, or completes a stop text"
+                fix = "end a row at the stop tokens and stop texts of GET /v1/model"
+                raise RefusedRow("finish", what, why=why, fix=fix)
         is_stopped = self._ends(row.tokens, len(row.tokens) - 1, before)
         expected = "stop" if is_stopped else "length"
         if row.finish != expected or not (is_stopped or len(row.tokens) == offered.most):
             last = f"token {row.tokens[-1]} {'ends' if is_stopped else 'does not end'} a row"
-            raise RefusedRow(
-                "finish",
-                f"{name} has finish {row.finish!r} with {len(row.tokens)} of {offered.most} tokens",
-                why=f"{last}; a row ends at a stop or at its max_tokens",
-                fix="put whole rows, with finish stop if the last token ends the row, else length",
-            )
+            what = f"{name} has finish {row.finish!r} with {len(row.tokens)} of {offered.most} tokens"
+            why = f"{last}; a row ends at a stop or at its max_tokens"
+            fix = "put whole rows, with finish stop if the last token ends the row, else length"
+            raise RefusedRow("finish", what, why=why, fix=fix)
 
     def _ends(self, tokens: Sequence[int], place: int, before: Sequence[int]) -> bool:
         """Return whether the token at ``place`` ends the row, whose earlier turns sampled ``before``."""
@@ -118,28 +108,22 @@ def _checked_logprobs(row: SampledRow, name: str) -> list[float]:
         RefusedRow: there are more or fewer than tokens, or one is not finite or above 0.
     """
     if len(row.logprobs) != len(row.tokens):
-        raise RefusedRow(
-            "aligned",
-            f"{name} has {len(row.logprobs)} log probabilities and {len(row.tokens)} tokens",
-            why="every sampled token has one log probability",
-            fix="put the log probability of each sampled token, and none of the prompt",
-        )
+        what = f"{name} has {len(row.logprobs)} log probabilities and {len(row.tokens)} tokens"
+        why = "every sampled token has one log probability"
+        fix = "put the log probability of each sampled token, and none of the prompt"
+        raise RefusedRow("aligned", what, why=why, fix=fix)
     found = []
     for place, value in enumerate(row.logprobs):
         if value is None or not math.isfinite(value):
-            raise RefusedRow(
-                "finite",
-                f"{name} has the log probability {value} at position {place}, token {row.tokens[place]}",
-                why="a log probability is a finite number (null is what JSON makes of NaN)",
-                fix="check the engine's logits and the digests of the weights",
-            )
+            what = f"{name} has the log probability {value} at position {place}, token {row.tokens[place]}"
+            why = "a log probability is a finite number (null is what JSON makes of NaN)"
+            fix = "check the engine's logits and the digests of the weights"
+            raise RefusedRow("finite", what, why=why, fix=fix)
         if value > ROUNDING:
-            raise RefusedRow(
-                "positive",
-                f"{name} has the log probability {value:g} at position {place}, token {row.tokens[place]}",
-                why="a probability is at most 1, so its logarithm is at most 0",
-                fix="put log_softmax of the logits at the sampled token",
-            )
+            what = f"{name} has the log probability {value:g} at position {place}, token {row.tokens[place]}"
+            why = "a probability is at most 1, so its logarithm is at most 0"
+            fix = "put log_softmax of the logits at the sampled token"
+            raise RefusedRow("positive", what, why=why, fix=fix)
         found.append(min(value, 0.0))
     return found
 
@@ -176,17 +160,15 @@ class LogprobCheck:
         if client in self._seen and float(drawn) >= self._share:
             return
         self.checked += 1
-        begin, temperature = len(offered.rollout.tokens), offered.sampling.temperature
+        begin, temperature = len(offered.rollout.tokens), offered.temperature
         tokens = [*offered.rollout.tokens, *row.tokens]
         own, below = self._read(tokens, begin, temperature or 1.0)
         self._compare(row, offered, own.cpu())
         if temperature == 0 and bool((below > (self._tolerance or _MEAN_GAP)).any()):
-            raise RefusedRow(
-                "logprobs",
-                f"row {row.row} ({offered.rollout.row}) has a token that is not the likeliest",
-                why="temperature 0 takes the likeliest token",
-                fix="take the argmax of the logits for rows of temperature 0",
-            )
+            what = f"row {row.row} ({offered.rollout.row}) has a token that is not the likeliest"
+            why = "temperature 0 takes the likeliest token"
+            fix = "take the argmax of the logits for rows of temperature 0"
+            raise RefusedRow("logprobs", what, why=why, fix=fix)
         self._seen.add(client)
 
     def _compare(self, row: SampledRow, offered: Offered, own: Tensor) -> None:
@@ -203,7 +185,7 @@ class LogprobCheck:
             f"row {row.row} ({offered.rollout.row}) has the log probability {float(given[place]):.6g} at "
             f"position {place}, token {row.tokens[place]}; the run computes {float(own[place]):.6g}",
             why=f"the {which} difference with version {row.version} at temperature "
-            f"{offered.sampling.temperature:g} is {float(gap):.3g}, more than {most:g}",
+            f"{offered.temperature:g} is {float(gap):.3g}, more than {most:g}",
             fix="load the version's weights whole, and put log_softmax(logits / temperature) over the whole "
             "vocabulary; rollout.service.check_tolerance allows for coarser arithmetic",
         )

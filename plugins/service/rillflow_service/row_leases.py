@@ -1,7 +1,7 @@
 """RowLeases: the rows of a run that programs in other processes sample; each is leased, put, and checked.
 
     engine's thread                                                        threads of the server
-    offer ─> waiting ─ slots of the table are free ─> ready <─ take ─ leased to a client
+    offer ─> ready <────────────────────────────────────── take ─ leased to a client
     withdraw ─> dropped: a later put is refused             ^            │ renew, deadline, give back
     proposals <─────────────── put: the lease has its rows ─┴────────────┘
         └─ checked there ─> complete, or refused: the rows stay leased
@@ -28,13 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from rillflow.data_plane.instructions import Begun, Delete, Instruction, Lease
+from rillflow.data_plane.instructions import Delete, Instruction, Lease
 from rillflow.data_plane.schema import ColumnType, Schema, StageColumns
 from rillflow.data_plane.table import Table
 from rillflow.errors import StreamError
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
-from rillflow.rollout.config import SamplingConfig
 from rillflow.serving.http_body import Declined
 from rillflow_service.requests import OfLease, PutRows, SampledRow, TakeRows
 
@@ -43,8 +42,8 @@ _SCHEMA = Schema(
     columns={"prompt": ColumnType(dtype="int64", ragged=True)},
     stages=(StageColumns(name=SAMPLE, reads=("prompt",), order="ready_first"),),
 )
-CAPACITY = 2**16
-"""Rows between the oldest that is not back and the newest that clients may take."""
+CAPACITY = 2**20
+"""Rows between the oldest that is not back and the newest."""
 CLIENTS_REMEMBERED = 256
 
 
@@ -52,26 +51,28 @@ CLIENTS_REMEMBERED = 256
 class Offered:
     """A row that the run wants sampled."""
 
-    number: int
-    """Number of the row in this run."""
     rollout: Rollout
     """The row so far."""
-    sampling: SamplingConfig
-    """Sampling settings."""
+    temperature: float
+    """Temperature of the sampled tokens; 0 takes the likeliest."""
     most: int
     """Largest number of tokens to sample."""
     oldest: int
     """Oldest version of the weights that may sample it: the one that was loaded when the run offered it."""
+    seed: int
+    """Seed of its random numbers, a function of the run's seed and the row."""
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Granted:
-    """Rows that a client has leased."""
-
-    lease: str
-    """Lease, as clients name it."""
-    rows: Sequence[Offered]
-    """The rows."""
+    def told(self, number: int) -> dict[str, Any]:
+        """Return the row as clients see it."""
+        return {
+            "row": number,
+            "id": list(self.rollout.row),
+            "tokens": list(self.rollout.tokens),
+            "max_tokens": self.most,
+            "temperature": self.temperature,
+            "seed": self.seed,
+            "oldest_version": self.oldest,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,12 +81,17 @@ class Proposal:
 
     client: str
     """Name of the client."""
-    number: int
+    lease: int
     """Lease of the rows."""
     rows: Sequence[SampledRow]
     """The rows."""
     answered: Future[None] = field(default_factory=Future)
     """Gets a result when the rows are accepted, or the error that refuses them."""
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the rows."""
+        return [each.row for each in self.rows]
 
 
 class RefusedRow(Declined):
@@ -95,8 +101,8 @@ class RefusedRow(Declined):
         rule: name of the rule, counted by ``status``.
     """
 
-    def __init__(self, rule: str, what: str, why: str, fix: str = "") -> None:
-        super().__init__(422, what, why, fix)
+    def __init__(self, rule: str, what: str, why: str, fix: str, status: int = 422) -> None:
+        super().__init__(status, what, why, fix)
         self.rule = rule
 
 
@@ -105,21 +111,17 @@ class RowLeases:
 
     Args:
         ring: called when a waiting taker should look again; from any thread.
-        clock: returns seconds; only differences matter.
     """
 
-    def __init__(
-        self, ring: Callable[[], None] = lambda: None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._ring, self._clock, self._made = ring, clock, clock()
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring, self._made = ring, time.monotonic()
         self._session = secrets.token_hex(4)
         self._table = Table(_SCHEMA, capacity=CAPACITY)
-        self._waiting = deque[tuple[Rollout, SamplingConfig, int, int]]()
         self._rows: dict[int, Offered] = {}
         self._numbers: dict[RowId, int] = {}
         self._proposed = deque[Proposal]()
         self._changed = Condition()
-        self._clients: dict[str, float] = {}
+        self._heard: dict[str, float] = {}
         self._ended = ""
         self.accepted = 0
         """Number of accepted rows."""
@@ -131,37 +133,40 @@ class RowLeases:
     @property
     def has_rows(self) -> bool:
         """Whether a row is not back."""
-        return bool(self._rows or self._waiting)
+        return bool(self._rows)
 
-    def offer(self, rollout: Rollout, sampling: SamplingConfig, *, most: int, oldest: int) -> None:
-        """Let a client sample a row; see Offered."""
+    def offer(self, offered: Offered) -> None:
+        """Let a client sample a row.
+
+        Raises:
+            StreamError: there are CAPACITY rows.
+        """
         with self._changed:
-            self._waiting.append((rollout, sampling, most, oldest))
-            self._fill()
+            if not self._table.room:
+                raise StreamError(
+                    f"the run offers row ({offered.rollout.row}) beside {len(self._rows)} others",
+                    why=f"at most {CAPACITY} rows lie between the oldest that is not back and the newest",
+                )
+            number = self._table.begun
+            self._table.begin(1, holder="the run", now=self._now)
+            self._numbers[offered.rollout.row], self._rows[number] = number, offered
+        self._ring()
 
     def holds(self, row: RowId) -> bool:
         """Return whether a row is offered and not back."""
-        with self._changed:
-            return row in self._numbers or any(each[0].row == row for each in self._waiting)
+        return row in self._numbers
 
     def withdraw(self, row: RowId) -> Rollout:
         """Take a row back, leased or not, and return it as it was offered."""
         with self._changed:
-            for each in self._waiting:
-                if each[0].row == row:
-                    self._waiting.remove(each)
-                    return each[0]
             number = self._numbers.pop(row)
-            out = self._table.drop(np.array([number]), "the run took the row back", self._now)
-            self._obey(out)
+            self._obey(self._table.drop(np.array([number]), "the run took the row back", self._now))
             return self._rows.pop(number).rollout
 
     def clear(self) -> None:
         """Take every row back."""
-        with self._changed:
-            self._waiting.clear()
-            for row in [*self._numbers]:
-                self.withdraw(row)
+        for row in [*self._numbers]:
+            self.withdraw(row)
 
     def proposals(self, wait_s: float) -> list[Proposal]:
         """Return the puts that came; wait for one."""
@@ -171,42 +176,40 @@ class RowLeases:
             found, self._proposed = [*self._proposed], deque()
             return found
 
-    def pairs(self, put: Proposal) -> list[tuple[SampledRow, Offered]]:
-        """Return put rows with the offered ones.
+    def offers(self, put: Proposal) -> list[Offered]:
+        """Return the rows that a put answers.
 
         Raises:
             Declined: the lease does not have one of them any more.
         """
         with self._changed:
-            self._lease(put.number, put.client, [each.row for each in put.rows])
-            return [(each, self._rows[each.row]) for each in put.rows]
+            self._require(put.lease, put.client, put.numbers)
+            return [self._rows[number] for number in put.numbers]
 
     def complete(self, put: Proposal) -> None:
-        """Accept put rows that ``pairs`` has returned in this turn of the engine's thread.
+        """Accept a put, whose rows have been checked.
 
         Raises:
             Declined: the lease has ended meanwhile.
         """
         with self._changed:
-            numbers = [each.row for each in put.rows]
-            self._lease(put.number, put.client, numbers)
-            self._obey(self._table.done(put.number, np.array(numbers), now=self._now))
-            for number in numbers:
+            self._require(put.lease, put.client, put.numbers)
+            self._obey(self._table.done(put.lease, np.array(put.numbers), now=self._now))
+            for number in put.numbers:
                 del self._numbers[self._rows.pop(number).rollout.row]
-            self.accepted += len(numbers)
+            self.accepted += len(put.rows)
         put.answered.set_result(None)
 
     def count(self, error: StreamError, client: str) -> bool:
         """Count a refusal; return whether it is the first by its rule."""
         rule = error.rule if isinstance(error, RefusedRow) else "request"
-        rule = "lease" if isinstance(error, Declined) and error.status == 409 else rule
         with self._changed:
             self.refused[rule] += 1
             self.last_refusal = f"{client}: {error.what}; {error.why}"
             return self.refused[rule] == 1
 
-    def take(self, request: TakeRows, client: str) -> Granted | None:
-        """Return a lease of rows; None while no row is ready.
+    def take(self, request: TakeRows, client: str) -> dict[str, Any] | None:
+        """Return a lease and its rows, as clients see them; None while no row is ready.
 
         Raises:
             Declined: the run has ended.
@@ -214,24 +217,22 @@ class RowLeases:
         with self._changed:
             self._hear(client)
             now = self._now
-            out = self._table.take(
-                SAMPLE, request.count, holder=client, now=now, deadline=now + request.lease_s
-            )
-            for lease in (each for each in out if isinstance(each, Lease)):
-                rows = [self._rows[number] for number in lease.ids.tolist()]
-                return Granted(lease=f"{self._session}.{lease.number}", rows=rows)
+            until = now + request.lease_s
+            for each in self._table.take(SAMPLE, request.count, holder=client, now=now, deadline=until):
+                if isinstance(each, Lease):
+                    rows = [self._rows[number].told(number) for number in each.ids.tolist()]
+                    return {"lease": f"{self._session}.{each.number}", "rows": rows}
             return None
 
     def propose(self, request: PutRows, client: str) -> Future[None]:
-        """Hand put rows to the engine's thread; return what answers the put.
+        """Hand put rows to the engine's thread; return the future that answers the put.
 
         Raises:
             Declined: the lease does not have one of them.
         """
         with self._changed:
-            self._hear(client)
-            put = Proposal(client=client, number=self._named(request.lease), rows=request.rows)
-            self._lease(put.number, client, [each.row for each in put.rows])
+            lease = self._named(request.lease, client, [each.row for each in request.rows])
+            put = Proposal(client=client, lease=lease, rows=request.rows)
             put.answered.set_running_or_notify_cancel()  # a client that hangs up cancels nothing
             self._proposed.append(put)
             self._changed.notify_all()
@@ -244,10 +245,7 @@ class RowLeases:
             Declined: the lease has ended, or is another client's.
         """
         with self._changed:
-            self._hear(client)
-            number = self._named(request.lease)
-            self._lease(number, client, [])
-            self._table.renew(number, self._now + request.lease_s)
+            self._table.renew(self._named(request.lease, client), self._now + request.lease_s)
 
     def give_back(self, lease: str, client: str) -> None:
         """End a lease; its rows go to other clients.
@@ -256,38 +254,34 @@ class RowLeases:
             Declined: the lease has ended, or is another client's.
         """
         with self._changed:
-            self._hear(client)
-            number = self._named(lease)
-            self._lease(number, client, [])
-            self._obey(self._table.give_back(number, self._now))
+            self._obey(self._table.give_back(self._named(lease, client), self._now))
 
     def status(self) -> dict[str, Any]:
         """Return counts of rows, refusals and clients, as JSON."""
         with self._changed:
             self._expire()
-            _, ready, taken, _ = self._table.counts()[SAMPLE]
+            _, ready, leased, _ = self._table.counts()[SAMPLE]
             now = self._now
             return {
-                "ready": ready + len(self._waiting),
-                "leased": taken,
+                "ready": ready,
+                "leased": leased,
                 "accepted": self.accepted,
                 "refused": dict(self.refused),
                 "last_refusal": self.last_refusal,
-                "heard_s": {name: round(now - at, 1) for name, at in self._clients.items()},
+                "heard_s": {name: round(now - at, 1) for name, at in self._heard.items()},
             }
 
     def close(self, why: str) -> None:
         """Refuse every open put and every later request."""
         with self._changed:
             self._ended = why
-            for put in self._proposed:
-                put.answered.set_exception(self._over())
-            self._proposed.clear()
+            while self._proposed:
+                self._proposed.popleft().answered.set_exception(self._over())
         self._ring()
 
     @property
     def _now(self) -> float:
-        return self._clock() - self._made
+        return time.monotonic() - self._made
 
     def _over(self) -> Declined:
         return Declined(
@@ -295,58 +289,48 @@ class RowLeases:
         )
 
     def _hear(self, client: str) -> None:
+        """Note a request of a client.
+
+        Raises:
+            Declined: the run has ended.
+        """
         if self._ended:
             raise self._over()
-        self._clients.pop(client, None)
-        self._clients[client] = self._now
-        for name in [*self._clients][:-CLIENTS_REMEMBERED]:
-            del self._clients[name]
+        self._heard.pop(client, None)
+        self._heard[client] = self._now
+        for name in [*self._heard][:-CLIENTS_REMEMBERED]:
+            del self._heard[name]
         self._expire()
 
     def _expire(self) -> None:
         if self._table.deadline <= self._now:
             self._obey(self._table.expire(self._now))
 
-    def _named(self, lease: str) -> int:
+    def _named(self, lease: str, client: str, rows: Sequence[int] = ()) -> int:
+        """Return the number of a client's lease, which has these rows."""
+        self._hear(client)
         session, _, number = lease.partition(".")
         if session != self._session or not number.isdecimal() or len(number) > 12:
-            raise Declined(
-                409,
-                f"there is no lease {lease[:40]!r}",
-                why="this run gave no such lease",
-                fix="take rows again",
-            )
+            what = f"there is no lease {lease[:40]!r}"
+            raise RefusedRow("lease", what, "this run gave no such lease", "take rows again", 409)
+        self._require(int(number), client, rows)
         return int(number)
 
-    def _lease(self, number: int, client: str, rows: Sequence[int]) -> None:
+    def _require(self, number: int, client: str, rows: Sequence[int]) -> None:
         """Raise Declined unless the client holds a lease that has these rows."""
         try:
             lease = self._table.lease(number, np.array(rows, np.int64))
         except StreamError as error:
-            raise Declined(409, error.what.replace("group", "row"), error.why, "take rows again") from None
+            what = error.what.replace("group", "row")
+            raise RefusedRow("lease", what, error.why, "take rows again", 409) from None
         if lease.holder != client:
-            raise Declined(
-                409,
-                f"{client} does not hold lease {number}",
-                why=f"{lease.holder} holds it",
-                fix="put rows under the X-Rillflow-Client that took them",
-            )
-
-    def _fill(self) -> None:
-        """Give waiting rows to the table while it has room."""
-        while self._waiting and self._table.room:
-            rollout, sampling, most, oldest = self._waiting.popleft()
-            out = self._table.begin(1, holder="the run", now=self._now)
-            (number,) = next(each.ids.tolist() for each in out if isinstance(each, Begun))
-            self._numbers[rollout.row] = number
-            self._rows[number] = Offered(
-                number=number, rollout=rollout, sampling=sampling, most=most, oldest=oldest
-            )
-        self._ring()
+            why = f"{lease.holder} holds it"
+            fix = "put rows under the X-Rillflow-Client that took them"
+            raise RefusedRow("lease", f"{client} does not hold lease {number}", why, fix, 409)
 
     def _obey(self, out: Sequence[Instruction]) -> None:
         """Confirm deletions, which free slots, and wake the takers."""
         for each in out:
             if isinstance(each, Delete):
                 self._table.cleared(each.writer, each.ids)
-        self._fill()
+        self._ring()

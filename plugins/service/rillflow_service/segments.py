@@ -25,12 +25,9 @@ from numpy.typing import NDArray
 from rillflow.data_plane.instructions import Ids
 from rillflow.data_plane.schema import ColumnType
 from rillflow.errors import StreamError
-from rillflow.workers.wire import HEAD_BYTES, Arrays, Message, head_of, message_of
+from rillflow.workers.wire import HEAD_BYTES, Arrays, head_of, message_of
+from rillflow_service.requests import LENGTHS, ROWS
 
-LENGTHS = ".lengths"
-"""Suffix of the lengths of a ragged column: a segment holds ``x`` and ``x.lengths``."""
-ROWS = ".rows"
-"""Array in every segment with the number of rows of each group."""
 STORED = {"bfloat16": "int16"}
 """Column types without an array type, and the types that store their bits."""
 
@@ -132,11 +129,9 @@ def require_linux(system: str) -> None:
         StreamError: the system is not Linux.
     """
     if system != "linux":
-        raise StreamError(
-            f"the data plane does not run on {system}",
-            why="it uses system calls for shared memory that only Linux has",
-            fix="use a Linux machine or container; training with the native engine needs no data plane",
-        )
+        why = "it uses system calls for shared memory that only Linux has"
+        fix = "use a Linux machine or container; training with the native engine needs no data plane"
+        raise StreamError(f"the data plane does not run on {system}", why=why, fix=fix)
 
 
 def _gone(number: int) -> StreamError:
@@ -158,20 +153,20 @@ def _reserve(descriptor: int, at: int, size: int, where: str) -> None:
         ) from None
 
 
-def mapped(segments: Files | Memory, number: int) -> Message:
-    """Return the frame in a segment, without a copy."""
+def mapped(segments: Files | Memory, number: int) -> Arrays:
+    """Return the columns in a segment, without a copy."""
     data = segments.opened(number, is_shared=False)
     head = head_of(data)
     body = data[head.body_at : head.body_at + head.body_bytes]
-    return message_of(head, bytes(data[HEAD_BYTES : HEAD_BYTES + head.json_bytes]), body)
+    return message_of(head, bytes(data[HEAD_BYTES : HEAD_BYTES + head.json_bytes]), body).arrays
 
 
 def checked(arrays: Arrays, columns: Mapping[str, ColumnType], rows: Ids) -> None:
     """Raise StreamError unless arrays are these columns of groups with ``rows`` [N] rows each.
 
     Raises:
-        StreamError: a column is missing, belongs to another writer, or has a wrong type, shape or entry
-            count.
+        StreamError: a column is missing, belongs to another writer, has a wrong type, shape or entry count,
+            or breaks its contract: aligned, finite, within bounds.
     """
     wanted = {ROWS, *columns, *(name + LENGTHS for name, column in columns.items() if column.ragged)}
     if set(arrays) != wanted:
@@ -180,54 +175,50 @@ def checked(arrays: Arrays, columns: Mapping[str, ColumnType], rows: Ids) -> Non
     if arrays[ROWS].dtype != np.int64 or not np.array_equal(arrays[ROWS], rows):
         raise StreamError("groups are written with wrong numbers of rows", why=f"they have {rows[:9]}")
     for name, column in columns.items():
-        values, entries = arrays[name], len(rows) if column.per == "group" else int(rows.sum())
+        entries = len(rows) if column.per == "group" else int(rows.sum())
         if column.ragged:
             lengths = arrays[name + LENGTHS]
-            if lengths.dtype != np.int64 or lengths.shape != (entries,):
-                raise StreamError(
-                    f"{name + LENGTHS} is {lengths.dtype} {list(lengths.shape)}, not int64 [{entries}]"
-                )
+            _check_type(name + LENGTHS, lengths, "int64", (entries,))
             if (lengths < 0).any():
                 raise StreamError(
                     f"{name + LENGTHS} has the length {lengths.min()}", why="a length is at least 0"
                 )
             entries = int(lengths.sum())
-        expected = (STORED.get(column.dtype, column.dtype), (entries, *column.shape))
-        if (values.dtype.name, values.shape) != expected:
-            raise StreamError(
-                f"column {name!r} is {values.dtype.name} {list(values.shape)}",
-                why=f"the schema, rows and lengths require {expected[0]} {list(expected[1])}",
-            )
+        _check_type(name, arrays[name], STORED.get(column.dtype, column.dtype), (entries, *column.shape))
     for name, column in columns.items():
-        _check_values(name, column, arrays)
+        if column.aligned:
+            _check_aligned(name, column.aligned, arrays)
+        _check_values(name, column, arrays[name])
 
 
-def _check_values(name: str, column: ColumnType, arrays: Arrays) -> None:
-    """Raise StreamError unless a column keeps its contract: aligned, finite, within bounds."""
-    if column.aligned and not np.array_equal(arrays[name + LENGTHS], arrays[column.aligned + LENGTHS]):
-        own, other = arrays[name + LENGTHS], arrays[column.aligned + LENGTHS]
-        place = int(np.flatnonzero(own != other)[0])
+def _check_type(name: str, values: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> None:
+    if (values.dtype.name, values.shape) != (dtype, shape):
+        why = f"the schema, rows and lengths require {dtype} {list(shape)}"
+        raise StreamError(f"column {name!r} is {values.dtype.name} {list(values.shape)}", why=why)
+
+
+def _check_aligned(name: str, other: str, arrays: Arrays) -> None:
+    own, others = arrays[name + LENGTHS], arrays[other + LENGTHS]
+    for place in np.flatnonzero(own != others)[:1].tolist():
         raise StreamError(
-            f"entry {place} has {own[place]} values of {name!r} and {other[place]} of {column.aligned!r}",
+            f"entry {place} has {own[place]} values of {name!r} and {others[place]} of {other!r}",
             why="the stream's columns say that they are aligned",
             fix="write one value for each of the other column's",
         )
-    least, most = column.least, column.most
-    if not column.finite and least is None and most is None:
-        return
-    values = arrays[name]
+
+
+def _check_values(name: str, column: ColumnType, values: NDArray[Any]) -> None:
     if column.dtype == "bfloat16":
         values = (values.astype(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    good = np.isfinite(values) if column.finite else np.ones(values.shape, bool)
-    good &= (values >= least) if least is not None else True
-    good &= (values <= most) if most is not None else True
-    if not good.all():
-        place = int(np.flatnonzero(~good.reshape(-1))[0])
-        rules = [
-            *(["finite"] if column.finite else []),
-            *([f"at least {least:g}"] if least is not None else []),
-        ]
-        rules += [f"at most {most:g}"] if most is not None else []
+    rules: dict[str, NDArray[np.bool_]] = {}
+    if column.finite:
+        rules["finite"] = np.isfinite(values)
+    if column.least is not None:
+        rules[f"at least {column.least:g}"] = values >= column.least
+    if column.most is not None:
+        rules[f"at most {column.most:g}"] = values <= column.most
+    broken = [np.flatnonzero(~good) for good in rules.values()]
+    for place in sorted(int(each[0]) for each in broken if len(each))[:1]:
         raise StreamError(
             f"value {place} of column {name!r} is {values.reshape(-1)[place]}",
             why=f"the stream's columns say that it is {', '.join(rules)}",

@@ -33,10 +33,11 @@ from typing import Any
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.http_body import Declined
 from rillflow.workers.wire import HEAD_BYTES, Message, WireError, head_of, message_of, packed
+from rillflow_service.access import write_private
 from rillflow_service.body_limit import BodyLimit, within_s
 from rillflow_service.plane import Plane
 from rillflow_service.remote_store import RemoteStore
-from rillflow_service.requests import Hello, Join, Kind, sentences
+from rillflow_service.requests import Hello, Join, Kind, raised, sentences
 from rillflow_service.segments import Files
 from rillflow_service.session import Session, parsed
 from rillflow_service.store import Store
@@ -44,6 +45,8 @@ from rillflow_service.store import Store
 HOME = Path("/dev/shm")
 HELLO_WITHIN_S = 10.0
 SKIPPED_BYTES = 2**20
+READ_AHEAD_BYTES = 2**22
+"""Bytes of a connection that are read before they are wanted."""
 _log = logging.getLogger(__name__)
 
 
@@ -57,12 +60,11 @@ class _Connection:
         writer: asyncio.StreamWriter,
         limits: tuple[BodyLimit, BodyLimit],
     ) -> None:
-        self._plane = plane
+        self._plane, self._reader, self._writer = plane, reader, writer
         self._begins, self._others = limits
-        self._held = AsyncExitStack()
-        self._reader = reader
-        self._writer = writer
-        self._received, self._sent = count(), 0
+        self.held = AsyncExitStack()
+        """Room of the last frame, if it begins groups."""
+        self._received, self._sent = count(), count()
 
     async def read(self, *, is_greeted: bool = True) -> Message:
         """Read the next frame; a frame that begins groups keeps its room until the next call.
@@ -71,30 +73,29 @@ class _Connection:
             WireError: there is no room for the frame, or it does not arrive in time.
             StreamError: the frame exceeds the store; it is read to its end, and the next one may follow.
         """
-        await self._held.aclose()
+        await self.held.aclose()
         head = head_of(await self._reader.readexactly(HEAD_BYTES), number=next(self._received))
         if not is_greeted and head.body_bytes:
             raise WireError("arrays came before the token")
-        limit = self._begins if head.kind == Kind.BEGIN else self._others
-        async with AsyncExitStack() as room:
+        is_begin, size = head.kind == Kind.BEGIN, head.body_bytes
+        limit = self._begins if is_begin else self._others
+        async with AsyncExitStack() as until_read:
             try:
-                if head.body_bytes <= limit.most_bytes:
-                    await room.enter_async_context(limit.room(head.body_bytes))
-                async with asyncio.timeout(within_s(head.body_bytes)):
+                if size <= limit.most_bytes:
+                    await (self.held if is_begin else until_read).enter_async_context(limit.room(size))
+                async with asyncio.timeout(within_s(size)):
                     front = await self._reader.readexactly(head.body_at - HEAD_BYTES)
-                    if head.body_bytes > limit.most_bytes:
-                        await self._skip(head.body_bytes, limit)
-                    body = await self._reader.readexactly(head.body_bytes)
+                    if size > limit.most_bytes:
+                        await self._skip(size, limit)
+                    body = await self._reader.readexactly(size)
             except TimeoutError:
                 raise WireError(
-                    f"a frame of {head.body_bytes} bytes is not whole after {within_s(head.body_bytes):g} s",
+                    f"a frame of {size} bytes is not whole after {within_s(size):g} s",
                     why="a frame has 30 s, and a second for each MiB",
                 ) from None
             except Declined as error:
                 raise WireError(error.what, error.why, error.fix) from None
-            if head.kind == Kind.BEGIN:
-                self._held = room.pop_all()
-        self._plane.carried_bytes += head.body_at + head.body_bytes
+        self._plane.carried_bytes += head.body_at + size
         return message_of(head, front[: head.json_bytes], body)
 
     async def _skip(self, num_bytes: int, limit: BodyLimit) -> None:
@@ -102,45 +103,31 @@ class _Connection:
         left = num_bytes
         while left:
             left -= len(await self._reader.readexactly(min(left, SKIPPED_BYTES)))
-        raise StreamError(
-            f"a request with {num_bytes} bytes",
-            why=f"the store has {limit.most_bytes}",
-            fix="write less at once",
-        )
+        why = f"the store has {limit.most_bytes}"
+        fix = "write less at once"
+        raise StreamError(f"a request with {num_bytes} bytes", why=why, fix=fix)
 
     async def send(self, message: Message) -> None:
         """Write a frame."""
-        frame = packed(message.kind, message.says, message.arrays, number=self._sent)
-        self._sent += 1
+        frame = packed(message.kind, message.says, message.arrays, number=next(self._sent))
         self._plane.carried_bytes += frame.nbytes
-        self._writer.write(frame.front)
-        at = len(frame.front)
-        for place, array in frame.places:
-            self._writer.write(bytes(place - at) + array.tobytes())
-            at = place + array.nbytes
-        self._writer.write(bytes(frame.nbytes - at))
+        whole = bytearray(frame.nbytes)
+        frame.write_into(whole)
+        self._writer.write(whole)
         await self._writer.drain()
 
     async def ask(self, kind: Kind, says: dict[str, Any]) -> dict[str, Any]:
         """Send a request without arrays, and return the JSON of its answer."""
         await self.send(Message(kind=kind, says=says))
-        answer = await self.read()
-        if answer.kind == Kind.ERROR:
-            raise StreamError(answer.says["what"], why=answer.says["why"], fix=answer.says["fix"])
-        return answer.says
+        return raised(await self.read()).says
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End the connection."""
-        await self._held.aclose()
-        self._writer.close()
-
-    def hang_up(self) -> None:
-        """End the connection whose reader frees its room."""
         self._writer.close()
 
 
 class Server:
-    """Listener that gives every connection its task.
+    """Greets every connection and answers its requests.
 
     Args:
         plane: the streams, or the store of other tables.
@@ -154,36 +141,29 @@ class Server:
         self._address = address
         self._numbers = count()
         self._limits = BodyLimit(plane.store.capacity_bytes), BodyLimit(plane.store.capacity_bytes)
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Start the task of a connection."""
-        task = asyncio.ensure_future(self.serve(_Connection(self._plane, reader, writer, self._limits)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def serve(self, connection: _Connection) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection, from its greeting to its end."""
-        session = None
-        try:
-            session = await self._greeted(connection)
-            await self._answer(connection, session)
-        except RillflowError as error:
-            _log.warning("a connection is closed: %s", error.what)
-            with suppress(OSError):
-                await connection.send(Message(kind=Kind.ERROR, says=sentences(error)))
-        except (OSError, asyncio.IncompleteReadError, TimeoutError):
-            pass
-        finally:
-            if session is not None:
-                session.end()
-            await connection.close()
+        connection = _Connection(self._plane, reader, writer, self._limits)
+        async with AsyncExitStack() as stack:
+            stack.callback(connection.close)
+            stack.push_async_exit(connection.held)
+            try:
+                session = await self._greeted(connection)
+                stack.push_async_callback(session.end)
+                await self._answer(connection, session)
+            except RillflowError as error:
+                _log.warning("a connection is closed: %s", error.what)
+                with suppress(OSError):
+                    await connection.send(Message(kind=Kind.ERROR, says=sentences(error)))
+            except (OSError, asyncio.IncompleteReadError, TimeoutError):
+                pass
 
     async def join(self, address: str) -> asyncio.Task[None]:
         """Join this store to the tables of another process; return the task, which ends with them."""
         host, _, port = address.rpartition(":")
         connection = _Connection(
-            self._plane, *await asyncio.open_connection(host, int(port), limit=2**22), self._limits
+            self._plane, *await asyncio.open_connection(host, int(port), limit=READ_AHEAD_BYTES), self._limits
         )
         await connection.ask(Kind.HELLO, {"token": self._token, "name": "store"})
         await connection.ask(Kind.JOIN, {"address": self._address})
@@ -208,7 +188,7 @@ class Server:
         """Serve the connection of a remote store, which answers requests from now on, until it ends."""
         request = parsed(message)
         assert isinstance(request, Join)
-        store = RemoteStore(request.address, connection.send, connection.hang_up)
+        store = RemoteStore(request.address, connection.send, connection.close)
         number = self._plane.join(store)
         try:
             await connection.send(Message(kind=Kind.OK, says={}))
@@ -239,8 +219,7 @@ class Server:
 async def _run(folder: Path, asked: argparse.Namespace) -> None:
     (folder / "segments").mkdir(mode=0o700)
     token = asked.token_file.read_text().strip() if asked.token_file else secrets.token_urlsafe(32)
-    (folder / "token").touch(mode=0o600)
-    (folder / "token").write_text(token)
+    write_private(folder / "token", token)
     plane = Plane(Store(Files(folder / "segments"), capacity_bytes=asked.capacity_bytes))
     tcp = socket.create_server((asked.host, asked.port)) if asked.host else None
     server = Server(plane, token, "{}:{}".format(*tcp.getsockname()[:2]) if tcp else "")
@@ -256,9 +235,9 @@ async def _run(folder: Path, asked: argparse.Namespace) -> None:
             tables = await server.join(asked.join)
         tables.add_done_callback(lambda _: ended.set())
     if tcp:
-        await asyncio.start_server(server.accept, sock=tcp, limit=2**22)
+        await asyncio.start_server(server.serve, sock=tcp, limit=READ_AHEAD_BYTES)
         (folder / "address").write_text("{}:{}".format(*tcp.getsockname()[:2]))
-    await asyncio.start_unix_server(server.accept, folder / "socket", limit=2**22)
+    await asyncio.start_unix_server(server.serve, folder / "socket", limit=READ_AHEAD_BYTES)
     sys.stdout.write(f"{folder}\n")
     sys.stdout.flush()
     expiring = asyncio.ensure_future(plane.expire())
@@ -304,11 +283,9 @@ def main() -> None:
     asked = parser.parse_args()
     try:
         if asked.join and not (asked.host and asked.token_file):
-            raise StreamError(
-                f"--join {asked.join} without --host and --token-file",
-                why="readers on other machines fetch from this store with the tables' token",
-                fix="add --host ADDRESS --token-file FILE",
-            )
+            why = "readers on other machines fetch from this store with the tables' token"
+            fix = "add --host ADDRESS --token-file FILE"
+            raise StreamError(f"--join {asked.join} without --host and --token-file", why=why, fix=fix)
         with own_folder(asked.home) as folder:
             asyncio.run(_run(folder, asked))
     except (RillflowError, OSError, TimeoutError) as error:

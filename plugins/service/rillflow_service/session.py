@@ -1,4 +1,4 @@
-"""Session: the requests of one holder to a plane, through a socket or by calls in the same process."""
+"""Session: the requests of one holder to a plane, from a socket, over HTTP, or by calls in its process."""
 
 from __future__ import annotations
 
@@ -6,32 +6,18 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter
 
 from rillflow.data_plane.instructions import Lease
+from rillflow.data_plane.schema import Schema
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.http_body import checked_request
 from rillflow.workers.wire import Arrays, Message, WireError
-from rillflow_service.plane import Plane
-from rillflow_service.remote_store import SEGMENTS
-from rillflow_service.requests import (
-    REQUESTS,
-    Begin,
-    Clear,
-    Fetch,
-    Hello,
-    Join,
-    Keep,
-    Kind,
-    Reserve,
-    Take,
-)
-from rillflow_service.segments import ROWS
+from rillflow_service import requests
+from rillflow_service.plane import OWN, Plane
+from rillflow_service.requests import CELLS, IDS, ROWS, SEGMENTS, TOKENS, Kind
 
-IDS, TOKENS = ".ids", ".tokens"
-"""Arrays of a message that are not columns."""
-CELLS = ".cells"
-"""Prefix of arrays with a writer's cell locations: [N, 3] store, segment, place; to a store [N, 2]."""
+_NONE = np.zeros(0, np.int64)
 
 
 def parsed(message: Message) -> BaseModel:
@@ -40,21 +26,9 @@ def parsed(message: Message) -> BaseModel:
     Raises:
         StreamError: the kind is unknown, or a value is invalid.
     """
-    if message.kind not in REQUESTS:
-        raise WireError(f"a frame of kind {message.kind}", why=f"requests are {[*REQUESTS]}")
-    return checked_request(REQUESTS[message.kind], message.says)
-
-
-def ids_and_tokens(arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Remove and return the groups of a request, and their tokens; only columns stay in ``arrays``.
-
-    Raises:
-        StreamError: the groups are not integers.
-    """
-    ids, tokens = arrays.pop(IDS, np.zeros(0, np.int64)), arrays.pop(TOKENS, None)
-    if ids.dtype != np.int64 or ids.ndim != 1:
-        raise StreamError(f"ids are {ids.dtype} {list(ids.shape)}", why="they must be int64 [N]")
-    return ids, tokens
+    if message.kind not in requests.REQUESTS:
+        raise WireError(f"a frame of kind {message.kind}", why=f"requests are {[*requests.REQUESTS]}")
+    return checked_request(requests.REQUESTS[message.kind], message.says)
 
 
 class Session:
@@ -78,70 +52,77 @@ class Session:
             RillflowError: the request failed; the holder's reservations are freed.
         """
         try:
-            return await self._answer(message)
+            says, arrays = await self._answer(parsed(message), dict(message.arrays))
         except RillflowError:
             await self._plane.give_up(self._holder)
             raise
+        return Message(kind=Kind.OK, says=says, arrays=arrays)
 
-    def end(self) -> None:
+    async def end(self) -> None:
         """Release the leases and the reservations of the holder."""
-        self._plane.died(self._holder)
+        await self._plane.died(self._holder)
 
-    async def _answer(self, message: Message) -> Message:
-        plane, holder, request = self._plane, self._holder, parsed(message)
-        arrays = dict(message.arrays)
-        if isinstance(request, Keep | Clear) and not self._is_table:
+    async def _answer(
+        self, request: BaseModel, arrays: dict[str, NDArray[Any]]
+    ) -> tuple[dict[str, Any], Arrays]:
+        """Return the JSON and the arrays of an answer."""
+        plane, holder = self._plane, self._holder
+        if isinstance(request, requests.Keep | requests.Clear) and not self._is_table:
             raise StreamError(
                 f"{holder} cannot keep or clear cells", why="only the tables that the store joined may do so"
             )
-        says: dict[str, Any] = {}
-        found: dict[str, NDArray[Any]] = {}
+        ids, tokens = arrays.pop(IDS, _NONE), arrays.pop(TOKENS, None)
+        if ids.dtype != np.int64 or ids.ndim != 1:
+            raise StreamError(f"ids are {ids.dtype} {list(ids.shape)}", why="they must be int64 [N]")
         match request:
-            case Hello() | Join():
-                raise WireError("the connection sent its greeting twice")
-            case Reserve():
-                says["segment"] = await plane.reserve(request, holder)
-            case Fetch():
-                found = self._fetched(request, arrays)
-            case Keep():
-                rows = arrays.get(ROWS)
-                found[ROWS] = plane.store.claim(request.segment, request.holder, request.columns, rows)
-            case Clear():
-                plane.clear(request, arrays.get(SEGMENTS, np.zeros(0, np.int64)))
-            case Take():
+            case requests.Create():
+                plane.create(request, holder)
+            case requests.Reserve():
+                return {"segment": await plane.reserve(request, holder)}, {}
+            case requests.Begin():
+                kept = await plane.keep(request, arrays, holder)
+                return {}, {IDS: await plane.begin(kept, tokens, holder)}
+            case requests.Take():
                 return self._granted(request.stream, await plane.take(request, holder))
+            case requests.Done():
+                await plane.done(await plane.keep(request, arrays, holder), ids, tokens, holder)
+            case requests.Return():
+                plane.give_back(request, holder)
+            case requests.Drop():
+                plane.drop(request, ids)
+            case requests.Look(action="close"):
+                plane.close(request.stream, holder)
+            case requests.Look(action="schema"):
+                schema = plane.table(request.stream).schema
+                return {"schema": TypeAdapter(Schema).dump_python(schema, mode="json")}, {}
+            case requests.Look():
+                return plane.status(request.stream), {}
+            case requests.Fetch():
+                cells = arrays.get(CELLS, _NONE)
+                if cells.dtype != np.int64 or cells.ndim != 2 or cells.shape[1] != 2 or not len(cells):
+                    why = "they must be int64 [N, 2], N at least 1"
+                    raise StreamError(f"cells are {cells.dtype} {list(cells.shape)}", why=why)
+                return {}, plane.store.gathered(request.columns, cells[:, 0], cells[:, 1])
+            case requests.Keep():
+                rows = arrays.get(ROWS)
+                held = await plane.store.claim(request.segment, request.holder, request.columns, rows)
+                return {}, {ROWS: held}
+            case requests.Clear():
+                await plane.store.give_up(request.holder)
+                await plane.free(OWN, arrays.get(SEGMENTS, _NONE), is_unread=request.is_unread)
             case _:
-                ids, tokens = ids_and_tokens(arrays)
-                request = await plane.keep(request, arrays, holder)
-                if isinstance(request, Begin):
-                    found[IDS] = await plane.begin(request, tokens, holder)
-                else:
-                    says = await plane.answer(request, ids, tokens, holder)
-        return Message(kind=Kind.OK, says=says, arrays=found)
+                raise WireError("the connection sent its greeting twice")
+        return {}, {}
 
-    def _granted(self, stream: str, lease: Lease | None) -> Message:
+    def _granted(self, stream: str, lease: Lease | None) -> tuple[dict[str, Any], Arrays]:
         if lease is None:
-            return Message(kind=Kind.OK, says={"lease": None})
+            return {"lease": None}, {}
         located = self._plane.located(stream, lease)
-        stores = {store for each in located for store in np.unique(each.cells[:, 0]).tolist()}
+        stores = sorted({store for _, cells in located for store in cells[:, 0].tolist()})
         says = {
             "lease": lease.number,
-            "columns": [list(each.columns) for each in located],
-            "stores": [[store, self._plane.address_of(store)] for store in sorted(stores)],
+            "columns": [names for names, _ in located],
+            "stores": [[store, self._plane.address_of(store)] for store in stores],
         }
-        found: dict[str, NDArray[Any]] = {IDS: lease.ids, ROWS: lease.rows, TOKENS: lease.tokens}
-        found |= {f"{CELLS}{place}": each.cells for place, each in enumerate(located)}
-        return Message(kind=Kind.OK, says=says, arrays=found)
-
-    def _fetched(self, request: Fetch, arrays: Arrays) -> dict[str, NDArray[Any]]:
-        found: dict[str, NDArray[Any]] = {}
-        for place, names in enumerate(request.columns):
-            cells = arrays.get(f"{CELLS}{place}", np.zeros(0, np.int64))
-            if cells.dtype != np.int64 or cells.ndim != 2 or cells.shape[1] != 2 or not len(cells):
-                raise StreamError(
-                    f"cells are {cells.dtype} {list(cells.shape)}",
-                    why="they must be int64 [N, 2], N at least 1",
-                )
-            its = dict(self._plane.store.gathered(names, cells[:, 0], cells[:, 1]))
-            found |= {f"{ROWS}{place}": its.pop(ROWS), **its}
-        return found
+        cells = {f"{CELLS}{place}": cells for place, (_, cells) in enumerate(located)}
+        return says, {IDS: lease.ids, ROWS: lease.rows, TOKENS: lease.tokens, **cells}

@@ -19,8 +19,9 @@ import numpy as np
 from rillflow.data_plane.instructions import Ids
 from rillflow.data_plane.schema import ColumnType
 from rillflow.errors import StreamError
-from rillflow.workers.wire import Arrays, Packed
-from rillflow_service.segments import ROWS, Files, Memory, checked, gathered, mapped
+from rillflow.workers.wire import Arrays
+from rillflow_service.requests import ROWS
+from rillflow_service.segments import Files, Memory, checked, gathered, mapped
 
 SMALLEST_BYTES = 64 * 2**10
 
@@ -49,6 +50,9 @@ class Store:
         capacity_bytes: largest total size.
     """
 
+    address = ""
+    """Address from which readers on other machines fetch; RemoteStore has one."""
+
     def __init__(self, segments: Files | Memory, *, capacity_bytes: int) -> None:
         self.segments = segments
         self.capacity_bytes = capacity_bytes
@@ -67,11 +71,9 @@ class Store:
         """
         size = _rounded(nbytes)
         if size > self.capacity_bytes:
-            raise StreamError(
-                f"{holder} reserves {nbytes} bytes",
-                why=f"the store has {self.capacity_bytes}",
-                fix="write less at once",
-            )
+            why = f"the store has {self.capacity_bytes}"
+            fix = "write less at once"
+            raise StreamError(f"{holder} reserves {nbytes} bytes", why=why, fix=fix)
         if free := self._free.get(size):
             number = free.pop()
         else:
@@ -86,7 +88,7 @@ class Store:
         self._segments[number] = _Segment(size=size, holder=holder)
         return number
 
-    def claim(
+    async def claim(
         self, number: int | None, holder: str, columns: Mapping[str, ColumnType], rows: Ids | None
     ) -> Ids:
         """Verify and keep the groups that a holder has written into its segment; return their rows [N].
@@ -107,7 +109,7 @@ class Store:
                 raise StreamError(
                     f"{holder} writes into segment {number}", why="it has not reserved that segment"
                 )
-            arrays = mapped(self.segments, number).arrays
+            arrays = mapped(self.segments, number)
         if rows is None:
             rows = arrays[ROWS].copy() if ROWS in arrays else np.zeros(0, np.int64)
             if rows.ndim != 1 or (rows < 1).any():
@@ -129,7 +131,7 @@ class Store:
         frames: dict[int, Arrays] = {}
         for number in np.unique(numbers).tolist():
             its = places[numbers == number]
-            frames[number] = mapped(self.segments, number).arrays
+            frames[number] = mapped(self.segments, number)
             segment = self._segments.get(number)
             if segment is None or not 0 <= its.min() <= its.max() < len(frames[number][ROWS]):
                 raise StreamError(f"group {its.max()} of segment {number} does not exist")
@@ -139,17 +141,13 @@ class Store:
                     raise StreamError(f"segment {number} has no column {name[:64]!r} of the same type")
         return gathered(frames, numbers, places, columns)
 
-    def write(self, number: int, frame: Packed) -> None:
-        """Copy a frame into a reserved segment."""
-        frame.write_into(self.segments.opened(number, is_shared=True))
-
-    def give_up(self, holder: str) -> None:
+    async def give_up(self, holder: str) -> None:
         """Remove the segments that a holder has reserved and not written."""
         for number, segment in [*self._segments.items()]:
             if segment.holder == holder and not segment.groups:
                 self._remove(number, self._segments.pop(number).size)
 
-    def delete(self, numbers: Ids, *, is_unread: bool) -> None:
+    async def delete(self, numbers: Ids, *, is_unread: bool) -> None:
         """Delete one group in each of these segments."""
         for number, count in zip(*np.unique(numbers, return_counts=True), strict=True):
             segment = self._segments[int(number)]

@@ -1,33 +1,27 @@
-"""Transport: send a client's requests to a plane, over a socket or by a call in the same process.
+"""Transport: frames from a client to a server, in another process or in a thread of this one.
 
-    Client ── ask(kind, request, arrays) ──> Socket ── frames ──> server ──> Session ──> Plane
-                                         └─> Direct ─ the plane's thread ──> Session ──> Plane
+    Client ── ask(kind, request, arrays) ──> Socket ── frames ──> Server ──> Session ──> Plane
 
-A failed request raises the same error in both. A socket that ends, or a closed call interface, counts as a
-dead holder.
+A socket that ends counts as a dead holder.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import threading
 from collections.abc import Mapping
-from concurrent.futures import CancelledError
-from contextlib import suppress
-from dataclasses import replace
-from itertools import count
+from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rillflow.errors import StreamError
-from rillflow.serving.http_body import checked_request
 from rillflow.workers.wire import Arrays, Channel, Message
 from rillflow_service.plane import Plane
-from rillflow_service.requests import Hello, Kind
+from rillflow_service.requests import Kind, raised
 from rillflow_service.segments import Files, Memory
-from rillflow_service.session import Session
+from rillflow_service.server import READ_AHEAD_BYTES, Server
 from rillflow_service.store import Store
 
 START_S = 20.0
@@ -35,39 +29,88 @@ SLACK_S = 30.0
 """Seconds after a request's own limit at which a silent server counts as lost."""
 
 
-class Transport(Protocol):
-    """A connection of one holder to a plane."""
+class InProcess:
+    """A server in a thread of this process, with segments in anonymous memory and no listener.
 
-    segments: Files | Memory | None
-    """Shared memory for columns; None if they travel with the requests."""
+    Args:
+        capacity_bytes: largest total size of all columns.
+    """
 
-    def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
-        """Return the answer to a request that may wait ``wait_s`` seconds.
+    def __init__(self, *, capacity_bytes: int) -> None:
+        self.segments = Memory()
+        """Memory of the columns."""
+        self.token = secrets.token_urlsafe(32)
+        """Token of the clients."""
+        self._plane = Plane(Store(self.segments, capacity_bytes=capacity_bytes))
+        self._server = Server(self._plane, self.token)
+        self._loop = asyncio.new_event_loop()
+        self._ended = asyncio.Event()
+        self._serving: set[Future[None]] = set()
+        self._thread = threading.Thread(target=self._run, name="data plane", daemon=True)
+        self._thread.start()
+
+    def connect(self) -> socket.socket:
+        """Return a connection to the server.
 
         Raises:
-            StreamError: the request failed, or there is no answer.
+            OSError: the server has ended.
         """
+        ours, theirs = socket.socketpair()
+        if not self._thread.is_alive():
+            raise ConnectionRefusedError("its thread has ended")
+        serving = asyncio.run_coroutine_threadsafe(self._serve(theirs), self._loop)
+        self._serving.add(serving)  # an event loop alone does not keep its tasks alive
+        serving.add_done_callback(self._serving.discard)
+        return ours
 
     def close(self) -> None:
-        """End the connection; the holder's groups become ready again."""
+        """End the server; waiting calls get an error."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._live())
+
+    async def _live(self) -> None:
+        expiring = asyncio.ensure_future(self._plane.expire())
+        await self._ended.wait()
+        expiring.cancel()
+
+    async def _serve(self, theirs: socket.socket) -> None:
+        await self._server.serve(*await asyncio.open_unix_connection(sock=theirs, limit=READ_AHEAD_BYTES))
 
 
 class Socket:
-    """Frames to a server's process.
+    """A connection of one holder to a server.
 
     Args:
-        where: folder of a server on this machine, or ``host:port`` of a remote one.
-        token: token of the server.
+        where: folder of a server on this machine, a server in this process, or ``host:port`` of a remote one.
+        token: token of a remote server; the others tell it.
         name: name of the client.
         store: connection to the store that columns are written into, if it is another process.
     """
 
-    def __init__(self, where: Path | str, token: str, name: str, store: Socket | None = None) -> None:
+    def __init__(
+        self, where: Path | InProcess | str, token: str, name: str, store: Socket | None = None
+    ) -> None:
         self.segments: Files | Memory | None = None
+        """Shared memory for columns; None if they travel with the requests."""
         self._lock = threading.Lock()
+        self.token = token
+        """Token of the server."""
         try:
-            if isinstance(where, Path):
-                self.segments = Files(where / "segments")
+            if isinstance(where, InProcess):
+                self.token, self.segments, connected = where.token, where.segments, where.connect()
+            elif isinstance(where, Path):
+                self.token, self.segments = (where / "token").read_text(), Files(where / "segments")
                 connected = socket.socket(socket.AF_UNIX)
                 connected.connect(str(where / "socket"))
             else:
@@ -75,9 +118,10 @@ class Socket:
                 connected = socket.create_connection((host, int(port)), timeout=START_S)
                 connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, ValueError) as error:
-            raise StreamError(f"no data plane answers at {where}", why=str(error)) from None
+            fix = "pass the folder that the server printed at its start, or host:port"
+            raise StreamError(f"no data plane answers at {where}", why=str(error), fix=fix) from None
         self._channel = Channel(connected)
-        hello = {"token": token, "name": name}
+        hello = {"token": self.token, "name": name}
         hello |= {"store": store.address, "there": store.holder} if store else {}
         says = self.ask(Kind.HELLO, hello, {}, START_S).says
         self.holder: str = says["holder"]
@@ -88,7 +132,11 @@ class Socket:
         """Address of the tables, if they are in another process."""
 
     def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
-        """Send a frame, and wait for its answer."""
+        """Return the answer to a request that may wait ``wait_s`` seconds.
+
+        Raises:
+            StreamError: the request failed, or there is no answer.
+        """
         with self._lock:
             try:
                 self._channel.wait_at_most(wait_s + SLACK_S)
@@ -96,93 +144,10 @@ class Socket:
                 answer = self._channel.receive()
             except OSError as error:
                 self._channel.close()
-                raise StreamError(
-                    f"the data plane does not answer {kind.name.lower()}", why=str(error)
-                ) from None
-        if answer.kind == Kind.ERROR:
-            raise StreamError(answer.says["what"], why=answer.says["why"], fix=answer.says["fix"])
-        return answer
+                what = f"the data plane does not answer {kind.name.lower()}"
+                raise StreamError(what, why=str(error)) from None
+        return raised(answer)
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection; the holder's groups become ready again."""
         self._channel.close()
-
-
-class InProcess:
-    """A plane in a thread of this process, with segments in anonymous memory and no listener.
-
-    Args:
-        capacity_bytes: largest total size of all columns.
-    """
-
-    def __init__(self, *, capacity_bytes: int) -> None:
-        self.plane = Plane(Store(Memory(), capacity_bytes=capacity_bytes))
-        """The streams; only the thread may change them."""
-        self.loop = asyncio.new_event_loop()
-        """Event loop of the thread."""
-        self._numbers = count()
-        self._thread = threading.Thread(target=self._run, name="data plane", daemon=True)
-        self._thread.start()
-
-    def holder(self, name: str) -> str:
-        """Return a unique holder name."""
-        checked_request(Hello, {"token": "", "name": name})
-        return f"{name}#{next(self._numbers)}"
-
-    def close(self) -> None:
-        """End the plane; waiting calls get an error."""
-        if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        expiring = self.loop.create_task(self.plane.expire())
-        self.loop.run_forever()
-        left = asyncio.all_tasks(self.loop) | {expiring}
-        for task in left:
-            task.cancel()
-        self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self.loop.close()
-
-
-class Direct:
-    """A session of a plane in this process; the calling thread waits for the plane's thread.
-
-    Args:
-        home: the plane.
-        name: name of the client.
-    """
-
-    def __init__(self, home: InProcess, name: str) -> None:
-        self.segments: Files | Memory | None = home.plane.store.segments
-        self._loop = home.loop
-        self._session = Session(home.plane, home.holder(name))
-
-    def ask(self, kind: Kind, request: Mapping[str, Any], arrays: Arrays, wait_s: float) -> Message:
-        """Have the plane's thread answer; the answer's arrays are copies."""
-        asked = self._session.answer(Message(kind=kind, says=dict(request), arrays=arrays))
-        ended = StreamError(
-            f"the data plane does not answer {kind.name.lower()}", why="its thread has ended or hangs"
-        )
-        try:
-            found = asyncio.run_coroutine_threadsafe(asked, self._loop)
-        except RuntimeError:
-            asked.close()
-            raise ended from None
-        try:
-            answer = found.result(wait_s + SLACK_S)
-        except (CancelledError, TimeoutError):
-            found.cancel()
-            raise ended from None
-        return replace(answer, arrays={name: array.copy() for name, array in answer.arrays.items()})
-
-    def close(self) -> None:
-        """End the session of the holder."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._session.end)

@@ -1,49 +1,49 @@
-"""Weight folder: the newest two versions of a trainer's weights as safetensors files, without a size limit.
+"""Weight folder: the newest two versions of a policy's weights, as safetensors files without a size limit.
 
-    PUT weights/N/FILE ─> arriving/N/FILE ─┐
-    PUT weights?version=N ─────────────────┴─ checked ─> N/FILE, manifest.json ─> readers; N - 2 is removed
+    stand-alone service   PUT weights/N/FILE ─> arriving/N/FILE ─ PUT weights?version=N: checked ─┐
+    engine of a run       load(N) ────────────> arriving/N/FILE ──────────────────────────────────┤ publish
+                                                                                                  v
+                          readers <─ GET weights, weights/N/FILE ─ manifest.json, N/FILE; N - 2 is removed
 
-A version is the number of publishes, from 0 on: the next one is the only one that may arrive, so no request
-can skip ahead and block later ones. It has the names, types and shapes of the version before, and finite
-values. A service that starts in the folder again serves the version that it served.
+A trainer of another project numbers its versions by publishes, from 0 on: the next one is the only one that
+may arrive, so no request can skip ahead and block later ones. Every version has the names, types and shapes
+of the one before, and finite values. A service that starts in the folder again serves what it served.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
+import math
 import re
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from safetensors import SafetensorError, safe_open
 
+from rillflow.errors import WeightError
+from rillflow.runs.durable import replace
 from rillflow.serving.http_body import Declined
-from rillflow_service.tensors import decoded, entries
 
 MAX_FILES = 4_096
-MAX_HEADER_BYTES = 2**26
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.safetensors")
 _MANIFEST, _ARRIVING = "manifest.json", "arriving"
-_LOOK = 2**22
-"""Values that are checked at once for being finite."""
-_FLOATS = {"F16": None, "F32": None, "F64": None, "BF16": 0x7F80}
-"""Types with values that are not finite, and the bits of them where numpy lacks the type."""
+Digest = dict[str, Any]
+"""``bytes`` and ``sha256`` of a file."""
 
 
 class WeightFolder:
-    """The published weights of a service.
+    """Published weights.
 
     Args:
         folder: folder of the files; made if it does not exist.
-        most_bytes: largest size of a version.
+        most_bytes: largest size of a version that arrives over HTTP.
     """
 
-    def __init__(self, folder: Path, *, most_bytes: int) -> None:
+    def __init__(self, folder: Path, *, most_bytes: int = 2**63) -> None:
         self._folder, self._most_bytes = folder, most_bytes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         shutil.rmtree(folder / _ARRIVING, ignore_errors=True)
@@ -52,7 +52,8 @@ class WeightFolder:
             self._manifest = json.loads((folder / _MANIFEST).read_text())
         self._numbers = count(1)
         self._on_the_way: dict[int, int] = {}
-        self._arrived: dict[str, int] = {}
+        self.arrived: dict[str, Digest] = {}
+        """Size and hash of each file of the version that is published next."""
 
     @property
     def version(self) -> int:
@@ -71,13 +72,17 @@ class WeightFolder:
         """
         found = self._folder / str(version) / name
         if not _NAME.fullmatch(name) or not found.is_file():
-            raise Declined(
-                410,
-                f"version {version} of the weights has no file {name[:80]!r}",
-                why=f"version {self.version} is the newest; the one before it is kept too",
-                fix="read GET /v1/weights again",
-            )
+            what = f"version {version} of the weights has no file {name[:80]!r}"
+            why = f"version {self.version} is the newest; the one before it is kept too"
+            fix = "read GET /v1/weights again"
+            raise Declined(410, what, why=why, fix=fix)
         return found
+
+    def arriving(self, version: int) -> Path:
+        """Return the folder of the files of a version that is not published yet."""
+        folder = self._folder / _ARRIVING / str(version)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder
 
     async def receive(self, version: int, name: str, body: AsyncIterator[bytes]) -> int:
         """Store a file of the next version; return its size. A file that exists is replaced.
@@ -85,27 +90,24 @@ class WeightFolder:
         Raises:
             Declined: it is not the next version, the name is invalid, or the version is too large.
         """
-        self._check_next(version)
-        folder = self._folder / _ARRIVING / str(version)
-        if not _NAME.fullmatch(name) or (folder.exists() and len([*folder.iterdir()]) >= MAX_FILES):
-            raise Declined(
-                422,
-                f"{name[:80]!r} is no file name",
-                why=f"at most {MAX_FILES} files, [A-Za-z0-9_.-]*.safetensors",
-            )
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.require_next(version)
+        folder = self.arriving(version)
+        if not _NAME.fullmatch(name) or len([*folder.iterdir()]) >= MAX_FILES:
+            why = f"at most {MAX_FILES} files, [A-Za-z0-9_.-]*.safetensors"
+            raise Declined(422, f"{name[:80]!r} is no file name", why=why)
         number = next(self._numbers)
         written = folder / f"{name}.{number}.part"
-        self._on_the_way[number] = 0
+        self._on_the_way[number], sha = 0, hashlib.sha256()
         try:
             with written.open("wb") as file:
                 async for part in body:
                     self._on_the_way[number] += len(part)
                     self._check_size(version)
+                    sha.update(part)
                     file.write(part)
-            self._check_next(version)  # another client may have published it meanwhile
+            self.require_next(version)  # another client may have published it meanwhile
             written.replace(folder / name)
-            self._arrived[name] = self._on_the_way[number]
+            self.arrived[name] = {"bytes": self._on_the_way[number], "sha256": sha.hexdigest()}
         except FileNotFoundError:  # its folder has just become the published one
             raise self._not_next(version) from None
         finally:
@@ -113,105 +115,90 @@ class WeightFolder:
             written.unlink(missing_ok=True)
         return size
 
+    def require_next(self, version: int) -> None:
+        """Raise Declined unless a version is the next one of a trainer that numbers its publishes."""
+        if version != self.version + 1:
+            raise self._not_next(version)
+
     def publish(self, version: int, names: Sequence[str]) -> None:
-        """Check the files of the next version, and serve them from now on.
+        """Check the files of a version, and serve them from now on.
 
         Raises:
-            Declined: it is not the next version, a file is missing, or its weights are not those expected.
-            WireError: a file is no safetensors file.
+            Declined: a file is missing, or no safetensors file.
+            WeightError: its weights are not finite, or not those of the version before.
         """
-        self._check_next(version)
-        folder = self._folder / _ARRIVING / str(version)
+        folder = self.arriving(version)
         files, weights = [], dict[str, Any]()
         for name in names:
-            if not _NAME.fullmatch(name) or not (folder / name).is_file():
-                raise Declined(
-                    422,
-                    f"version {version} has no file {name[:80]!r}",
-                    why="it was not put",
-                    fix=f"PUT /v1/weights/{version}/FILE first",
-                )
-            found, sha256 = _checked(folder / name, version)
+            if name not in self.arrived:
+                fix = f"PUT /v1/weights/{version}/FILE first"
+                what = f"version {version} has no file {name[:80]!r}"
+                raise Declined(422, what, why="it was not put", fix=fix)
+            found = _checked(folder / name, version)
             if twice := weights.keys() & found.keys():
-                raise Declined(
-                    422, f"weight {min(twice)!r} is in two files", why="every weight is in one file"
-                )
+                raise WeightError(f"weight {min(twice)!r} is in two files", why="every weight is in one file")
             weights |= found
-            size = (folder / name).stat().st_size
-            files.append({"name": name, "bytes": size, "sha256": sha256, "weights": sorted(found)})
+            files.append({"name": name, **self.arrived[name], "weights": sorted(found)})
         self._check_same(version, weights)
+        kept = {str(version), str(self.version), _MANIFEST, _ARRIVING}
         target = self._folder / str(version)
         shutil.rmtree(target, ignore_errors=True)
         folder.replace(target)
         self._manifest = {"version": version, "files": files, "types": weights}
-        written = self._folder / f"{_MANIFEST}.part"
-        written.write_text(json.dumps(self._manifest))
-        written.replace(self._folder / _MANIFEST)
-        self._arrived.clear()
-        shutil.rmtree(self._folder / str(version - 2), ignore_errors=True)
-
-    def _check_size(self, version: int) -> None:
-        if sum(self._on_the_way.values()) + sum(self._arrived.values()) > self._most_bytes:
-            raise Declined(
-                413,
-                f"version {version} has more than {self._most_bytes} bytes",
-                why="that is the limit of this service",
-                fix="raise --weights-bytes",
-            )
-
-    def _check_next(self, version: int) -> None:
-        if version != self.version + 1:
-            raise self._not_next(version)
+        replace(self._folder / _MANIFEST, [json.dumps(self._manifest).encode()])
+        self.arrived.clear()
+        for each in self._folder.iterdir():
+            if each.name not in kept:
+                shutil.rmtree(each, ignore_errors=True)
 
     def _not_next(self, version: int) -> Declined:
-        return Declined(
-            409,
-            f"weights of version {version} are not the next ones",
-            why=f"version {self.version} is published" if self.version >= 0 else "none is published",
-            fix=f"put version {self.version + 1}: a version is the number of publishes, from 0 on",
-        )
+        why = f"version {self.version} is published" if self.version >= 0 else "none is published"
+        fix = f"put version {self.version + 1}: a version is the number of publishes, from 0 on"
+        return Declined(409, f"weights of version {version} are not the next ones", why=why, fix=fix)
 
-    def _check_same(self, version: int, weights: dict[str, Any]) -> None:
+    def _check_size(self, version: int) -> None:
+        arrived = sum(each["bytes"] for each in self.arrived.values())
+        if sum(self._on_the_way.values()) + arrived > self._most_bytes:
+            why = "that is the limit of this service"
+            fix = "raise --weights-bytes"
+            raise Declined(413, f"version {version} has more than {self._most_bytes} bytes", why=why, fix=fix)
+
+    def _check_same(self, version: int, weights: Mapping[str, Any]) -> None:
         before = self._manifest.get("types", weights)
         if not weights:
-            raise Declined(422, f"version {version} has no weights", why="its files are empty")
-        for name in sorted(before.keys() ^ weights.keys()):
-            is_new = name in weights
-            raise Declined(
-                422,
-                f"version {version} {'has' if is_new else 'lacks'} the weight {name[:80]!r}",
-                why=f"version {self.version} {'does not have it' if is_new else 'has it'}",
-                fix="publish the same weights in every version",
-            )
-        for name, kind in weights.items():
-            if kind != before[name]:
-                raise Declined(
-                    422,
-                    f"weight {name[:80]!r} is {kind} in version {version}",
-                    why=f"it was {before[name]} before",
-                )
+            raise WeightError(f"version {version} has no weights", why="its files are empty")
+        for name in sorted(before.keys() | weights.keys()):
+            own, other = weights.get(name, "missing"), before.get(name, "no such weight")
+            if own != other:
+                what = f"weight {name[:80]!r} of version {version} is {own}"
+                why, fix = f"version {self.version} has {other}", "publish the same weights in every version"
+                raise WeightError(what, why=why, fix=fix)
 
 
-def _checked(path: Path, version: int) -> tuple[dict[str, Any], str]:
-    """Return types and shapes of a file's weights, all finite, and its digest."""
-    if not path.stat().st_size:
-        raise Declined(422, f"{path.name} of version {version} is empty", why="it is no safetensors file")
-    with path.open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # unmapped with the last array of it
-    arrays, kinds = decoded(data, MAX_HEADER_BYTES)[1], entries(data)
-    for name, array in arrays.items():
-        if kinds[name][0] in _FLOATS and not _is_finite(array.reshape(-1), _FLOATS[kinds[name][0]]):
-            raise Declined(
-                422,
-                f"weight {name[:80]!r} of version {version} is not finite",
-                why="a program that samples with it returns no usable row",
-                fix="look at the trainer's last update",
-            )
-    return kinds, hashlib.sha256(data).hexdigest()
+def _checked(path: Path, version: int) -> dict[str, Any]:
+    """Return types and shapes of a file's weights, which are all finite."""
+    found = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  the file is no mapping
+                kind = file.get_slice(name)
+                found[name] = [kind.get_dtype(), kind.get_shape()]
+                weight = file.get_tensor(name)
+                if weight.is_floating_point() and weight.numel() and not _is_finite(weight):
+                    raise WeightError(
+                        f"weight {name[:80]!r} of version {version} is not finite",
+                        why="a program that samples with it returns no usable row",
+                        fix="look at the trainer's last update; in a run: grad_norm, and skips.jsonl",
+                    )
+    except SafetensorError as error:
+        what = f"{path.name} of version {version} is no safetensors file"
+        why = str(error)
+        fix = "put it again"
+        raise Declined(422, what, why=why, fix=fix) from None
+    return found
 
 
-def _is_finite(values: np.ndarray[Any, Any], bits: int | None) -> bool:
-    parts = (values[start : start + _LOOK] for start in range(0, len(values), _LOOK))
-    if bits is None:
-        return all(bool(np.isfinite(part).all()) for part in parts)
-    return all(bool(((part & bits) != bits).all()) for part in parts)
+def _is_finite(weight: Any) -> bool:
+    """Return whether all values are finite: the least and the largest one are NaN if any value is."""
+    least, most = (weight.float() if weight.itemsize == 1 else weight).aminmax()
+    return math.isfinite(least) and math.isfinite(most)

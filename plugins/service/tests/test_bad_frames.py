@@ -83,7 +83,7 @@ def client(folder: Path) -> Client:
     return found
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(junk=st.binary(min_size=1, max_size=200), is_framed=st.booleans())
 def test_garbage_ends_its_own_connection_alone(
     folder: Path, client: Client, junk: bytes, is_framed: bool
@@ -98,7 +98,7 @@ def test_garbage_ends_its_own_connection_alone(
     assert client.status("s")["begun"] == 0
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(kind=st.integers(0, 14), says=st.dictionaries(FIELDS, JSON | st.just("s"), max_size=5))
 def test_any_request_is_answered_with_an_error_that_says_something(
     folder: Path, client: Client, kind: int, says: dict[str, object]

@@ -209,7 +209,7 @@ def test_a_reader_of_a_lease_that_ended_is_told_and_reads_nothing_else(two: Mach
         ):
             with pytest.raises(StreamError, match=said):
                 asked = torch.tensor(cells, dtype=torch.int64).numpy()
-                there.ask(Kind.FETCH, {"columns": [columns]}, {".cells0": asked}, 5.0)
+                there.ask(Kind.FETCH, {"columns": columns}, {".cells": asked}, 5.0)
         with pytest.raises(StreamError, match="cannot keep or clear cells"):
             there.ask(Kind.CLEAR, {"holder": "second"}, {}, 5.0)
         there.close()

@@ -359,5 +359,5 @@ def test_a_writer_keeps_some_segments_mapped_and_not_all(folder: Path) -> None:
 
 
 def test_a_folder_without_a_server_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StreamError, match=f"no data plane serves {tmp_path}"):
+    with pytest.raises(StreamError, match=f"no data plane answers at {tmp_path}"):
         Client(tmp_path, name="reader")

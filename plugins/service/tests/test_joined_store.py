@@ -13,9 +13,9 @@ from rillflow.errors import RillflowError, StreamError
 from rillflow.workers.wire import Message, packed
 from rillflow_service.plane import SEGMENT, Plane
 from rillflow_service.remote_store import RemoteStore
-from rillflow_service.requests import Begin, Create, Done, Kind, Reserve
-from rillflow_service.segments import ROWS, Memory
-from rillflow_service.session import CELLS, IDS, Session
+from rillflow_service.requests import CELLS, IDS, ROWS, Begin, Create, Done, Kind, Reserve
+from rillflow_service.segments import Memory
+from rillflow_service.session import Session
 from rillflow_service.store import Store
 
 X = np.arange(6, dtype=np.float32)
@@ -59,7 +59,7 @@ class Joined:
         arrays: dict[str, Any] = {ROWS: np.ones(len(next(iter(columns.values()))), np.int64), **columns}
         frame = packed(SEGMENT, {}, arrays)
         number = await self.store.reserve(Reserve(nbytes=frame.nbytes), "w#9")
-        self.store.store.write(number, frame)
+        frame.write_into(self.store.store.segments.opened(number, is_shared=True))
         return number
 
 
@@ -81,9 +81,9 @@ def test_columns_stay_where_they_were_written_and_are_freed_there() -> None:
         assert lease.says["stores"] == [[both.number, "b:1"]]
         assert lease.arrays[f"{CELLS}0"].tolist() == [[both.number, segment, place] for place in range(3)]
         cells = lease.arrays[f"{CELLS}0"][:, 1:]
-        fetch = Message(kind=Kind.FETCH, says={"columns": [["x"]]}, arrays={f"{CELLS}0": cells})
+        fetch = Message(kind=Kind.FETCH, says={"columns": ["x"]}, arrays={CELLS: cells})
         found = await Session(both.store, "reader").answer(fetch)
-        assert found.arrays["x"].tolist() == [0, 1, 2] and found.arrays[f"{ROWS}0"].tolist() == [1, 1, 1]
+        assert found.arrays["x"].tolist() == [0, 1, 2] and found.arrays[ROWS].tolist() == [1, 1, 1]
         written = await both.put(y=X[3:])
         done = Done(stream="s", lease=lease.says["lease"], segment=written)
         await both.tables.done(done, lease.arrays[IDS], None, "w#1")
@@ -121,7 +121,7 @@ def test_who_writes_elsewhere_sends_no_columns_until_it_has_gone() -> None:
         both, arrays = Joined(), {ROWS: np.ones(1, np.int64), "x": X[:1]}
         with pytest.raises(StreamError, match="w#1 sends columns"):
             await both.tables.keep(Begin(stream="s"), arrays, "w#1")
-        both.tables.died("w#1")
+        await both.tables.died("w#1")
         request = await both.tables.keep(Begin(stream="s"), arrays, "w#1")
         assert isinstance(request, Begin) and request.segment is not None
 

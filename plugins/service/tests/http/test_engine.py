@@ -29,6 +29,7 @@ from rillflow.rollout.config import RolloutConfig, SamplingConfig, ServiceConfig
 from rillflow.rollout.engine import Stops, engine_class
 from rillflow.workers.backend import Place, Site
 from rillflow.workers.collectives import SingleRank
+from rillflow_service import engine
 from rillflow_service.engine import ServiceEngine
 
 PROMPTS = ([1, 2, 3], [4, 5], [6])
@@ -328,74 +329,74 @@ def test_a_row_may_end_with_the_weights_it_began_with_or_with_newer_ones(start: 
     assert status == 422 and "versions 1 to 1 may sample it" in said["why"]
 
 
-def test_weights_are_files_of_safetensors_read_where_they_are(start: Callable[..., Run]) -> None:
+def test_weights_are_files_of_safetensors_of_the_two_newest_versions(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the trainer has the memory of the rank, and has changed it."""
     run = start()
-    run.engine._weights._shard_bytes = 4_000
+    monkeypatch.setattr(engine, "SHARD_BYTES", 4_000)
+    own = {name: weight.clone() for name, weight in run.model.module.named_parameters()}
     run.load(1)
     _, manifest = run.ask("GET", "weights?newer_than=0")
     assert manifest["version"] == 1 and len(manifest["files"]) > 1
+    run.engine.sleep()
+    weight = run.model.module.get_input_embeddings().weight
+    with torch.no_grad():
+        weight[3, 3] += 1
     found: dict[str, torch.Tensor] = {}
     for file in manifest["files"]:
         status, data = run.raw("GET", f"weights/1/{file['name']}")
         assert status == 200 and hashlib.sha256(data).hexdigest() == file["sha256"]
+        assert len(data) == file["bytes"] and file["weights"] == sorted(safetensors.torch.load(data))
         found |= safetensors.torch.load(data)
-    own = dict(run.model.module.named_parameters())
     assert found.keys() == own.keys() and all(torch.equal(found[name], own[name]) for name in own)
+    with torch.no_grad():
+        weight[3, 3] -= 1
     assert run.ask("GET", "weights?newer_than=1&wait_s=0") == (204, None)
-    assert run.ask("GET", f"weights/0/{manifest['files'][0]['name']}")[0] == 410
     assert run.ask("GET", "weights/1/../../etc/passwd")[0] == 404
+    old = "weights/0/model.safetensors"
+    assert run.raw("GET", old)[0] == 200
+    run.load(2)
+    status, said = run.ask("GET", old)
+    assert status == 410 and "version 2 is the newest" in said["why"]
+    assert run.raw("GET", f"weights/1/{manifest['files'][0]['name']}")[0] == 200
+    assert {each.name for each in (run.folder / "main-0").iterdir()} == {
+        "1",
+        "2",
+        "arriving",
+        "manifest.json",
+    }
     about = run.ask("GET", "model")[1]
     assert about["config"]["model_type"] == "qwen2" and about["vocabulary"] == 13
 
 
-def test_a_trainer_that_takes_its_memory_cuts_readers_off(start: Callable[..., Run]) -> None:
+def test_a_client_that_waits_for_weights_is_woken_by_the_next_version(start: Callable[..., Run]) -> None:
     run = start()
-    (file,) = run.engine._weights._files
-    parts = run.engine._weights.read(0, file)
-    next(parts)
-    run.engine.sleep()
-    with pytest.raises(StreamError, match="version 0 of the weights is not served") as caught:
-        list(parts)
-    assert caught.value.why == "the trainer has the memory"
-    assert run.raw("GET", f"weights/0/{file.name}")[0] == 410
-    assert run.ask("GET", "weights")[0] == 204
-    run.engine.wake()
-    assert run.raw("GET", f"weights/0/{file.name}")[0] == 200
-
-
-def test_a_step_holds_the_next_weights_back_while_somebody_reads(start: Callable[..., Run]) -> None:
-    """Not longer than the setting for one version, and not once no row runs."""
-    run = start(service={"hold_s": 0.5})
-    run.engine.step()
-    run.add(PROMPTS[0])
-    parts = run.engine._weights.read(0, run.engine._weights._files[0])
-    assert run.engine.step() == [] and run.engine._held_s == 0
-    next(parts)
-    run.engine.step()
-    assert run.engine._held_s >= 0.5
-    taken = run.take()
-    assert len(run.put(taken["lease"], [run.sampled(taken["rows"][0])])[2]) == 1
+    waiting = run._pool.submit(run.ask, "GET", "weights?newer_than=0&wait_s=30")
+    assert not waiting.done()
     run.load(1)
-    assert run.engine._held_s == 0 and run.engine._weights.is_read
-    run.engine.step()
-    parts.close()
-    assert run.engine._held_s == 0 and not run.engine._weights.is_read
+    assert waiting.result(20.0)[1]["version"] == 1
 
 
-def test_a_file_whose_weights_change_on_the_way_does_not_arrive(start: Callable[..., Run]) -> None:
+def test_weights_that_are_not_finite_are_not_published(start: Callable[..., Run]) -> None:
     run = start()
-    (file,) = run.engine._weights._files
     weight = run.model.module.get_input_embeddings().weight
-    with torch.no_grad():
-        weight[3, 3] += 1
-    with pytest.raises(http.client.IncompleteRead):
-        run.raw("GET", f"weights/0/{file.name}")
+    before = float(weight[3, 3].detach())
     with torch.no_grad():
         weight[3, 3] = torch.nan
     with pytest.raises(WeightError, match="version 1 is not finite"):
         run.load(1)
     with torch.no_grad():
-        weight[3, 3] = 0.1
+        weight[3, 3] = before
+    assert run.ask("GET", "weights")[1]["version"] == 0
+
+
+def test_weights_that_a_killed_run_left_are_not_served(start: Callable[..., Run], tmp_path: Path) -> None:
+    left = tmp_path / "service" / "main-0" / "7"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"old")
+    run = start()
+    assert run.ask("GET", "weights")[1]["version"] == 0 and not left.exists()
 
 
 def test_a_run_whose_rows_do_not_come_back_ends_and_says_who_was_there(start: Callable[..., Run]) -> None:

@@ -149,8 +149,8 @@ def test_weights_reach_whoever_waits_for_newer_ones_and_never_go_back(folder: Pa
             trainer.put_weights(version, {"w": np.zeros(2, np.float32)})
     for weights, said in (
         ({"w": np.array([1, np.nan], np.float32)}, "weight 'w' of version 2 is not finite"),
-        ({"v": np.zeros(2, np.float32)}, "version 2 has the weight 'v'"),
-        ({"w": np.zeros(3, np.float32)}, "weight 'w' is"),
+        ({"v": np.zeros(2, np.float32)}, "weight 'v' of version 2 is"),
+        ({"w": np.zeros(3, np.float32)}, r"weight 'w' of version 2 is \[.F32., \[3\]\]"),
     ):
         with pytest.raises(StreamError, match=said):
             trainer.put_weights(2, weights)
@@ -208,7 +208,7 @@ def test_bad_requests_are_answered_with_what_is_wrong(
 def test_columns_of_another_length_than_the_rows_are_refused(folder: Path, rows: list[int]) -> None:
     client = ServiceClient(folder, name="task")
     name = stream(client)
-    with pytest.raises(StreamError, match=r"lengths is int64|groups of"):
+    with pytest.raises(StreamError, match=r"lengths' is int64|groups of"):
         client.begin(name, {"prompt": PROMPTS}, rows=rows)
     assert client.status(name)["begun"] == 0
 
@@ -275,9 +275,10 @@ def test_whatever_the_document_allows_is_answered_as_it_says_and_the_service_liv
                 )
                 body = b""
                 for kind, media in operation.get("requestBody", {"content": {}})["content"].items():
-                    says = value(media["schema"], defs, draw) if media["schema"] else {}
+                    schema = defs.get(media["schema"].get("$ref", "").rpartition("/")[2], {})
+                    says = value(schema, defs, draw) if schema else {}
                     if isinstance(says, dict):
-                        says |= {"wait_s": 0} if "wait_s" in media["schema"].get("properties", {}) else {}
+                        says |= {"wait_s": 0} if "wait_s" in schema.get("properties", {}) else {}
                         says |= {"stream": name} if draw.random() < 0.5 else {}
                     ids = {".ids": np.array(draw.choices([-1, 0, 9], k=2)), "prompt": np.zeros(2)}
                     body = json.dumps(says).encode() if kind.endswith("json") else encoded(says, ids)
@@ -305,7 +306,11 @@ def valid(name: str) -> dict[str, bytes]:
     }
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_a_request_that_is_damaged_anywhere_is_answered_and_the_service_lives(
     folder: Path, data: st.DataObject
@@ -408,7 +413,7 @@ def test_every_schema_that_the_document_names_is_in_it_once(folder: Path) -> Non
     text = json.dumps(told)
     assert "$defs" not in text
     named = set(re.findall(r'"#/components/schemas/(\w+)"', text))
-    assert named == set(told["components"]["schemas"]) == {"ColumnType", "StageColumns"}
+    assert named == set(told["components"]["schemas"]) > {"ColumnType", "StageColumns", "Take", "Publish"}
     names = ("create", "begin", "take", "done", "return", "drop", "look", "weights")
     assert {f"/v1/{name}" for name in names} <= set(told["paths"])
 
