@@ -1,0 +1,72 @@
+"""What benchmarks compute besides running Rillflow: predictions of rungs, counts of wrong rows."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+if find_spec("rillflow_planner") is None:
+    pytest.skip("the planner is not installed", allow_module_level=True)
+
+import computing
+import rungs
+import watched
+
+KNOWN = computing.Calibration(
+    pass_s=0.06,
+    row_s=0.005,
+    stages_s={"reward.score": 0.01, "policy.update": 3.0, "policy.publish": 0.4},
+    rest_s=0.1,
+)
+SIZE = computing.SIZES["computing"]
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> dict[str, float]:
+    """Predicted seconds of a step by rung."""
+    recipe = computing.written(tmp_path, SIZE, "ray")
+    every = rungs.rungs_of(computing.RUNGS, computing.MINIBATCHES, 5)
+    predicted = {rung.name: computing.simulated(recipe, KNOWN, SIZE, rung) for rung in every}
+    return {rung.name: sum(predicted[rung.name][rung.skipped :]) / 5 for rung in every}
+
+
+def test_a_step_in_sequence_is_predicted_as_the_sum_of_its_stages(told: dict[str, float]) -> None:
+    lengths = computing.lengths_of(SIZE.longest)
+    generation = 0.06 * computing.passes(lengths, SIZE.at_once) + 0.005 * sum(lengths)
+    assert told["in sequence"] == pytest.approx(generation + 0.01 + 3.0 + 0.4 + 0.1, rel=0.02)
+
+
+def test_rungs_ahead_are_predicted_faster_and_no_faster_than_their_longest_pool(
+    told: dict[str, float],
+) -> None:
+    assert told["in sequence"] > told["by parts"] > told["1 ahead"] > 3.0
+    assert told["1 ahead"] >= told["4 ahead, ready first"] >= 3.0
+
+
+def test_the_model_has_100_million_parameters() -> None:
+    assert SIZE.parameters >= 100e6
+
+
+@pytest.mark.parametrize(("at_once", "passes"), [(1, 10), (2, 6), (4, 4)])
+def test_a_row_that_ends_makes_room_for_the_next(at_once: int, passes: int) -> None:
+    assert computing.passes([4, 1, 3, 2], at_once) == passes
+
+
+def test_rungs_count_whole_bursts_of_steps_in_flight() -> None:
+    (rung,) = rungs.rungs_of(["4 ahead, ready first"], 4, 6)
+    assert (rung.bound, rung.skipped, rung.steps) == (4, 18, 28)
+
+
+def test_steps_per_minute_of_a_watched_run_are_those_between_two_times() -> None:
+    assert watched.per_minute([0.0, 10.0, 20.0, 40.0], [0, 5, 10, 10], 10.0, 40.0) == pytest.approx(10.0)
+
+
+def test_repeated_steps_count_once() -> None:
+    """Ten steps, a restart from the fifth, ten again: five steps of progress after the tenth second."""
+    times, steps = [0.0, 10.0, 10.1, 20.0, 30.0], [0, 10, 5, 10, 15]
+    assert watched.per_minute(times, steps, 10.0, 30.0) == pytest.approx(15.0)
