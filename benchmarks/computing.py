@@ -1,5 +1,7 @@
 """Stages that compute: a model of 100 million parameters on two cores, sampler and trainer on a pool each.
 
+The reward, a function of a millisecond, has a third pool: on the trainer's rank it would wait behind updates.
+
 calibrate   two runs in step, so that one stage works at a time, with few and with all rows of a pass:
               seconds of a pass and of a row in it, of the update, the reward, a publish, and of no stage;
               one of them once more beside a second process that makes the same run: the machine's memory
@@ -38,7 +40,7 @@ from rillflow_planner.recipe_problem import state_problem
 from rillflow_planner.simulated_run import PUBLISH, endless, simulate_as_run, worked_s
 from rillflow_planner.workload import Lengths
 
-PROMPTS, SAMPLES, MINIBATCHES, SIGMA = 8, 4, 4, 0.9
+PROMPTS, SAMPLES, MINIBATCHES, SIGMA = 8, 4, 4, 0.6
 """Rows of a step, optimiser steps over them, which are also its parts, and the tail of the lengths."""
 RUNGS = ("in sequence", "by parts", "1 ahead", "1 ahead, by parts", "4 ahead, ready first")
 PROGRAM = "import sys; from rillflow.cli.main import main; sys.exit(main(sys.argv[1:]))"
@@ -79,8 +81,8 @@ old_logprobs = "sampler"
 function = "reward.py:reward"
 [placement]
 backend = "BACKEND"
-pools = { main = 1, answers = 1 }
-roles = { sampler = "answers" }
+pools = { main = 1, answers = 1, scores = 1 }
+roles = { sampler = "answers", reward = "scores" }
 """
 REWARD = """
 def reward(prompts, completions, **columns):
@@ -107,7 +109,7 @@ class Size:
 
 
 SIZES = {
-    "computing": Size(hidden=768, layers=15, longest=40, at_once=8),
+    "computing": Size(hidden=768, layers=15, longest=32, at_once=8),
     "computing-tiny": Size(hidden=48, layers=1, longest=40, at_once=8),
 }
 
@@ -253,7 +255,7 @@ def simulated(recipe: Path, known: Calibration, size: Size, rung: Rung) -> list[
     """Seconds of a rung's steps as the simulator has them."""
     loaded = load_recipe(recipe, rung.settings)
     paced = {"decode_launch_s": known.pass_s / size.layers, "decode_row_s": known.row_s}
-    problem = state_problem(loaded, endless(2, step_s=known.rest_s, **paced)).problem
+    problem = state_problem(loaded, endless(3, step_s=known.rest_s, **paced)).problem
     lengths = lengths_of(size.longest)
     given = Lengths(kind="measured", limit=max(lengths), values=tuple(sorted(lengths)), in_order=lengths)
     problem = replace(problem, workload=replace(problem.workload, response=given))
@@ -274,7 +276,8 @@ def computing_ladder(folder: Path, size: Size, names: Sequence[str], counted: in
     lengths = lengths_of(size.longest)
     return [
         f"A model of {size.parameters / 1e6:.0f} million parameters in float32, backend {backend}; sampler "
-        f"and trainer on a pool of one rank and one thread each. A step: {PROMPTS} prompts x {SAMPLES} rows, "
+        f"and trainer on a pool of one rank and one thread each (the reward, a millisecond, on a third). "
+        f"A step: {PROMPTS} prompts x {SAMPLES} rows, "
         f"{min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all, {size.at_once} rows at once, "
         f"{MINIBATCHES} minibatches, {MINIBATCHES} parts. {counted} steps or more are counted.",
         "",
