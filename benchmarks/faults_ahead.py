@@ -36,6 +36,7 @@ from rungs import say
 from watched import WatchedRun, wrong_rows
 
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.runs import layout
 
 SMALLEST = []
 SLOW = [  # minutes; Ray
@@ -210,9 +211,9 @@ def written(folder: Path) -> Path:
 
 
 def faults(count: int) -> Iterator[str]:
-    """Yield what happens in each minute: kill, stop; the sixth time the trainer is killed."""
+    """Yield what happens in each minute: kill, stop; after half of them the trainer is killed."""
     for number in range(count):
-        yield "trainer killed" if number == 5 else ("replica killed", "replica stopped")[number % 2]
+        yield "trainer killed" if number == count // 2 else ("replica killed", "replica stopped")[number % 2]
 
 
 def predicted(count: int, every_s: float, step_s: float) -> float:
@@ -259,15 +260,15 @@ def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
     rows = ", ".join(
         f"{count} {name}" for name, count in wrong_rows(run.run, SAMPLES, PROMPTS, BOUND).items()
     )
-    kept = len([*run.run.glob("rollouts/*")])
+    lost = run.steps - len(layout.rollout_files(run.run))
     lines += [
         "",
         f"Undisturbed: {rate:.1f} steps a minute in {given.undisturbed_s:g} s. With a fault every "
         f"{given.every_s:g} s: {run.rate(first, last):.1f} in {last - first:.0f} s. **Effective training "
         f"time {share:.0%}**, predicted {told:.0%}; RobustRL publishes {ROBUST_RL:.0%}, at its own rate of "
         "failures.",
-        f"SIGTERM ended the run with exit code {code} after {run.steps} steps ({kept} files of rollouts); "
-        f"processes left 5 s later: {len(left)}. Rows: {rows}.",
+        f"SIGTERM ended the run with exit code {code} after {run.steps} steps, {lost} of them without "
+        f"rollouts; processes left 5 s later: {len(left)}. Rows: {rows}.",
     ]
     return lines
 
@@ -275,7 +276,7 @@ def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
 def disturbed(run: WatchedRun, number: int, fault: str, first: float, every_s: float) -> str:
     """Make a fault, watch until the next one is due; return its cells."""
     at, losses, made = run.until_time(first + number * every_s), run.losses, run.made
-    victim = run.trainer if fault == "trainer killed" else run.replicas[number // 2 % 2]
+    victim = run.trainer if fault == "trainer killed" else run.replicas[0]
     os.kill(victim, signal.SIGSTOP if fault == "replica stopped" else signal.SIGKILL)
     seen = run.until(lambda: run.losses > losses)
     wanted = 2 if fault == "trainer killed" else 1
