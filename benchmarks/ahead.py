@@ -73,10 +73,7 @@ from rillflow_planner.recipe_problem import state_problem
 from rillflow_planner.simulated_run import endless, simulate_as_run
 from rillflow_planner.workload import Lengths
 
-SMALLEST = [
-    "ladder --stages tiny --rungs 'in sequence'",
-    "ladder --stages computing-tiny --backend inline --rungs 'in sequence' --counted 1",
-]
+SMALLEST = ["ladder --stages tiny --rungs 'in sequence'"]
 SLOW = ["pools --rounds 1", "ladder --stages computing-tiny --counted 1"]  # start Ray
 NEEDS = ["rillflow_planner"]
 

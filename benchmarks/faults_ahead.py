@@ -247,9 +247,8 @@ def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
         first = run.until(lambda: run.steps >= SKIPPED and run.made >= 2) + given.every_s / 4
         run.until_time(first)
         for number, fault in enumerate(faults(given.faults)):
-            lines.append(
-                f"| {number + 1} | {fault} | {disturbed(run, number, fault, first, given.every_s)} |"
-            )
+            cells = disturbed(run, number, fault, first, given.every_s)
+            lines.append(f"| {number + 1} | {fault} | {cells} |")
             say(lines[-1])
         last = first + given.faults * given.every_s
         share = run.rate(first, last) / rate
@@ -257,9 +256,7 @@ def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
         left = run.left()
     finally:
         run.kill()
-    rows = ", ".join(
-        f"{count} {name}" for name, count in wrong_rows(run.run, SAMPLES, PROMPTS, BOUND).items()
-    )
+    rows = ", ".join(f"{count} {name}" for name, count in wrong(run.run).items())
     lost = run.steps - len(layout.rollout_files(run.run))
     lines += [
         "",
@@ -320,9 +317,7 @@ def cut(folder: Path, given: argparse.Namespace) -> list[str]:
             code = run.end(signal.SIGTERM)
         finally:
             run.kill()
-    rows = ", ".join(
-        f"{count} {name}" for name, count in wrong_rows(run.run, SAMPLES, PROMPTS, BOUND).items()
-    )
+    rows = ", ".join(f"{count} {name}" for name, count in wrong(run.run).items())
     rates = (run.rate(began, due), run.rate(due, replaced), run.rate(replaced, end))
     return [
         "| cut off | seen, s | replaced, s | before, steps a minute | until replaced | later | rows |",

@@ -17,6 +17,8 @@ import computing
 import rungs
 import watched
 
+from rillflow.runs.reader import read_rollouts
+
 KNOWN = computing.Calibration(
     pass_s=0.06,
     row_s=0.005,
@@ -46,6 +48,14 @@ def test_rungs_ahead_are_predicted_faster_and_no_faster_than_their_longest_pool(
 ) -> None:
     assert told["in sequence"] > told["by parts"] > told["1 ahead"] > 3.0
     assert told["1 ahead"] >= told["4 ahead, ready first"] >= 3.0
+
+
+def test_rows_of_a_run_have_the_given_lengths(tmp_path: Path) -> None:
+    recipe = computing.written(tmp_path, computing.SIZES["computing-tiny"], "inline")
+    run = rungs.run_of(recipe, tmp_path / "run", "rollout.stream_chunks=4")
+    rows = sorted(read_rollouts(run, 1), key=lambda each: each.row)
+    lengths = computing.lengths_of(computing.SIZES["computing-tiny"].longest)
+    assert [len(each.sampled) for each in rows] == list(lengths)
 
 
 def test_the_model_has_100_million_parameters() -> None:
