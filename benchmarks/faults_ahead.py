@@ -232,7 +232,8 @@ def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
     whole = WatchedRun(written(folder / "undisturbed"), settings)
     try:
         first = whole.until(lambda: whole.steps >= SKIPPED)
-        rate = whole.rate(first, whole.until_time(first + given.undisturbed_s))
+        whole.until_time(first + given.undisturbed_s)
+        rate = whole.rate(first, whole.until(lambda: whole.steps >= SKIPPED + 2))
         assert whole.end(signal.SIGTERM) == 130, whole.said
     finally:
         whole.kill()

@@ -18,6 +18,7 @@ import rungs
 import watched
 
 from rillflow.runs.reader import read_rollouts
+from tests.unit.written_rollouts import write_rollouts
 
 KNOWN = computing.Calibration(
     pass_s=0.06,
@@ -80,3 +81,17 @@ def test_repeated_steps_count_once() -> None:
     """Ten steps, a restart from the fifth, ten again: five steps of progress after the tenth second."""
     times, steps = [0.0, 10.0, 10.1, 20.0, 30.0], [0, 10, 5, 10, 15]
     assert watched.per_minute(times, steps, 10.0, 30.0) == pytest.approx(15.0)
+
+
+def _rows(*ids: tuple[int, int, int]) -> list[dict[str, int]]:
+    return [{"epoch": epoch, "prompt_id": prompt, "sample": sample} for epoch, prompt, sample in ids]
+
+
+def test_rows_that_are_doubled_missing_or_never_trained_are_counted(tmp_path: Path) -> None:
+    """Epochs of two prompts with two rows; prompt 1 of the first epoch is left out, long ago."""
+    (tmp_path / "rollouts").mkdir()
+    write_rollouts(tmp_path, 1, _rows((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)))
+    write_rollouts(tmp_path, 2, _rows((1, 1, 0), (1, 1, 1), (2, 0, 0), (2, 0, 1)))
+    assert watched.wrong_rows(tmp_path, 2, 2, 2) == {"doubled": 0, "missing": 0, "never trained": 2}
+    write_rollouts(tmp_path, 3, _rows((0, 1, 0), (2, 0, 1), (2, 1, 0), (2, 1, 1)))
+    assert watched.wrong_rows(tmp_path, 2, 2, 2) == {"doubled": 1, "missing": 1, "never trained": 0}
