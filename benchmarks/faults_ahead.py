@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from rungs import say
-from watched import WatchedRun, wrong_rows
+from watched import REPLICAS, WatchedRun, wrong_rows
 
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs import layout
@@ -291,7 +291,7 @@ def cut(folder: Path, given: argparse.Namespace) -> list[str]:
 
     at = written(folder / "cut")
     path = os.pathsep.join([str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {"PYTHONPATH": path, **HEALTH}
+    env = {"PYTHONPATH": path, REPLICAS: f"{SHARED}/replicas", **HEALTH}
     with machines(at, count=3) as (first, other, spare):
         ray_up(first, env=env, cpus=3)
         ray_up(other, first, env=env)
@@ -339,6 +339,22 @@ PARTS = {
     "cut": ("A node that is cut off", cut),
 }
 """Heading and measurement of each part."""
+NOTES = {
+    "hangs": """Medians of rounds. With `wait` a step waits for a group that is due, so each one that hangs
+costs its time limit, 20 steps. With `drop` the group is dropped instead, and its reward process is ended. The
+rank starts a further reward process for a group that is late by a second or more; shorter steps are held up.
+""",
+    "dies": "One of two replicas on Ray kills itself.\n",
+    "minutes": f"""The two replicas of the sampler are killed and stopped in turn, and the trainer's rank is
+killed once; then all ranks start again from the last checkpoint, at most {KEPT_EVERY} steps back. Seen: the run
+says it. Replaced: a new process has its model.
+""",
+    "cut": """Network namespaces with Ray's node in each: trainer, scores, driver and a replica on the first,
+a replica on the second, whose link goes down for good; a third has room. Replaced, from the cut on: Ray has
+declared the node dead, and a new process has its model.
+""",
+}
+"""What a reader of each part's table has to know."""
 HEAD = """# Faults ahead
 
 `python benchmarks/faults_ahead.py {words}`, {cores} cores, Python {python}, torch {torch}, ray {ray}.
@@ -366,7 +382,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in given.only:
             title, measure = PARTS[name]
-            lines += [f"## {title}", "", *measure(Path(folder), given), ""]
+            lines += [f"## {title}", "", NOTES[name], *measure(Path(folder), given), ""]
     sys.stdout.write("\n".join(lines) + "\n")
     if given.write is not None:
         from measured_at import below_title, line
