@@ -346,8 +346,8 @@ rank starts a further reward process for a group that is late by a second or mor
 """,
     "dies": "One of two replicas on Ray kills itself.\n",
     "minutes": f"""The two replicas of the sampler are killed and stopped in turn, and the trainer's rank is
-killed once; then all ranks start again from the last checkpoint, at most {KEPT_EVERY} steps back. Seen: the run
-says it. Replaced: a new process has its model.
+killed once; then all ranks start again from the last checkpoint, at most {KEPT_EVERY} steps back. Seen: the
+run says it. Replaced: a new process has its model.
 """,
     "cut": """Network namespaces with Ray's node in each: trainer, scores, driver and a replica on the first,
 a replica on the second, whose link goes down for good; a third has room. Replaced, from the cut on: Ray has
