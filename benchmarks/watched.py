@@ -89,7 +89,11 @@ class WatchedRun:
         """Note the steps and processes of this moment."""
         steps = self.steps
         if steps != self._steps[-1]:
-            self._times.append(time.monotonic())
+            now = time.monotonic()
+            if steps < self._steps[-1]:  # steps without a checkpoint are lost at once
+                self._times.append(now)
+                self._steps.append(self._steps[-1])
+            self._times.append(now)
             self._steps.append(steps)
         with suppress(psutil.NoSuchProcess):
             self.seen.update(self.driver.children(recursive=True))
