@@ -316,7 +316,8 @@ def ladder(arguments: argparse.Namespace) -> list[str]:
         with tempfile.TemporaryDirectory() as name:
             folder, names = Path(name), arguments.rungs or list(LADDER)
             if stages in SIZES:
-                given = (SIZES[stages], names, arguments.counted, arguments.backend)
+                size = replace(SIZES[stages], at_once=arguments.at_once or SIZES[stages].at_once)
+                given = (size, names, arguments.counted, arguments.backend)
                 lines += ["## Stages that compute", "", *computing_ladder(folder, *given), ""]
             else:
                 lines += [f"## Stages that sleep: {stages}", ""]
@@ -464,6 +465,7 @@ def main() -> None:
     default = ["computing", "balanced"]
     parser.add_argument("--stages", nargs="+", choices=stages, default=default, help="of the ladder's rungs")
     parser.add_argument("--backend", choices=("ray", "inline"), default="ray", help="of stages that compute")
+    parser.add_argument("--at-once", type=int, help="rows that a computing sampler runs at once, 2 or more")
     parser.add_argument("--counted", type=int, default=COUNTED, help="steps of a rung that are measured")
     parser.add_argument("--rungs", nargs="+", choices=LADDER, help="those that are run; all if left out")
     parser.add_argument("--rounds", type=int, default=3, help="of parts, and of the two pools")

@@ -109,7 +109,7 @@ class Size:
 
 
 SIZES = {
-    "computing": Size(hidden=768, layers=15, longest=32, at_once=8),
+    "computing": Size(hidden=768, layers=15, longest=32, at_once=4),
     "computing-tiny": Size(hidden=48, layers=1, longest=40, at_once=8),
 }
 
@@ -210,7 +210,7 @@ class Calibration:
 def calibrated(recipe: Path, folder: Path, size: Size, steps: int) -> dict[str, Calibration]:
     """Measure single stages, alone and beside another process."""
     lengths, every, found = lengths_of(size.longest), UNDER_WAY + steps, dict[int, dict[str, float]]()
-    for at_once in (size.at_once // 4, size.at_once):
+    for at_once in (size.at_once // 2, size.at_once):
         settings = (f"rollout.max_rows={at_once}", f"algorithm.steps={every}")
         run = run_of(recipe, folder / f"{at_once}-at-once", *settings)
         found[at_once] = stages_of(run)

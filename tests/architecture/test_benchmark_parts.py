@@ -21,8 +21,8 @@ from rillflow.runs.reader import read_rollouts
 from tests.unit.written_rollouts import write_rollouts
 
 KNOWN = computing.Calibration(
-    pass_s=0.06,
-    row_s=0.005,
+    pass_s=0.035,
+    row_s=0.002,
     stages_s={"reward.score": 0.01, "policy.update": 3.0, "policy.publish": 0.4},
     rest_s=0.1,
 )
@@ -40,7 +40,7 @@ def told(tmp_path: Path) -> dict[str, float]:
 
 def test_a_step_in_sequence_is_predicted_as_the_sum_of_its_stages(told: dict[str, float]) -> None:
     lengths = computing.lengths_of(SIZE.longest)
-    generation = 0.06 * computing.passes(lengths, SIZE.at_once) + 0.005 * sum(lengths)
+    generation = KNOWN.pass_s * computing.passes(lengths, SIZE.at_once) + KNOWN.row_s * sum(lengths)
     assert told["in sequence"] == pytest.approx(generation + 0.01 + 3.0 + 0.4 + 0.1, rel=0.02)
 
 
