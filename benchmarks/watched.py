@@ -76,7 +76,6 @@ class WatchedRun:
                     stdout=said,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **env},
-                    start_new_session=True,
                     text=True,
                 )
         else:
