@@ -218,10 +218,10 @@ def calibrated(recipe: Path, folder: Path, size: Size, steps: int) -> dict[str, 
         say(f"{at_once} rows at once, in step: {told(found[at_once])}, no stage {rest_s:.3f} s")
     few, many = (found[at_once][STAGES[0]] for at_once in found)
     count = [passes(lengths, at_once) for at_once in found]
-    pass_s = max(0.0, (few - many) / (count[0] - count[1]))
+    pass_s = min(max(0.0, (few - many) / (count[0] - count[1])), many / count[1])
     alone = Calibration(
         pass_s=pass_s,
-        row_s=max(0.0, many - pass_s * count[1]) / sum(lengths),
+        row_s=(many - pass_s * count[1]) / sum(lengths),
         stages_s={name: spent for name, spent in found[size.at_once].items() if name != STAGES[0]},
         rest_s=max(0.0, rest_s),
     )
