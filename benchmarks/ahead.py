@@ -203,6 +203,7 @@ class SleepingEngine(NativeEngine):
         super().__init__(*given, **how)
         self._due: dict[RowId, float] = {}
         self._ended: list[Rollout] = []
+        self._places = dict[RowId, int]()  # rows of a step begin in the order of the data, which is drawn
         self._milliseconds = row_milliseconds()
 
     def generate_parts(
@@ -223,7 +224,7 @@ class SleepingEngine(NativeEngine):
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
         """See Engine."""
         row = rollout.row
-        place = (row.prompt * SAMPLES + row.sample) % (PROMPTS * SAMPLES)
+        place = self._places.setdefault(row, len(self._places) % (PROMPTS * SAMPLES))
         self._due.setdefault(row, time.monotonic() + self._milliseconds[place] / 1000)
         super().add(rollout, sampling)
 

@@ -121,7 +121,7 @@ def lengths_of(longest: int) -> tuple[int, ...]:
 
 
 class GivenLengths(NativeEngine):
-    """The native engine, whose rows end at given lengths and at no token."""
+    """The native engine; rows have given lengths, in the order in which they begin, and end at no token."""
 
     can: ClassVar = NativeEngine.can
 
@@ -129,12 +129,13 @@ class GivenLengths(NativeEngine):
         super().__init__(*given, stop_tokens=frozenset(), **how)
         del stop_tokens
         self._sampling: SamplingConfig = given[1]
+        self._given = dict[RowId, int]()
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
         """See Engine."""
-        chosen, row = sampling or self._sampling, rollout.row
+        chosen = sampling or self._sampling
         lengths = lengths_of(chosen.max_tokens)
-        length = lengths[(row.prompt % PROMPTS) * SAMPLES + row.sample]
+        length = self._given.setdefault(rollout.row, lengths[len(self._given) % len(lengths)])
         super().add(rollout, chosen.model_copy(update={"max_tokens": length}))
 
     def generate_parts(
