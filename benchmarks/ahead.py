@@ -1,14 +1,16 @@
 """What running ahead gives: stages that sleep, two real pools, and what is learnt from older rows.
 
-    ladder      one recipe in step, part by part, one and four versions ahead; every stage sleeps as long as
-                it would compute, so that one machine shows what pools side by side do; each rung is
-                simulated before it is run
+    ladder      one recipe in step, part by part, one and four versions ahead; each rung is simulated before
+                it is run. Stages compute (``computing.py``: 100 million parameters, a core for each pool),
+                or every stage sleeps as long as it would compute, so that one machine shows what more pools
+                do side by side
     parts       the quickstart's model on one rank, in step: its rows part by part, and whole
     pools       the quickstart's model on two ranks of one core each: in step and one version ahead
     pictures    the timelines of three of its rungs, as the report draws them
     learning    the quickstart's task at several bounds: accuracy on held-out sums
 
-    python benchmarks/ahead.py ladder --shape balanced --rungs "in sequence" "4 ahead, by parts"
+    python benchmarks/ahead.py ladder --write benchmarks/results/ladder.md
+    python benchmarks/ahead.py ladder --stages balanced --rungs "in sequence" "4 ahead, by parts"
     python benchmarks/ahead.py pools --rounds 3
     python benchmarks/ahead.py learning --seeds 0 1 2 --write results.md
 
@@ -20,22 +22,39 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Literal
 
+from computing import SIZES, computing_ladder
+from measured_at import below_title, line
+from rungs import (
+    LADDER,
+    READY,
+    STAGES,
+    busy_seconds,
+    climb,
+    run_of,
+    rungs_of,
+    say,
+    stage_seconds,
+    step_seconds,
+    told,
+)
 from torch import Tensor
 
 from rillflow import formulas
 from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import GroupConfig
-from rillflow.app.launch import launch
 from rillflow.app.phases import phase_plans
 from rillflow.app.recipe import load_recipe
 from rillflow.controller.flow import Flow
@@ -45,7 +64,7 @@ from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.runs.reader import SpanRecord, read_evaluations, read_metrics, read_spans
+from rillflow.runs.reader import read_evaluations, read_metrics
 from rillflow.runs.report.html import el, style
 from rillflow.runs.report.measured import measured, measured_bars
 from rillflow.runs.report.timeline import colours_of, draw_timeline
@@ -54,8 +73,8 @@ from rillflow_planner.recipe_problem import state_problem
 from rillflow_planner.simulated_run import endless, simulate_as_run
 from rillflow_planner.workload import Lengths
 
-SMALLEST = ["ladder --shape tiny --rungs 'in sequence'"]
-SLOW = ["pools --rounds 1"]  # starts Ray
+SMALLEST = ["ladder --stages tiny --rungs 'in sequence'"]
+SLOW = ["pools --rounds 1", "ladder --stages computing-tiny --counted 1"]  # start Ray
 NEEDS = ["rillflow_planner"]
 
 SHAPES = {"verl": (357.0, 108.0, 270.0), "balanced": (245.0, 245.0, 245.0)}
@@ -69,24 +88,20 @@ SHAPE = "AHEAD_SHAPE"
 """The variable of the environment that says the shape to every process."""
 PROMPTS, SAMPLES, MINIBATCHES, SIGMA = 64, 4, 16, 0.9
 """Rows of a step, optimiser steps over them, and the tail of their lengths."""
-READY = "algorithm.async_mode=ready_first"
-PARTS = f"rollout.stream_chunks={MINIBATCHES}"
-LADDER = {
-    "in sequence": (),
-    "by parts": (PARTS,),
-    "1 ahead": ("algorithm.freshness=1",),
-    "1 ahead, by parts": (PARTS, "algorithm.freshness=1"),
-    "4 ahead, by parts": (PARTS, "algorithm.freshness=4"),
-    "4 ahead, ready first": ("algorithm.freshness=4", READY),
-    "4 ahead, late dropped": ("algorithm.freshness=4", READY, "algorithm.on_stale=drop"),
-}
-"""The settings of each rung; sampler, scores and trainer have a pool each."""
 PICTURED = {"in sequence": (3, 4), "1 ahead": (3, 7), "4 ahead, ready first": (7, 11)}
 """The rungs that are drawn, and their steps."""
-STAGES = ("policy.generate", "reward.score", "policy.update")
-"""Those that sleep."""
 DRY_STEPS, COUNTED = 8, 5
 """Steps of the run that does not sleep; steps of a rung that are measured, once it is under way."""
+HEAD = """# A ladder of runs
+
+`python benchmarks/ahead.py {rungs}`, {versions}.
+
+Whole runs by the command's own path, each with more work side by side than the one before. Every rung is
+simulated before the first one is run, by the simulator of `rillflow timeline`, from seconds of single stages
+that are measured before. AsyncFlow (arXiv 2507.01663) publishes 1.00, 2.01 and 2.74 for 7B on 512 devices,
+without the seconds and devices of its stages. Two pools give at most 2, three at most 3.
+
+"""
 SLEEPING = """
 [run]
 threads = 1
@@ -188,6 +203,7 @@ class SleepingEngine(NativeEngine):
         super().__init__(*given, **how)
         self._due: dict[RowId, float] = {}
         self._ended: list[Rollout] = []
+        self._places = dict[RowId, int]()  # rows of a step begin in the order of the data, which is drawn
         self._milliseconds = row_milliseconds()
 
     def generate_parts(
@@ -208,7 +224,7 @@ class SleepingEngine(NativeEngine):
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
         """See Engine."""
         row = rollout.row
-        place = (row.prompt * SAMPLES + row.sample) % (PROMPTS * SAMPLES)
+        place = self._places.setdefault(row, len(self._places) % (PROMPTS * SAMPLES))
         self._due.setdefault(row, time.monotonic() + self._milliseconds[place] / 1000)
         super().add(rollout, sampling)
 
@@ -256,37 +272,13 @@ def step(flow: Flow, prompts: Batch, config: SleepingConfig) -> Handle:
 ALGORITHM = Algorithm(config=SleepingConfig, step=step)
 
 
-def run_of(recipe: Path, folder: Path, *settings: str) -> Path:
-    """Run a recipe; the run directory."""
-    loaded = load_recipe(recipe, [f"run.dir='{folder}'", *settings], [ALGORITHM])
-    launch(loaded.recipe, loaded.base, quiet=True)
-    return folder
-
-
-def step_seconds(run: Path, skipped: int) -> float:
-    """The mean step after the first ones."""
-    every = [each.metrics["run/step_seconds/mean"].value for each in read_metrics(run)]
-    return statistics.fmean(every[skipped:])
-
-
-def stage_seconds(run: Path, stage: str, skipped: int) -> float:
-    """The mean seconds of a stage after the first steps."""
-    spans: list[SpanRecord] = [
-        each for each in read_spans(run) if each.stage == stage and each.step > skipped
-    ]
-    return statistics.fmean(each.duration_s for each in spans)
-
-
-def busy_seconds(run: Path, stage: str, skipped: int) -> float:
-    """The median seconds in which a stage's rank works, all parts of a step together."""
-    spans = [each for each in read_spans(run) if each.stage == stage and each.step > skipped]
-    return statistics.median(sum(rank.duration_s for rank in each.ranks) for each in spans)
+run_sleeping = partial(run_of, algorithms=[ALGORITHM])
 
 
 def overheads(recipe: Path, folder: Path, *settings: str) -> dict[str, float]:
     """Seconds of a step beside its sleep, of one that does not sleep: of a stage's work, and of nobody's."""
     shape, os.environ[SHAPE] = os.environ[SHAPE], "none"
-    run = run_of(recipe, folder, *settings, f"algorithm.steps={DRY_STEPS}")
+    run = run_sleeping(recipe, folder, *settings, f"algorithm.steps={DRY_STEPS}")
     os.environ[SHAPE] = shape
     found = {stage: busy_seconds(run, stage, 2) for stage in STAGES[1:]}
     sampled = busy_seconds(run, "policy.generate", 2)
@@ -319,53 +311,44 @@ def written(folder: Path) -> Path:
 
 
 def ladder(arguments: argparse.Namespace) -> list[str]:
-    """Simulate and run each rung: seconds of a step, and how many times as fast as the first of them."""
-    os.environ[SHAPE] = arguments.shape
-    longest = max(seconds_of(place) for place in range(3))
-    lines = [
-        f"{arguments.shape}: generation, scoring, update sleep "
-        f"{', '.join(f'{seconds_of(place):.2f}' for place in range(3))} s",
-        "",
-        "| | predicted, s a step | measured | predicted / measured | times as fast, predicted | measured "
-        "| generation, scoring, update took |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        recipe = written(Path(folder))
-        rungs = {name: LADDER[name] for name in LADDER if name in (arguments.rungs or LADDER)}
-        beside = {
-            parts: overheads(recipe, Path(folder) / f"dry-{parts}", f"rollout.stream_chunks={parts}")
-            for parts in sorted({MINIBATCHES if PARTS in settings else 1 for settings in rungs.values()})
-        }
-        for parts, each in beside.items():
-            told = ", ".join(f"{stage or 'no stage'} {1000 * spent:.0f} ms" for stage, spent in each.items())
-            print(f"without sleep, in {parts} parts: {told}", flush=True)
-        first = dict[str, float]()
-        for index, (name, settings) in enumerate(rungs.items()):
-            bound = 4 if "4 ahead" in name else int("1 ahead" in name)
-            skipped = 2 + 4 * bound
-            counted = -(-COUNTED // (bound + 1)) * (bound + 1)
-            steps = skipped + counted
-            parts = MINIBATCHES if PARTS in settings else 1
-            told = simulated_seconds(recipe, beside[parts], steps, *settings)
-            predicted = statistics.fmean(told[skipped:])
-            first.setdefault("predicted", predicted)
-            print(f"{name}: {predicted:.3f} s a step predicted", flush=True)
-            run = run_of(recipe, Path(folder) / str(index), *settings, f"algorithm.steps={steps}")
-            spent = step_seconds(run, skipped)
-            first.setdefault("measured", spent)
-            stages = [busy_seconds(run, stage, skipped) for stage in STAGES]
-            lines.append(
-                f"| {name} | {predicted:.2f} | {spent:.2f} | {predicted / spent - 1:+.1%} "
-                f"| {first['predicted'] / predicted:.2f} | {first['measured'] / spent:.2f} "
-                f"| {', '.join(f'{stage:.2f}' for stage in stages)} |"
-            )
-            print(lines[-1], flush=True)
+    """Predict and run each rung: seconds of a step, and how many times as fast as the first of them."""
+    lines = list[str]()
+    for stages in arguments.stages:
+        with tempfile.TemporaryDirectory() as name:
+            folder, names = Path(name), arguments.rungs or list(LADDER)
+            if stages in SIZES:
+                size = replace(SIZES[stages], at_once=arguments.at_once or SIZES[stages].at_once)
+                given = (size, names, arguments.counted, arguments.backend)
+                lines += ["## Stages that compute", "", *computing_ladder(folder, *given), ""]
+            else:
+                lines += [f"## Stages that sleep: {stages}", ""]
+                lines += [*sleeping_ladder(folder, stages, names, arguments.counted), ""]
+    return lines
+
+
+def sleeping_ladder(folder: Path, shape: str, names: Sequence[str], counted: int) -> list[str]:
+    """The rungs of stages that sleep."""
+    os.environ[SHAPE] = shape
+    recipe, rungs = written(folder), rungs_of(names, MINIBATCHES, counted)
+    beside = {
+        parts: overheads(recipe, folder / f"dry-{parts}", f"rollout.stream_chunks={parts}")
+        for parts in sorted({rung.parts for rung in rungs})
+    }
+    for parts, each in beside.items():
+        say(f"without sleep, in {parts} parts: {told(each)}")
+    seconds = [seconds_of(place) for place in range(3)]
     return [
-        *lines,
+        f"Generation, scoring and update sleep {', '.join(f'{each:.2f}' for each in seconds)} s, so overlap "
+        f"gives at most {sum(seconds) / max(seconds):.2f}. {PROMPTS} prompts x {SAMPLES} rows, {MINIBATCHES} "
+        f"minibatches and parts, three pools. {counted} steps or more are counted.",
         "",
-        f"The longest stage sleeps {longest:.2f} s; all together are that times "
-        f"{sum(seconds_of(place) for place in range(3)) / longest:.2f}.",
+        *climb(
+            rungs,
+            lambda rung: simulated_seconds(recipe, beside[rung.parts], rung.steps, *rung.settings),
+            lambda rung: run_sleeping(
+                recipe, folder / rung.name, *rung.settings, f"algorithm.steps={rung.steps}"
+            ),
+        ),
     ]
 
 
@@ -456,7 +439,7 @@ def pictures(arguments: argparse.Namespace) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         recipe = written(Path(folder))
         for name, (first, last) in PICTURED.items():
-            run = run_of(recipe, Path(folder) / name, *LADDER[name], f"algorithm.steps={last + 2}")
+            run = run_sleeping(recipe, Path(folder) / name, *LADDER[name], f"algorithm.steps={last + 2}")
             bars = [bar for bar in measured_bars(measured(load(run), first, last)) if not bar.is_idle]
             svg = re.sub(r"^<div[^>]*>|</div>$", "", str(draw_timeline(bars)[0]))
             width, height = map(int, re.findall(r'viewBox="0 0 (\d+) (\d+)"', svg)[0])
@@ -479,7 +462,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("ladder", "parts", "pools", "pictures", "learning"))
-    parser.add_argument("--shape", choices=("verl", "balanced", "tiny"), default="verl", help="of the ladder")
+    stages = (*SIZES, *(shape for shape in SHAPES if shape != "none"))
+    default = ["computing", "balanced"]
+    parser.add_argument("--stages", nargs="+", choices=stages, default=default, help="of the ladder's rungs")
+    parser.add_argument("--backend", choices=("ray", "inline"), default="ray", help="of stages that compute")
+    parser.add_argument("--at-once", type=int, help="rows that a computing sampler runs at once, 2 or more")
+    parser.add_argument("--counted", type=int, default=COUNTED, help="steps of a rung that are measured")
     parser.add_argument("--rungs", nargs="+", choices=LADDER, help="those that are run; all if left out")
     parser.add_argument("--rounds", type=int, default=3, help="of parts, and of the two pools")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -491,7 +479,10 @@ def main() -> None:
     versions = f"rillflow {version('rillflow')}, torch {version('torch')}, {os.cpu_count()} cores"
     text = "\n".join([*lines, "", versions, ""])
     print(text)
-    if arguments.write and arguments.what != "pictures":
+    if arguments.write and arguments.what == "ladder":
+        head = HEAD.format(rungs=shlex.join(sys.argv[1:]), versions=versions)
+        arguments.write.write_text(below_title(head + "\n".join(lines).rstrip("\n") + "\n", line()), "utf-8")
+    elif arguments.write and arguments.what != "pictures":
         arguments.write.write_text(text)
 
 

@@ -1,9 +1,10 @@
 """The data plane: put and get against TransferQueue and Ray's objects, scheduling, exactly once under kills.
 
-    python benchmarks/data_plane.py transfer                                # ours and Ray, half a minute
-    python benchmarks/data_plane.py transfer --transferqueue-python .tq/bin/python
+    python -m venv .tq && .tq/bin/pip install -c constraints.txt TransferQueue    # the peer, once
+    python benchmarks/data_plane.py all --rows 1000000 --write benchmarks/results/data_plane.md
+    python benchmarks/data_plane.py transfer                     # with the peer if .tq/bin/python is there
     python benchmarks/data_plane.py scheduling
-    python benchmarks/data_plane.py exactly-once --rows 1000000
+    python benchmarks/data_plane.py exactly-once --kill-every-s 0.25
 
 *transfer*: the shapes of TransferQueue's own performance test, its setting "Small" (1,024 rows, 9 fields,
 8,192 values), dense as there, and all ragged with the lengths of its nested ones, 1 to 8,192. Put: columns of
@@ -24,6 +25,7 @@ import multiprocessing
 import os
 import platform
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -36,6 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measured_at import below_title, line
 
 from rillflow.data_plane.instructions import Lease
 from rillflow.data_plane.schema import ColumnType, Schema, StageColumns
@@ -48,6 +51,9 @@ SMALLEST = ["scheduling", "exactly-once --rows 2000 --producers 1 --consumers 4 
 SLOW = ["transfer --rounds 1 --smaller 64"]  # starts Ray
 NEEDS = ["rillflow_service"]
 
+ROOT = Path(__file__).parents[1]
+PEER = ROOT / ".tq" / "bin" / "python"
+"""The Python that has TransferQueue, if nothing else is named."""
 SMALL = (1024, 9, 8192)
 STAGES, GROUP, AT_ONCE = 4, 8, 64
 Rounds = dict[str, list[float]]
@@ -150,6 +156,8 @@ def transfer(asked: argparse.Namespace) -> list[str]:
     rows, count, length = SMALL[0] // asked.smaller, SMALL[1], SMALL[2]
     lines = ["| columns | system | put, s | get, s | get with a copy, s | put, GB/s | get, GB/s |"]
     lines += ["|---|---|---|---|---|---|---|"]
+    if not asked.transferqueue_python:
+        print(f"without TransferQueue: there is no {PEER.relative_to(ROOT)}", file=sys.stderr)
     for kind in asked.columns:
         fields = columns(rows, count, length, is_ragged=kind == "ragged")
         size = sum(values_of(field).nbytes for field in fields.values()) / 1e9
@@ -244,7 +252,13 @@ def start(function: Callable[..., None], *what: Any) -> BaseProcess:
 
 
 def exactly_once(asked: argparse.Namespace) -> list[str]:
-    """Rows lost and doubled, with consumers killed."""
+    """Rows lost and doubled, with consumers killed at each of some intervals."""
+    head = "| rows | producers | consumers, stages | killed | lost | doubled | wrong | rows/s | left over |"
+    return [head, "|---" * 9 + "|", *(passed(asked, every_s) for every_s in asked.kill_every_s)]
+
+
+def passed(asked: argparse.Namespace, kill_every_s: float) -> str:
+    """Pass rows through the stages; return the line of the table."""
     numbers = range(1, STAGES + 1)
     stages = [
         StageColumns(
@@ -274,7 +288,7 @@ def exactly_once(asked: argparse.Namespace) -> list[str]:
             if not is_closed and not any(producer.is_alive() for producer in producers):
                 client.finish("s")
                 is_closed = True
-            if time.monotonic() - last_kill > asked.kill_every_s and not is_closed:
+            if time.monotonic() - last_kill > kill_every_s and not is_closed:
                 victim = draw.randrange(len(consumers))
                 consumers[victim].kill()
                 consumers[victim].join()
@@ -294,13 +308,11 @@ def exactly_once(asked: argparse.Namespace) -> list[str]:
         failed = sum(process.exitcode != 0 for process in (*producers, *consumers))
     took = time.monotonic() - began
     lost, doubled = int((seen == 0).sum()), int((seen > 1).sum())
-    return [
-        "| rows | producers | consumers, stages | killed | lost | doubled | wrong | rows/s | left over |",
-        "|---|---|---|---|---|---|---|---|---|",
+    return (
         f"| {groups * GROUP:,} in groups of {GROUP} | {asked.producers} | {asked.consumers}, {STAGES} "
         f"| {kills} | {lost} | {doubled} | {wrong} | {groups * GROUP / took:,.0f} "
-        f"| {status['begun'] - status['oldest']} groups, {failed} failed processes |",
-    ]
+        f"| {status['begun'] - status['oldest']} groups, {failed} failed processes |"
+    )
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
@@ -308,6 +320,17 @@ PARTS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
     "scheduling": scheduling,
     "exactly-once": exactly_once,
 }
+TITLES = {"transfer": "Put and get", "scheduling": "Scheduling", "exactly-once": "Exactly once"}
+HEAD = """# The data plane
+
+`python benchmarks/data_plane.py {words}`, {versions}.
+
+Each part runs alone; figures are medians of {rounds} rounds after one that is not counted. TransferQueue runs
+in an environment of its own (`python -m venv .tq && .tq/bin/pip install -c constraints.txt TransferQueue`),
+with two storage units on a Ray of eight claimed CPUs: on two, it waits without an end for a CPU for each of
+its three actors. The head of the script describes the parts.
+
+"""
 
 
 def main() -> None:
@@ -315,24 +338,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--transferqueue-python", default="", help="the Python of an environment that has it")
+    parser.add_argument("part", choices=(*PARTS, "all"))
+    there = str(PEER) if PEER.exists() else ""
+    parser.add_argument(
+        "--transferqueue-python", default=there, help="the Python of an environment that has it"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--columns", nargs="+", choices=("dense", "ragged"), default=("dense", "ragged"))
     parser.add_argument("--smaller", type=int, default=1, help="a part of the rows of a transfer")
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--producers", type=int, default=8)
     parser.add_argument("--consumers", type=int, default=8)
-    parser.add_argument("--kill-every-s", type=float, default=2.0)
+    parser.add_argument("--kill-every-s", type=float, nargs="+", default=[2.0, 0.25])
+    parser.add_argument("--write", type=Path, help="the page to write")
     asked = parser.parse_args()
-    lines = PARTS[asked.part](asked)
-    python, cores = platform.python_version(), os.cpu_count()
-    print("\n".join(lines))
-    print(
-        f"\n`python benchmarks/data_plane.py {' '.join(sys.argv[1:])}`; {cores} cores, Python {python}, ",
-        end="",
+    lines = list[str]()
+    for part in PARTS if asked.part == "all" else (asked.part,):
+        found = PARTS[part](asked)
+        print("\n".join(found), flush=True)
+        lines += [f"## {TITLES[part]}", "", *found, ""]
+    versions = (
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, numpy {np.__version__}"
     )
-    print(f"torch {torch.__version__}, numpy {np.__version__}")
+    words = shlex.join(sys.argv[1:])
+    print(f"\n`python benchmarks/data_plane.py {words}`; {versions}")
+    if asked.write:
+        page = HEAD.format(words=words, versions=versions, rounds=asked.rounds)
+        asked.write.write_text(below_title(page + "\n".join(lines).rstrip("\n") + "\n", line()), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,37 +1,76 @@
-"""Faults ahead: steps per minute of a ready-first run while a reward hangs, and while a sampler replica dies.
+"""Faults ahead: steps per minute of a ready-first run while a reward hangs and while ranks are lost.
 
     python benchmarks/faults_ahead.py --write benchmarks/results/faults_ahead.md
 
-HANGS   one of 160 prompts has a reward that never returns; its time limit is 20 times the length of a step
-DIES    one of two sampler replicas on Ray is killed; a new process takes its place while training goes on
+HANGS    one of 160 prompts has a reward that never returns; its time limit is 20 times the length of a step
+DIES     one of two sampler replicas on Ray is killed; a new process takes its place while training goes on
+MINUTES  a fault a minute for ten minutes: the two replicas are killed and stopped in turn, the trainer's rank
+         is killed once; compared with the same run undisturbed, minutes before
+CUT      two nodes and a spare one (network namespaces): the node of a replica is cut off for good
 
 Each run trains the same recipe: a small model, additions, 16 prompts with 8 answers a step, two versions
-ahead, two reward processes. Steps are counted after the tenth, from the times in metrics.jsonl.
+ahead, two reward processes. Steps are counted after the tenth, from the times in metrics.jsonl; in MINUTES
+and CUT, while that file grows. EFFECTIVE is the share of undisturbed training that is left: steps per minute
+over all the time of faults, restarts and repeated steps included, over those of the undisturbed run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import shlex
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rungs import say
+from watched import REPLICAS, WatchedRun, wrong_rows
+
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.runs import layout
 
 SMALLEST = []
-SLOW = ["--steps 14 --rounds 1 --only hangs", "--steps 30 --rounds 1 --only dies"]  # minutes; Ray
+SLOW = [  # minutes; Ray
+    "--steps 14 --rounds 1 --only hangs",
+    "--steps 30 --rounds 1 --only dies",
+    "--only minutes --every-s 30 --faults 2 --undisturbed-s 20",
+    "--only cut --every-s 40",
+]
 
 SKIPPED = 10
 """Steps at the start that do not count."""
 LIMIT = 20
 """Time limit of the reward, in steps."""
+PROMPTS, SAMPLES, BOUND = 160, 8, 2
+"""Of the recipe: prompts of an epoch, rows of a prompt, versions that rows may be old."""
+KEPT_EVERY = 10
+"""Steps between two checkpoints: a lost trainer repeats those since the last one."""
+POOLS = ('placement.backend="ray"', "placement.pools={ main = 1, answers = 2, scores = 1 }")
+ROLES = 'placement.roles={ sampler = "answers", reward = "scores" }'
+LAST = "placement.pools={ main = 1, scores = 1, answers = 2 }"
+"""The same pools; on nodes of 3 and 1 cores, a replica is the last to find room."""
+HEALTH = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""How Ray's head finds out that a node is dead; by default after about a minute."""
+ROOT = Path(__file__).parents[1]
+WATCHED = (*POOLS, ROLES, 'rollout.engine="watched:Announced"', "algorithm.steps=100000")
+ROBUST_RL = 0.8
+"""Effective training time that RobustRL (arXiv 2512.22492) publishes with failures in a tenth of the time."""
+STOPPED_S, STARTED_S, AGAIN_S = 5.0, 6.0, 25.0
+"""Assumed for the prediction, in seconds: until a stopped process is seen, until a new one samples, and until
+all ranks train again."""
 RECIPE = """
 [run]
 seed = 1
@@ -137,8 +176,6 @@ def hanging(folder: Path, steps: int, rounds: int) -> list[str]:
 
 def dying(folder: Path, steps: int, rounds: int) -> list[str]:
     """Return the lines of the table of replicas that die."""
-    pools = ('placement.backend="ray"', "placement.pools={ main = 1, answers = 2, scores = 1 }")
-    roles = 'placement.roles={ sampler = "answers", reward = "scores" }'
     lines = [
         "| round | before | 10 s from the death on | later | rows lost or doubled |",
         "|---|---:|---:|---:|---:|",
@@ -147,7 +184,7 @@ def dying(folder: Path, steps: int, rounds: int) -> list[str]:
         at = folder / f"dies-{number}"
         os.environ |= {"DIES_AT": str(20 * steps), "DIED": str(folder / f"died-{number}")}
         engine = f'rollout.engine="{Path(__file__).stem}:Dying"'
-        times = ran(at, steps, *pools, roles, engine)
+        times = ran(at, steps, *POOLS, ROLES, engine)
         died = Path(os.environ["DIED"])
         if not died.exists():
             lines.append(f"| {number + 1} | {rate(times):.0f} | no death | | |")
@@ -155,51 +192,208 @@ def dying(folder: Path, steps: int, rounds: int) -> list[str]:
         began = (at / "run" / "metrics.jsonl").stat().st_mtime - times[-1]
         moment = float(died.read_text()) - began
         parts = (rate(times, 0, moment), rate(times, moment, moment + 10), rate(times, moment + 10))
-        lines.append(
-            f"| {number + 1} | {parts[0]:.0f} | {parts[1]:.0f} | {parts[2]:.0f} | {wrong(at / 'run')} |"
-        )
+        cells = " | ".join(f"{each:.0f}" for each in (*parts, sum(wrong(at / "run").values())))
+        lines.append(f"| {number + 1} | {cells} |")
     return lines
 
 
-def wrong(run: Path) -> int:
-    """Return the number of rows that are trained twice, or are missing in a group."""
-    from collections import Counter
+def wrong(run: Path) -> dict[str, int]:
+    """Return the numbers of rows that are trained twice, missing in a group, or never trained."""
+    return wrong_rows(run, SAMPLES, PROMPTS, BOUND)
 
-    from rillflow.runs import layout
-    from rillflow.runs.reader import read_rollouts
 
-    rows = Counter(tuple(row.row) for step in layout.rollout_files(run) for row in read_rollouts(run, step))
-    groups = Counter(row[:2] for row in rows)
-    return sum(count - 1 for count in rows.values()) + sum(8 - count for count in groups.values())
+def written(folder: Path) -> Path:
+    """Make a folder with the recipe and its reward."""
+    folder.mkdir()
+    (folder / "run.toml").write_text(RECIPE)
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+def faults(count: int) -> Iterator[str]:
+    """Yield what happens in each minute: kill, stop; after half of them the trainer is killed."""
+    for number in range(count):
+        yield "trainer killed" if number == count // 2 else ("replica killed", "replica stopped")[number % 2]
+
+
+def predicted(count: int, every_s: float, step_s: float) -> float:
+    """Return the share of training that should be left, with half the sampling while a replica is away."""
+    costs = {
+        "replica killed": STARTED_S / 2,
+        "replica stopped": (STOPPED_S + STARTED_S) / 2,
+        "trainer killed": AGAIN_S + KEPT_EVERY / 2 * step_s,
+    }
+    return 1 - sum(costs[each] for each in faults(count)) / (count * every_s)
+
+
+def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
+    """Return the table of a run with a fault a minute, and what it comes to."""
+    settings = (*WATCHED, f"run.checkpoint_every={KEPT_EVERY}")
+    whole = WatchedRun(written(folder / "undisturbed"), settings)
+    try:
+        first = whole.until(lambda: whole.steps >= SKIPPED)
+        whole.until_time(first + given.undisturbed_s)
+        rate = whole.rate(first, whole.until(lambda: whole.steps >= SKIPPED + 2))
+        assert whole.end(signal.SIGTERM) == 130, whole.said
+    finally:
+        whole.kill()
+    told = predicted(given.faults, given.every_s, 60 / rate)
+    say(f"undisturbed: {rate:.1f} steps a minute; predicted: {told:.0%} effective, wanted {ROBUST_RL:.0%}")
+    lines = [
+        "| minute | fault | seen, s | replaced, s | before | a third of a minute from it on | later |",
+        "|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    run = WatchedRun(written(folder / "disturbed"), settings)
+    try:
+        first = run.until(lambda: run.steps >= SKIPPED and run.made >= 2) + given.every_s / 4
+        run.until_time(first)
+        for number, fault in enumerate(faults(given.faults)):
+            cells = disturbed(run, number, fault, first, given.every_s)
+            lines.append(f"| {number + 1} | {fault} | {cells} |")
+            say(lines[-1])
+        last = first + given.faults * given.every_s
+        share = run.rate(first, last) / rate
+        code = run.end(signal.SIGTERM)
+        left = run.left()
+    finally:
+        run.kill()
+    rows = ", ".join(f"{count} {name}" for name, count in wrong(run.run).items())
+    lost = run.steps - len(layout.rollout_files(run.run))
+    lines += [
+        "",
+        f"Undisturbed: {rate:.1f} steps a minute in {given.undisturbed_s:g} s. With a fault every "
+        f"{given.every_s:g} s: {run.rate(first, last):.1f} in {last - first:.0f} s. **Effective training "
+        f"time {share:.0%}**, predicted {told:.0%}; RobustRL publishes {ROBUST_RL:.0%}, at its own rate of "
+        "failures.",
+        f"SIGTERM ended the run with exit code {code} after {run.steps} steps, {lost} of them without "
+        f"rollouts; processes left 5 s later: {len(left)}. Rows: {rows}.",
+    ]
+    return lines
+
+
+def disturbed(run: WatchedRun, number: int, fault: str, first: float, every_s: float) -> str:
+    """Make a fault, watch until the next one is due; return its cells."""
+    at, losses, made = run.until_time(first + number * every_s), run.losses, run.made
+    victim = run.trainer if fault == "trainer killed" else run.replicas[0]
+    os.kill(victim, signal.SIGSTOP if fault == "replica stopped" else signal.SIGKILL)
+    seen = run.until(lambda: run.losses > losses)
+    wanted = 2 if fault == "trainer killed" else 1
+    replaced = run.until(lambda: run.made >= made + wanted)
+    run.until_time(first + (number + 1) * every_s)
+    third = at + every_s / 3
+    rates = (run.rate(at - every_s / 4, at), run.rate(at, third), run.rate(third, at + every_s))
+    return f"{seen - at:.1f} | {replaced - at:.1f} | {' | '.join(f'{each:.0f}' for each in rates)}"
+
+
+def cut(folder: Path, given: argparse.Namespace) -> list[str]:
+    """Return the lines about a node that is cut off while a run trains on it."""
+    from machines import PORT, SHARED, machines, ray_up
+
+    at = written(folder / "cut")
+    path = os.pathsep.join([str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {"PYTHONPATH": path, REPLICAS: f"{SHARED}/replicas", **HEALTH}
+    with machines(at, count=3) as (first, other, spare):
+        ray_up(first, env=env, cpus=3)
+        ray_up(other, first, env=env)
+        settings = (*WATCHED, LAST, f"placement.address={first.address}:{PORT}")
+
+        def started(words: Sequence[str], own: Any) -> subprocess.Popen[str]:
+            with (at / "output.txt").open("w") as said:
+                return first.started(*words, env={**env, **own, "PYTHONPATH": path}, stdout=said)
+
+        run = WatchedRun(at, settings, started=started, seen=SHARED)
+        try:
+            began = run.until(lambda: run.steps >= SKIPPED)
+            ray_up(spare, first, env=env)
+            due = run.until_time(began + given.every_s)
+            nodes = json.loads((run.run / "environment.json").read_text("utf-8"))["starts"][-1]["nodes"]
+            away = [place for place, node in nodes.items() if node["address"] == other.address]
+            assert len(away) == 1 and away[0].startswith("answers"), f"on the other node are {away}"
+            say(f"{away[0]} is on {other.address}; its link goes down")
+            losses, made = run.losses, run.made
+            first.run("ip", "link", "set", "v2", "down")
+            seen = run.until(lambda: run.losses > losses)
+            replaced = run.until(lambda: run.made > made)
+            end = run.until_time(replaced + given.every_s)
+            code = run.end(signal.SIGTERM)
+        finally:
+            run.kill()
+    rows = ", ".join(f"{count} {name}" for name, count in wrong(run.run).items())
+    rates = (run.rate(began, due), run.rate(due, replaced), run.rate(replaced, end))
+    return [
+        "| cut off | seen, s | replaced, s | before, steps a minute | until replaced | later | rows |",
+        "|---|---:|---:|---:|---:|---:|---|",
+        f"| {away[0]} | {seen - due:.1f} | {replaced - due:.1f} "
+        f"| {' | '.join(f'{each:.0f}' for each in rates)} | {rows} |",
+        "",
+        f"SIGTERM ended the run with exit code {code}. Ray's health checks: "
+        + ", ".join(f"`{name}={value}`" for name, value in HEALTH.items())
+        + ".",
+    ]
+
+
+PARTS = {
+    "hangs": ("A reward that hangs", lambda folder, given: hanging(folder, given.steps, given.rounds)),
+    "dies": ("A replica that dies", lambda folder, given: dying(folder, given.steps, given.rounds)),
+    "minutes": ("A fault a minute", minutes),
+    "cut": ("A node that is cut off", cut),
+}
+"""Heading and measurement of each part."""
+NOTES = {
+    "hangs": """Medians of rounds. With `wait` a step waits for a group that is due, so each one that hangs
+costs its time limit, 20 steps. With `drop` the group is dropped instead, and its reward process is ended. The
+rank starts a further reward process for a group that is late by a second or more; shorter steps are held up.
+""",
+    "dies": "One of two replicas on Ray kills itself.\n",
+    "minutes": f"""The two replicas of the sampler are killed and stopped in turn, and the trainer's rank is
+killed once; then all ranks start again from the last checkpoint, at most {KEPT_EVERY} steps back. Seen: the
+run says it. Replaced: a new process has its model.
+""",
+    "cut": """Network namespaces with Ray's node in each: trainer, scores, driver and a replica on the first,
+a replica on the second, whose link goes down for good; a third has room. Replaced, from the cut on: Ray has
+declared the node dead, and a new process has its model.
+""",
+}
+"""What a reader of each part's table has to know."""
+HEAD = """# Faults ahead
+
+`python benchmarks/faults_ahead.py {words}`, {cores} cores, Python {python}, torch {torch}, ray {ray}.
+The head of the script describes the faults and the recipe. Rates are steps per minute.
+
+"""
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", choices=["hangs", "dies"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=60, help="of the runs of hangs and dies")
+    parser.add_argument("--rounds", type=int, default=3, help="of hangs and dies")
+    parser.add_argument("--faults", type=int, default=10, help="of minutes")
+    parser.add_argument("--every-s", type=float, default=60.0, help="seconds between faults, before a cut")
+    parser.add_argument("--undisturbed-s", type=float, default=180.0, help="what minutes is compared with")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))  # ranks import the engine by name
+    sys.path.insert(0, str(ROOT / "tests" / "distributed"))
+    lines = list[str]()
     with tempfile.TemporaryDirectory() as folder:
-        parts = []
-        if given.only != "dies":
-            parts += ["## A reward that hangs", "", *hanging(Path(folder), given.steps, given.rounds), ""]
-        if given.only != "hangs":
-            parts += ["## A replica that dies", "", *dying(Path(folder), given.steps, given.rounds), ""]
-    sys.stdout.write("\n".join(parts) + "\n")
+        for name in given.only:
+            title, measure = PARTS[name]
+            lines += [f"## {title}", "", NOTES[name], *measure(Path(folder), given), ""]
+    sys.stdout.write("\n".join(lines) + "\n")
     if given.write is not None:
         from measured_at import below_title, line
 
-        head = (
-            "# Faults ahead\n\n`python benchmarks/faults_ahead.py --write "
-            "benchmarks/results/faults_ahead.md`,\n"
-            f"{given.rounds} rounds of {given.steps} steps, medians, {os.cpu_count()} cores, Python "
-            f"{platform.python_version()}, torch {version('torch')}.\nThe head of the script describes the "
-            "faults. Rates are steps per minute.\n\n"
+        head = HEAD.format(
+            words=shlex.join(sys.argv[1:]),
+            cores=os.cpu_count(),
+            python=platform.python_version(),
+            **{name: version(name) for name in ("torch", "ray")},
         )
-        given.write.write_text(below_title(head + "\n".join(parts).rstrip("\n") + "\n", line()), "utf-8")
+        given.write.write_text(below_title(head + "\n".join(lines).rstrip("\n") + "\n", line()), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run the smallest round of every benchmark: the real code with tiny sizes, and no page of results.
 
-    benchmarks/NAME.py   SMALLEST = ["ladder --shape tiny"]   arguments of runs that take seconds
+    benchmarks/NAME.py   SMALLEST = ["ladder --stages tiny"]   arguments of runs that take seconds
                          SLOW = ["pools --rounds 1"]          of longer ones: a comment beside it says why
                          NEEDS = ["ray"]                      modules that a plain installation lacks
 

@@ -369,7 +369,7 @@ class RayBackend(Backend):
         if self._heartbeats is None:
             return None
         assert process.seat is not None, "it has reported its location"
-        local_pid = process.seat.pid if self._address is None else 0
+        local_pid = process.seat.pid if process.node == ray.util.get_node_ip_address() else 0
         lost = partial(self._lose, process)
         process.target = self._heartbeats.watch(place, lost, node=process.node, local_pid=local_pid)
         return process.target

@@ -79,9 +79,8 @@ class Machine:
             env={name: value for name, value in given.items() if value},
             cwd="/",
             text=True,
-            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            **{"stdin": subprocess.DEVNULL, **how},
+            **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, **how},
         )
 
     def run(

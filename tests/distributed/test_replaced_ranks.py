@@ -57,6 +57,16 @@ def sleep(site: Site, seconds: float) -> str:
     return f"slept on {site.place}"
 
 
+def hold_lock(site: Site, seconds: float) -> str:
+    """Hold the interpreter's lock for longer than some seconds, in one regular expression."""
+    for length in range(18, 60):
+        began = time.monotonic()
+        re.match("(a+)+b", "a" * length)
+        if time.monotonic() - began > seconds:
+            break
+    return f"busy on {site.place}"
+
+
 def wait_for(site: Site, file: Path) -> str:
     while not file.exists():
         time.sleep(0.05)
@@ -216,7 +226,7 @@ def test_no_process_is_left_of_a_cluster_that_closes_during_a_replacement(cluste
 CUT = """
 import os, sys, time
 sys.path.insert(0, {tests!r})
-from test_replaced_ranks import pid, sleep
+from test_replaced_ranks import hold_lock, pid, sleep
 from rillflow.workers.backend import Place, Pool, RankLost
 from rillflow.workers.start import ray_backend
 
@@ -226,6 +236,7 @@ if __name__ == "__main__":
     (far,) = [place for place, node in backend.nodes.items() if node.address == "10.77.0.2"]
     (near,) = {{*backend.nodes}} - {{far}}
     print("pid", backend.read_all(backend.submit(far, pid), 60)[0], flush=True)
+    print("busy", backend.read_all(backend.submit(near, hold_lock, 5.0), 100)[0], flush=True)
     (running,) = backend.submit(far, sleep, 600.0)
     input()
     began = time.monotonic()
@@ -254,6 +265,7 @@ def test_a_rank_whose_node_is_cut_off_is_seen_and_ends_itself(tmp_path: Path) ->
             said = told(driver, "pid")
             rank = rank_on(other)
             assert said.split()[1] == str(number_within(rank.pid))
+            assert "busy on rank 0 of pool" in told(driver, "busy"), "it is on the driver's machine: not lost"
             first.run("ip", "link", "set", "v2", "down")
             began = time.monotonic()
             answer(driver)

@@ -1,0 +1,151 @@
+"""Rungs: runs with more and more work side by side, each predicted before any of them is run.
+
+rungs ─ predict ─> seconds of their steps, printed ─ run ─> seconds measured ─> a line of the table each
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rillflow.algorithms.algorithm import Algorithm
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
+from rillflow.runs.reader import SpanRecord, read_metrics, read_spans
+
+READY = "algorithm.async_mode=ready_first"
+PARTS = "rollout.stream_chunks=PARTS"
+LADDER = {
+    "in sequence": (),
+    "by parts": (PARTS,),
+    "1 ahead": ("algorithm.freshness=1",),
+    "1 ahead, by parts": (PARTS, "algorithm.freshness=1"),
+    "4 ahead, by parts": (PARTS, "algorithm.freshness=4"),
+    "4 ahead, ready first": ("algorithm.freshness=4", READY),
+    "4 ahead, late dropped": ("algorithm.freshness=4", READY, "algorithm.on_stale=drop"),
+}
+"""The settings of each rung; the sampler has a pool of its own."""
+ASYNCFLOW = {"in sequence": 1.0, "by parts": 2.01, "1 ahead, by parts": 2.74}
+"""What AsyncFlow (arXiv 2507.01663) publishes for 7B on 512 devices: its baseline, streaming of rows between
+tasks, and streaming one version ahead."""
+STAGES = ("policy.generate", "reward.score", "policy.update")
+UNDER_WAY = 2
+"""First steps of a run, in which memory is first allocated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """A run of the ladder."""
+
+    name: str
+    """Its key in ``LADDER``."""
+    parts: int
+    """Parts in which a step's rows move on; 1 if whole."""
+    settings: tuple[str, ...]
+    """Settings beside those of the recipe."""
+    counted: int
+    """Least number of steps that are measured."""
+
+    @property
+    def bound(self) -> int:
+        """Versions that its rows may be old."""
+        return 4 if "4 ahead" in self.name else int("1 ahead" in self.name)
+
+    @property
+    def skipped(self) -> int:
+        """Steps before the measured ones: until as many steps as may be in flight have passed four times."""
+        return UNDER_WAY + 4 * self.bound
+
+    @property
+    def steps(self) -> int:
+        """All steps: measured are whole bursts of those in flight."""
+        return self.skipped + -(-self.counted // (self.bound + 1)) * (self.bound + 1)
+
+
+def rungs_of(names: Sequence[str], parts: int, counted: int) -> list[Rung]:
+    """Return the rungs with these names, in the ladder's order."""
+    return [
+        Rung(
+            name=name,
+            parts=parts if PARTS in settings else 1,
+            settings=tuple(each.replace("PARTS", str(parts)) for each in settings),
+            counted=counted,
+        )
+        for name, settings in LADDER.items()
+        if name in names
+    ]
+
+
+def climb(
+    rungs: Sequence[Rung], predict: Callable[[Rung], Sequence[float]], run: Callable[[Rung], Path]
+) -> list[str]:
+    """Print the predictions of all rungs, then run them; return the table.
+
+    Args:
+        rungs: the first is the one that others are compared with.
+        predict: the seconds of all steps of a rung.
+        run: makes the run; returns its directory.
+    """
+    told = {rung.name: statistics.fmean(predict(rung)[rung.skipped :]) for rung in rungs}
+    for name, seconds in told.items():
+        say(f"predicted: {name}, {seconds:.2f} s a step, {next(iter(told.values())) / seconds:.2f} times")
+    lines = [
+        "| | predicted, s a step | measured | predicted / measured | times as fast, predicted | measured "
+        "| AsyncFlow's | generation, scoring, update took |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    first = dict[str, float]()
+    for rung in rungs:
+        made, predicted = run(rung), told[rung.name]
+        spent = step_seconds(made, rung.skipped)
+        first = first or {"predicted": predicted, "measured": spent}
+        busy = [busy_seconds(made, stage, rung.skipped) for stage in STAGES]
+        published = ASYNCFLOW.get(rung.name)
+        lines.append(
+            f"| {rung.name} | {predicted:.2f} | {spent:.2f} | {predicted / spent - 1:+.1%} "
+            f"| {first['predicted'] / predicted:.2f} | {first['measured'] / spent:.2f} "
+            f"| {'' if published is None else f'{published:.2f}'} "
+            f"| {', '.join(f'{each:.2f}' for each in busy)} |"
+        )
+        say(lines[-1])
+    return lines
+
+
+def say(text: str) -> None:
+    """Print a line with the time of day, at once."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def run_of(recipe: Path, folder: Path, *settings: str, algorithms: Sequence[Algorithm] = ()) -> Path:
+    """Run a recipe; the run directory."""
+    loaded = load_recipe(recipe, [f"run.dir='{folder}'", *settings], algorithms)
+    launch(loaded.recipe, loaded.base, quiet=True)
+    return folder
+
+
+def step_seconds(run: Path, skipped: int) -> float:
+    """The mean step after the first ones."""
+    every = [each.metrics["run/step_seconds/mean"].value for each in read_metrics(run)]
+    return statistics.fmean(every[skipped:])
+
+
+def stage_seconds(run: Path, stage: str, skipped: int) -> float:
+    """The mean seconds of a stage after the first steps."""
+    spans: list[SpanRecord] = [
+        each for each in read_spans(run) if each.stage == stage and each.step > skipped
+    ]
+    return statistics.fmean(each.duration_s for each in spans)
+
+
+def busy_seconds(run: Path, stage: str, skipped: int) -> float:
+    """The median seconds in which a stage's rank works, all parts of a step together."""
+    spans = [each for each in read_spans(run) if each.stage == stage and each.step > skipped]
+    return statistics.median(sum(rank.duration_s for rank in each.ranks) for each in spans)
+
+
+def told(seconds: Mapping[str, float]) -> str:
+    """Seconds by name, as a line says them."""
+    return ", ".join(f"{name or 'no stage'} {spent:.3f} s" for name, spent in seconds.items())
