@@ -47,6 +47,8 @@ quickstart: $(LEAN)
 workflow: $(LEAN)
 	$(BIN)/python recipes/workflow/workflow.py
 
+# Threads of PyTorch that are more than cores wait for each other: one in each of the two workers.
+test: export OMP_NUM_THREADS := 1
 test: $(FULL)
 	$(PYTEST) -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 

@@ -35,7 +35,7 @@ from rillflow.runs import layout
 from rillflow.runs.reader import rollout_columns
 from tests.flows.conftest import SAMPLER_ON_RAY, SUMS, Tiny
 
-GONE_S = 5.0
+GONE_S = 15.0
 """Seconds after an exit in which the other processes of a run end."""
 LONG_S = 600.0
 """Longest time of one start."""
@@ -100,11 +100,13 @@ class Case(Tiny):
         folder: an empty folder.
         kind: one of ``KINDS``.
         seed: decides the faults.
+        more: further settings of every start.
     """
 
-    def __init__(self, folder: Path, kind: str, seed: int) -> None:
+    def __init__(self, folder: Path, kind: str, seed: int, more: Sequence[str] = ()) -> None:
         super().__init__(folder)
         self.kind, self.seed = kind, seed
+        self._settings = (OFTEN, *KINDS[kind], *more)
         self.told: list[str] = []
         """What happened, a line per start."""
         self._chance = random.Random(f"{kind} {seed}")
@@ -129,7 +131,7 @@ class Case(Tiny):
 
     def _start(self, number: int, fault: Fault | None) -> int:
         """Start the run, disturb it, wait for its end; return its exit code."""
-        words = [word for each in (OFTEN, *KINDS[self.kind]) for word in ("--set", each)]
+        words = [word for each in self._settings for word in ("--set", each)]
         command = [sys.executable, "-c", COMMAND, "run", str(self.recipe), "--dir", str(self.folder / "run")]
         with (self.folder / f"start-{number}.txt").open("w") as said:
             driver = psutil.Popen(
@@ -214,7 +216,7 @@ class Case(Tiny):
         assert {*rows.values()} == {1}, self._story(f"rows trained twice: {rows.most_common(3)}")
         if not self._may_differ():
             with redirect_stdout(io.StringIO()):
-                assert self.run("whole", OFTEN, *KINDS[self.kind], INLINE) == 0
+                assert self.run("whole", *self._settings, INLINE) == 0
             try:
                 self.assert_same_weights("whole", "run")
                 if not self._killed_rank:  # the metrics of a dead rank are lost
