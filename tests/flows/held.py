@@ -5,13 +5,14 @@ hold: a file with the number of a call ─> that call touches the file held, and
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import psutil
+
+from tests.flows.warm import Command
 
 SCORES = """
 import time
@@ -41,7 +42,7 @@ def write_scores(folder: Path) -> None:
 def ended_in_the_middle(
     recipe: Path, run: Path, call: int, *how: signal.Signals, more: tuple[str, ...] = ()
 ) -> str:
-    """Start a real run, end it by signals in a call of the reward, and return its error output.
+    """Start a real run, end it by signals in a call of the reward, and return what it said.
 
     One signal that asks lets the step end; a second one, or one that kills, does not.
 
@@ -54,22 +55,22 @@ def ended_in_the_middle(
     """
     hold, held = recipe.parent / "hold", recipe.parent / "held"
     hold.write_text(str(call))
-    command = [sys.executable, "-m", "rillflow.cli.main", "run", str(recipe), "--dir", str(run), *more]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    said = run.parent / f"{run.name}.txt"
+    process = Command(["run", str(recipe), "--dir", str(run), *more], said)
     deadline = time.monotonic() + 120
     while not held.exists():
-        assert process.poll() is None, process.communicate()
+        assert process.poll() is None, process.said
         assert time.monotonic() < deadline, "the reward was not called in two minutes"
         time.sleep(0.02)
     children = psutil.Process(process.pid).children(recursive=True)
     assert children, "the reward runs in a child"
     for each in how:
-        process.send_signal(each)
+        os.kill(process.pid, each)
         time.sleep(0.2)  # two signals at once would be one
     if signal.SIGKILL in how or len(how) > 1:
         process.wait(60)
     hold.unlink()
-    _, errors = process.communicate(timeout=60)
+    code = process.wait(60)
     assert not psutil.wait_procs(children, timeout=20)[1], "a child outlived the run"
-    assert process.returncode == (-9 if signal.SIGKILL in how else 130), errors
-    return errors
+    assert code == (-9 if signal.SIGKILL in how else 130), process.said
+    return process.said

@@ -21,6 +21,7 @@ from rillflow.cli.main import main
 from rillflow.controller.flow import Flow
 from tests.flows.conftest import RECIPE
 from tests.flows.held import ended_in_the_middle, write_scores
+from tests.flows.warm import Command
 
 TIMES = {"run/step_seconds/mean"}
 
@@ -140,7 +141,8 @@ def test_crash_equivalence_of_a_run_that_was_killed(recipe: Path, tmp_path: Path
     often = ("--set", "run.checkpoint_every=2")
     ended_in_the_middle(recipe, run, HELD_IN_CALL, signal.SIGKILL, more=("--quiet", *often))
     assert 8 <= len(numbers(run)) < 12
-    subprocess.run(command(recipe, run, "--quiet", *often), check=True, timeout=200)
+    again = Command(words(recipe, run, "--quiet", *often), tmp_path / "again.txt")
+    assert again.wait(200) == 0, again.said
     assert_same_run(whole, run)
 
 
