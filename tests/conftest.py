@@ -11,10 +11,27 @@ import pytest
 LONGEST_FIRST = (
     "tests/flows/test_ready_first.py",
     "tests/flows/test_dead_sampler.py",
-    "tests/distributed/test_backends.py",
     "tests/architecture/test_documented_commands.py",
+    "tests/distributed/test_failing_ranks.py",
+    "tests/distributed/test_replaced_ranks.py",
+    "tests/distributed/test_placement_blind.py",
     "tests/flows/test_replay.py",
+    "tests/flows/test_ahead.py",
     "tests/flows/test_signals.py",
+    "tests/flows/test_meshes.py",
+    "tests/distributed/test_backends.py",
+    "tests/distributed/test_two_nodes_meet.py",
+    "tests/architecture/test_benchmarks.py",
+    "tests/flows/test_algorithms.py",
+    "tests/flows/test_own_algorithm.py",
+    "tests/flows/test_disk_faults.py",
+    "tests/flows/test_nothing_lost.py",
+    "tests/flows/test_resume.py",
+    "tests/flows/test_chaos.py",
+    "tests/unit/app/test_peaks.py",
+    "plugins/service/tests/http/test_foreign_engines.py",
+    "plugins/service/tests/http/test_engine_run.py",
+    "plugins/service/tests/http/test_service.py",
 )
 """Files of ten seconds and more, by their processor time."""
 
