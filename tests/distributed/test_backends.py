@@ -201,10 +201,10 @@ def test_three_axes(backend: Backend, groups: dict[int, Group]) -> None:
     assert group.call("by_data_rank", rows(6)).read(WAIT_S).dense("rank").tolist() == [2, 2, 2, 3, 3, 3]
 
 
-def test_pools_run_side_by_side_and_ranks_in_turn(groups: dict[int, Group]) -> None:
-    batch = rows(4)
-    first = groups[2].call("sleep", batch, seconds=0.6)
-    beside = groups[4].call("sleep", batch, seconds=0.6)
+def test_pools_run_side_by_side_and_ranks_in_turn(groups: dict[int, Group], tmp_path: Path) -> None:
+    batch, mine, other = rows(4), tmp_path / "mine", tmp_path / "other"
+    first = groups[2].call("meet", batch, mine=mine, other=other)
+    beside = groups[4].call("meet", batch, mine=other, other=mine)
     after = groups[2].call("sleep", batch, seconds=0.1)
     one, two, three = (pending.facts(WAIT_S)[0] for pending in (first, beside, after))
     assert two.began < one.ended and one.began < two.ended
