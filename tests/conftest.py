@@ -31,11 +31,9 @@ LONGEST_FIRST = (
     "tests/flows/test_resume.py",
     "tests/flows/test_chaos.py",
     "tests/unit/app/test_peaks.py",
-    "plugins/service/tests/http/test_foreign_engines.py",
-    "plugins/service/tests/http/test_engine_run.py",
-    "plugins/service/tests/http/test_service.py",
+    "tests/architecture/test_mutation_study.py",
 )
-"""Files of ten seconds and more, by their processor time."""
+"""Files of about ten seconds of processor time and more."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
