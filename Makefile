@@ -47,8 +47,11 @@ quickstart: $(LEAN)
 workflow: $(LEAN)
 	$(BIN)/python recipes/workflow/workflow.py
 
+# Threads of PyTorch that are more than cores wait for each other: each worker has one.
+WORKERS ?= 2
+test: export OMP_NUM_THREADS := 1
 test: $(FULL)
-	$(PYTEST) -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-all: $(FULL)
 	HYPOTHESIS_PROFILE=searching $(PYTEST)

@@ -19,7 +19,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,8 +33,9 @@ import psutil
 from rillflow.runs import layout
 from rillflow.runs.reader import rollout_columns
 from tests.flows.conftest import SAMPLER_ON_RAY, SUMS, Tiny
+from tests.flows.warm import Command
 
-GONE_S = 5.0
+GONE_S = 15.0
 """Seconds after an exit in which the other processes of a run end."""
 LONG_S = 600.0
 """Longest time of one start."""
@@ -56,7 +56,6 @@ KINDS = {
 BOUNDS = {"in order": 0, "ahead": 1, "ready first": 2}
 OFTEN = "run.checkpoint_every=3"
 INLINE = "placement.backend=inline"
-COMMAND = "import sys; from rillflow.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +99,13 @@ class Case(Tiny):
         folder: an empty folder.
         kind: one of ``KINDS``.
         seed: decides the faults.
+        more: further settings of every start.
     """
 
-    def __init__(self, folder: Path, kind: str, seed: int) -> None:
+    def __init__(self, folder: Path, kind: str, seed: int, more: Sequence[str] = ()) -> None:
         super().__init__(folder)
         self.kind, self.seed = kind, seed
+        self._settings = (OFTEN, *KINDS[kind], *more)
         self.told: list[str] = []
         """What happened, a line per start."""
         self._chance = random.Random(f"{kind} {seed}")
@@ -129,17 +130,15 @@ class Case(Tiny):
 
     def _start(self, number: int, fault: Fault | None) -> int:
         """Start the run, disturb it, wait for its end; return its exit code."""
-        words = [word for each in (OFTEN, *KINDS[self.kind]) for word in ("--set", each)]
-        command = [sys.executable, "-c", COMMAND, "run", str(self.recipe), "--dir", str(self.folder / "run")]
-        with (self.folder / f"start-{number}.txt").open("w") as said:
-            driver = psutil.Popen(
-                [*command, *words], stdout=said, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        words = [word for each in self._settings for word in ("--set", each)]
+        said = self.folder / f"start-{number}.txt"
+        command = Command(["run", str(self.recipe), "--dir", str(self.folder / "run"), *words], said)
+        driver = psutil.Process(command.pid)
         seen: set[psutil.Process] = {driver}
         struck, end = "nothing", time.monotonic() + LONG_S
         due = self._moment(fault)
         try:
-            while driver.poll() is None:
+            while command.poll() is None:
                 assert time.monotonic() < end, self._story(f"start {number} did not end in {LONG_S:g} s")
                 with suppress(psutil.NoSuchProcess):
                     seen.update(driver.children(recursive=True))
@@ -148,11 +147,12 @@ class Case(Tiny):
                     fault = None if struck else fault
                 time.sleep(0.05)
         finally:
-            if driver.poll() is None:
-                driver.kill()
-        self.told.append(f"start {number}: {struck or 'no victim'}, exit code {driver.returncode}")
+            if command.poll() is None:
+                command.kill()
+        code = command.wait(GONE_S)
+        self.told.append(f"start {number}: {struck or 'no victim'}, exit code {code}")
         self._require_gone(seen)
-        return int(driver.returncode)
+        return code
 
     def _moment(self, fault: Fault | None) -> Iterator[bool]:
         """Say again and again whether a fault is due."""
@@ -166,7 +166,7 @@ class Case(Tiny):
         file = self.folder / "run" / layout.METRICS
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
-    def _strike(self, fault: Fault, driver: psutil.Popen) -> str:
+    def _strike(self, fault: Fault, driver: psutil.Process) -> str:
         """Send the signal; return what was done, empty if there is no victim yet."""
         victims = [driver]
         with suppress(psutil.NoSuchProcess):
@@ -214,7 +214,7 @@ class Case(Tiny):
         assert {*rows.values()} == {1}, self._story(f"rows trained twice: {rows.most_common(3)}")
         if not self._may_differ():
             with redirect_stdout(io.StringIO()):
-                assert self.run("whole", OFTEN, *KINDS[self.kind], INLINE) == 0
+                assert self.run("whole", *self._settings, INLINE) == 0
             try:
                 self.assert_same_weights("whole", "run")
                 if not self._killed_rank:  # the metrics of a dead rank are lost

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -25,7 +25,6 @@ from rillflow.graph.handle import Formula, Options
 from rillflow.graph.loss import field_parameters
 from rillflow.graph.trace import ROW_FIELDS
 from rillflow.records.batch import Batch, Field, concatenate, load_batch, save_batch
-from rillflow.roles.sampler import GroupId
 from rillflow.runs.durable import write_error
 from rillflow.workers import program
 from rillflow.workers.backend import Backend, Place
@@ -34,6 +33,9 @@ from rillflow.workers.endpoint import Endpoint, Measure
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending, Submission, pack_options, stages_of, submitted, wait_for
 from rillflow.workers.values import GROUPS, Lie, Own, RemoteValue, Rows, Whole, group_shares, groups_of
+
+if TYPE_CHECKING:
+    from rillflow.roles.sampler import GroupId
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

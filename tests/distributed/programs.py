@@ -108,17 +108,26 @@ class Worker:
         return batch
 
     @endpoint(DP)
+    def meet(self, batch: Batch, *, mine: Path, other: Path) -> Batch:
+        """Begin, and end when the other call has begun too."""
+        mine.touch()
+        while not other.exists():
+            time.sleep(0.02)
+        return batch
+
+    @endpoint(DP)
     def fail(self, batch: Batch, *, rank: int) -> Batch:
         if self.ranks.rank == rank:
             raise ValueError("one divided by none")
         return batch
 
     @endpoint(DP)
-    def fail_alone(self, batch: Batch, *, seconds: float) -> Batch:
-        """The last rank raises at once, the others take their time."""
+    def fail_alone(self, batch: Batch, *, until: Path) -> Batch:
+        """The last rank raises at once, the others are at work until a file is there."""
         if self.ranks.rank == self.ranks.size - 1:
             raise ValueError("one divided by none")
-        time.sleep(seconds)
+        while not until.exists():
+            time.sleep(0.02)
         return batch
 
     @endpoint(DP)

@@ -201,10 +201,10 @@ def test_three_axes(backend: Backend, groups: dict[int, Group]) -> None:
     assert group.call("by_data_rank", rows(6)).read(WAIT_S).dense("rank").tolist() == [2, 2, 2, 3, 3, 3]
 
 
-def test_pools_run_side_by_side_and_ranks_in_turn(groups: dict[int, Group]) -> None:
-    batch = rows(4)
-    first = groups[2].call("sleep", batch, seconds=0.6)
-    beside = groups[4].call("sleep", batch, seconds=0.6)
+def test_pools_run_side_by_side_and_ranks_in_turn(groups: dict[int, Group], tmp_path: Path) -> None:
+    batch, mine, other = rows(4), tmp_path / "mine", tmp_path / "other"
+    first = groups[2].call("meet", batch, mine=mine, other=other)
+    beside = groups[4].call("meet", batch, mine=other, other=mine)
     after = groups[2].call("sleep", batch, seconds=0.1)
     one, two, three = (pending.facts(WAIT_S)[0] for pending in (first, beside, after))
     assert two.began < one.ended and one.began < two.ended
@@ -289,10 +289,14 @@ def test_a_rank_that_raises_is_named(groups: dict[int, Group]) -> None:
         assert word in str(caught.value)
 
 
-def test_an_error_is_raised_while_other_ranks_still_work(groups: dict[int, Group]) -> None:
+def test_an_error_is_raised_while_other_ranks_still_work(groups: dict[int, Group], tmp_path: Path) -> None:
     """Had it been waited for them, the deadline would have been what is told."""
-    with pytest.raises(ClusterError, match=r"ValueError in worker2\.fail_alone on rank 1"):
-        groups[2].call("fail_alone", rows(4), seconds=8.0).read(6.0)
+    end = tmp_path / "end"
+    try:
+        with pytest.raises(ClusterError, match=r"ValueError in worker2\.fail_alone on rank 1"):
+            groups[2].call("fail_alone", rows(4), until=end).read(WAIT_S / 2)
+    finally:
+        end.touch()
 
 
 def test_an_error_reaches_whoever_waits_further_down(groups: dict[int, Group]) -> None:

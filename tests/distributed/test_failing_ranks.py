@@ -109,7 +109,7 @@ def test_the_cause_of_a_failed_start_is_told_while_others_wait_in_a_collective(
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"OSError.*making apart.*rank 1.*: no weights on the last rank"):
         group.start(Apart, SLOW_S)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SLOW_S / 2
 
 
 def test_whoever_fails_is_told_while_another_stage_still_works(
@@ -251,7 +251,7 @@ def test_closing_leaves_no_process_behind(on_ray: RayBackend, elsewhere: set[psu
     on_ray.close()
     on_ray.close()
     assert not ray.is_initialized(), "closing twice must not start anything"
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert children and not alive
     assert not folder.exists()
 
@@ -277,6 +277,6 @@ def test_nothing_is_left_when_the_driver_is_killed() -> None:
     assert folder.is_dir() and any("RankProcess" in " ".join(each.cmdline()) for each in family)
     driver.kill()
     driver.communicate()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=30)
     assert not alive
     assert not folder.exists()

@@ -134,7 +134,7 @@ def test_a_lost_rank_is_seen_at_once_and_replaced_while_others_work_on(
     time.sleep(0.5)
     os.kill(before, how)
     lost, seconds = lost_after(cluster, running)
-    assert seconds < 10.0 + (0.0 if how is signal.SIGKILL else HEARTBEAT_S)
+    assert seconds < 30.0 + (0.0 if how is signal.SIGKILL else HEARTBEAT_S)
     said = "has died" if how is signal.SIGKILL else r"not answered a heartbeat for .* its process is stopped"
     assert re.search(said, lost.what) and str(before) in lost.why
 
@@ -217,7 +217,7 @@ def test_no_process_is_left_of_a_cluster_that_closes_during_a_replacement(cluste
     os.kill(read(cluster, PAIR[0], pid), signal.SIGSTOP)
     replacement = cluster.replace([ANSWERS[0]])
     cluster.close()
-    _, alive = psutil.wait_procs(children | set(psutil.Process().children(recursive=True)), timeout=10)
+    _, alive = psutil.wait_procs(children | set(psutil.Process().children(recursive=True)), timeout=30)
     assert children and not [each for each in alive if "ray" in " ".join(each.cmdline())]
     with pytest.raises((ClusterError, RankLost)):
         replacement.read(BOUND_S)

@@ -7,16 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import KINDS, Case
+from tests.chaos import INLINE, KINDS, Case
 
-if find_spec("ray") is None:
-    pytest.skip("Ray is not installed", allow_module_level=True)
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 
+def test_crash_equivalence_of_a_run_whose_driver_is_killed(tmp_path: Path) -> None:
+    """In one process: test_dead_sampler.py kills a rank on Ray every day."""
+    case = Case(tmp_path, "ahead", 8, [INLINE])
+    case.play(faults=1)
+    assert "SIGKILL to driver" in case.told[0] and case.told[-1] == "the bits of an undisturbed run"
+
+
+@needs_ray
+@pytest.mark.slow
 def test_crash_equivalence_of_a_run_whose_rank_is_killed(tmp_path: Path) -> None:
     Case(tmp_path, "ahead", 5).play(faults=1)
 
 
+@needs_ray
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)

@@ -73,11 +73,10 @@ def test_the_last_whole_step_is_saved_and_the_run_goes_on(
     tiny.write(REST)
     monkeypatch.setenv("CALLS", str(tiny.folder / "calls"))
     ahead, inline = f"algorithm.freshness={freshness}", "placement.backend=inline"
-    this = [sys.executable, "-m", "tests.flows.test_dead_sampler"]
     once = command(tiny, "cut", ahead, "run.restarts=0")
-    died = subprocess.run([*this, *once], capture_output=True, text=True)
-    said = died.stdout + died.stderr
-    assert died.returncode == 1 and "rank 0 of pool 'answers' has died" in said, said
+    code = main(once, algorithms=[ALGORITHM])
+    said = "".join(capsys.readouterr())
+    assert code == 1 and "rank 0 of pool 'answers' has died" in said, said
     kept = tiny.steps_kept("cut")[-1]
     assert kept == len(tiny.lines("cut")) and kept >= DIES_IN, said
     assert f"step {kept} is saved" in said
@@ -92,13 +91,14 @@ def test_the_last_whole_step_is_saved_and_the_run_goes_on(
         tiny.assert_same_weights("whole", "cut")
 
 
-def test_the_ranks_start_again_from_the_last_whole_step(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_start_again_from_the_last_whole_step(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny.write(REST)
     monkeypatch.setenv("CALLS", str(tiny.folder / "calls"))
-    this = [sys.executable, "-m", "tests.flows.test_dead_sampler"]
-    done = subprocess.run([*this, *command(tiny, "again")], capture_output=True, text=True)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
+    code = main(command(tiny, "again"), algorithms=[ALGORITHM])
+    said = "".join(capsys.readouterr())
+    assert code == 0, said
     assert "rank 0 of pool 'answers' has died" in said
     assert f"all ranks start again from step {DIES_IN} (restart 1 of 3)" in said
     assert main(command(tiny, "whole", "placement.backend=inline"), algorithms=[ALGORITHM]) == 0

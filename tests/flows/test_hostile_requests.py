@@ -8,8 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,11 +25,12 @@ pytest.importorskip("uvicorn", reason="the door is the extra `service`")
 
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model, save_model
+from tests.flows.warm import Command
 
 NEW = NewModel(hidden=32, layers=1, heads=2, kv_heads=1, context=128, alphabet="0123456789+=:asut ")
 MORE_BYTES = 2**30
 """What the server's peak may grow by, over all cases; a request of 10 MiB is parsed meanwhile."""
-ANSWER_S = 60.0
+START_S = ANSWER_S = 60.0
 POLITE = {"prompt": "1+2=", "max_tokens": 24, "temperature": 0, "return_token_ids": True}
 P = {"prompt": "1"}
 DEEP = "[" * 200 + "]" * 200
@@ -202,18 +202,19 @@ class Server:
 def serving(model: Path) -> Iterator[Server]:
     """``rillflow serve`` of a model's directory; it must still run at the end."""
     token = model.parent / "token"
-    command = [sys.executable, "-m", "rillflow.cli.main", "serve", str(model), "--port", "0"]
-    with subprocess.Popen(
-        [*command, "--token-file", str(token)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://\S+", process.stdout.readline())
-            assert found is not None and process.stdout.readline().startswith("token: written to")
-            yield Server(url=found[0], token=token.read_text(), pid=process.pid)
-            assert process.poll() is None, "the door has ended"
-        finally:
-            process.terminate()
+    words = ["serve", str(model), "--port", "0", "--token-file", str(token)]
+    command = Command(words, model.parent / "said.txt")
+    try:
+        until = time.monotonic() + START_S
+        while "token: written to" not in command.said:
+            assert command.poll() is None and time.monotonic() < until, command.said
+            time.sleep(0.02)
+        found = re.search(r"http://\S+", command.said)
+        assert found is not None, command.said
+        yield Server(url=found[0], token=token.read_text(), pid=command.pid)
+        assert command.poll() is None, "the door has ended"
+    finally:
+        command.kill()
 
 
 def saved(folder: Path) -> Path:

@@ -18,6 +18,7 @@ from rillflow.cli.main import main
 from rillflow.errors import RunDirectoryError
 from rillflow.runs.lock import Lock
 from tests.flows.conftest import REWARD, SUMS, Tiny, written
+from tests.flows.given_reward import longer
 
 INLINE = """[placement]
 backend = "inline"
@@ -303,10 +304,6 @@ def test_other_data_are_refused_with_the_row(tiny: Tiny, capsys: pytest.CaptureF
     assert "line 4" in refusal(capsys, run)
     tiny.write_rows(8)
     assert "has 8 rows; these steps of" in refusal(capsys, run)
-
-
-def longer(completions: list[str]) -> list[float]:
-    return [len(text) / 3 for text in completions]
 
 
 def test_rewards_given_in_python_are_read_from_their_kept_texts(tiny: Tiny) -> None:

@@ -19,6 +19,9 @@ from safetensors.torch import load_file
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.cli.main import main
 from rillflow.controller.flow import Flow
+from tests.flows.conftest import RECIPE
+from tests.flows.held import ended_in_the_middle, write_scores
+from tests.flows.warm import Command
 
 TIMES = {"run/step_seconds/mean"}
 
@@ -65,6 +68,27 @@ def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> Non
         time.sleep(0.02)
 
 
+HELD_IN_CALL = 5
+"""An evaluation or a step of the algorithm; four steps and more are finished before it."""
+
+
+def rewarded(recipe: Path) -> Path:
+    """The recipe with a reward that can be held."""
+    recipe.write_text(f"{RECIPE}[reward]\nfunction = 'scores.py:reward'\ntimeout_s = 100\n")
+    write_scores(recipe.parent)
+    return recipe
+
+
+@pytest.fixture
+def recipe(recipe: Path) -> Path:
+    return rewarded(recipe)
+
+
+@pytest.fixture(scope="module")
+def shared_recipe(shared_recipe: Path) -> Path:
+    return rewarded(shared_recipe)
+
+
 @pytest.fixture(scope="module")
 def whole(shared_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing stopped; the tests only read it."""
@@ -83,19 +107,29 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert torch.equal(first[name], second[name]), name
 
 
-@pytest.mark.parametrize(
-    "after",
-    [pytest.param(2, id="in the warm start", marks=pytest.mark.slow), pytest.param(8, id="in the algorithm")],
-)
-def test_interrupted_run_resumes_bit_for_bit(recipe: Path, tmp_path: Path, whole: Path, after: int) -> None:
+@pytest.mark.slow
+def test_a_run_interrupted_in_the_warm_start_resumes_bit_for_bit(
+    recipe: Path, tmp_path: Path, whole: Path
+) -> None:
     run = tmp_path / "interrupted"
     process = subprocess.Popen(
         command(recipe, run), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_for_steps(run, after, process)
+    wait_for_steps(run, 2, process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
+    assert_resumes(recipe, run, whole, errors)
+
+
+def test_an_interrupted_run_resumes_bit_for_bit(recipe: Path, tmp_path: Path, whole: Path) -> None:
+    run = tmp_path / "interrupted"
+    errors = ended_in_the_middle(recipe, run, HELD_IN_CALL, signal.SIGINT)
+    assert "grpo" in {phase for _, phase, _ in numbers(run)}
+    assert_resumes(recipe, run, whole, errors)
+
+
+def assert_resumes(recipe: Path, run: Path, whole: Path, errors: str) -> None:
     assert "run the same command" in errors
     assert len(numbers(run)) < 12
     assert main(words(recipe, run, "--quiet")) == 0
@@ -105,11 +139,10 @@ def test_interrupted_run_resumes_bit_for_bit(recipe: Path, tmp_path: Path, whole
 def test_crash_equivalence_of_a_run_that_was_killed(recipe: Path, tmp_path: Path, whole: Path) -> None:
     run = tmp_path / "killed"
     often = ("--set", "run.checkpoint_every=2")
-    process = subprocess.Popen(command(recipe, run, "--quiet", *often))
-    wait_for_steps(run, 9, process)
-    process.kill()
-    process.wait(timeout=20)
-    subprocess.run(command(recipe, run, "--quiet", *often), check=True, timeout=200)
+    ended_in_the_middle(recipe, run, HELD_IN_CALL, signal.SIGKILL, more=("--quiet", *often))
+    assert 8 <= len(numbers(run)) < 12
+    again = Command(words(recipe, run, "--quiet", *often), tmp_path / "again.txt")
+    assert again.wait(200) == 0, again.said
     assert_same_run(whole, run)
 
 

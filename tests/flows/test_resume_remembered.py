@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from rillflow.cli.main import main
+from tests.flows.held import ended_in_the_middle, write_scores
 
 RECIPE = """
 [run]
@@ -55,23 +52,6 @@ multiplier_lr = 0.3
 [cost]
 function = "scores.py:cost"
 """
-SCORES = """
-import time
-from pathlib import Path
-HOLD, HELD = Path({hold!r}), Path({held!r})
-calls = 0
-
-def reward(prompts, completions, answer, **_):
-    global calls
-    calls += 1
-    while HOLD.exists() and calls == int(HOLD.read_text()):
-        HELD.touch()
-        time.sleep(0.02)
-    return [sum(letter < "5" for letter in text) / 4 for text in completions]
-
-def cost(prompts, completions, answer, **_):
-    return [float(max(0, len(text) - len(right))) for text, right in zip(completions, answer)]
-"""
 REMEMBERED = {"ppo": {"kl_weight"}, "safe_rlhf": {"kl_weight", "log_multiplier"}}
 CRITICS = {"ppo": {"critic"}, "safe_rlhf": {"critic", "cost_critic"}}
 HELD_IN_STEP = 5
@@ -82,8 +62,7 @@ LOADED = {Path("policy", "tokenizer_config.json"), Path("manifest.json")}
 def written(folder: Path, name: str) -> Path:
     """A recipe in a folder of its own."""
     (folder / "run.toml").write_text(RECIPE.format(name=name) + (COST if name == "safe_rlhf" else ""))
-    paths = {"hold": str(folder / "hold"), "held": str(folder / "held")}
-    (folder / "scores.py").write_text(SCORES.format(**paths))
+    write_scores(folder)
     return folder / "run.toml"
 
 
@@ -97,34 +76,6 @@ def numbers(run: Path) -> list[tuple[int, str, dict[str, Any]]]:
 
 def newest(run: Path) -> Path:
     return max((run / "checkpoints").glob("step-*"))
-
-
-def ended_in_the_middle(recipe: Path, run: Path, *how: signal.Signals) -> str:
-    """A real run that signals end in its fifth step of the algorithm; what it said.
-
-    One signal that asks lets the step end; a second one, or one that kills, does not.
-    """
-    hold, held = recipe.parent / "hold", recipe.parent / "held"
-    hold.write_text(str(HELD_IN_STEP))
-    command = [sys.executable, "-m", "rillflow.cli.main", "run", str(recipe), "--dir", str(run)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    deadline = time.monotonic() + 120
-    while not held.exists():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "the reward was not called in two minutes"
-        time.sleep(0.02)
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert children, "the reward runs in a child"
-    for each in how:
-        process.send_signal(each)
-        time.sleep(0.2)  # two signals at once would be one
-    if signal.SIGKILL in how or len(how) > 1:
-        process.wait(20)
-    hold.unlink()
-    _, errors = process.communicate(timeout=60)
-    assert not psutil.wait_procs(children, timeout=20)[1], "a child outlived the run"
-    assert process.returncode == (-9 if signal.SIGKILL in how else 130)
-    return errors
 
 
 @pytest.mark.parametrize(
@@ -143,7 +94,7 @@ def test_remembered_numbers_and_critics_resume_bit_for_bit(
     assert state["numbers"].keys() == REMEMBERED[name]
     assert state["numbers"]["kl_weight"] != 0.02, "a weight that never moved would resume whatever is done"
 
-    ended_in_the_middle(recipe, run, how)
+    ended_in_the_middle(recipe, run, HELD_IN_STEP, how)
     kept = 4 if how is signal.SIGKILL else 5
     assert json.loads((newest(run) / "state.json").read_text())["done"] == kept
     capsys.readouterr()
@@ -164,6 +115,6 @@ def test_remembered_numbers_and_critics_resume_bit_for_bit(
 def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
     """The step it ends in is the one that is done again."""
     recipe, run = written(tmp_path, "ppo"), tmp_path / "run"
-    errors = ended_in_the_middle(recipe, run, signal.SIGINT, signal.SIGINT)
+    errors = ended_in_the_middle(recipe, run, HELD_IN_STEP, signal.SIGINT, signal.SIGINT)
     assert "everything up to the last checkpoint is kept" in errors
     assert json.loads((newest(run) / "state.json").read_text())["done"] == 4

@@ -160,7 +160,7 @@ def test_a_plane_of_this_process_needs_no_file_and_tells_whoever_waits_that_it_e
         began = time.monotonic()
         with pytest.raises(StreamError, match=r"trainer#0 has held group 0 for train"):
             client.take("s", "train", 1, wait_s=0.3)
-        assert 0.2 < time.monotonic() - began < 10.0
+        assert 0.2 < time.monotonic() - began < 30.0
         said: list[str] = []
 
         def wait() -> None:
@@ -172,7 +172,7 @@ def test_a_plane_of_this_process_needs_no_file_and_tells_whoever_waits_that_it_e
         waiting.start()
         time.sleep(0.1)
         home.close()
-        waiting.join(10.0)
+        waiting.join(30.0)
         assert len(said) == 1 and not waiting.is_alive()
         with pytest.raises(StreamError, match="does not answer look"):
             client.status("s")

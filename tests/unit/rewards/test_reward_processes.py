@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -73,13 +74,24 @@ def alive(marker: str) -> list[psutil.Process]:
     ]
 
 
-def gone_within(limit_s: float, left: Callable[[], list[psutil.Process]]) -> bool:
-    until = time.monotonic() + limit_s
+GONE_S = 10.0
+"""The kernel and a supervisor end processes at once; a loaded machine takes its time to run them."""
+
+
+def gone_in_time(left: Callable[[], list[psutil.Process]]) -> bool:
+    until = time.monotonic() + GONE_S
     while left():
         if time.monotonic() > until:
             return False
         time.sleep(0.01)
     return True
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until, "it did not come to be in a minute"
+        time.sleep(0.01)
 
 
 def below(process: int) -> list[psutil.Process]:
@@ -147,7 +159,8 @@ def test_nothing_is_left_when_the_driver_is_killed(write: Write, level: Level, w
     assert driver.stdin is not None and driver.stdout is not None
     try:
         assert driver.stdout.readline() == b"idle\n"
-        time.sleep(0.5 if when == "busy" else 0.0)
+        if when == "busy":  # both children have begun the second call, and more processes
+            wait_until(lambda: len(alive(marker)) >= 12)
         tree = below(driver.pid)
         assert len(tree) >= 6, "two supervisors, keepers and children"
     finally:
@@ -155,7 +168,7 @@ def test_nothing_is_left_when_the_driver_is_killed(write: Write, level: Level, w
         driver.wait(10)
     driver.stdin.close()
     driver.stdout.close()
-    assert gone_within(5.0, lambda: alive(marker) + [each for each in tree if runs(each)])
+    assert gone_in_time(lambda: alive(marker) + [each for each in tree if runs(each)])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -164,10 +177,12 @@ def test_a_killed_supervisor_takes_its_child_along(
 ) -> None:
     function = write(
         """
-        import os, threading
+        import threading
+        from pathlib import Path
         def reward(completions, marker):
             if completions[0] == "c":
                 return [1.0]
+            Path(__file__).with_name("busy").touch()
             while True: pass
         """
     )
@@ -176,13 +191,13 @@ def test_a_killed_supervisor_takes_its_child_along(
         assert rewards.score(["p"], ["c"], columns)[0].value == 1.0
         tree = mine()
         supervisor = next(process for process in tree if process.ppid() == os.getpid())
-        killer = subprocess.Popen(
-            [sys.executable, "-c", f"import os, time; time.sleep(0.5); os.kill({supervisor.pid}, 9)"]
-        )
+        busy = function.file.with_name("busy")
+        killer = threading.Thread(target=lambda: (wait_until(busy.exists), supervisor.kill()))
+        killer.start()
         (score,) = rewards.score(["p"], ["hang"], columns)
-        killer.wait(10)
+        killer.join()
         assert score.outcome is Outcome.ERROR
-        assert gone_within(1.0, lambda: [each for each in tree if runs(each)])
+        assert gone_in_time(lambda: [each for each in tree if runs(each)])
         assert rewards.score(["p"], ["c"], columns)[0].value == 1.0
 
 
@@ -221,7 +236,7 @@ def test_a_call_that_ends_before_its_last_row_leaves_no_process_in_the_sandbox(
         before = mine()
         with pytest.raises(RewardError, match="returned 'x'"):
             rewards.score(["p"] * 3, ["malformed"] * 3, {})
-        assert gone_within(1.0, lambda: [each for each in mine() if each not in before])
+        assert gone_in_time(lambda: [each for each in mine() if each not in before])
 
 
 def test_an_eighth_of_a_gigabyte_of_output_is_read_and_let_go(write: Write) -> None:

@@ -148,7 +148,7 @@ def test_workers_end_with_their_engine(
     assert len(mine) == 2
     del used
     for thread in mine:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert not any(thread.is_alive() for thread in mine)
 
 

@@ -63,7 +63,7 @@ def test_close_waits_for_a_call_that_still_runs() -> None:
         ended.append(site.place.rank)
 
     backend.submit(Place(pool="main", rank=1), work)
-    begun.wait(10.0)
+    begun.wait(60.0)
     backend.close()
     assert ended == [1]
 

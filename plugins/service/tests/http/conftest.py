@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with serving(found, "--capacity-bytes", str(2**24)) as process:
         yield found
         process.terminate()
-        assert process.wait(10.0) in (0, -15)
+        assert process.wait(60.0) in (0, -15)
 
 
 @contextmanager
@@ -38,4 +38,4 @@ def serving(folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         process.kill()
-        process.wait(10.0)
+        process.wait(60.0)

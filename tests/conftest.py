@@ -1,0 +1,47 @@
+"""The order of the files: those that take longest first.
+
+``make test`` gives its workers file by file in this order (``--dist loadfile``). A long file at the end would
+keep one worker at work and the others idle. The order of the tests in a file stays.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+LONGEST_FIRST = (
+    "tests/flows/test_ready_first.py",
+    "tests/flows/test_dead_sampler.py",
+    "tests/architecture/test_documented_commands.py",
+    "tests/distributed/test_failing_ranks.py",
+    "tests/distributed/test_replaced_ranks.py",
+    "tests/distributed/test_placement_blind.py",
+    "tests/flows/test_replay.py",
+    "tests/flows/test_ahead.py",
+    "tests/flows/test_signals.py",
+    "tests/flows/test_meshes.py",
+    "tests/distributed/test_backends.py",
+    "tests/distributed/test_two_nodes_meet.py",
+    "tests/architecture/test_benchmarks.py",
+    "tests/flows/test_algorithms.py",
+    "tests/flows/test_own_algorithm.py",
+    "tests/flows/test_disk_faults.py",
+    "tests/flows/test_nothing_lost.py",
+    "tests/flows/test_resume.py",
+    "tests/flows/test_chaos.py",
+    "tests/unit/app/test_peaks.py",
+    "tests/architecture/test_mutation_study.py",
+)
+"""Files of about ten seconds of processor time and more."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the files; the sort is stable."""
+    places = {file: place for place, file in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Keep garbage collections off the objects of imports and collection: they take half a second."""
+    gc.freeze()
