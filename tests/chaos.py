@@ -35,7 +35,7 @@ from rillflow.runs.reader import rollout_columns
 from tests.flows.conftest import SAMPLER_ON_RAY, SUMS, Tiny
 from tests.flows.warm import Command
 
-GONE_S = 15.0
+GONE_S = 5.0
 """Seconds after an exit in which the other processes of a run end."""
 LONG_S = 600.0
 """Longest time of one start."""
