@@ -180,13 +180,13 @@ class Policy:
     def update(
         self, rollouts: Batch, scored: Batch, *, passes: Passes, part: tuple[int, int] = (0, 1)
     ) -> dict[str, Metric]:
-        """Add rows, or a part of a step's rows, to the weights, in order."""
+        """Add rows, or a part of a step's rows, to the weights, in order; each call is an optimiser step."""
         numbers = self.module.numbers.data
         tokens, versions = rollouts.ragged("tokens").lists(), rollouts.ragged("versions").lists()
         gains: list[float] = scored.dense("advantages").tolist()
         rows = zip(rollouts.ids.tolist(), tokens, versions, gains, strict=True)
         numbers.copy_(trained(numbers, [*rows]))
-        self.updates += part[0] == part[1] - 1
+        self.updates += 1
         return {
             "policy/better/share": Mean(total=float(sum(gain > 0 for gain in gains)), count=len(gains)),
             "policy/trained/sum": Sum(value=float(len(gains))),

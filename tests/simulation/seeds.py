@@ -38,6 +38,7 @@ KINDS = {
 """Faults and how often each is chosen; those without a rank or disk in their name are the driver's."""
 FINISHED = "finished"
 KILLED = "the driver was killed"
+ERROR = "error: "
 
 
 @dataclass(kw_only=True)
@@ -106,9 +107,9 @@ def scenario_of(seed: int) -> Scenario:
     )
 
 
-def ran(seed: int) -> Outcome:
-    """Run a seed to its end and judge it."""
-    scenario, chance = scenario_of(seed), Random(f"faults {seed}")
+def ran(seed: int, scenario: Scenario | None = None) -> Outcome:
+    """Run a seed to its end, with its own settings or given ones, and judge it."""
+    scenario, chance = scenario or scenario_of(seed), Random(f"faults {seed}")
     events, whole = undisturbed(settled(scenario))
     plans = [_faults(chance, events) for _ in range(chance.randint(1, 3))]
     with folder() as at:
@@ -162,7 +163,11 @@ class Play:
         outcome, run = self.outcome, self._disk.folder / "run"
         if not outcome.problems:
             outcome.problems += problems(
-                run, outcome.scenario, is_fresher=self._is_fresher, may_lose=self._is_excused
+                run,
+                outcome.scenario,
+                is_fresher=self._is_fresher,
+                may_lose=self._is_excused,
+                errors=sum(start.end.startswith(ERROR) for start in outcome.starts),
             )
         is_timed = outcome.scenario.is_ready_first
         outcome.is_compared = not (outcome.problems or is_timed or self._is_fresher or lost_steps(run))
@@ -183,7 +188,7 @@ class Play:
         except RillflowError as error:
             if not excuses.may_fail:
                 found.append(f"a start ended without a fault that explains it: {error}")
-            return f"error: {error}"
+            return f"{ERROR}{error}"
         except Exception as error:  # noqa: BLE001  any other error is a fault of the code under test
             found.append(f"a start ended with a bare {type(error).__name__}: {error}")
             return f"bare error: {error!r}"
