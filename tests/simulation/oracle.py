@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from tests.simulation.roles import Numbers, drawn, key_of, trained
+from tests.simulation.roles import Numbers, drawn, followed, key_of, trained
 from tests.simulation.world import Scenario, order_of_prompts
 
 _PART = re.compile(r"step-(\d+)-(\d+)-of-(\d+)\.safetensors")
@@ -64,7 +64,7 @@ def problems(
         is_fresher: whether some steps were rightly sampled by newer weights than without a fault.
         may_lose: whether a rank that died, or a disk that failed, may have taken the rollouts of a saved step
             along; the run has then recorded them as lost.
-        errors: starts that ended with an error. With k above 0 each of them may have taken one evaluation along,
+        errors: starts that ended with an error. With k above 0 each may have taken one evaluation along,
             because the steps that were open are saved without it.
     """
     try:
@@ -101,8 +101,8 @@ def result(run: Path) -> Result:
 def differences(whole: Result, run: Result) -> list[str]:
     """Return what a run differs in from an undisturbed one of the same settings.
 
-    Only evaluations that the run has are compared; ``problems`` says how many may be missing. A dead rank takes
-    the evaluation that it works on along, and no later start can repeat it once the next step is saved.
+    Only evaluations that the run has are compared; ``problems`` says how many may be missing. A dead rank
+    takes the evaluation that it works on along, and no start can repeat it once the next step is saved.
     """
     found = []
     for step, (here, there) in enumerate(zip(whole.numbers, run.numbers, strict=False), 1):
@@ -168,7 +168,8 @@ def _lost_or_doubled(run: Path, scenario: Scenario) -> Iterator[str]:
         if len({*groups}) != scenario.groups or len(each) != scenario.groups * scenario.samples:
             yield f"step {step} trains {len(each)} rows of {len({*groups})} groups"
         at = (step - 1) * scenario.groups
-        if not scenario.is_ready_first and [*dict.fromkeys(groups)] != wanted[at : at + scenario.groups]:
+        is_ordered = not scenario.is_ready_first and scenario.oversampling == 1
+        if is_ordered and [*dict.fromkeys(groups)] != wanted[at : at + scenario.groups]:
             yield f"step {step} trains other groups than the stream's next"
     for line in _lines(run, "given_up.jsonl"):
         is_lost = line["reason"].startswith("its replica was lost") and scenario.is_ready_first
@@ -196,7 +197,7 @@ def _replayed(run: Path, scenario: Scenario) -> Iterator[str]:
     """Sample and train all rows again, from the first weights on."""
     if lost_steps(run):
         return  # the weights cannot be made again without them
-    numbers = Numbers().numbers.data
+    numbers = reference = Numbers().numbers.data
     keys = [key_of([numbers])]
     for step, each in _rows(run).items():
         for row in each:
@@ -212,9 +213,12 @@ def _replayed(run: Path, scenario: Scenario) -> Iterator[str]:
             told = [(list(row.id), [*row.tokens], [*row.versions], row.advantage) for row in part]
             numbers = trained(numbers, told)
             keys.append(key_of([numbers]))
-    saved = torch.from_numpy(load_file(_newest(run) / "policy" / "model.safetensors")["numbers"])
-    if not torch.equal(saved, numbers):
-        yield "the last weights are not those of the recorded rows, trained in order"
+        reference = followed(reference, numbers)
+    made = {"policy": numbers, **({"reference": reference} if scenario.has_reference else {})}
+    for role, each in made.items():
+        saved = torch.from_numpy(load_file(_newest(run) / role / "model.safetensors")["numbers"])
+        if not torch.equal(saved, each):
+            yield f"the last weights of the {role} are not those of the recorded rows, trained in order"
 
 
 def _changed(run: Path) -> Iterator[str]:

@@ -9,6 +9,7 @@ a run of the same settings that nothing disturbed and that other chances schedul
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ from functools import cache, partial
 from pathlib import Path
 from random import Random
 
-from rillflow.controller.interrupt import RunStage
 from rillflow.errors import Interrupted, RillflowError
 from tests.simulation.backend import HEALTH_S, SimulatedBackend
 from tests.simulation.disk import FakeDisk
@@ -38,6 +38,7 @@ KINDS = {
 """Faults and how often each is chosen; those without a rank or disk in their name are the driver's."""
 FINISHED = "finished"
 KILLED = "the driver was killed"
+AT_ONCE = "the second signal ended it at once"
 ERROR = "error: "
 
 
@@ -49,6 +50,8 @@ class Start:
     """Its events and faults."""
     end: str
     """How it ended."""
+    errors: int
+    """Errors that ended it, or made it start all ranks again."""
 
 
 @dataclass(kw_only=True)
@@ -90,6 +93,7 @@ def scenario_of(seed: int) -> Scenario:
     kind = chance.choice(["in order", "in order", "ahead", "ahead", "ready first", "ready first", "drops"])
     is_ready = kind in ("ready first", "drops")
     times = chance.choice([1, 1, 2]) if is_ready else 1
+    more = Random(f"more settings {seed}")
     return Scenario(
         freshness={"in order": 0, "ahead": chance.randint(1, 2)}.get(kind, chance.randint(1, 3) * times),
         is_ready_first=is_ready,
@@ -104,6 +108,9 @@ def scenario_of(seed: int) -> Scenario:
         evaluate_every=chance.choice([0, 2, 3]),
         rows=chance.choice([2, 6, 40]),
         has_scorer=chance.random() < 0.7,
+        has_reference=more.random() < 0.25,
+        oversampling=1.5 if more.random() < 0.5 and kind == "in order" else 1.0,
+        restarts=more.choice([0, 0, 1, 2]),
     )
 
 
@@ -151,8 +158,9 @@ class Play:
                 world.backend.drain(self._chance.choice([0, 3, 30]))
         world.backend.close()
         self._disk.restart(self._chance, power=excuses.is_power)
-        outcome.starts.append(Start(trace=timeline.trace, end=end))
-        if world.is_fresher and not self._is_excused:
+        errors = world.attempts - 1 + end.startswith(ERROR)
+        outcome.starts.append(Start(trace=timeline.trace, end=end, errors=errors))
+        if world.is_fresher and not self._is_excused and world.attempts == 1:
             outcome.problems.append("rows sampled ahead were lost without a lost rank")
         self._is_fresher |= world.is_fresher
         self._is_excused |= excuses.may_fail
@@ -167,7 +175,7 @@ class Play:
                 outcome.scenario,
                 is_fresher=self._is_fresher,
                 may_lose=self._is_excused,
-                errors=sum(start.end.startswith(ERROR) for start in outcome.starts),
+                errors=sum(start.errors for start in outcome.starts),
             )
         is_timed = outcome.scenario.is_ready_first
         outcome.is_compared = not (outcome.problems or is_timed or self._is_fresher or lost_steps(run))
@@ -181,6 +189,10 @@ class Play:
             world.run()
         except DriverKilled:
             return KILLED
+        except KeyboardInterrupt:
+            if not excuses.may_stop:
+                found.append("a start ended at once without a signal")
+            return AT_ONCE
         except Interrupted as error:
             if not excuses.may_stop:
                 found.append(f"a start stopped without a signal: {error}")
@@ -201,10 +213,12 @@ class Play:
             timeline.fault(f"{kind} the driver")
             excuses.is_power = kind == "power"
             timeline.die()
-        elif kind == "signal":  # before the first step it would end the start at once, as a kill does
-            if world.interruption.stage is RunStage.TRAINING:
-                timeline.fault("SIGTERM")
-                world.interruption.requested = excuses.may_stop = True
+        elif kind == "signal" and timeline.inside is not None:  # the driver runs in this thread too
+            timeline.postpone(partial(self._strike, kind, excuses))
+        elif kind == "signal":
+            timeline.fault(f"SIGTERM {world.interruption.stage.name}")
+            excuses.may_stop = True
+            signal.raise_signal(signal.SIGTERM)
         elif kind in ("full disk", "disk error"):
             timeline.fault(kind)
             excuses.may_fail = True
@@ -238,7 +252,7 @@ def _faults(chance: Random, events: int) -> list[tuple[int, str]]:
 
 def settled(scenario: Scenario) -> Scenario:
     """Return the settings of the run to compare with: those that may not change its bits are all alike."""
-    return replace(scenario, checkpoint_every=2, checkpoint_s=0.0, has_scorer=True)
+    return replace(scenario, checkpoint_every=2, checkpoint_s=0.0, has_scorer=True, restarts=0)
 
 
 @cache

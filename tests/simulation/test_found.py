@@ -101,6 +101,23 @@ def test_a_step_that_is_half_trained_is_not_saved_as_the_one_before(seed: int, s
     assert ran(seed, scenario).problems == []
 
 
+@pytest.mark.parametrize(
+    ("seed", "scenario"),
+    [
+        (
+            41047,
+            Scenario(
+                steps=6, freshness=1, chunks=2, replicas=2, checkpoint_every=1, rows=40, has_reference=True
+            ),
+        ),
+        (41111, Scenario(steps=6, freshness=2, chunks=2, evaluate_every=2, rows=40, has_reference=True)),
+    ],
+)
+def test_a_reference_that_moved_on_is_not_saved_with_the_step_before(seed: int, scenario: Scenario) -> None:
+    """The update of the next step had failed, and the reference had followed the policy once more."""
+    assert ran(seed, scenario).problems == []
+
+
 def test_an_evaluation_that_a_dead_scorer_took_along_is_missing_alone() -> None:
     """The oracle allowed it to be missing, and then compared all evaluations."""
     scenario = replace(
