@@ -158,7 +158,7 @@ class Play:
                 world.backend.drain(self._chance.choice([0, 3, 30]))
         world.backend.close()
         self._disk.restart(self._chance, power=excuses.is_power)
-        errors = world.attempts - 1 + end.startswith(ERROR)
+        errors = max(world.attempts - 1, 0) + end.startswith(ERROR)
         outcome.starts.append(Start(trace=timeline.trace, end=end, errors=errors))
         if world.is_fresher and not self._is_excused and world.attempts == 1:
             outcome.problems.append("rows sampled ahead were lost without a lost rank")
