@@ -9,7 +9,6 @@ a run of the same settings that nothing disturbed and that other chances schedul
 from __future__ import annotations
 
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
+from signal import SIGTERM
 
-from rillflow.errors import Interrupted, RillflowError
+from rillflow.errors import Interrupted, RillflowError, Signalled
 from tests.simulation.backend import HEALTH_S, SimulatedBackend
 from tests.simulation.disk import FakeDisk
 from tests.simulation.oracle import Result, differences, lost_steps, problems, result
@@ -189,7 +189,7 @@ class Play:
             world.run()
         except DriverKilled:
             return KILLED
-        except KeyboardInterrupt:
+        except Signalled:
             if not excuses.may_stop:
                 found.append("a start ended at once without a signal")
             return AT_ONCE
@@ -218,7 +218,7 @@ class Play:
         elif kind == "signal":
             timeline.fault(f"SIGTERM {world.interruption.stage.name}")
             excuses.may_stop = True
-            signal.raise_signal(signal.SIGTERM)
+            world.interruption.receive(SIGTERM)
         elif kind in ("full disk", "disk error"):
             timeline.fault(kind)
             excuses.may_fail = True

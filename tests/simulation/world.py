@@ -149,12 +149,14 @@ class World:
             RillflowError: the run ended early, as it would have told its user.
         """
         scenario, timeline = self.scenario, self.timeline
-        with self.disk.watched(timeline), self.interruption as asked, asked.orderly(), ExitStack() as stack:
+        with self.disk.watched(timeline), self.interruption.orderly(), ExitStack() as stack:
             run = stack.enter_context(
                 RunDirectory.open(self.disk.folder / "run", asdict(scenario), clock=timeline.clock)
             )
             progress = stack.enter_context(Progress(total_steps={"only": scenario.steps}, quiet=True))
-            restarted(partial(self._attempt, run, progress), scenario.restarts, run, progress, asked)
+            restarted(
+                partial(self._attempt, run, progress), scenario.restarts, run, progress, self.interruption
+            )
 
     def _attempt(self, run: RunDirectory, progress: Progress, stack: ExitStack) -> None:
         """Start all ranks and train from the newest checkpoint, as ``app.launch`` does."""
