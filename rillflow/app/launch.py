@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rillflow.app.facts import NOTHING, Given, RecipeFacts
@@ -123,8 +124,9 @@ def _run(
             progress.note(f"note: {note}")
         asked.say = progress.note
         try:
+            train = partial(_train, facts, run, progress, plan, command, asked, repeat)
             with asked.orderly():
-                _restarted(facts, run, progress, plan, command, asked, repeat)
+                restarted(train, facts.recipe.run.restarts, run, progress, asked)
         except Exception:
             _leave_report(run, progress)
             raise
@@ -166,29 +168,29 @@ def _steps(recipe: Recipe) -> dict[str, int]:
     return {**first, recipe.algorithm.name: recipe.algorithm.steps}
 
 
-def _restarted(
-    facts: RecipeFacts,
-    run: RunDirectory,
-    progress: Progress,
-    plan: Plan | None,
-    command: Sequence[str],
-    asked: Interruption,
-    repeat: RecordedDecisions | None,
+def restarted(
+    train: Callable[[ExitStack], None], most: int, run: RunDirectory, progress: Progress, asked: Interruption
 ) -> None:
     """Train to the end; if a rank dies, start all ranks again from the newest checkpoint.
 
+    Args:
+        train: starts ranks, which the stack ends, and trains from the newest checkpoint.
+        most: restarts in a row without a new checkpoint in between (``run.restarts``).
+        run: the run directory.
+        progress: the display for the user.
+        asked: tells whether the user wants to stop.
+
     Raises:
-        RankDied: ``run.restarts`` restarts in a row brought no new checkpoint; it is the first death of them.
+        RankDied: the last restarts brought no new checkpoint; it is the first death of them.
     """
     from rillflow.workers.backend import RankDied
 
-    most = facts.recipe.run.restarts
     first: RankDied | None = None
     made, before = 0, -1
     while True:
         try:
             with ExitStack() as ranks:
-                _train(facts, run, progress, ranks, plan, command, asked, repeat)
+                train(ranks)
             return
         except RankDied as died:
             step = max(kept_steps(run.checkpoints), default=0)
@@ -205,11 +207,11 @@ def _train(
     facts: RecipeFacts,
     run: RunDirectory,
     progress: Progress,
-    stack: ExitStack,
     plan: Plan | None,
     command: Sequence[str],
     interruption: Interruption,
     repeat: RecordedDecisions | None,
+    stack: ExitStack,
 ) -> None:
     from rillflow.app.build import Build
     from rillflow.app.shared_paths import clock_notes

@@ -36,7 +36,6 @@ from rillflow.controller.flow import StageResult
 from rillflow.controller.group_table import GENERATE
 from rillflow.controller.source import (
     ChunkedResult,
-    ChunksToCome,
     DataStream,
     GroupSampling,
     OpenedStep,
@@ -304,7 +303,7 @@ class AsyncRollout(Source):
             flight.taken(taken)
             self._wanted -= size
 
-        to_come = {stage: ChunksToCome(stage, len(sizes), form, worked[stage]) for stage in worked}
+        to_come = {stage: ChunkedResult(stage, len(sizes), form, worked=worked[stage]) for stage in worked}
         if self._decisions.head is None:
             self._decide()
         return self._made(prompts, made | to_come)

@@ -137,18 +137,14 @@ def _remove(checkpoint: Path) -> None:
 class Kept(Protocol):
     """A role that checkpoints hold."""
 
+    updates: int
+    """Changes of its weights in this process, such as optimiser steps."""
+
     def begin_saving(self, folder: Path) -> None:
         """Copy the state to save, and write it into a folder in the background."""
 
     def written(self, folder: Path, *, wait: bool) -> Mapping[str, Any] | None:
         """Return bytes and SHA-256 of the files of all ranks, by name; None while some are missing."""
-
-
-class Saved(Kept, Protocol):
-    """A trained role."""
-
-    updates: int
-    """Optimiser steps made in this phase."""
 
 
 def begin_saving(role: Kept, folder: Path) -> None:
@@ -165,8 +161,8 @@ def written(role: Kept, folder: Path, wait: bool) -> Mapping[str, Any] | None:
     return role.written(folder, wait=wait)
 
 
-def updates_of(role: Saved) -> int:
-    """Return the optimiser steps of a role in this phase; its weights change only in these steps."""
+def updates_of(role: Kept) -> int:
+    """Return how often the weights of a role have changed; they differ only if the number does."""
     return role.updates
 
 

@@ -78,7 +78,7 @@ class Interruption:
         if threading.current_thread() is threading.main_thread():
             threading.Thread(target=self._answer, name="interruption", daemon=True).start()
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._receive)
+                self._previous[number] = signal.signal(number, self.receive)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -105,7 +105,12 @@ class Interruption:
                 ) from None
             raise
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal.
+
+        Raises:
+            Signalled: no step has begun, or the signal is the second.
+        """
         del frame
         is_repeated = number == signal.SIGTERM and self._clock() - self._terminated_s < REPEAT_S
         if self.requested and is_repeated:

@@ -12,7 +12,7 @@ produces      metrics, spans and rollouts of the step in the run directory; a ve
               if due, an evaluation and a checkpoint. Batches stay on the ranks; the loop reads only reports
 shutdown      healthy: after the last step, with a checkpoint. First signal: after the newest open step,
               with a checkpoint; before a step is open, at once. Error: with a checkpoint of the newest
-              step with complete updates, if no trained role has updated since; a dead sampler does not
+              step with complete updates, if no weights have changed since; a dead sampler does not
               prevent it. Second signal or crash: at once; resume from the last checkpoint.
 
 With k > 0 the sampler runs on its own ranks and receives a version when the step that published it is closed.
@@ -219,7 +219,7 @@ class Loop:
         return self._place.step > self._saved_step and not phase.freshness
 
     def _rescue(self, phase: Phase, cut: Collection[OpenStep]) -> None:
-        """Save the newest step with complete updates, if the trained roles have made no later update.
+        """Save the newest step with complete updates, if the weights of its roles have not changed since.
 
         Args:
             phase: the phase that an error ended.
@@ -376,8 +376,8 @@ class Loop:
         return Standing(step=phase.first + done, state=state, updates=updates, rows=dict(phase.flow.rows))
 
     def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
-        """Return the number of optimiser steps of every trained role, after all its submitted calls."""
-        asked = {role: phase.executor.on_first_rank(role, updates_of) for role in phase.trained}
+        """Return how often the weights of every kept role have changed, after all its submitted calls."""
+        asked = {role: phase.executor.on_first_rank(role, updates_of) for role in phase.kept}
         return {role: each.read(wait_s) for role, each in asked.items()}
 
     def _begin_saving(self, phase: Phase, step: int, rows: Mapping[str, Pending]) -> Save:

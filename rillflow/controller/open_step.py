@@ -90,7 +90,7 @@ class Standing:
     state: Mapping[str, Any]
     """State that the controller resumes from."""
     updates: Mapping[str, int]
-    """Number of optimiser steps of every trained role."""
+    """How often the weights of every kept role have changed."""
     rows: Mapping[str, Pending]
     """Rows that steps have collected, by name."""
 
@@ -154,7 +154,7 @@ class OpenStep:
         self.journal.measured |= drawn.measured
         self._arriving, self._given_up = drawn.arriving, drawn.given_up
         self._telemetry = asked(executor, self.journal.stages, run.path.absolute(), number, share)
-        self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.trained}
+        self._updates = {role: executor.on_first_rank(role, updates_of) for role in phase.kept}
         self._left_out = {role: executor.on_all_ranks(role, taken_skips) for role in phase.trained}
         self.parcels = deque(drawn.parcels)
         """Published versions that no sampler has received yet."""

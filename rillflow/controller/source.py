@@ -92,10 +92,9 @@ class ChunkedResult(Pending):
     Args:
         stage: name of the stage.
         count: number of chunks.
-        submit: submits the chunks and appends their results to ``chunks``; called at the first use of the
-            whole.
+        submit: submits one or more chunks and appends them to ``chunks``; called when one is used first.
         is_partial: whether the chunks are partial sums to be added.
-        worked: work of ranks before the result was requested.
+        worked: work of ranks before the result was requested; the caller may append to it.
     """
 
     def __init__(
@@ -120,34 +119,14 @@ class ChunkedResult(Pending):
         return made
 
     def chunk(self, index: int) -> Pending:
-        """Return a chunk, whose stage is submitted."""
+        """Return a chunk, and submit it if it is not there."""
+        for _ in range(len(self.chunks), index + 1):
+            self._submit()
         return self.chunks[index]
 
     def _joined(self) -> Submission:
-        self._submit()
         chunks = [self.chunk(index) for index in range(self.count)]
         return joined(self.stage, chunks, is_partial=self._is_partial, worked=self._worked).work
-
-
-class ChunksToCome(ChunkedResult):
-    """One stage's result in chunks that are formed one after the other, each when it is first used.
-
-    Args:
-        stage: name of the stage.
-        count: number of chunks.
-        form: forms the next chunk of every stage of the rows, and appends it to their ``chunks``.
-        worked: work of ranks on the chunks formed so far; the caller appends to it.
-    """
-
-    def __init__(self, stage: str, count: int, form: Callable[[], None], worked: Sequence[Facts]) -> None:
-        super().__init__(stage, count, lambda: None, worked=worked)
-        self._form = form
-
-    def chunk(self, index: int) -> Pending:
-        """See ChunkedResult."""
-        while len(self.chunks) <= index:
-            self._form()
-        return self.chunks[index]
 
 
 class Source:

@@ -1,4 +1,4 @@
-"""Tail cut: a step begins more rows than it trains and puts the longest aside (RollPacker: 2509.21009).
+"""Tail batching: a step begins more rows than it trains and puts the longest aside (RollPacker: 2509.21009).
 
 stream ─ fresh prompts ──────────> short round: all rows advance by equal passes ─┬─ first complete ─> step
                                         │ else                                    └─ the rest ─> put aside

@@ -282,7 +282,7 @@ class Reference(StatefulRole):
         kept = Path(setting.model.path).with_name(f"{setting.role}_totals.jsonl")
         self.share, self._within, self._name = share, within, setting.role
         self._policy: Policy | None = setting.site.objects.get("policy")
-        self._followed = setting.version
+        self.updates = setting.version
         """Calls of ``follow`` so far."""
         self._scorer = Scorer(share.model.module, setting.train, parallel=share.parallel)
         self._temperature, self._kept = setting.rollout.temperature, KeptTotals(share.groups, kept)
@@ -355,11 +355,11 @@ class Reference(StatefulRole):
                 why="the mean of two adapters' factors is not the mean of their changes to the weights",
                 fix="set algorithm.reference_rate = 1.0, which copies the policy's adapter",
             )
-        self._followed += 1
-        if self._followed % every == 0:
+        self.updates += 1
+        if self.updates % every == 0:
             policy.weights.turn_to_training()
             self._move(own, theirs, rate)
-        return self._followed
+        return self.updates
 
     @torch.no_grad()
     def _move(self, own: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rate: float) -> None:

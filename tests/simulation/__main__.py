@@ -27,16 +27,20 @@ def main() -> int:
 
 
 def run(seeds: range, *, is_traced: bool) -> int:
-    """Run seeds; print the failing ones and a summary."""
+    """Run seeds until all are done or Ctrl-C; print the failing ones and a summary."""
     import torch
 
     from tests.simulation.seeds import ran
 
     torch.set_num_threads(1)
     began, failed, ends, faults = time.monotonic(), list[int](), Counter[str](), Counter[str]()
-    compared = 0
+    done = compared = 0
     for seed in seeds:
-        outcome = ran(seed)
+        try:
+            outcome = ran(seed)
+        except KeyboardInterrupt:
+            break
+        done += 1
         compared += outcome.is_compared
         for start in outcome.starts:
             ends[start.end.partition(":")[0]] += 1
@@ -48,7 +52,7 @@ def run(seeds: range, *, is_traced: bool) -> int:
             failed.append(seed)
             print(f"repeat it: python -m tests.simulation --seeds 1 --from {seed} --trace", flush=True)
     print(
-        f"{len(seeds)} seeds, {ends.total()} starts in {time.monotonic() - began:.0f} s; "
+        f"{done} seeds, {ends.total()} starts in {time.monotonic() - began:.0f} s; "
         f"{compared} compared bit by bit; {len(failed)} failed{f': {failed}' if failed else ''}"
     )
     print(f"faults: {dict(faults.most_common())}")

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file
 
-from tests.simulation.roles import Numbers, drawn, key_of, trained
+from tests.simulation.roles import Numbers, drawn, followed, key_of, trained
 from tests.simulation.world import Scenario, order_of_prompts
 
 _PART = re.compile(r"step-(\d+)-(\d+)-of-(\d+)\.safetensors")
@@ -53,18 +53,22 @@ class Result:
     """Trained rows by step, in order."""
 
 
-def problems(run: Path, scenario: Scenario, *, is_fresher: bool = False, may_lose: bool = False) -> list[str]:
+def problems(
+    run: Path, scenario: Scenario, *, is_fresher: bool = False, may_lose: bool = False, errors: int = 0
+) -> list[str]:
     """Return everything that is wrong with a finished run; empty for a correct one.
 
     Args:
         run: its directory.
         scenario: its settings.
         is_fresher: whether some steps were rightly sampled by newer weights than without a fault.
-        may_lose: whether a rank that died, or a disk that failed, may have taken the rollouts or the
-            evaluation of a saved step along; the run has then recorded the lost rollouts.
+        may_lose: whether a rank that died, or a disk that failed, may have taken the rollouts of a saved step
+            along; the run has then recorded them as lost.
+        errors: starts that ended with an error. With k above 0 each may have taken one evaluation along,
+            because the steps that were open are saved without it.
     """
     try:
-        found = [*_problems(run, scenario, is_fresher, may_lose)]
+        found = [*_problems(run, scenario, is_fresher, errors)]
     except (AssertionError, KeyError, OSError, ValueError) as error:
         return [f"the run directory cannot be read: {error!r}"]
     if lost_steps(run) and not may_lose:
@@ -94,24 +98,29 @@ def result(run: Path) -> Result:
     )
 
 
-def differences(one: Result, other: Result) -> list[str]:
-    """Return what two runs that should be equal differ in."""
+def differences(whole: Result, run: Result) -> list[str]:
+    """Return what a run differs in from an undisturbed one of the same settings.
+
+    Only evaluations that the run has are compared; ``problems`` says how many may be missing. A dead rank
+    takes the evaluation that it works on along, and no start can repeat it once the next step is saved.
+    """
     found = []
-    for step, (here, there) in enumerate(zip(one.numbers, other.numbers, strict=False), 1):
+    for step, (here, there) in enumerate(zip(whole.numbers, run.numbers, strict=False), 1):
         names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
         if names:
             found.append(f"step {step} has other metrics: {', '.join(sorted(names)[:3])}")
             break
-    if one.evaluations != other.evaluations:
+    looked = {each["step"] for each in run.evaluations}
+    if run.evaluations != [each for each in whole.evaluations if each["step"] in looked]:
         found.append("the evaluations differ")
-    if one.rows != other.rows:
+    if whole.rows != run.rows:
         found.append("the rows differ")
-    if one.weights != other.weights:
+    if whole.weights != run.weights:
         found.append("the last weights differ in bits")
     return found
 
 
-def _problems(run: Path, scenario: Scenario, is_fresher: bool, may_lose: bool) -> Iterator[str]:
+def _problems(run: Path, scenario: Scenario, is_fresher: bool, errors: int) -> Iterator[str]:
     steps = [line["step"] for line in _lines(run, "metrics.jsonl")]
     if steps != [*range(1, scenario.steps + 1)]:
         yield f"metrics.jsonl has the steps {steps}"
@@ -120,7 +129,8 @@ def _problems(run: Path, scenario: Scenario, is_fresher: bool, may_lose: bool) -
     every = scenario.evaluate_every
     due = [0, *(step for step in range(1, scenario.steps) if every and step % every == 0), scenario.steps]
     looked = [line["step"] for line in _lines(run, "evaluations.jsonl")]
-    if looked != due and not (may_lose and looked == [step for step in due if step in looked]):
+    most_missing = errors if scenario.freshness else 0
+    if looked != [step for step in due if step in looked] or len(due) - len(looked) > most_missing:
         yield f"evaluations of the steps {looked}, due were {due}"
     if not _newest(run).name.endswith(f"{scenario.steps:06d}"):
         yield f"the last checkpoint is {_newest(run).name}"
@@ -158,7 +168,8 @@ def _lost_or_doubled(run: Path, scenario: Scenario) -> Iterator[str]:
         if len({*groups}) != scenario.groups or len(each) != scenario.groups * scenario.samples:
             yield f"step {step} trains {len(each)} rows of {len({*groups})} groups"
         at = (step - 1) * scenario.groups
-        if not scenario.is_ready_first and [*dict.fromkeys(groups)] != wanted[at : at + scenario.groups]:
+        is_ordered = not scenario.is_ready_first and scenario.oversampling == 1
+        if is_ordered and [*dict.fromkeys(groups)] != wanted[at : at + scenario.groups]:
             yield f"step {step} trains other groups than the stream's next"
     for line in _lines(run, "given_up.jsonl"):
         is_lost = line["reason"].startswith("its replica was lost") and scenario.is_ready_first
@@ -186,7 +197,7 @@ def _replayed(run: Path, scenario: Scenario) -> Iterator[str]:
     """Sample and train all rows again, from the first weights on."""
     if lost_steps(run):
         return  # the weights cannot be made again without them
-    numbers = Numbers().numbers.data
+    numbers = reference = Numbers().numbers.data
     keys = [key_of([numbers])]
     for step, each in _rows(run).items():
         for row in each:
@@ -202,9 +213,12 @@ def _replayed(run: Path, scenario: Scenario) -> Iterator[str]:
             told = [(list(row.id), [*row.tokens], [*row.versions], row.advantage) for row in part]
             numbers = trained(numbers, told)
             keys.append(key_of([numbers]))
-    saved = torch.from_numpy(load_file(_newest(run) / "policy" / "model.safetensors")["numbers"])
-    if not torch.equal(saved, numbers):
-        yield "the last weights are not those of the recorded rows, trained in order"
+        reference = followed(reference, numbers)
+    made = {"policy": numbers, **({"reference": reference} if scenario.has_reference else {})}
+    for role, each in made.items():
+        saved = torch.from_numpy(load_file(_newest(run) / role / "model.safetensors")["numbers"])
+        if not torch.equal(saved, each):
+            yield f"the last weights of the {role} are not those of the recorded rows, trained in order"
 
 
 def _changed(run: Path) -> Iterator[str]:

@@ -3,6 +3,7 @@
     tokens of a row        a hash of the weights, the row's id and the position
     reward of a row        a share of its tokens
     weights after a step   the weights before, and every token, advantage and version, in order
+    reference              a mean of the weights after each step
 
 So a row that is lost, doubled, out of order or sampled by other weights changes the weights' bits. A step
 takes two milliseconds, and everything around the roles is Rillflow's own: loop, source, sampler, weight
@@ -150,7 +151,68 @@ class Passes:
         return parts > 1
 
 
-class Policy:
+def followed(reference: Tensor, numbers: Tensor) -> Tensor:
+    """Return the reference after it moved towards the weights."""
+    return reference.lerp(numbers, 0.25)
+
+
+class Kept:
+    """A role whose weights change, so that checkpoints hold it.
+
+    Args:
+        name: its folder in a checkpoint.
+        kept: that folder in the checkpoint to resume from; None for a new run.
+    """
+
+    def __init__(self, name: str, kept: Path | None) -> None:
+        self.module, self.updates = Numbers(), 0
+        if kept is not None:
+            saved = load_file(kept / MODEL)
+            self.module.numbers.data.copy_(saved["numbers"])
+            self.updates = int(saved["updates"])
+        self._name = name
+        self._files: dict[Path, dict[str, Any]] = {}
+
+    def begin_saving(self, folder: Path) -> None:
+        """Write the weights into a checkpoint."""
+        at = folder / self._name / MODEL
+        at.parent.mkdir()
+        data = save({"numbers": self.module.numbers.data, "updates": torch.tensor(self.updates)})
+        write_flushed(at, [data])
+        files = {f"{self._name}/{MODEL}": {"bytes": len(data), "sha256": sha256(data).hexdigest()}}
+        self._files[folder] = files
+
+    def written(self, folder: Path, *, wait: bool) -> Mapping[str, Any] | None:
+        """Return the digests of the files, the first time only if asked to wait."""
+        files = self._files[folder]
+        if not wait and "asked" not in files:
+            files["asked"] = True
+            return None
+        return {name: each for name, each in files.items() if name != "asked"}
+
+
+class Reference(Kept):
+    """An untrained role that follows the policy.
+
+    Args:
+        site: its rank, which is the policy's.
+        kept: see Kept.
+    """
+
+    def __init__(self, site: Site, kept: Path | None) -> None:
+        super().__init__("reference", kept)
+        self._policy = cast(Policy, site.objects["policy"])
+
+    @endpoint(BROADCAST)
+    def follow(self) -> int:
+        """Move towards the policy; return the number of calls."""
+        numbers = self.module.numbers.data
+        numbers.copy_(followed(numbers, self._policy.module.numbers.data))
+        self.updates += 1
+        return self.updates
+
+
+class Policy(Kept):
     """The trained role: it adds up what it trains on.
 
     Args:
@@ -160,11 +222,8 @@ class Policy:
     """
 
     def __init__(self, site: Site, kept: Path | None, version: int) -> None:
-        self.module, self.version, self.updates = Numbers(), version, 0
-        if kept is not None:
-            saved = load_file(kept / MODEL)
-            self.module.numbers.data.copy_(saved["numbers"])
-            self.updates = int(saved["updates"])
+        super().__init__("policy", kept)
+        self.version = version
         weights = logical_weights(self.module)
         share = SimpleNamespace(
             layout=generation_layout(weights, weight_parts({}, cast(Any, self.module)), Mesh.of(dp=1, tp=1)),
@@ -173,20 +232,19 @@ class Policy:
             groups=SimpleNamespace(everyone=site.ranks),
         )
         self.weights = SentWeights(cast(Any, share))
-        self._files: dict[Path, dict[str, Any]] = {}
         self.trainer = SimpleNamespace(skipped=SimpleNamespace(take=list[Any]))
 
     @endpoint(SPLIT_DP_REDUCE, reads=("tokens", "versions", "advantages"), by_parts=True)
     def update(
         self, rollouts: Batch, scored: Batch, *, passes: Passes, part: tuple[int, int] = (0, 1)
     ) -> dict[str, Metric]:
-        """Add rows, or a part of a step's rows, to the weights, in order."""
+        """Add rows, or a part of a step's rows, to the weights, in order; each call is an optimiser step."""
         numbers = self.module.numbers.data
         tokens, versions = rollouts.ragged("tokens").lists(), rollouts.ragged("versions").lists()
         gains: list[float] = scored.dense("advantages").tolist()
         rows = zip(rollouts.ids.tolist(), tokens, versions, gains, strict=True)
         numbers.copy_(trained(numbers, [*rows]))
-        self.updates += part[0] == part[1] - 1
+        self.updates += 1
         return {
             "policy/better/share": Mean(total=float(sum(gain > 0 for gain in gains)), count=len(gains)),
             "policy/trained/sum": Sum(value=float(len(gains))),
@@ -202,22 +260,6 @@ class Policy:
     def announce(self) -> None:
         """Publish the present weights under the present version."""
         self.weights.publish(self.version)
-
-    def begin_saving(self, folder: Path) -> None:
-        """Write the weights into a checkpoint."""
-        at = folder / "policy" / MODEL
-        at.parent.mkdir()
-        data = save({"numbers": self.module.numbers.data, "updates": torch.tensor(self.updates)})
-        write_flushed(at, [data])
-        self._files[folder] = {f"policy/{MODEL}": {"bytes": len(data), "sha256": sha256(data).hexdigest()}}
-
-    def written(self, folder: Path, *, wait: bool) -> Mapping[str, Any] | None:
-        """Return the digests of the files, the first time only if asked to wait."""
-        files = self._files[folder]
-        if not wait and "asked" not in files:
-            files["asked"] = True
-            return None
-        return {name: each for name, each in files.items() if name != "asked"}
 
 
 class Reward:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
+from signal import SIGTERM
 
-from rillflow.controller.interrupt import RunStage
-from rillflow.errors import Interrupted, RillflowError
+from rillflow.errors import Interrupted, RillflowError, Signalled
 from tests.simulation.backend import HEALTH_S, SimulatedBackend
 from tests.simulation.disk import FakeDisk
 from tests.simulation.oracle import Result, differences, lost_steps, problems, result
@@ -38,6 +38,8 @@ KINDS = {
 """Faults and how often each is chosen; those without a rank or disk in their name are the driver's."""
 FINISHED = "finished"
 KILLED = "the driver was killed"
+AT_ONCE = "the second signal ended it at once"
+ERROR = "error: "
 
 
 @dataclass(kw_only=True)
@@ -48,6 +50,8 @@ class Start:
     """Its events and faults."""
     end: str
     """How it ended."""
+    errors: int
+    """Errors that ended it, or made it start all ranks again."""
 
 
 @dataclass(kw_only=True)
@@ -89,6 +93,7 @@ def scenario_of(seed: int) -> Scenario:
     kind = chance.choice(["in order", "in order", "ahead", "ahead", "ready first", "ready first", "drops"])
     is_ready = kind in ("ready first", "drops")
     times = chance.choice([1, 1, 2]) if is_ready else 1
+    more = Random(f"more settings {seed}")
     return Scenario(
         freshness={"in order": 0, "ahead": chance.randint(1, 2)}.get(kind, chance.randint(1, 3) * times),
         is_ready_first=is_ready,
@@ -103,12 +108,15 @@ def scenario_of(seed: int) -> Scenario:
         evaluate_every=chance.choice([0, 2, 3]),
         rows=chance.choice([2, 6, 40]),
         has_scorer=chance.random() < 0.7,
+        has_reference=more.random() < 0.25,
+        oversampling=1.5 if more.random() < 0.5 and kind == "in order" else 1.0,
+        restarts=more.choice([0, 0, 1, 2]),
     )
 
 
-def ran(seed: int) -> Outcome:
-    """Run a seed to its end and judge it."""
-    scenario, chance = scenario_of(seed), Random(f"faults {seed}")
+def ran(seed: int, scenario: Scenario | None = None) -> Outcome:
+    """Run a seed to its end, with its own settings or given ones, and judge it."""
+    scenario, chance = scenario or scenario_of(seed), Random(f"faults {seed}")
     events, whole = undisturbed(settled(scenario))
     plans = [_faults(chance, events) for _ in range(chance.randint(1, 3))]
     with folder() as at:
@@ -150,8 +158,9 @@ class Play:
                 world.backend.drain(self._chance.choice([0, 3, 30]))
         world.backend.close()
         self._disk.restart(self._chance, power=excuses.is_power)
-        outcome.starts.append(Start(trace=timeline.trace, end=end))
-        if world.is_fresher and not self._is_excused:
+        errors = max(world.attempts - 1, 0) + end.startswith(ERROR)
+        outcome.starts.append(Start(trace=timeline.trace, end=end, errors=errors))
+        if world.is_fresher and not self._is_excused and world.attempts == 1:
             outcome.problems.append("rows sampled ahead were lost without a lost rank")
         self._is_fresher |= world.is_fresher
         self._is_excused |= excuses.may_fail
@@ -162,7 +171,11 @@ class Play:
         outcome, run = self.outcome, self._disk.folder / "run"
         if not outcome.problems:
             outcome.problems += problems(
-                run, outcome.scenario, is_fresher=self._is_fresher, may_lose=self._is_excused
+                run,
+                outcome.scenario,
+                is_fresher=self._is_fresher,
+                may_lose=self._is_excused,
+                errors=sum(start.errors for start in outcome.starts),
             )
         is_timed = outcome.scenario.is_ready_first
         outcome.is_compared = not (outcome.problems or is_timed or self._is_fresher or lost_steps(run))
@@ -176,6 +189,10 @@ class Play:
             world.run()
         except DriverKilled:
             return KILLED
+        except Signalled:
+            if not excuses.may_stop:
+                found.append("a start ended at once without a signal")
+            return AT_ONCE
         except Interrupted as error:
             if not excuses.may_stop:
                 found.append(f"a start stopped without a signal: {error}")
@@ -183,7 +200,7 @@ class Play:
         except RillflowError as error:
             if not excuses.may_fail:
                 found.append(f"a start ended without a fault that explains it: {error}")
-            return f"error: {error}"
+            return f"{ERROR}{error}"
         except Exception as error:  # noqa: BLE001  any other error is a fault of the code under test
             found.append(f"a start ended with a bare {type(error).__name__}: {error}")
             return f"bare error: {error!r}"
@@ -196,10 +213,12 @@ class Play:
             timeline.fault(f"{kind} the driver")
             excuses.is_power = kind == "power"
             timeline.die()
-        elif kind == "signal":  # before the first step it would end the start at once, as a kill does
-            if world.interruption.stage is RunStage.TRAINING:
-                timeline.fault("SIGTERM")
-                world.interruption.requested = excuses.may_stop = True
+        elif kind == "signal" and timeline.inside is not None:  # the driver runs in this thread too
+            timeline.postpone(partial(self._strike, kind, excuses))
+        elif kind == "signal":
+            timeline.fault(f"SIGTERM {world.interruption.stage.name}")
+            excuses.may_stop = True
+            world.interruption.receive(SIGTERM)
         elif kind in ("full disk", "disk error"):
             timeline.fault(kind)
             excuses.may_fail = True
@@ -233,7 +252,7 @@ def _faults(chance: Random, events: int) -> list[tuple[int, str]]:
 
 def settled(scenario: Scenario) -> Scenario:
     """Return the settings of the run to compare with: those that may not change its bits are all alike."""
-    return replace(scenario, checkpoint_every=2, checkpoint_s=0.0, has_scorer=True)
+    return replace(scenario, checkpoint_every=2, checkpoint_s=0.0, has_scorer=True, restarts=0)
 
 
 @cache

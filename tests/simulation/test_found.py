@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,8 +13,7 @@ import pytest
 
 from rillflow.controller.checkpoint import save_checkpoint
 from rillflow.errors import RunDirectoryError
-from rillflow.runs import layout
-from rillflow.runs.durable import replace
+from rillflow.runs import durable, layout
 from rillflow.runs.reader import Evaluation
 from rillflow.runs.run_directory import RunDirectory
 from tests.simulation.disk import FakeDisk
@@ -38,9 +38,92 @@ def test_a_loss_of_power_takes_no_line_of_a_saved_step(event: int) -> None:
     require(Scenario(steps=5, checkpoint_every=1), event, "power")
 
 
-@pytest.mark.parametrize("seed", [37, 43])
-def test_seeds_that_lost_lines(seed: int) -> None:
-    assert ran(seed).problems == []
+CHUNKS_AHEAD = Scenario(
+    steps=6,
+    freshness=2,
+    chunks=2,
+    replicas=2,
+    checkpoint_every=4,
+    checkpoint_s=20.0,
+    evaluate_every=2,
+    rows=40,
+    has_scorer=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("seed", "scenario"),
+    [
+        (
+            37,
+            replace(
+                CHUNKS_AHEAD, freshness=1, replicas=1, checkpoint_every=1, checkpoint_s=5.0, evaluate_every=3
+            ),
+        ),
+        (
+            43,
+            Scenario(
+                steps=6,
+                checkpoint_every=0,
+                checkpoint_s=5.0,
+                evaluate_every=0,
+                rows=2,
+                replicas=2,
+                has_scorer=False,
+            ),
+        ),
+    ],
+)
+def test_seeds_that_lost_lines(seed: int, scenario: Scenario) -> None:
+    assert ran(seed, scenario).problems == []
+
+
+@pytest.mark.parametrize(
+    ("seed", "scenario"),
+    [
+        (3130, CHUNKS_AHEAD),
+        (
+            3375,
+            replace(
+                CHUNKS_AHEAD,
+                freshness=1,
+                replicas=1,
+                checkpoint_every=0,
+                checkpoint_s=0.0,
+                evaluate_every=0,
+                has_scorer=True,
+            ),
+        ),
+    ],
+)
+def test_a_step_that_is_half_trained_is_not_saved_as_the_one_before(seed: int, scenario: Scenario) -> None:
+    """The simulated policy counted an update at its last part; the real one counts each optimiser step."""
+    assert ran(seed, scenario).problems == []
+
+
+@pytest.mark.parametrize(
+    ("seed", "scenario"),
+    [
+        (
+            41047,
+            Scenario(
+                steps=6, freshness=1, chunks=2, replicas=2, checkpoint_every=1, rows=40, has_reference=True
+            ),
+        ),
+        (41111, Scenario(steps=6, freshness=2, chunks=2, evaluate_every=2, rows=40, has_reference=True)),
+    ],
+)
+def test_a_reference_that_moved_on_is_not_saved_with_the_step_before(seed: int, scenario: Scenario) -> None:
+    """The update of the next step had failed, and the reference had followed the policy once more."""
+    assert ran(seed, scenario).problems == []
+
+
+def test_an_evaluation_that_a_dead_scorer_took_along_is_missing_alone() -> None:
+    """The oracle allowed it to be missing, and then compared all evaluations."""
+    scenario = replace(
+        CHUNKS_AHEAD, replicas=1, checkpoint_every=0, checkpoint_s=5.0, rows=6, has_scorer=True
+    )
+    assert ran(3209, scenario).problems == []
 
 
 def test_a_loss_of_power_takes_no_evaluation_of_a_resumed_run(tmp_path: Path) -> None:
@@ -60,7 +143,7 @@ def test_a_disk_that_fails_while_a_resume_drops_rollouts_is_named(tmp_path: Path
     """It was a bare OSError."""
     disk = FakeDisk(tmp_path)
     with disk.watched(quiet()), RunDirectory.open(tmp_path / "run", {}) as run:
-        replace(layout.rollout_file(run.path, 3, 1, 1), [b"rows"])
+        durable.replace(layout.rollout_file(run.path, 3, 1, 1), [b"rows"])
         disk.fails_once = True
         with pytest.raises(RunDirectoryError, match=r"cannot write .*step-000003.*Input/output error"):
             run.rewind(2)

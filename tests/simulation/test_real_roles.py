@@ -31,7 +31,9 @@ backend = "inline"
 pools = {{ main = 1, answers = 1, scorers = 1 }}
 roles = {{ sampler = "answers", reward = "scorers" }}
 """
+MOVING = ("algorithm.loss.kl=0.1", "algorithm.reference=moving", "algorithm.reference_rate=0.25")
 SETTINGS = {
+    "following": [*MOVING, "placement.roles.reference=main", "run.checkpoint_every=0"],
     "in order": ["run.checkpoint_every=2"],
     "ahead": ["algorithm.freshness=1", "run.checkpoint_every=1"],
     "ready first": ["algorithm.freshness=2", "algorithm.async_mode=ready_first", "run.checkpoint_every=2"],
@@ -81,7 +83,7 @@ class Launches(Tiny):
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     made = Launches(tmp_path_factory.mktemp("simulated"))
     made.write(REST)
-    for kind in ("in order", "ahead"):
+    for kind in ("following", "in order", "ahead"):
         assert made.run(kind, *SETTINGS[kind]) == 0
     return made
 
@@ -109,6 +111,24 @@ def test_a_rank_that_dies_takes_no_step_of_the_trainer_along(runs: Launches, poo
     runs.start(name, "in order", 1)
     runs.assert_same_weights("in order", name)  # the metrics of the dead rank are lost
     assert [line["step"] for line in runs.lines(name)] == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize(
+    ("pool", "seed"),
+    [
+        ("scorers", 1),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("scorers", 4), ("answers", 5)]),
+    ],
+)
+def test_crash_equivalence_of_a_reference_that_follows(runs: Launches, pool: str, seed: int) -> None:
+    """The reference follows the policy in a step whose update fails because its rows are lost."""
+    name = f"following without {pool} {seed}"
+    try:
+        runs.start(name, "following", seed, runs.kill(pool))
+    except ClusterError as error:
+        assert f"rank 0 of pool '{pool}' has died" in str(error)
+    runs.start(name, "following", seed)
+    runs.assert_same_weights("following", name)
 
 
 @pytest.mark.parametrize("kind", ["in order", "ahead"])

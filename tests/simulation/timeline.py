@@ -38,7 +38,7 @@ class Timeline:
         """Whether the driver is dead: whatever it still tries raises DriverKilled."""
         self.inside: object = None
         """The rank whose call is running; None while the driver runs."""
-        self._plan = plan
+        self._plan = dict(plan)
 
     def event(self, what: str) -> None:
         """Record an event; raise what a fault of the plan raises here."""
@@ -48,6 +48,10 @@ class Timeline:
         self.trace.append(f"{self.number:5d} {self.now:12.4f} {what}")
         if self.number in self._plan and not self.is_over:
             self._plan[self.number](self)
+
+    def postpone(self, fault: Callable[[Timeline], None]) -> None:
+        """Let a fault strike at the next event, unless another one does."""
+        self._plan.setdefault(self.number + 1, fault)
 
     def fault(self, what: str) -> None:
         """Record a fault."""

@@ -15,6 +15,7 @@ from fractions import Fraction
 from functools import partial
 from typing import Any, cast
 
+from rillflow.app.launch import restarted
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import LEFT, AsyncRollout
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
@@ -26,6 +27,7 @@ from rillflow.controller.open_step import Phase
 from rillflow.controller.source import DataStream, GroupSampling, Source
 from rillflow.controller.step_executor import StepExecutor
 from rillflow.controller.streamed_stages import streamed_stages
+from rillflow.controller.tail_batching import ASIDE, TailBatching
 from rillflow.controller.weight_sync import WeightSync
 from rillflow.formulas import seeing
 from rillflow.formulas.advantages import group_advantages
@@ -45,7 +47,7 @@ from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending, Replies
 from tests.simulation.backend import SimulatedBackend
 from tests.simulation.disk import FakeDisk
-from tests.simulation.roles import Factory, Passes, Policy, Reward, sampler
+from tests.simulation.roles import Factory, Passes, Policy, Reference, Reward, sampler
 from tests.simulation.timeline import Timeline
 
 DEADLINE_S = 600.0
@@ -86,6 +88,12 @@ class Scenario:
     """Rows of a replica at once."""
     has_scorer: bool = True
     """Whether the reward has a pool of its own."""
+    has_reference: bool = False
+    """Whether a reference follows the policy."""
+    oversampling: float = 1.0
+    """Prompts that a step begins for each trained one; above 1, the longest are put aside."""
+    restarts: int = 0
+    """Restarts of all ranks in a row, in one start of the run, if a rank dies."""
 
 
 def step(flow: Any, prompts: Batch, config: Scenario) -> Any:
@@ -96,6 +104,8 @@ def step(flow: Any, prompts: Batch, config: Scenario) -> Any:
     shifted = flow.compute(shifted_by, advantages, into="advantages", shift=flow.recall("mean", 0.0))
     flow.remember("mean", flow.number(mean_reward, rewards))
     report = flow.policy.update(rollouts, shifted, passes=Passes())
+    if config.has_reference:
+        flow.reference.follow()
     flow.publish(flow.policy)
     return report
 
@@ -123,11 +133,13 @@ class World:
     def __init__(self, scenario: Scenario, disk: FakeDisk, timeline: Timeline) -> None:
         self.scenario, self.disk, self.timeline = scenario, disk, timeline
         self.backend = SimulatedBackend(timeline, DEADLINE_S)
+        self.attempts = 0
+        """Times that ranks were started."""
         self.interruption = Interruption(clock=timeline.clock)
         self.resumed_after = 0
-        """Steps of the checkpoint that this start resumed from."""
+        """Steps of the checkpoint that the ranks were started from last."""
         self.is_fresher = False
-        """Whether the checkpoint kept no rows for later steps, although they had been sampled."""
+        """Whether a checkpoint kept no rows for later steps, although they had been sampled."""
 
     def run(self) -> None:
         """Run the remaining steps, as ``rillflow run`` does.
@@ -136,19 +148,29 @@ class World:
             DriverKilled: a fault killed the driver.
             RillflowError: the run ended early, as it would have told its user.
         """
-        with self.disk.watched(self.timeline), ExitStack() as stack:
+        scenario, timeline = self.scenario, self.timeline
+        with self.disk.watched(timeline), self.interruption.orderly(), ExitStack() as stack:
             run = stack.enter_context(
-                RunDirectory.open(self.disk.folder / "run", asdict(self.scenario), clock=self.timeline.clock)
+                RunDirectory.open(self.disk.folder / "run", asdict(scenario), clock=timeline.clock)
             )
-            run.evidence.remove(layout.FINISHED)
-            kept = latest_checkpoint(run.checkpoints, run.id)
-            run.rewind(kept.step if kept else -1)
-            self.resumed_after = kept.step if kept else 0
-            self.is_fresher = self._lacks_rows(kept)
-            stack.callback(self._closed)
-            progress = stack.enter_context(Progress(total_steps={"only": self.scenario.steps}, quiet=True))
-            self._train(run, kept, progress)
-            run.write_json(layout.FINISHED, {"steps": self.scenario.steps})
+            progress = stack.enter_context(Progress(total_steps={"only": scenario.steps}, quiet=True))
+            restarted(
+                partial(self._attempt, run, progress), scenario.restarts, run, progress, self.interruption
+            )
+
+    def _attempt(self, run: RunDirectory, progress: Progress, stack: ExitStack) -> None:
+        """Start all ranks and train from the newest checkpoint, as ``app.launch`` does."""
+        if self.attempts:
+            self.backend = SimulatedBackend(self.timeline, DEADLINE_S)
+        self.attempts += 1
+        run.evidence.remove(layout.FINISHED)
+        kept = latest_checkpoint(run.checkpoints, run.id)
+        run.rewind(kept.step if kept else -1)
+        self.resumed_after = kept.step if kept else 0
+        self.is_fresher |= self._lacks_rows(kept)
+        stack.callback(self._closed)
+        self._train(run, kept, progress)
+        run.write_json(layout.FINISHED, {"steps": self.scenario.steps})
 
     def _closed(self) -> None:
         if not self.timeline.is_over:  # otherwise ranks outlive the driver for a moment
@@ -176,7 +198,7 @@ class World:
         state: dict[str, Any] = dict(kept.state) if kept else {"done": 0, "version": 0}
         loop.version = state["version"]
         place = dict(state["stream"]) if kept else {}
-        left = [(epoch, prompt) for epoch, prompt in place.pop(LEFT, [])]
+        left = [(epoch, prompt) for key in (LEFT, ASIDE) for epoch, prompt in place.pop(key, [])]
         source = self._source(executor, sync, StreamPosition(**place), left, kept)
         staged = StepExecutor(executor, source)
         phase = Phase(
@@ -190,6 +212,7 @@ class World:
             flow=Flow(staged, state.get("numbers")),
             executor=staged,
             trained=("policy",),
+            moving=("reference",) if scenario.has_reference else (),
             source=source,
             beside=None,
             evaluated=True,
@@ -222,6 +245,13 @@ class World:
         self._sampler = Factory(make=sampler, arguments=(counted, scenario.rows))
         groups["sampler"].start(self._sampler)
         groups["reward"].start(Factory(make=Reward))
+        if scenario.has_reference:
+            endpoints = endpoints_of(Reference)
+            groups["reference"] = Group(
+                "reference", endpoints, mesh=Mesh.of(dp=1), pool="main", backend=backend
+            )
+            followed = kept.model("reference") if kept else None
+            groups["reference"].start(Factory(make=Reference, arguments=(followed,)))
         executor = GroupExecutor(groups, backend)
         sync = WeightSync(executor, DEADLINE_S)
         ready = scenario.is_ready_first
@@ -239,6 +269,26 @@ class World:
         scenario = self.scenario
         prompts = PromptStream(range(PROMPTS), seed=SEED, position=position)
         data = DataStream(take=partial(taken, prompts), state=prompts.state)
+        done = kept.state["done"] if kept else 0
+        how = GroupSampling(
+            groups=(scenario.steps - done) * scenario.groups,
+            samples=scenario.samples,
+            sampling=None,
+            replicas=executor.groups["sampler"].mesh.groups("tp"),
+            deadline_s=DEADLINE_S,
+            restarts=2,
+            restart=partial(self._restart, executor, sync),
+        )
+        if scenario.oversampling > 1:
+            return TailBatching(
+                executor,
+                data,
+                how=how,
+                prompts=scenario.oversampling,
+                begun_samples=scenario.samples,
+                aside=batch(left) if left else None,
+                sync=sync,
+            )
         if not scenario.is_ready_first:
             return Source(
                 executor,
@@ -248,7 +298,6 @@ class World:
                 kept=kept.sampled if kept else lambda _: (),
             )
         rule: type[StalenessBound[Any]] = CapacityBound if scenario.drops else StalenessBound
-        done = kept.state["done"] if kept else 0
         return AsyncRollout(
             executor,
             data,
@@ -258,15 +307,7 @@ class World:
                 prompts=scenario.groups,
                 published=Fraction(1, scenario.publishes),
             ),
-            how=GroupSampling(
-                groups=(scenario.steps - done) * scenario.groups,
-                samples=scenario.samples,
-                sampling=None,
-                replicas=executor.groups["sampler"].mesh.groups("tp"),
-                deadline_s=DEADLINE_S,
-                restarts=2,
-                restart=partial(self._restart, executor, sync),
-            ),
+            how=how,
             step_groups=scenario.groups,
             parts=scenario.publishes,
             chunks=1,

@@ -90,6 +90,18 @@ def test_a_ratio_against_nobody_is_refused_where_rows_are_of_other_weights() -> 
     policy.update(rows, policy.logprobs(rows), loss=PolicyLossConfig(), passes=UpdateConfig(minibatches=2))
 
 
+def test_crash_equivalence_a_part_of_an_update_counts_as_an_optimiser_step() -> None:
+    """A checkpoint after an error is refused if the count says that a later step has begun to train."""
+    policy, sampler, prompts = policy_of("float32", RolloutConfig(max_tokens=3, max_rows=8))
+    rows = sampler.generate(prompts, samples=4).with_fields(advantages=torch.linspace(-1, 1, 4))
+    passes = UpdateConfig(minibatches=2, shuffle=False, ratio_tolerance=9, gap_tolerance=9)
+    assert passes.goes_by(2)
+    policy.update(
+        rows.slice(0, 2), policy.logprobs(rows), loss=PolicyLossConfig(), passes=passes, part=(0, 2)
+    )
+    assert policy.updates == 1
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_of_rows_of_two_versions_those_of_the_present_one_are_checked(dtype: str) -> None:
     policy, sampler, prompts = policy_of(dtype, RolloutConfig(max_tokens=3, max_rows=8))
