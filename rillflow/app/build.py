@@ -29,13 +29,14 @@ from rillflow.app.shared_paths import require_shared
 from rillflow.config.problems import together
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import LEFT, AsyncRollout
+from rillflow.controller.cadence import Cadence
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.decisions import Decisions, RecordedDecisions
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
-from rillflow.controller.loop import Cadence, Loop
+from rillflow.controller.loop import Loop
 from rillflow.controller.open_step import Phase
 from rillflow.controller.source import DataStream, GroupSampling, Source
 from rillflow.controller.step_executor import StepExecutor

@@ -100,3 +100,60 @@ def test_a_signal_at_a_random_moment_ends_a_run_on_ray(
         time.sleep(moment.uniform(0.0, 0.4))
     os.killpg(process.pid, number)
     assert_ended_and_resumes(tiny, process, ahead, "placement.backend=inline")
+
+
+STUCK = """
+import time
+from pathlib import Path
+
+STUCK = Path(__file__).with_name("stuck")
+
+def reward(prompts, completions, **_):
+    if STUCK.exists():
+        time.sleep(600)
+    return [sum(letter < "5" for letter in text) / 3 for text in completions]
+"""
+STOP = "run.stop_s=1"
+
+
+def stuck(tiny: Tiny, steps: int, *settings: str) -> subprocess.Popen[str]:
+    """A run whose reward hangs after some steps."""
+    process = begun(tiny, "cut", *settings)
+    wait_for_steps(tiny.folder / "cut", steps, process)
+    (tiny.folder / "stuck").touch()
+    made = -1
+    while steps_of(tiny.folder / "cut") != made:  # the step that is open hangs
+        made = steps_of(tiny.folder / "cut")
+        time.sleep(3.0)
+    return process
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[str, float]:
+    """Stop a run by SIGTERM; return its output and the seconds until it ended."""
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=LONG_S)
+    assert process.returncode == 130, said
+    return said, time.monotonic() - began
+
+
+@pytest.mark.parametrize("freshness", [0, 1])
+def test_a_step_that_hangs_is_abandoned_and_the_last_one_saved(tiny: Tiny, freshness: int) -> None:
+    tiny.write(REST, STUCK)
+    ahead = (STOP, f"algorithm.freshness={freshness}", "run.checkpoint_minutes=0", "reward.timeout_s=900")
+    said, seconds = ended(stuck(tiny, 3, *ahead))
+    made = steps_of(tiny.folder / "cut")
+    assert seconds < 60, said
+    assert f"stopped after step {made}, as requested" in said, said
+    assert f"step {made + 1} did not end within 1 s (run.stop_s) and was abandoned" in said, said
+    (tiny.folder / "stuck").unlink()
+    print(said, seconds)
+    time.sleep(5)
+    print(subprocess.run(["ps", "-eo", "pid,ppid,sid,args"], capture_output=True, text=True).stdout)
+    assert_resumes(tiny, *ahead, "placement.backend=inline")
+
+
+def assert_resumes(tiny: Tiny, *settings: str) -> None:
+    assert tiny.run("cut", *settings) == 0
+    assert tiny.run("whole", *settings) == 0
+    tiny.assert_same("whole", "cut")
