@@ -11,11 +11,10 @@ unblocked by  the ranks of that step; every wait ends at the deadline
 produces      metrics, spans and rollouts of the step in the run directory; a version for the source; then,
               if due, an evaluation and a checkpoint. Batches stay on the ranks; the loop reads only reports
 shutdown      healthy: after the last step, with a checkpoint. First signal: after the newest open step,
-              with a checkpoint; before a step is open, at once. If the open steps do not end in
-              ``Interruption.stop_s``, they are abandoned, and the newest finished step is saved, if no
-              trained role has updated since. Error: with a checkpoint of the newest step with complete
-              updates, under the same condition; a dead sampler does not prevent it. Second signal or
-              crash: at once; resume from the last checkpoint.
+              with a checkpoint; before a step is open, at once. If the open steps do not end in ``stop_s``:
+              with a checkpoint of the newest finished step, if no trained role has updated since. Error:
+              with a checkpoint of the newest step with complete updates, on the same condition; a dead
+              sampler does not prevent it. Second signal or crash: at once; resume from the last checkpoint.
 
 With k > 0 the sampler runs on its own ranks and receives a version when the step that published it is closed.
 Step t samples with version max(0, t - k) of the phase, independent of timing, since ranks run calls in order.
@@ -194,13 +193,10 @@ class Loop:
         return self._place.step > self._saved_step and not phase.freshness
 
     def _abandoned(self, phase: Phase, opened: Collection[OpenStep]) -> Interrupted:
-        """End all calls, and save the newest finished step; return the error that ends the run.
-
-        At k > 0 the checkpoint keeps the rows that later steps have sampled.
-        """
+        """End all calls; save the newest finished step, and at k > 0 rows of later ones. Return the error."""
         wait_s, last = phase.executor.abandon(), self._place.step
-        what = self._left or f"step {last + 1}"
-        why = f"{what} did not end within {self._interruption.stop_s:g} s (run.stop_s) and was abandoned"
+        why = self._left or f"step {last + 1}"
+        why += f" did not end within {self._interruption.stop_s:g} s (run.stop_s) and was abandoned"
         try:
             phase.executor.mend(phase.kept, wait_s)
             is_unchanged = self._updates(phase, wait_s) == self._place.updates
@@ -265,9 +261,8 @@ class Loop:
         share = self._cadence.rollouts_share if is_recorded else 0.0
         with self._interruption.abandonable():
             step = OpenStep(phase, done, self._run, self._deadline_s, share)
-        for save in self._saves:
-            if all(each.is_ready for each in save.asked):
-                self._ask(phase, save, wait=False)
+        for save in (each for each in self._saves if all(asked.is_ready for asked in each.asked)):
+            self._ask(phase, save, wait=False)
         looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
         is_last = step.number == self._interruption.last
         if phase.freshness and (done == phase.steps or looked_at or is_last or self._is_due(done)):
@@ -392,9 +387,8 @@ class Loop:
         """Return the optimiser steps of every trained role after its submitted calls; -1 if ranks differ."""
         executor, found = phase.executor, dict[str, int]()
         for role in phase.trained:
-            ranks = range(len(executor.groups[role].places))
-            asked = [executor.on_rank(role, rank, updates_of) for rank in ranks]
-            first, *others = {each.read(wait_s) for each in asked}
+            every = range(len(executor.groups[role].places))
+            first, *others = {executor.on_rank(role, rank, updates_of).read(wait_s) for rank in every}
             found[role] = -1 if others else first
         return found
 
