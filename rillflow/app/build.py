@@ -241,6 +241,8 @@ class Build:
                 changing=(*self._roles.trained(plan), *self._roles.moving(plan)),
                 most=(config.freshness + 1) * config.prompts_per_step,
                 step_rows=config.rows_per_step,
+                restarts=self._recipe.run.restarts,
+                restart=lambda pool: self._roles.restart if self._roles.may_restart(pool) else None,
             ),
             decisions=Decisions(self._run.log_decisions, script),
             again=load_batch(kept.prompts) if kept and kept.prompts.is_file() else self._rows(plan, left),

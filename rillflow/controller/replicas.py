@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.source import GroupSampling, add_work, collected_each
@@ -27,7 +26,7 @@ from rillflow.roles.sampler import Advanced, GroupId, Sampler
 from rillflow.workers.backend import Place, RankDied
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending
-from rillflow.workers.restarts import RestartBudget
+from rillflow.workers.restarts import ReplacementStep, RestartBudget
 from rillflow.workers.values import Facts
 
 ADVANCE_S = 0.1
@@ -217,11 +216,3 @@ class SamplerReplica:
     def receive(self, parcel: PackedWeights, version: int) -> None:
         """Receive a version between two calls."""
         self.arriving, self.version = self.sync.install(parcel, self.ranks), version
-
-
-class ReplacementStep(Protocol):
-    """A step of a replacement, which is begun."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it has ended, or failed."""
