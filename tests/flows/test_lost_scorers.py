@@ -1,0 +1,106 @@
+"""Ranks that score and die: replaced while a ready-first run trains on, and no group is lost or doubled."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rillflow.app.facts import Given
+from rillflow.app.replay import replay
+from rillflow.runs import layout
+from rillflow.workers.backend import Place, RankCall, RankDied
+from rillflow.workers.inline import InlineBackend
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_ahead import RAY, ran
+from test_ready_first import LONG, READY, once
+
+SCORERS = (
+    "placement.pools={ main = 1, answers = 1, scorers = 2 }",
+    'placement.roles={ sampler = "answers", reward = "scorers" }',
+)
+STEPS = 12
+SETTINGS = (*SCORERS, READY, *LONG, f"algorithm.steps={STEPS}", "evaluate=none")
+INLINE = 'placement.backend="inline"'
+SLOW_REWARD = """
+import time
+
+def small(prompts, completions, **columns):
+    time.sleep(0.05)
+    return [sum(letter < "5" for letter in text) / 4 for text in completions]
+"""
+SCORE = "reward.score_groups"
+
+
+class Killing(InlineBackend):
+    """Kills the first rank that scores behind every few of its calls."""
+
+    def __init__(self, most: int, every: int) -> None:
+        super().__init__()
+        self.left, self.every, self.calls = most, every, 0
+
+    def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
+        made = super().submit(place, work, *arguments, results=results)
+        if place == Place("scorers", 0) and arguments[0] == SCORE:
+            self.calls += 1
+            if self.left and self.calls % self.every == 0:
+                self.left -= 1
+                self.kill(place)
+        return made
+
+
+def assert_whole(run: Path, said: str, deaths: int) -> None:
+    """Each death was survived without a restart of all ranks; a replay without deaths has the same bits."""
+    assert said.count("a new process takes its place") == deaths and "all ranks start again" not in said
+    assert set(once(run).values()) == {3} and len(once(run)) == STEPS * 5
+    lines = [json.loads(line) for line in (run / layout.DECISIONS).read_text().splitlines()]
+    assert sum(event[0] == "lost" for line in lines for event in line["events"]) >= deaths
+    assert replay(run, settings=[INLINE]).difference is None
+
+
+@pytest.mark.parametrize("freshness", [0, 2])
+def test_a_rank_that_scores_and_dies_is_replaced_while_training_goes_on(
+    tmp_path: Path, freshness: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = Given(backend=lambda _: Killing(most=2, every=10))
+    ran(tmp_path, freshness, INLINE, *SETTINGS, reward=SLOW_REWARD, is_quiet=False, given=given)
+    assert_whole(tmp_path / "run", " ".join(capsys.readouterr().out.split()), deaths=2)
+
+
+def test_a_rank_that_dies_again_and_again_ends_the_run_with_its_first_death(tmp_path: Path) -> None:
+    given = Given(backend=lambda _: Killing(most=1000, every=1))
+    with pytest.raises(RankDied, match="rank 0 of pool 'scorers' was killed") as caught:
+        ran(tmp_path, 2, INLINE, *SETTINGS, "run.restarts=1", reward=SLOW_REWARD, given=given)
+    assert "was lost 2 times" in str(caught.value.__notes__)
+
+
+def kill_scorers(run: Path, deaths: int) -> None:
+    """Kill a process that scores, and so has child processes, after every third step."""
+    for death in range(1, deaths + 1):
+        while not (run / layout.METRICS).exists() or len(
+            (run / layout.METRICS).read_text().splitlines()
+        ) < 3 + 3 * death:
+            time.sleep(0.02)
+        there = psutil.Process().children(recursive=True)
+        ranks = [each for each in there if "RankProcess" in each.name() and each.children()]
+        ranks[death % len(ranks)].kill()
+
+
+@RAY
+@pytest.mark.parametrize("deaths", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_process_that_scores_and_is_killed_is_replaced_while_training_goes_on(
+    tmp_path: Path, deaths: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killer = threading.Thread(target=kill_scorers, args=(tmp_path / "run", deaths), daemon=True)
+    killer.start()
+    ran(tmp_path, 2, 'placement.backend="ray"', *SETTINGS, reward=SLOW_REWARD, is_quiet=False)
+    killer.join(1)
+    assert not killer.is_alive()
+    assert_whole(tmp_path / "run", " ".join(capsys.readouterr().out.split()), deaths)
