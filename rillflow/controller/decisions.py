@@ -13,6 +13,7 @@ of these events:
     receive r v         replica r receives the phase's v-th publish
     run w groups        worker w computes its stage for some groups
     lost w groups       worker w died; other workers, or its replacement, compute these groups
+    gone h              the ranks of holder h (replicas, then workers) cannot be replaced
     form groups         a step, or a chunk of it, takes groups
     deliver v           the v-th publish of the phase is ready for the sampler
     beside              another call of the sampler, such as an evaluation

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from rillflow.errors import ClusterError
 from rillflow.workers.backend import Place, RankDied
 
 
@@ -73,13 +74,20 @@ class Recovery:
         self.places = tuple(places)
         """The ranks."""
         self._budget, self._replace = budget, replace
+        self.failed: RankDied | None = None
+        """Why the ranks could not be replaced; None if they can be."""
         self._steps: Iterator[ReplacementStep] | None = None
         self._awaited: ReplacementStep | None = None
 
     @property
     def is_live(self) -> bool:
-        """Whether the ranks take calls: they are not being replaced."""
-        return self._steps is None
+        """Whether the ranks take calls: they are not being replaced, and their replacement has not failed."""
+        return not (self.is_replacing or self.failed)
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether the ranks are being replaced."""
+        return self._steps is not None
 
     def lose(self, died: RankDied) -> None:
         """Begin the replacement of all ranks of the world.
@@ -94,13 +102,20 @@ class Recovery:
         self._awaited = next(self._steps)
 
     def advance(self) -> None:
-        """Go on with the replacement as far as it is ready.
+        """Go on with the replacement as far as it is ready; ``failed`` tells if it cannot.
 
         Raises:
-            ClusterError: a new process does not start, or cannot make its roles.
+            RankDied: a new process has died.
         """
-        while self._steps is not None and self._awaited is not None and self._awaited.is_ready:
-            self._awaited = next(self._steps, None)
+        try:
+            while self._steps is not None and self._awaited is not None and self._awaited.is_ready:
+                self._awaited = next(self._steps, None)
+        except RankDied:
+            raise
+        except ClusterError as error:
+            what = f"{self.places[0]} could not be replaced: {error.what}"
+            self.failed = RankDied(what, error.why, error.fix, place=self.places[0])
+            self._awaited = None
         if self._awaited is None:
             self._steps = None
 

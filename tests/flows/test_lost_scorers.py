@@ -6,6 +6,8 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Collection
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import pytest
 
 from rillflow.app.facts import Given
 from rillflow.app.replay import replay
+from rillflow.errors import ClusterError
 from rillflow.runs import layout
-from rillflow.workers.backend import Place, RankCall, RankDied
+from rillflow.workers.backend import Place, RankCall, RankDied, Replacement
 from rillflow.workers.inline import InlineBackend
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -40,15 +43,15 @@ SCORE = "reward.score_groups"
 
 
 class Killing(InlineBackend):
-    """Kills the first rank that scores behind every few of its calls."""
+    """Kills a rank behind every few of its calls, by default the first one that scores."""
 
-    def __init__(self, most: int, every: int) -> None:
+    def __init__(self, most: int, every: int, call: str = SCORE, pool: str = "scorers") -> None:
         super().__init__()
-        self.left, self.every, self.calls = most, every, 0
+        self.left, self.every, self.calls, self.call, self.pool = most, every, 0, call, pool
 
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         made = super().submit(place, work, *arguments, results=results)
-        if place == Place("scorers", 0) and arguments[0] == SCORE:
+        if place == Place(self.pool, 0) and str(arguments[0]) == self.call:
             self.calls += 1
             if self.left and self.calls % self.every == 0:
                 self.left -= 1
@@ -81,12 +84,45 @@ def test_a_rank_that_dies_again_and_again_ends_the_run_with_its_first_death(tmp_
     assert "was lost 2 times" in str(caught.value.__notes__)
 
 
+class NodeGone(Killing):
+    """Finds no node for a new process."""
+
+    def replace(self, places: Collection[Place]) -> Replacement:
+        done = Future[None]()
+        done.set_exception(ClusterError("rank 0 did not finish its start in 75 s", why="no node has room"))
+        return Replacement([*places], done)
+
+
+@pytest.mark.parametrize(("pool", "call"), [("scorers", SCORE), ("answers", "sampler.advance")])
+def test_a_run_goes_on_without_a_rank_that_cannot_be_replaced(
+    tmp_path: Path, pool: str, call: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations use the ranks that are left."""
+    given = Given(backend=lambda _: NodeGone(most=1, every=10, call=call, pool=pool))
+    more = ("placement.pools={ main = 1, answers = 2, scorers = 2 }", "evaluate.every=3")
+    settings = [each for each in SETTINGS if not each.startswith(("evaluate", "placement.pools"))]
+    ran(tmp_path, 2, INLINE, *settings, *more, reward=SLOW_REWARD, is_quiet=False, given=given)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"rank 0 of pool '{pool}' could not be replaced" in said and "all ranks start again" not in said
+    assert "the run goes on with 1 of 2 such replicas" in said
+    assert set(once(tmp_path / "run").values()) == {3} and len(once(tmp_path / "run")) == STEPS * 5
+    assert replay(tmp_path / "run").difference is None
+
+
+def test_a_run_whose_only_rank_cannot_be_replaced_ends_with_the_reason(tmp_path: Path) -> None:
+    given = Given(backend=lambda _: NodeGone(most=1000, every=10))
+    one = "placement.pools={ main = 1, answers = 1, scorers = 1 }"
+    with pytest.raises(RankDied, match="could not be replaced: rank 0 did not finish its start in 75 s"):
+        ran(tmp_path, 2, INLINE, *SETTINGS, one, "run.restarts=1", reward=SLOW_REWARD, given=given)
+
+
 def kill_scorers(run: Path, deaths: int) -> None:
     """Kill a process that scores, and so has child processes, after every third step."""
     for death in range(1, deaths + 1):
-        while not (run / layout.METRICS).exists() or len(
-            (run / layout.METRICS).read_text().splitlines()
-        ) < 3 + 3 * death:
+        while (
+            not (run / layout.METRICS).exists()
+            or len((run / layout.METRICS).read_text().splitlines()) < 3 + 3 * death
+        ):
             time.sleep(0.02)
         there = psutil.Process().children(recursive=True)
         ranks = [each for each in there if "RankProcess" in each.name() and each.children()]
