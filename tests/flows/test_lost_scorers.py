@@ -18,6 +18,7 @@ from rillflow.app.facts import Given
 from rillflow.app.replay import replay
 from rillflow.errors import ClusterError
 from rillflow.runs import layout
+from rillflow.workers import program
 from rillflow.workers.backend import Place, RankCall, RankDied, Replacement
 from rillflow.workers.inline import InlineBackend
 
@@ -107,6 +108,24 @@ def test_a_run_goes_on_without_a_rank_that_cannot_be_replaced(
     assert "the run goes on with 1 of 2 such replicas" in said
     assert set(once(tmp_path / "run").values()) == {3} and len(once(tmp_path / "run")) == STEPS * 5
     assert replay(tmp_path / "run").difference is None
+
+
+class Again(Killing):
+    """Kills the new process as well, while it makes its role."""
+
+    def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
+        made = super().submit(place, work, *arguments, results=results)
+        if place == Place("scorers", 0) and work is program.start and self.epochs.get(place) == 1:
+            self.kill(place)
+        return made
+
+
+def test_a_new_process_that_dies_in_its_start_is_replaced_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = Given(backend=lambda _: Again(most=1, every=10))
+    ran(tmp_path, 2, INLINE, *SETTINGS, reward=SLOW_REWARD, is_quiet=False, given=given)
+    assert_whole(tmp_path / "run", " ".join(capsys.readouterr().out.split()), deaths=2)
 
 
 def test_a_run_whose_only_rank_cannot_be_replaced_ends_with_the_reason(tmp_path: Path) -> None:
