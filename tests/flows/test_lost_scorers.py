@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,9 +16,12 @@ import psutil
 import pytest
 
 from rillflow.app.facts import Given
+from rillflow.app.launch import launch
+from rillflow.app.recipe import load_recipe
 from rillflow.app.replay import replay
 from rillflow.errors import ClusterError
 from rillflow.runs import layout
+from rillflow.runs.reader import read_rollouts
 from rillflow.workers import program
 from rillflow.workers.backend import Place, RankCall, RankDied, Replacement
 from rillflow.workers.inline import InlineBackend
@@ -25,6 +29,9 @@ from rillflow.workers.inline import InlineBackend
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ahead import RAY, ran
 from test_ready_first import LONG, READY, once
+
+from tests.flows import whole_runs
+from tests.flows.test_judges import PAIRWISE, POLICY
 
 SCORERS = (
     "placement.pools={ main = 1, answers = 1, scorers = 2 }",
@@ -159,3 +166,37 @@ def test_a_process_that_scores_and_is_killed_is_replaced_while_training_goes_on(
     killer.join(1)
     assert not killer.is_alive()
     assert_whole(tmp_path / "run", " ".join(capsys.readouterr().out.split()), deaths)
+
+
+JUDGES = (
+    "algorithm.steps=8",
+    "algorithm.freshness=2",
+    READY,
+    "placement.pools={ main = 1, answers = 1, scorers = 2 }",
+    'placement.roles={ sampler = "answers", reward = "scorers" }',
+)
+
+
+@pytest.mark.slow
+def test_a_replica_of_a_judge_that_dies_is_replaced_while_the_other_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(PAIRWISE)
+    (tmp_path / "use.toml").write_text(POLICY)
+    whole_runs.ran(tmp_path / "run.toml", "judge", "evaluate=none")
+    run = tmp_path / "use"
+    recipe = load_recipe(tmp_path / "use.toml", [f"run.dir={json.dumps(str(run))}", INLINE, *JUDGES]).recipe
+    given = Given(backend=lambda _: Killing(most=1, every=3, call="reward.score"))
+    launch(recipe, tmp_path, given=given)
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("a new process takes its place") == 1 and "all ranks start again" not in said
+    groups = Counter(row.row.group for step in layout.rollout_files(run) for row in read_rollouts(run, step))
+    assert set(groups.values()) == {3} and len(groups) == 8 * 4
+    workers = {
+        event[1]
+        for line in (run / layout.DECISIONS).read_text().splitlines()
+        for event in json.loads(line)["events"]
+        if event[0] == "run"
+    }
+    assert workers == {0, 1}
+    assert replay(run).difference is None
