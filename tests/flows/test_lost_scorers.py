@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,9 @@ from rillflow.errors import ClusterError
 from rillflow.runs import layout
 from rillflow.runs.reader import read_rollouts
 from rillflow.workers import program
-from rillflow.workers.backend import Place, RankCall, RankDied, Replacement
+from rillflow.workers.backend import Backend, Place, RankCall, RankDied, Replacement
 from rillflow.workers.inline import InlineBackend
+from rillflow.workers.start import ray_backend
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_ahead import RAY, ran
@@ -177,26 +180,53 @@ JUDGES = (
 )
 
 
+def judged(folder: Path, backend: Callable[[float], Backend], *settings: str) -> Path:
+    """A run whose policy is scored by a judge that another run has trained."""
+    (folder / "run.toml").write_text(PAIRWISE.replace("kv_heads = 1", "kv_heads = 2"))
+    (folder / "use.toml").write_text(POLICY.replace("kv_heads = 1", "kv_heads = 2"))
+    whole_runs.ran(folder / "run.toml", "judge", "evaluate=none")
+    told = [f"run.dir={json.dumps(str(folder / 'use'))}", *JUDGES, *settings]
+    launch(load_recipe(folder / "use.toml", told).recipe, folder, given=Given(backend=backend))
+    return folder / "use"
+
+
+def assert_judged(run: Path, said: str) -> None:
+    assert said.count("a new process takes its place") == 1 and "all ranks start again" not in said
+    groups = Counter(row.row.group for step in layout.rollout_files(run) for row in read_rollouts(run, step))
+    assert set(groups.values()) == {3} and len(groups) == 8 * 4
+    lines = [json.loads(line) for line in (run / layout.DECISIONS).read_text().splitlines()]
+    assert {event[1] for line in lines for event in line["events"] if event[0] == "run"} == {0, 1}
+
+
 @pytest.mark.slow
 def test_a_replica_of_a_judge_that_dies_is_replaced_while_the_other_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "run.toml").write_text(PAIRWISE)
-    (tmp_path / "use.toml").write_text(POLICY)
-    whole_runs.ran(tmp_path / "run.toml", "judge", "evaluate=none")
-    run = tmp_path / "use"
-    recipe = load_recipe(tmp_path / "use.toml", [f"run.dir={json.dumps(str(run))}", INLINE, *JUDGES]).recipe
-    given = Given(backend=lambda _: Killing(most=1, every=3, call="reward.score"))
-    launch(recipe, tmp_path, given=given)
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("a new process takes its place") == 1 and "all ranks start again" not in said
-    groups = Counter(row.row.group for step in layout.rollout_files(run) for row in read_rollouts(run, step))
-    assert set(groups.values()) == {3} and len(groups) == 8 * 4
-    workers = {
-        event[1]
-        for line in (run / layout.DECISIONS).read_text().splitlines()
-        for event in json.loads(line)["events"]
-        if event[0] == "run"
-    }
-    assert workers == {0, 1}
+    run = judged(tmp_path, lambda _: Killing(most=1, every=3, call="reward.score"), INLINE)
+    assert_judged(run, " ".join(capsys.readouterr().out.split()))
     assert replay(run).difference is None
+
+
+@RAY
+@pytest.mark.slow
+def test_a_rank_of_a_judge_that_is_killed_takes_its_tp_group_along_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Any] = []
+
+    def backend(deadline_s: float) -> Backend:
+        made.append(ray_backend(deadline_s, start_s=120.0))
+        return made[0]
+
+    def kill() -> None:
+        metrics = tmp_path / "use" / layout.METRICS
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+            time.sleep(0.02)
+        os.kill(made[0]._ranks[Place("scorers", 3)].seat.pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    four = JUDGES[3].replace("scorers = 2", "scorers = 4")
+    tp = "placement.train_parallel.scorers.tp=2"
+    run = judged(tmp_path, backend, 'placement.backend="ray"', four, tp)
+    assert_judged(run, " ".join(capsys.readouterr().out.split()))
+    assert {place.rank for place, epoch in made[0].epochs.items() if epoch} == {2, 3}
