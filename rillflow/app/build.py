@@ -29,13 +29,14 @@ from rillflow.app.shared_paths import require_shared
 from rillflow.config.problems import together
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import LEFT, AsyncRollout
+from rillflow.controller.cadence import Cadence
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.controller.decisions import Decisions, RecordedDecisions
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
-from rillflow.controller.loop import Cadence, Loop
+from rillflow.controller.loop import Loop
 from rillflow.controller.open_step import Phase
 from rillflow.controller.source import DataStream, GroupSampling, Source
 from rillflow.controller.step_executor import StepExecutor
@@ -240,6 +241,8 @@ class Build:
                 changing=(*self._roles.trained(plan), *self._roles.moving(plan)),
                 most=(config.freshness + 1) * config.prompts_per_step,
                 step_rows=config.rows_per_step,
+                restarts=self._recipe.run.restarts,
+                restart=lambda pool: self._roles.restart if self._roles.may_restart(pool) else None,
             ),
             decisions=Decisions(self._run.log_decisions, script),
             again=load_batch(kept.prompts) if kept and kept.prompts.is_file() else self._rows(plan, left),

@@ -90,6 +90,7 @@ def launch(
         say=(lambda _: None) if quiet else Progress.say,
     )
     with interruption or Interruption() as asked, asked.orderly(), ExitStack() as stack:
+        asked.stop_s = recipe.run.stop_s
         notes = require_sound(facts)
         if fresh:
             set_aside(path)

@@ -68,6 +68,11 @@ class RunConfig(Section):
         description="Restarts of all ranks from the newest checkpoint after a rank died, in a row without a "
         "new checkpoint; 0 ends the run.",
     )
+    stop_s: float = Field(
+        20.0,
+        ge=0,
+        description="Seconds after SIGTERM or Ctrl-C in which open steps may end; then they are abandoned.",
+    )
     max_skipped: int = Field(
         5,
         ge=0,

@@ -36,7 +36,7 @@ _TRAIN = ("lr", "schedule", "final_lr", "warmup_steps", "max_grad_norm", "weight
 _MEMORY = ("tokens_per_micro_batch", "gradient_checkpointing", "optimizer_dtype", "offload")
 _RUN = (
     *("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "rollouts_every", "rollouts_share"),
-    *("max_skipped", "restarts", "dir", "device", "threads"),
+    *("max_skipped", "restarts", "stop_s", "dir", "device", "threads"),
 )
 _REWARD = ("timeout_s", "memory_bytes", "workers", "max_failures")
 MAY_CHANGE = (

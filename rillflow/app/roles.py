@@ -10,7 +10,9 @@ The reference of the second phase is the policy that the first phase left.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from rillflow.runs.layout import checkpoint_folders
 from rillflow.sharding.layout import generation_mesh
 from rillflow.training.config import TrainConfig
 from rillflow.training.skipping import leave_out
-from rillflow.workers.backend import Backend, Pool, Replacement
+from rillflow.workers.backend import Backend, Place, Pool, Replacement
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending, Replies
@@ -148,6 +150,7 @@ class RoleGroups:
         placement, sizes = recipe.placement, recipe.placement.mesh_of(role)
         pool = placement.pool_of(role)
         rows = Mesh.of(dp=placement.pools[pool])
+        world = len(self._backend.world_of(Place(pool, 0)))
         setting = partial(
             RoleSetting,
             role=role,
@@ -159,7 +162,7 @@ class RoleGroups:
             rollout=recipe.rollout,
             task=recipe.task,
             limits=recipe.reward,
-            sizes=sizes,
+            sizes=sizes if role == SAMPLER else replace(sizes, dp=world // (sizes.pp * sizes.tp)),
             frame=recipe.algorithm.judge_frame,
             model_input=self._model_input,
             **{"train": recipe.policy.as_train(), **given},
@@ -192,6 +195,28 @@ class RoleGroups:
         """Whether the sampler's ranks hold no other role, so that they can be replaced alone."""
         pools = [group.places[0].pool for group in self._groups.values()]
         return pools.count(self._groups[SAMPLER].places[0].pool) == 1 and self.delivery is not None
+
+    def may_restart(self, pool: str) -> bool:
+        """Whether ranks of a pool can be replaced: all of its roles can be made again without other ranks."""
+        roles = [role for role, group in self._groups.items() if group.places[0].pool == pool]
+        able = (Start.FUNCTIONS, Start.NAMED, Start.PHASE)
+        return all(self._specs[role].start in able and not self._specs[role].is_trained for role in roles)
+
+    def restart(self, places: Sequence[Place]) -> Iterator[Replacement | Replies]:
+        """Replace ranks and make their roles again; yield each step, which is then waited for.
+
+        Raises:
+            ClusterError: a new process does not start, or cannot make its roles.
+        """
+        placement = self._recipe.placement
+        yield (replacement := self._backend.replace(places))
+        replacement.read(placement.start_s)
+        for role, group in self._groups.items():
+            ranks = [rank for rank, place in enumerate(group.places) if place in replacement.places]
+            if ranks:
+                factory = partial(made, self._specs[role].make, self._settings[role])
+                yield (replies := group.begin_restart(ranks, factory))
+                replies.read(placement.load_s)
 
     def restart_sampler(self, ranks: Sequence[int]) -> Iterator[Replacement | Replies | Pending]:
         """Replace ranks of a sampler that has ranks of its own; yield each step, which is then waited for.
@@ -259,13 +284,19 @@ def pools_of(recipe: Recipe) -> list[Pool]:
 
 
 def _world(recipe: Recipe, pool: str, specs: Mapping[str, RoleSpec]) -> int:
-    """Return the number of ranks of a replica, if all roles of a pool consist of replicas; else 0."""
+    """Return the number of ranks of a replica, if all roles of a pool consist of replicas; else 0.
+
+    The ranks of a judge divide its work among them, so its replicas work alone only where they take groups
+    one by one: if the step takes the groups that are ready first.
+    """
     placement, sizes = recipe.placement, [1]
     for role, spec in specs.items():
         if placement.pool_of(role) != pool:
             continue
-        is_cut = spec.is_model and not placement.mesh_of(role).is_plain
-        if not spec.has_replicas or is_cut:
+        if not (spec.has_replicas or (spec.start is Start.NAMED and is_ready_first(recipe.algorithm))):
             return 0
-        sizes.append(placement.generate_tp if role == SAMPLER else 1)
-    return max(sizes)
+        if role == SAMPLER:
+            sizes.append(placement.generate_tp)
+        elif spec.is_model:
+            sizes.append(placement.mesh_of(role).replica)
+    return lcm(*sizes)

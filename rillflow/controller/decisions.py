@@ -12,6 +12,8 @@ of these events:
     call r n            replica r runs up to n tokens of each of its rows
     receive r v         replica r receives the phase's v-th publish
     run w groups        worker w computes its stage for some groups
+    lost w groups       worker w died; other workers, or its replacement, compute these groups
+    gone h              the ranks of holder h (replicas, then workers) cannot be replaced
     form groups         a step, or a chunk of it, takes groups
     deliver v           the v-th publish of the phase is ready for the sampler
     beside              another call of the sampler, such as an evaluation
@@ -46,11 +48,19 @@ class Decisions:
     ) -> None:
         self._write, self._script = write, deque(script)
         self._noted: list[Event] = []
+        self._has_losses = any(event[0] == "lost" for event in self._script)
 
     @property
     def head(self) -> Event | None:
         """The next decision to repeat; None at the end, and for a run that decides by itself."""
         return self._script[0] if self._script else None
+
+    def lost(self, worker: int) -> set[tuple[int, int]]:
+        """Return the groups that a worker of a streamed stage is going to lose next, in the script."""
+        if not self._has_losses:  # the usual script, which need not be searched
+            return set()
+        lost = next((event for event in self._script if event[:2] == ["lost", worker]), None)
+        return set() if lost is None else {(epoch, prompt) for epoch, prompt in lost[2]}
 
     def note(self, name: str, *arguments: Any) -> None:
         """Note a decision.

@@ -279,6 +279,10 @@ class GroupExecutor:
         """Call a function at all ranks of the role; return the first rank's result."""
         return self.on_ranks(role, range(len(self.groups[role].places)), function, *arguments)
 
+    def abandon(self) -> float:
+        """End all calls of a step; see Backend."""
+        return self.backend.abandon()
+
     def mend(self, roles: Sequence[str], deadline_s: float) -> None:
         """Let the ranks of these roles communicate again after a failed call; see Backend."""
         self.backend.mend({self.groups[role].places[0].pool for role in roles}, deadline_s)

@@ -11,8 +11,8 @@ consumes      results of replicas and streamed stages; prompts of the stream; pu
 waits for     nothing: the source waits for ``events``
 unblocked by  the ranks of the sampler and of streamed stages
 produces      calls to these ranks; complete groups, and their rows and scores as references
-shutdown      a replica that dies gives its groups back and is replaced, at most ``restarts`` times without
-              a complete group in between; then its first death ends the phase
+shutdown      a replica or a worker that dies gives its groups back and is replaced, at most ``restarts``
+              times without a result in between; then its first death ends the phase
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.records.batch import Batch
 from rillflow.roles.sampler import GroupId
 from rillflow.workers.backend import RankDied
+from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending
-from rillflow.workers.restarts import RestartBudget
+from rillflow.workers.restarts import Recovery, RestartBudget
 from rillflow.workers.values import Facts, Lie, shares
 
 
@@ -48,6 +49,9 @@ class GroupInFlight:
     """Replica that samples the group."""
     call: int
     """Number of the replica's call that begins the group; earlier calls report on rows that were given up."""
+
+
+_Holder = SamplerReplica | StageWorker
 
 
 class Flight:
@@ -84,9 +88,14 @@ class Flight:
         budget = RestartBudget(how.restarts)
         self.replicas = [
             SamplerReplica(
-                executor=executor, sync=sync, how=how, number=number, most_rows=most_rows, budget=budget
+                executor=executor,
+                sync=sync,
+                how=how,
+                number=number,
+                most_rows=most_rows,
+                recovery=self._recovery(ranks, budget),
             )
-            for number in range(len(how.replicas))
+            for number, ranks in enumerate(how.replicas)
         ]
         """Replicas of the sampler."""
         stages, clock = [each.stage for each in workers], executor.backend.now
@@ -102,6 +111,11 @@ class Flight:
         """Groups whose rows were dropped, with reasons; the caller empties the list."""
         self.lost: list[GroupInFlight] = []
         """Groups of replicas that died; the caller empties the list."""
+        self._gone: list[_Holder] = []
+        """Replicas and workers whose ranks could not be replaced."""
+        self._holders: Sequence[_Holder] = [*self.replicas, *workers]
+        self._unscored = set[tuple[str, GroupId]]()
+        """Workers and groups that a repeat of the run leaves out, because the worker lost the group."""
         self.newest = 0
         """Number of publishes of the phase that were delivered."""
         self._parcels: dict[int, PackedWeights] = {} if sync.initial is None else {0: sync.initial}
@@ -115,14 +129,14 @@ class Flight:
 
     @property
     def is_replacing(self) -> bool:
-        """Whether a replica is being replaced."""
-        return any(each.restart is not None for each in self.replicas)
+        """Whether a replica, or ranks of a streamed stage, are being replaced."""
+        return any(each.recovery.is_replacing for each in self._holders)
 
     @property
     def is_settled(self) -> bool:
-        """Whether every replica has the version that was delivered last."""
-        ready = (each.is_live and each.version == self.newest and not each.arriving for each in self.replicas)
-        return all(ready)
+        """Whether every replica has the version that was delivered last, except lost ones."""
+        there = [each for each in self.replicas if each not in self._gone]
+        return all(each.is_live and each.version == self.newest and not each.arriving for each in there)
 
     @property
     def lag(self) -> int:
@@ -142,6 +156,8 @@ class Flight:
     def hear(self) -> list[GroupInFlight]:
         """Process finished calls; return the groups that became complete."""
         for replica in self.replicas:
+            if replica in self._gone:
+                continue
             try:
                 self._hear(replica)
             except RankDied as died:
@@ -149,8 +165,16 @@ class Flight:
                     raise
                 self._lost(replica, died)
         for worker in self._workers:
-            for group, made in worker.hear(self._how.deadline_s).items():
-                self.table.done(worker.stage, group, made)
+            try:
+                for group, made in worker.hear(self._how.deadline_s).items():
+                    self.table.done(worker.stage, group, made)
+            except RankDied as died:
+                if died.place not in worker.recovery.places:
+                    raise
+                self._lose(worker.recovery, died)
+        for index, holder in enumerate(self._holders):
+            if holder.recovery.failed and holder not in self._gone:
+                self._leave_out(index)
         ready = self.table.take(TRAIN, len(self.groups), "the next step")
         self.complete |= {group: self.groups[group] for group in ready}
         return [self.groups[group] for group in ready]
@@ -176,6 +200,55 @@ class Flight:
                 self.lost.append(group)
                 self.again(group, f"its replica was lost: {what}")
         self._how.say(f"{what}; its groups are sampled again, and a new process takes its place")
+
+    def _recovery(self, ranks: Sequence[int], budget: RestartBudget) -> Recovery:
+        """Return the recovery of a replica with some ranks of the sampler."""
+        restart, places = self._how.restart, self._executor.groups[SAMPLER].places
+        replace = None if restart is None else lambda _: restart(ranks)
+        return Recovery([places[rank] for rank in ranks], budget, replace)
+
+    def _leave_out(self, index: int) -> None:
+        """Go on without a replica or a worker whose ranks could not be replaced.
+
+        Raises:
+            RankDied: there is no other one.
+        """
+        lost = self._holders[index]
+        if isinstance(lost, SamplerReplica):
+            alike: Sequence[_Holder] = self.replicas
+            lost.asked.clear()
+            lost.collecting.clear()
+            lost.arriving = ()
+        else:
+            alike = [each for each in self._workers if each.stage == lost.stage]
+            lost.forget()
+        self.decisions.note("gone", index)
+        self._gone.append(lost)
+        there = [each for each in alike if each not in self._gone]
+        assert lost.recovery.failed is not None
+        if not there:
+            raise lost.recovery.failed
+        for group in self._executor.groups.values():
+            ranks = [rank for rank, place in enumerate(group.places) if place in lost.recovery.places]
+            if ranks:
+                group.leave_out(ranks)
+        what = lost.recovery.failed.what
+        self._how.say(f"{what}; the run goes on with {len(there)} of {len(alike)} such replicas")
+
+    def _lose(self, recovery: Recovery, died: RankDied) -> None:
+        """Give back the groups of the workers on ranks that are lost, and have the ranks replaced.
+
+        Raises:
+            RankDied: they may not be replaced again; the error is their first death in a row.
+        """
+        recovery.lose(died)
+        for number, worker in enumerate(self._workers):
+            if worker.recovery is recovery:
+                groups = self.table.died(worker.name)
+                self.decisions.note("lost", number, [list(each) for each in groups])
+                worker.forget()
+        what = str(died).splitlines()[0]
+        self._how.say(f"{what}; its groups are scored again, and a new process takes its place")
 
     def deliver(self, parcel: PackedWeights) -> None:
         """Note that a version is ready for the replicas."""
@@ -205,7 +278,7 @@ class Flight:
         if group.replica.name in holders:
             group.replica.give_up(group.id)
         for worker in self._workers:
-            if worker.name in holders:
+            if worker.name in holders and (worker.name, group.id) not in self._unscored:
                 worker.give_up(group.id)
         del self.groups[group.id]
         self.complete.pop(group.id, None)
@@ -232,15 +305,26 @@ class Flight:
 
     def compute(self) -> None:
         """Have the workers of streamed stages compute what is ready."""
-        for number, worker in enumerate(self._workers):
-            groups = self.table.take(worker.stage, worker.room, worker.name)
-            if groups:
-                self._compute(number, groups)
+        for stage in self.table.stages[1:]:
+            able = [each for each in enumerate(self._workers) if each[1].stage == stage and each[1].room]
+            able.sort(key=lambda each: -each[1].room)
+            ready = len(self.table.ready(stage)) if able else 0
+            for left, (number, worker) in zip(range(len(able), 0, -1), able, strict=True):
+                groups = self.table.take(stage, min(-(-ready // left), worker.room), worker.name)
+                ready -= len(groups)
+                if groups:
+                    self._compute(number, groups)
+        for worker in self._workers:
             worker.ask()
 
     def _compute(self, number: int, groups: Sequence[GroupId]) -> None:
+        """Have a worker compute groups; a repeat leaves out groups that it lost afterwards."""
+        worker, lost = self._workers[number], self.decisions.lost(number)
         self.decisions.note("run", number, [list(each) for each in groups])
-        self._workers[number].begin({each: self.table.result(GENERATE, each) for each in groups})
+        self._unscored |= {(worker.name, each) for each in groups if each in lost}
+        rows = {each: self.table.result(GENERATE, each) for each in groups if each not in lost}
+        if rows:
+            worker.begin(rows)
 
     def repeat(self) -> None:
         """Repeat the decisions of a run as far as their results are there."""
@@ -262,6 +346,14 @@ class Flight:
             elif name == "run" and self._may_compute(*given):
                 worker, groups = self._workers[given[0]], [(epoch, prompt) for epoch, prompt in given[1]]
                 self._compute(given[0], self.table.take(worker.stage, len(groups), worker.name, groups))
+            elif name == "gone":
+                recovery = self._holders[given[0]].recovery
+                recovery.failed = RankDied(f"{recovery.places[0]} was left out, as in the run")
+                self._leave_out(given[0])
+            elif name == "lost" and self._may_lose(*given):
+                self._unscored -= {(self._workers[given[0]].name, (*each,)) for each in given[1]}
+                self.table.died(self._workers[given[0]].name)
+                self.decisions.note(*head)
             else:
                 break
         for worker in self._workers:
@@ -272,6 +364,11 @@ class Flight:
         worker = self._workers[number]
         ready = self.table.ready(worker.stage)
         return worker.room > 0 and all((epoch, prompt) in ready for epoch, prompt in groups)
+
+    def _may_lose(self, number: int, groups: Sequence[Sequence[int]]) -> bool:
+        """Return whether a worker has no other groups than those that it lost."""
+        held = {each for each in self.table.left if self._workers[number].name in self.table.holders(each)}
+        return held == {(epoch, prompt) for epoch, prompt in groups}
 
     def taken(self, groups: Sequence[GroupInFlight]) -> None:
         """Forget groups that a step has taken."""
@@ -299,7 +396,7 @@ class Flight:
 
     def worked(self, stage: str) -> list[Facts]:
         """Return the times when ranks worked for a stage since the last call."""
-        workers: Sequence[SamplerReplica | StageWorker] = self.replicas
+        workers: Sequence[_Holder] = self.replicas
         if stage != GENERATE:
             workers = [each for each in self._workers if each.stage == stage]
         found = [each for worker in workers for each in worker.worked]

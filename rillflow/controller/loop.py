@@ -11,9 +11,10 @@ unblocked by  the ranks of that step; every wait ends at the deadline
 produces      metrics, spans and rollouts of the step in the run directory; a version for the source; then,
               if due, an evaluation and a checkpoint. Batches stay on the ranks; the loop reads only reports
 shutdown      healthy: after the last step, with a checkpoint. First signal: after the newest open step,
-              with a checkpoint; before a step is open, at once. Error: with a checkpoint of the newest
-              step with complete updates, if no weights have changed since; a dead sampler does not
-              prevent it. Second signal or crash: at once; resume from the last checkpoint.
+              with a checkpoint; before a step is open, at once. If the open steps do not end in ``stop_s``:
+              with a checkpoint of the newest finished step, if no weights have changed since. Error:
+              with a checkpoint of the newest step with complete updates, on the same condition; a dead
+              sampler does not prevent it. Second signal or crash: at once; resume from the last checkpoint.
 
 With k > 0 the sampler runs on its own ranks and receives a version when the step that published it is closed.
 Step t samples with version max(0, t - k) of the phase, independent of timing, since ranks run calls in order.
@@ -29,11 +30,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rillflow.controller.cadence import Cadence
 from rillflow.controller.checkpoint import (
     AHEAD,
     COLLECTED,
@@ -45,12 +47,10 @@ from rillflow.controller.checkpoint import (
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.interrupt import Interruption, RunStage, stopped
 from rillflow.controller.open_step import OpenStep, Phase, Save, Standing
-from rillflow.errors import Interrupted, RillflowError, TrainingError
+from rillflow.errors import Interrupted, RillflowError
 from rillflow.records.metrics import Mean, Metric, Metrics
-from rillflow.runs import layout
 from rillflow.runs.durable import write_error
 from rillflow.runs.formatting import duration
-from rillflow.runs.json_lines import read_lines
 from rillflow.runs.progress import Progress
 from rillflow.runs.reader import Evaluation, best_checkpoint, read_every_evaluation
 from rillflow.runs.run_directory import RunDirectory
@@ -61,28 +61,6 @@ CHECKPOINT_SHARE = 0.02
 """Largest share of a run's time spent on checkpoints due by the clock."""
 RESCUE_S = 600.0
 """Longest wait, in seconds, for each stage of a checkpoint after an error: a rank may have died."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cadence:
-    """How often to evaluate, checkpoint and record; 0 means never between the first and last step."""
-
-    evaluate_every: int
-    """Steps between two evaluations."""
-    checkpoint_every: int
-    """Steps between two checkpoints."""
-    checkpoint_s: float
-    """Seconds between two checkpoints."""
-    keep_checkpoints: int
-    """Number of checkpoints kept on disk."""
-    max_skipped: int
-    """Number of skipped non-finite updates that the whole run tolerates before it stops."""
-    rollouts_every: int = 1
-    """Steps between two recorded rollouts."""
-    rollouts_share: float = 1.0
-    """Share of the prompts whose rollouts are recorded."""
-    last_set: str = ""
-    """Name of the set whose line an evaluation writes last; empty for the held-out rows."""
 
 
 class Loop:
@@ -129,6 +107,7 @@ class Loop:
         best = best_checkpoint(run.path)
         self._best_reward = -math.inf if best is None else best.mean_reward
         self._saves = deque[Save]()
+        self._left = ""
         self._discard()  # leftovers of a killed run
         self.version = 0
         """Policy version of the last publish."""
@@ -156,7 +135,8 @@ class Loop:
 
     def _close_until(self, phase: Phase, opened: deque[OpenStep], most: int) -> None:
         """Finish open steps, oldest first, until at most ``most`` are left."""
-        phase.source.until(lambda: len(opened) <= most)
+        with self._interruption.abandonable():
+            phase.source.until(lambda: len(opened) <= most)
         while len(opened) > most:
             self._close(phase, opened)
 
@@ -174,16 +154,6 @@ class Loop:
             self._close(phase, opened)
         return None
 
-    def _require_few_skipped(self, step: int) -> None:
-        lines = read_lines(self._run.path / layout.SKIPS).lines
-        if len(lines) > self._cadence.max_skipped and lines[-1].data["step"] == step:
-            raise TrainingError(
-                f"{len(lines)} updates were skipped because they were not finite, the last in step {step}",
-                why=f"run.max_skipped is {self._cadence.max_skipped}; the last: {lines[-1].data['reason']}",
-                fix=f"inspect it: rillflow replay {self._run.path}/bundles/step-{step:06d}; to resume, lower "
-                "policy.lr or raise run.max_skipped",
-            )
-
     @contextmanager
     def _rescued(self, phase: Phase, opened: deque[OpenStep]) -> Iterator[None]:
         """Save the last complete step when an error ends the run, if its weights still exist."""
@@ -191,6 +161,10 @@ class Loop:
             yield
         except Interrupted:
             raise
+        except KeyboardInterrupt:
+            if not self._interruption.is_over:  # a second signal
+                raise
+            raise self._abandoned(phase, opened) from None
         except Exception as first:
             cut = opened if self._is_cut(phase, first) else ()
             if cut or self._saves or self._is_unsaved(phase):
@@ -217,6 +191,28 @@ class Loop:
     def _is_unsaved(self, phase: Phase) -> bool:
         """Return whether the last complete step is not saved yet and no later step has begun."""
         return self._place.step > self._saved_step and not phase.freshness
+
+    def _abandoned(self, phase: Phase, opened: Collection[OpenStep]) -> Interrupted:
+        """End all calls; save the newest finished step, and at k > 0 rows of later ones. Return the error."""
+        wait_s, last = phase.executor.abandon(), self._place.step
+        why = self._left or f"step {last + 1}"
+        why += f" did not end within {self._interruption.stop_s:g} s (run.stop_s) and was abandoned"
+        try:
+            phase.executor.mend(phase.kept, wait_s)
+            is_unchanged = self._updates(phase, wait_s) == self._place.updates
+            self._settle(phase, RESCUE_S, wait=True)
+            begun = next((save for save in self._saves if save.step == last), None)
+            if last > self._saved_step and (begun or is_unchanged):
+                self._keep_written(RESCUE_S)
+                save = begun or self._begin_saving(phase, last, self._place.rows)
+                later = [each for each in opened if phase.freshness and each.has_sampled]
+                self._checkpoint(phase, RESCUE_S, save, later, wait=True)
+            elif last > self._saved_step:
+                why += f" after its first update, so step {last} could not be saved"
+        except RillflowError as error:
+            why += f"; step {last} could not be saved: {error.what}"
+        saved = self._saved_step
+        return stopped(saved, self._run.checkpoints / f"step-{saved:06d}" if saved else None, why)
 
     def _rescue(self, phase: Phase, cut: Collection[OpenStep]) -> None:
         """Save the newest step with complete updates, if the weights of its roles have not changed since.
@@ -263,10 +259,10 @@ class Loop:
         """Submit a step; at k > 0 also begin its checkpoint if one, or an evaluation, is due after it."""
         is_recorded = _due(phase.first + done, self._cadence.rollouts_every)
         share = self._cadence.rollouts_share if is_recorded else 0.0
-        step = OpenStep(phase, done, self._run, self._deadline_s, share)
-        for save in self._saves:
-            if all(each.is_ready for each in save.asked):
-                self._ask(phase, save, wait=False)
+        with self._interruption.abandonable():
+            step = OpenStep(phase, done, self._run, self._deadline_s, share)
+        for save in (each for each in self._saves if all(asked.is_ready for asked in each.asked)):
+            self._ask(phase, save, wait=False)
         looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
         is_last = step.number == self._interruption.last
         if phase.freshness and (done == phase.steps or looked_at or is_last or self._is_due(done)):
@@ -280,10 +276,17 @@ class Loop:
             Interrupted: the user asked to stop after this step; a checkpoint was written.
         """
         step = opened[0]
-        metrics = self._finish(phase, step)
-        opened.popleft()
+        with self._interruption.abandonable():
+            wait_for([each.result for each in step.journal.stages], self._deadline_s)
+        with self._interruption.abandonable(False):
+            metrics = self._finish(phase, step)
+            opened.popleft()
+            self._closed(phase, step, metrics, opened)
+
+    def _closed(self, phase: Phase, step: OpenStep, metrics: Metrics, opened: Collection[OpenStep]) -> None:
+        """Do what is due after a finished step; see ``_close``."""
         self._progress.step(phase.name, step.number, metrics, metrics["run/step_seconds/mean"].value)
-        self._require_few_skipped(step.number)
+        self._cadence.require_few_skipped(self._run.path, step.number)
         last, reward = step.done == phase.steps, -math.inf
         if self._interruption.requested and step.number < self._total_steps:
             self._stop_after(phase, step, opened)
@@ -352,8 +355,13 @@ class Loop:
         if self._evaluator is None or not phase.evaluated or step in self._evaluated:
             return -math.inf
         self._written(self._deadline_s)  # frees the memory of its rows
-        phase.source.settle()
-        every = self._evaluator(phase.executor)
+        try:
+            with self._interruption.abandonable():
+                phase.source.settle()
+                every = self._evaluator(phase.executor)
+        except KeyboardInterrupt:
+            self._left = f"the evaluation after step {step}"
+            raise
         self._graded |= {found.set for found in every if not found.is_accuracy}
         for found in reversed(every):  # the last line shows that all are written
             # A mean reward keeps its name even if all rewards of a later evaluation are 0 or 1.
@@ -376,9 +384,13 @@ class Loop:
         return Standing(step=phase.first + done, state=state, updates=updates, rows=dict(phase.flow.rows))
 
     def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
-        """Return how often the weights of every kept role have changed, after all its submitted calls."""
-        asked = {role: phase.executor.on_first_rank(role, updates_of) for role in phase.kept}
-        return {role: each.read(wait_s) for role, each in asked.items()}
+        """Return how often the weights of every kept role have changed; -1 if its ranks differ."""
+        executor, found = phase.executor, dict[str, int]()
+        for role in phase.kept:
+            every = range(len(executor.groups[role].places))
+            first, *others = {executor.on_rank(role, rank, updates_of).read(wait_s) for rank in every}
+            found[role] = -1 if others else first
+        return found
 
     def _begin_saving(self, phase: Phase, step: int, rows: Mapping[str, Pending]) -> Save:
         """Have the ranks write their training state and the collected rows before any later call."""

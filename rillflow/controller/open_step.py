@@ -174,6 +174,12 @@ class OpenStep:
         return [each for each in waited if not each.is_ready]
 
     @property
+    def has_sampled(self) -> bool:
+        """Whether all rows of the step are sampled."""
+        made = [each.result for each in self.journal.stages if self._phase.executor.is_sampled(each.stage)]
+        return all(each.is_ready and not each.has_failed for each in made)
+
+    @property
     def writing(self) -> Sequence[Pending]:
         """Results that are ready when the rows are on disk; the loop waits for them one step later."""
         return self._telemetry.written

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.source import GroupSampling, add_work, collected_each
@@ -27,7 +26,7 @@ from rillflow.roles.sampler import Advanced, GroupId, Sampler
 from rillflow.workers.backend import Place, RankDied
 from rillflow.workers.config import SAMPLER
 from rillflow.workers.pending import Pending
-from rillflow.workers.restarts import RestartBudget
+from rillflow.workers.restarts import Recovery
 from rillflow.workers.values import Facts
 
 ADVANCE_S = 0.1
@@ -52,8 +51,8 @@ class SamplerReplica:
     """Number of the replica."""
     most_rows: int
     """Largest number of rows at once."""
-    budget: RestartBudget
-    """Deaths of each rank since a group of its replica was complete."""
+    recovery: Recovery
+    """Its ranks, and their replacement."""
     version: int = 0
     """Number of publishes of the phase that the replica has after its submitted calls."""
     rows: int = 0
@@ -76,10 +75,6 @@ class SamplerReplica:
     """Rows of complete groups, on their way to the store."""
     worked: list[Facts] = field(default_factory=list)
     """Times when the replica ran rows since the last step was formed."""
-    restart: Iterator[ReplacementStep] | None = None
-    """Steps of the replica's replacement; None while it runs."""
-    awaited: ReplacementStep | None = None
-    """What the replacement waits for."""
 
     @property
     def name(self) -> str:
@@ -94,12 +89,12 @@ class SamplerReplica:
     @property
     def places(self) -> Sequence[Place]:
         """Its ranks."""
-        return [self.executor.groups[SAMPLER].places[rank] for rank in self.ranks]
+        return self.recovery.places
 
     @property
     def is_live(self) -> bool:
         """Whether it takes calls: it is not being replaced."""
-        return self.restart is None
+        return self.recovery.is_live
 
     @property
     def events(self) -> Sequence[Sequence[Pending]]:
@@ -147,8 +142,7 @@ class SamplerReplica:
         Raises:
             RankDied: one of its ranks died.
         """
-        if self.restart is not None:
-            self._restart(self.restart)
+        self.recovery.advance()
         deadline_s = self.how.deadline_s
         while self.asked and self.asked[0].is_ready:
             call = self.asked[0]
@@ -187,8 +181,7 @@ class SamplerReplica:
                 return
             rows.wait(self.how.deadline_s)
             del self.collecting[group]
-            for place in self.places:
-                self.budget.succeeded(place)
+            self.recovery.succeeded()
             yield group, rows
 
     def lose(self, died: RankDied) -> None:
@@ -197,31 +190,12 @@ class SamplerReplica:
         Raises:
             RankDied: it died too often; the error is the first death in a row.
         """
-        if self.how.restart is None:
-            raise died
-        self.budget.spend(died)
+        self.recovery.lose(died)
         self.heard += len(self.asked)
         self.asked.clear()
         self.rows, self.turnover, self.version, self.arriving = 0, 0, -1, ()
         self.begun, self.given_up = [], []
-        self.restart = self.how.restart(self.ranks)
-        self.awaited = next(self.restart)
-
-    def _restart(self, restart: Iterator[ReplacementStep]) -> None:
-        """Go on with the replacement as far as it is ready."""
-        while self.awaited is not None and self.awaited.is_ready:
-            self.awaited = next(restart, None)
-        if self.awaited is None:
-            self.restart = None
 
     def receive(self, parcel: PackedWeights, version: int) -> None:
         """Receive a version between two calls."""
         self.arriving, self.version = self.sync.install(parcel, self.ranks), version
-
-
-class ReplacementStep(Protocol):
-    """A step of a replacement, which is begun."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it has ended, or failed."""

@@ -125,6 +125,11 @@ class StepExecutor(GroupExecutor):
         self._submit()
         return super()._at(places, *how, **cut)
 
+    def abandon(self) -> float:
+        """See GroupExecutor; deferred stages are dropped."""
+        self._chain.clear()
+        return super().abandon()
+
     def deal(self, *how: Any) -> list[Pending]:
         """See GroupExecutor."""
         self._submit()

@@ -1,10 +1,16 @@
 """Streamed stages: stages of a step that run group by group, before the step is formed.
 
     rows of complete groups ─> worker ─ begin ─> its ranks ─ hear ─> groups that are done, and their results
+                                 ^                   │ lost
+                                 └── forget, while ──┴─> ``Recovery``: new processes
 
 A stage is streamed if the step calls it once, with the sampled rows alone; if it returns one row for each of
 them; and if its weights do not change during the phase and its ranks train nothing. A stage on the ranks of a
 trained role would wait behind updates, so it runs when the step asks for it.
+
+A stage has one worker for each rank of a reward function, and for each world of a model's ranks: a replica,
+where replicas are worlds of their own. A world that is lost is replaced while the others work on; its groups
+are computed again.
 
 consumes      rows of groups that the table leases to the worker
 waits for     nothing: the source waits for ``events``
@@ -14,16 +20,19 @@ produces      results of the stage for whole groups, in any order
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rillflow.controller.executor import GroupExecutor, GroupPart, arguments_of, rows_of
 from rillflow.controller.source import add_work, collected_each
+from rillflow.placement.mesh import Mesh
 from rillflow.roles.reward import Reward, Scored
 from rillflow.roles.sampler import GroupId
+from rillflow.workers.backend import Place
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
+from rillflow.workers.restarts import Recovery, ReplacementStep, RestartBudget
 from rillflow.workers.values import Facts, Lie
 
 WAIT_S = 0.05
@@ -37,6 +46,8 @@ class StageWorker(Protocol):
     """Name of the stage, ``role.endpoint``."""
     worked: list[Facts]
     """Times when its ranks worked since the last step was formed."""
+    recovery: Recovery
+    """Its ranks, and their replacement."""
 
     @property
     def name(self) -> str:
@@ -56,16 +67,23 @@ class StageWorker(Protocol):
     def give_up(self, group: GroupId) -> None:
         """Drop a group that has begun."""
 
+    def forget(self) -> None:
+        """Drop all groups: its ranks are lost."""
+
     def ask(self) -> None:
         """Submit the calls that its ranks may run now."""
 
     def hear(self, deadline_s: float) -> Mapping[GroupId, Pending]:
-        """Return the results of the groups that are done since the last call."""
+        """Return the results of the groups that are done since the last call.
+
+        Raises:
+            RankDied: one of its ranks died.
+        """
 
 
 @dataclass(kw_only=True, eq=False)
 class EndpointWorker:
-    """All ranks of a role, which compute an endpoint for all groups that are ready, one call at a time."""
+    """Ranks of a model, which compute an endpoint for the groups that are ready, one call at a time."""
 
     stage: str
     group: Group
@@ -74,6 +92,8 @@ class EndpointWorker:
     options: Mapping[str, Any]
     most: int
     """Largest number of groups of a call."""
+    recovery: Recovery
+    """See StageWorker."""
     worked: list[Facts] = field(default_factory=list)
     _groups: list[GroupId] = field(default_factory=list)
     _begun: Pending | None = None
@@ -81,12 +101,12 @@ class EndpointWorker:
     @property
     def name(self) -> str:
         """See StageWorker."""
-        return self.group.role
+        return f"{self.group.role} {self.group.places[0].rank}"
 
     @property
     def room(self) -> int:
         """See StageWorker."""
-        return 0 if self._begun is not None else self.most
+        return self.most if self._begun is None and self.recovery.is_live else 0
 
     @property
     def events(self) -> Sequence[Sequence[Pending]]:
@@ -104,16 +124,22 @@ class EndpointWorker:
         """See StageWorker; the call goes on, and its result for the group is ignored."""
         self._groups.remove(group)
 
+    def forget(self) -> None:
+        """See StageWorker."""
+        self._groups, self._begun = [], None
+
     def ask(self) -> None:
         """See StageWorker."""
 
     def hear(self, deadline_s: float) -> Mapping[GroupId, Pending]:
         """See StageWorker."""
+        self.recovery.advance()
         begun = self._begun
         if begun is None or not begun.is_ready:
             return {}
-        self._begun = None
         add_work(self.worked, [*begun.facts(deadline_s), *begun.beside])
+        self._begun = None
+        self.recovery.succeeded()
         return dict.fromkeys(self._groups, begun)
 
 
@@ -133,11 +159,14 @@ class RewardWorker:
     """Largest number of groups at once."""
     window: int
     """Rows over which failures of the reward are judged."""
+    recovery: Recovery
+    """See StageWorker."""
     worked: list[Facts] = field(default_factory=list)
     _queued: dict[GroupId, Pending] = field(default_factory=dict)
     _given_up: list[GroupId] = field(default_factory=list)
     _running: set[GroupId] = field(default_factory=set)
     _asked: Pending | None = None
+    _collecting: dict[GroupId, Pending] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -147,12 +176,13 @@ class RewardWorker:
     @property
     def room(self) -> int:
         """See StageWorker."""
-        return max(0, self.most - len(self._running))
+        return max(0, self.most - len(self._running)) if self.recovery.is_live else 0
 
     @property
     def events(self) -> Sequence[Sequence[Pending]]:
         """See StageWorker."""
-        return [] if self._asked is None else [[self._asked]]
+        asked = [] if self._asked is None else [self._asked]
+        return [asked, [*self._collecting.values()][:1]]
 
     def begin(self, rows: Mapping[GroupId, Pending]) -> None:
         """See StageWorker."""
@@ -162,12 +192,18 @@ class RewardWorker:
     def give_up(self, group: GroupId) -> None:
         """See StageWorker; the process that scores the group is ended."""
         self._running.discard(group)
-        if self._queued.pop(group, None) is None:
+        if self._queued.pop(group, None) is None and self._collecting.pop(group, None) is None:
             self._given_up.append(group)
+
+    def forget(self) -> None:
+        """See StageWorker."""
+        self._asked = None
+        for kept in (self._queued, self._given_up, self._running, self._collecting):
+            kept.clear()
 
     def ask(self) -> None:
         """See StageWorker."""
-        if self._asked is not None or not (self._running or self._given_up):
+        if self._asked is not None or not (self._running or self._given_up) or not self.recovery.is_live:
             return
         rows = arguments_of(self._queued, self.reads) if self._queued else []
         how = (self._given_up, self.wait_s, self.window, *rows)
@@ -176,19 +212,29 @@ class RewardWorker:
 
     def hear(self, deadline_s: float) -> Mapping[GroupId, Pending]:
         """See StageWorker."""
+        self.recovery.advance()
         asked = self._asked
-        if asked is None or not asked.is_ready:
-            return {}
-        self._asked = None
-        made: Scored = asked.read(deadline_s)
-        add_work(self.worked, asked.facts(deadline_s))
-        found = self.executor.deal(self.role, self.rank, len(made.complete), collected_each, made.complete)
-        done = dict(zip(made.complete, found, strict=True))
-        late = [each for each in self._given_up if each in done]
-        self._given_up = [each for each in self._given_up if each not in done]
-        live = {group: scores for group, scores in done.items() if group not in late}
-        self._running.difference_update(live)
-        return live
+        if asked is not None and asked.is_ready:
+            made: Scored = asked.read(deadline_s)
+            self._asked = None
+            add_work(self.worked, asked.facts(deadline_s))
+            self._collect(made.complete)
+        done = {group: scores for group, scores in self._collecting.items() if scores.is_ready}
+        for group, scores in done.items():  # they are stored, so that they outlive the rank
+            scores.wait(deadline_s)
+            del self._collecting[group]
+            self._running.discard(group)
+            self.recovery.succeeded()
+        return done
+
+    def _collect(self, groups: Sequence[GroupId]) -> None:
+        """Have the scores of groups stored, except of groups that were given up meanwhile."""
+        if groups:
+            found = self.executor.deal(self.role, self.rank, len(groups), collected_each, groups)
+            self._collecting |= dict(zip(groups, found, strict=True))
+            for group in [each for each in self._given_up if each in groups]:
+                self._given_up.remove(group)
+                del self._collecting[group]
 
 
 def score_groups(
@@ -205,6 +251,8 @@ def streamed_stages(
     changing: Collection[str],
     most: int,
     step_rows: int,
+    restarts: int = 0,
+    restart: Callable[[str], Callable[[Sequence[Place]], Iterator[ReplacementStep]] | None] = lambda _: None,
 ) -> list[StageWorker]:
     """Return the workers of the stages that run group by group.
 
@@ -214,7 +262,16 @@ def streamed_stages(
         changing: roles that the phase trains or moves.
         most: largest number of groups in flight.
         step_rows: rows of a step.
+        restarts: replacements of a rank in a row, without a result in between.
+        restart: returns, for a pool, what replaces some of its ranks; None if they cannot be replaced.
     """
+    budget, recoveries = RestartBudget(restarts), dict[tuple[Place, ...], Recovery]()
+
+    def recovery(place: Place) -> Recovery:
+        """Return the recovery of a rank's world, which all workers on these ranks share."""
+        world = executor.backend.world_of(place)
+        return recoveries.setdefault(world, Recovery(world, budget, restart(place.pool)))
+
     busy = {executor.groups[role].places[0].pool for role in changing}
     found: list[StageWorker] = []
     for stage, made in calls.items():
@@ -227,25 +284,34 @@ def streamed_stages(
             continue
         if list(args) != ["policy.generate"] or None in options.values():
             continue
-        found += _workers(stage, group, name, options, executor, most, step_rows)
+        if described.by_groups:
+            found += _rewards(stage, group, executor, recovery, most, step_rows)
+            continue
+        replicas = _replicas(group, executor)
+        found += [
+            EndpointWorker(
+                stage=stage,
+                group=replica,
+                executor=executor,
+                endpoint=name,
+                options=options,
+                most=-(-most // len(replicas)),
+                recovery=recovery(replica.places[0]),
+            )
+            for replica in replicas
+        ]
     return found
 
 
-def _workers(
+def _rewards(
     stage: str,
     group: Group,
-    endpoint: str,
-    options: Mapping[str, Any],
     executor: GroupExecutor,
+    recovery: Callable[[Place], Recovery],
     most: int,
     step_rows: int,
-) -> list[StageWorker]:
-    """Return the workers of one stage: one for each rank of a reward, else one for the whole group."""
-    if not group.endpoints[endpoint].by_groups:
-        one = EndpointWorker(
-            stage=stage, group=group, executor=executor, endpoint=endpoint, options=options, most=most
-        )
-        return [one]
+) -> list[RewardWorker]:
+    """Return a worker for each rank of a reward."""
     pool = group.places[0].pool
     is_alone = all(each is group or each.places[0].pool != pool for each in executor.groups.values())
     return [
@@ -254,10 +320,26 @@ def _workers(
             role=group.role,
             rank=rank,
             executor=executor,
-            reads=group.endpoints[endpoint].reads,
+            reads=group.endpoints[stage.partition(".")[2]].reads,
             wait_s=WAIT_S if is_alone else 0.0,
             most=most,
             window=-(-step_rows // len(group.places)),
+            recovery=recovery(place),
         )
-        for rank in range(len(group.places))
+        for rank, place in enumerate(group.places)
+    ]
+
+
+def _replicas(group: Group, executor: GroupExecutor) -> list[Group]:
+    """Return a group for each world of a role's ranks; ``dp`` is the first axis of their mesh."""
+    worlds = list(dict.fromkeys(executor.backend.world_of(place) for place in group.places))
+    if len(worlds) == 1:
+        return [group]
+    first, *others = group.mesh.axes
+    sizes = {first.name: first.size // len(worlds), **{axis.name: axis.size for axis in others}}
+    pool, backend = group.places[0].pool, executor.backend
+    meshes = [Mesh.of(ranks=[place.rank for place in world], **sizes) for world in worlds]
+    return [
+        Group(group.role, group.endpoints, mesh=mesh, pool=pool, backend=backend, of=group.of)
+        for mesh in meshes
     ]

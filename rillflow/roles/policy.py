@@ -34,6 +34,7 @@ from rillflow.roles.setting import RoleSetting
 from rillflow.roles.trained_role import StatefulRole, TrainedRole, Training
 from rillflow.rollout.config import NATIVE, RolloutConfig
 from rillflow.rollout.engine import Capability, engine_class
+from rillflow.runs.abandoning import whole
 from rillflow.training.config import PassesConfig, UpdateConfig
 from rillflow.training.guards import ROUTES, check_freshness
 from rillflow.training.loss import are_sampled, loss_of
@@ -236,6 +237,8 @@ class Policy(TrainedRole[LanguageModel]):
 class EarlierAdapter(AbstractContextManager[None]):
     """Context in which the policy's module has an earlier adapter; both use one copy of the base.
 
+    A stop does not interrupt the context: the policy could not be saved in it.
+
     Args:
         policy: the policy on this rank.
         adapter: this rank's tensors of the earlier adapter, by name.
@@ -243,13 +246,17 @@ class EarlierAdapter(AbstractContextManager[None]):
 
     def __init__(self, policy: Policy, adapter: Mapping[str, Tensor]) -> None:
         self._policy, self._other = policy, dict(adapter)
+        self._section: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> None:
+        self._section = whole()
+        self._section.__enter__()
         self._policy.weights.turn_to_training()
         self._exchange()
 
     def __exit__(self, *error: object) -> None:
         self._exchange()
+        self._section.__exit__(None, None, None)
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -355,10 +362,11 @@ class Reference(StatefulRole):
                 why="the mean of two adapters' factors is not the mean of their changes to the weights",
                 fix="set algorithm.reference_rate = 1.0, which copies the policy's adapter",
             )
-        self.updates += 1
-        if self.updates % every == 0:
-            policy.weights.turn_to_training()
-            self._move(own, theirs, rate)
+        with whole():
+            self.updates += 1
+            if self.updates % every == 0:
+                policy.weights.turn_to_training()
+                self._move(own, theirs, rate)
         return self.updates
 
     @torch.no_grad()

@@ -25,6 +25,7 @@ from rillflow.models.sampling_shard import assign, sampling_module
 from rillflow.models.tensor_plan import tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
 from rillflow.roles.model_shard import ModelShard, read_slices
+from rillflow.runs.abandoning import whole
 from rillflow.sharding.digest import Digests, digests, verify
 from rillflow.sharding.layout import Layout, generation_layout, local_shape, logical_weights
 from rillflow.sharding.reshard_plan import ReshardPlan, reshard_plan
@@ -128,7 +129,8 @@ class ReshardedWeights:
         if self._published is None:
             self.publish(self.version)
         assert self._published is not None
-        received, plan = self._switch.to_generation(), self._switch.plan
+        with whole():
+            received, plan = self._switch.to_generation(), self._switch.plan
         how = (self._share.written, plan.destination, received, self.tp)
         found = digests(*how, members=self._members) if self._published.of else {}
         try:
@@ -140,8 +142,9 @@ class ReshardedWeights:
     def turn_to_training(self) -> None:
         """See SharedWeights."""
         if self._switch.is_generating:
-            self._asleep()
-            self._switch.to_training()
+            with whole():
+                self._asleep()
+                self._switch.to_training()
 
 
 class _End:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rillflow.errors import NotFiniteError, TrainingError, nearest
+from rillflow.runs.abandoning import whole
 from rillflow.sharding.mesh import EarlySums, Gradients
 from rillflow.sharding.tensor import local_gradient, own
 from rillflow.training.adamw import MOMENTS, AdamW
@@ -135,8 +136,9 @@ class Optimizer:
             raise self._not_finite(length)
         if length > self._config.max_grad_norm:
             nn.utils.clip_grads_with_norm_(self.masters.values(), self._config.max_grad_norm, norm)
-        self._adamw.step(self.steps, self.lr, self._publish)
-        self.steps += 1
+        with whole():
+            self._adamw.step(self.steps, self.lr, self._publish)
+            self.steps += 1
         return length
 
     @property

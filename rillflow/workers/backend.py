@@ -257,6 +257,17 @@ class Backend(ABC):
     def mend(self, pools: Collection[str], deadline_s: float) -> None:  # noqa: B027
         """After a failed call, let the ranks of these pools use collectives again once all are idle."""
 
+    def abandon(self) -> float:
+        """End all submitted calls, with an error, so that ranks are free for later calls.
+
+        A running call ends at its next instruction of Python or wait, but not while it changes weights; the
+        call of a rank that is a thread runs to its end. Ranks that wait in a collective stay there.
+
+        Returns:
+            The longest time in seconds in which ranks become free.
+        """
+        return self._deadline_s
+
     @property
     @abstractmethod
     def refused(self) -> int:

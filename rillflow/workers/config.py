@@ -51,9 +51,14 @@ class MeshSizes:
         return self.dp * self.pp * self.tp
 
     @property
+    def replica(self) -> int:
+        """Number of ranks that hold one copy of the model."""
+        return self.fsdp * self.ep * self.pp * self.tp
+
+    @property
     def is_plain(self) -> bool:
         """Whether every rank holds the whole model."""
-        return self.pp * self.tp * self.fsdp * self.ep == 1
+        return self.replica == 1
 
     @property
     def is_sharded(self) -> bool:

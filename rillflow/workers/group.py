@@ -7,7 +7,7 @@ call(endpoint, *arguments, **options)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -61,6 +61,7 @@ class Group:
         self.endpoints = endpoints
         self.mesh = mesh
         self.places = [Place(pool, rank) for rank in sorted(mesh.ranks)]
+        self._called = list(self.places)
         self._backend = backend
         _require_pool(role, pool, mesh, backend.pools)
         for each in endpoints.values():
@@ -116,8 +117,8 @@ class Group:
         cut = _Cut.of(transfer, self.mesh, arguments, called.read(options))
         said, taken = self._backend.pack(call, str(call)), self._taken(transfer)
         speaks, calls = {*taken}, []
-        for rank, place in enumerate(self.places):
-            given = [cut.part(argument, rank, self.places[0]) for argument in ready]
+        for rank, place in enumerate(self._called):
+            given = [cut.part(argument, rank, self._called[0]) for argument in ready]
             calls.append((place, program.run, (said, given, packed, rank in speaks)))
         return submitted(
             str(call),
@@ -132,7 +133,20 @@ class Group:
 
     def takes(self, endpoint: str) -> list[Place]:
         """Return the ranks whose results of an endpoint are taken."""
-        return [self.places[rank] for rank in self._taken(self.endpoints[endpoint].transfer)]
+        return [self._called[index] for index in self._taken(self.endpoints[endpoint].transfer)]
+
+    def leave_out(self, ranks: Collection[int]) -> None:
+        """Have the other ranks run later calls; the first axis of the mesh becomes smaller.
+
+        Args:
+            ranks: indices into ``places``: all ranks of some coordinates of the first axis.
+        """
+        gone = {self.places[rank] for rank in ranks}
+        self._called = [place for place in self._called if place not in gone] or self._called
+        first, *others = self.mesh.axes
+        sizes = {axis.name: axis.size for axis in others}
+        size = len(self._called) // prod(sizes.values())
+        self.mesh = Mesh.of(ranks=[place.rank for place in self._called], **{first.name: size, **sizes})
 
     def _ready(self, call: Call, argument: Any) -> Any:
         """Return a batch unchanged; serialise any other argument once for all ranks."""
@@ -141,9 +155,9 @@ class Group:
         return self._backend.pack(argument, f"an argument of {call}, {type(argument).__name__},")
 
     def _taken(self, transfer: Transfer) -> list[int]:
-        """Return the ranks whose results are taken; axes without a receive placement contribute one copy."""
+        """Return the calls whose results are taken; axes without a receive placement contribute one copy."""
         found, mesh = [], self.mesh
-        for rank in sorted(mesh.ranks):
+        for index, rank in enumerate(sorted(mesh.ranks)):
             coordinates = mesh.coordinates(rank)
             wanted = {
                 axis.name: range(axis.size)[transfer.at.get(axis.name, 0)]
@@ -151,7 +165,7 @@ class Group:
                 if axis.name in transfer.at or axis.name not in transfer.receive
             }
             if all(coordinates[name] == place for name, place in wanted.items()):
-                found.append(rank)
+                found.append(index)
         return found
 
     def _refuse_empty(self, call: Call, arguments: Sequence[Any]) -> None:

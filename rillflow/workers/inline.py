@@ -32,7 +32,7 @@ from rillflow.workers.backend import (
     Site,
     devices_of,
 )
-from rillflow.workers.collectives import Ranks, SingleRank, ThreadGroup, ThreadRanks
+from rillflow.workers.collectives import Ranks, SingleRank, Stranded, ThreadGroup, ThreadRanks
 
 
 class InlineBackend(Backend):
@@ -99,6 +99,12 @@ class InlineBackend(Backend):
             for group in {rank.group for rank in there if rank.group is not None}:
                 group.mend()
 
+    def abandon(self) -> float:
+        """See Backend."""
+        for rank in self._ranks.values():
+            rank.drop(Stranded("was abandoned", why="the run was stopped"))
+        return super().abandon()
+
     def kill(self, place: Place) -> None:
         """End a rank as if its process had died; for tests of recovery.
 
@@ -159,6 +165,7 @@ class _InlineRank:
         name = f"{site.place.pool}-{site.place.rank}"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name) if has_thread else None
         self._pending = set[Future[Any]]()
+        self._running: Future[Any] | None = None
         self._lost: RankLost | None = None
         self._refuse: Callable[[], None] = _nothing
         self._lock = threading.Lock()
@@ -199,6 +206,14 @@ class _InlineRank:
             self._thread.submit(self._site.stack.close)
             self._thread.shutdown(wait=False)
 
+    def drop(self, reason: Stranded) -> None:
+        """Fail all calls that have not begun."""
+        with self._lock:
+            waiting = self._pending - {self._running}
+            self._pending -= waiting
+        for each in waiting:
+            each.set_exception(reason)
+
     def close(self, *, wait: bool) -> None:
         """Close its resources after its running call; see ThreadPoolExecutor.shutdown for ``wait``."""
         if self.group is not None:
@@ -209,8 +224,10 @@ class _InlineRank:
             self._site.stack.close()
 
     def _run(self, made: Future[Any], work: RankCall, arguments: tuple[Any, ...]) -> None:
-        if self.is_lost:
-            return
+        with self._lock:
+            if made not in self._pending:
+                return
+            self._running = made
         try:
             self._settle(made, work(self._site, *arguments), None)
         except BaseException as error:  # noqa: BLE001  the reader of the result raises it

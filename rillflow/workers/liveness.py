@@ -30,6 +30,7 @@ from __future__ import annotations
 import os
 import secrets
 import selectors
+import signal
 import socket
 import threading
 import time
@@ -39,6 +40,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rillflow.errors import ClusterError
+from rillflow.runs.abandoning import ABANDON
 from rillflow.workers.backend import Place, RankLost
 
 BEAT_S = 0.5
@@ -50,6 +52,8 @@ BUSY = 12
 _REACH_S = 30.0
 """Seconds that a rank tries to reach the driver."""
 _TOKEN_BYTES = 16
+_ABANDON = b"!"
+"""Byte that the driver sends to a rank that is to end its running call."""
 _PROBES_IN_TCP_INFO = 3
 """Index of ``tcpi_probes`` in Linux's ``struct tcp_info``."""
 
@@ -152,6 +156,14 @@ class Heartbeats:
         if watched is not None and watched.connection is not None:
             with suppress(OSError):  # it has ended already
                 watched.connection.shutdown(socket.SHUT_RDWR)
+
+    def abandon(self) -> None:
+        """Have every rank end its running call."""
+        with self._lock:
+            there = [each.connection for each in self._watched.values() if each.connection is not None]
+        for connection in there:
+            with suppress(OSError):  # it has ended
+                connection.send(_ABANDON)
 
     def close(self) -> None:
         """Stop listening; processes that still send end themselves."""
@@ -308,8 +320,10 @@ def _beat(place: Place, connection: socket.socket) -> None:
         while True:
             connection.sendall(b".")
             with suppress(TimeoutError):
-                if not connection.recv(1):
+                if not (said := connection.recv(1)):
                     break
+                if said == _ABANDON:
+                    signal.pthread_kill(threading.main_thread().ident or 0, ABANDON)
     except (ConnectionResetError, BrokenPipeError):
         pass
     except OSError as error:

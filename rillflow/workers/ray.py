@@ -65,6 +65,8 @@ MAX_ARGUMENT_BYTES = 16 * 2**20
 """Largest size of an option; larger data must travel as batches."""
 MAX_BESIDE = 32
 """Largest number of references sent with a call; more go to the object store, once for all ranks."""
+_ABANDON_S = 5.0
+"""Seconds in which a rank ends its running call."""
 _CLOSE_S = 3.0
 """Seconds that ranks have to close their resources before they are killed."""
 _START_EACH_S = 15.0
@@ -124,6 +126,7 @@ class RayBackend(Backend):
         self._cluster = RayCluster(address)
         self._heartbeats: Heartbeats | None = None
         self._told: dict[str, RankLost] = {}
+        self._era = 0
         self._replacing: dict[Place, tuple[_Process, threading.Thread]] = {}
 
     def _start(self, pools: Sequence[Pool], found: Sequence[Place], device: str) -> None:
@@ -169,7 +172,7 @@ class RayBackend(Backend):
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
         """See Backend."""
         try:
-            message = packed((work, arguments, results), is_call=True)
+            message = packed((work, arguments, results, self._era), is_call=True)
         except Exception as error:  # noqa: BLE001  any error of an argument's own pickling
             raise cannot_travel("an argument of a call", error) from None
         self.traffic.calls += 1
@@ -245,6 +248,13 @@ class RayBackend(Backend):
             done.set_result(None)
         else:
             done.set_exception(found)
+
+    def abandon(self) -> float:
+        """See Backend; a rank without heartbeats finishes its running call."""
+        self._era += 1
+        if self._heartbeats is not None:
+            self._heartbeats.abandon()
+        return min(_ABANDON_S, self._deadline_s)
 
     @property
     def refused(self) -> int:

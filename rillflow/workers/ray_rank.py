@@ -10,7 +10,9 @@ Loop of a rank's process
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +22,8 @@ import ray
 import torch
 from ray import exceptions as faults
 
-from rillflow.errors import ClusterError
+from rillflow.errors import ClusterError, Signalled
+from rillflow.runs.abandoning import ABANDON
 from rillflow.runs.environment import usable_cores
 from rillflow.workers import nodes
 from rillflow.workers.backend import Site
@@ -45,6 +48,7 @@ class RankProcess:
         self._node = ray.util.get_node_ip_address()
         self._store: Any = None
         self._held: dict[str | int, Any] = {}
+        self._era, self._running_era = 0, math.inf
 
     def seat(self, driver: Mapping[str, str]) -> Body:
         """Return the seat of this process; see ``nodes.seat_of``."""
@@ -63,6 +67,7 @@ class RankProcess:
     def join(self, seating: Seating) -> Body:
         """Become the rank that the driver assigned."""
         if seating.target is not None:
+            signal.signal(ABANDON, self._abandon)
             beat(seating.place, seating.target)
         threads = max(1, int(usable_cores()) // seating.neighbours)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -84,18 +89,34 @@ class RankProcess:
         self._site.stack.close()
 
     def run(self, sent: Body, *own: Body) -> Any:
-        """Run one call, given its message and the values of its own references, which Ray resolves first."""
+        """Run one call, given its message and the values of its own references, which Ray resolves first.
+
+        Raises:
+            Stranded: the run abandoned the call.
+        """
         body, references = sent if isinstance(sent, tuple) else (sent, [])
         self._held = by_name(references) | dict(enumerate(own))
-        work, arguments, results = unpacked(body)
+        work, arguments, results, era = unpacked(body)
         try:
+            self._running_era = era
+            if era < self._era:
+                raise Signalled
             found = work(self._site, *arguments)
+        except KeyboardInterrupt:
+            raise Stranded("was abandoned", why="the run was stopped") from None
         finally:
+            self._running_era = math.inf
             self._held = {}  # objects held after a call stay in the store
         try:
             return packed(found).body if results == 1 else replies(found, own, ray.put)
         except Exception as error:  # noqa: BLE001  any error of a result's own pickling
             raise cannot_travel(f"the result of {arguments[0]} on {self._site.place}", error) from None
+
+    def _abandon(self, *_: object) -> None:
+        """End the running call, and refuse later calls that were submitted before."""
+        self._era += 1
+        if self._running_era < self._era:
+            raise Signalled
 
     def _fetch(self, slots: Sequence[Slot], fields: Collection[str] | None = None) -> list[Any]:
         try:

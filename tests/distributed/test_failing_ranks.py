@@ -17,10 +17,11 @@ import torch
 if find_spec("ray") is None:
     pytest.skip("Ray is not installed", allow_module_level=True)
 
+from rillflow.controller.cadence import Cadence
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
-from rillflow.controller.loop import Cadence, Loop
+from rillflow.controller.loop import Loop
 from rillflow.controller.open_step import Phase
 from rillflow.controller.source import DataStream, Source
 from rillflow.errors import ClusterError

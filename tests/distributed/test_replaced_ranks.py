@@ -111,6 +111,19 @@ def lost_after(cluster: RayBackend, reference: Any) -> tuple[RankLost, float]:
     return caught.value, time.monotonic() - began
 
 
+def test_an_abandoned_call_ends_and_later_calls_run(cluster: RayBackend, tmp_path: Path) -> None:
+    """Those that wait behind it are refused, also on ranks that are idle when the calls are abandoned."""
+    place, other = ANSWERS
+    running = cluster.submit(place, wait_for, tmp_path / "never")[0]
+    waiting = cluster.submit(place, pid)[0]
+    assert read(cluster, other, pid)
+    cluster.abandon()
+    for each in (running, waiting):
+        with pytest.raises(Stranded, match="was abandoned"):
+            cluster.read_all([each], BOUND_S)
+    assert [bool(read(cluster, each, pid)) for each in ANSWERS] == [True, True]
+
+
 def test_collectives_are_those_of_a_world(cluster: RayBackend) -> None:
     assert [read(cluster, place, total) for place in ANSWERS] == [1.0, 2.0]
     made = [cluster.submit(place, total)[0] for place in PAIR]

@@ -11,6 +11,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.flows.conftest import SAMPLER_ON_RAY, SUMS, Tiny
@@ -100,3 +101,68 @@ def test_a_signal_at_a_random_moment_ends_a_run_on_ray(
         time.sleep(moment.uniform(0.0, 0.4))
     os.killpg(process.pid, number)
     assert_ended_and_resumes(tiny, process, ahead, "placement.backend=inline")
+
+
+STUCK = """
+import time
+from pathlib import Path
+
+def reward(prompts, completions, **_):
+    while Path(__file__).with_name("stuck").exists():
+        time.sleep(0.1)
+    return [sum(letter < "5" for letter in text) / 3 for text in completions]
+"""
+STOP = ("run.stop_s=1", "run.checkpoint_minutes=0", "reward.timeout_s=900")
+
+
+def hanging(tiny: Tiny, *settings: str) -> subprocess.Popen[str]:
+    """A run of some steps whose open step hangs."""
+    tiny.write(REST, STUCK)
+    process = begun(tiny, "cut", *settings)
+    wait_for_steps(tiny.folder / "cut", 3, process)
+    (tiny.folder / "stuck").touch()
+    made = -1
+    while steps_of(tiny.folder / "cut") != made:
+        made = steps_of(tiny.folder / "cut")
+        time.sleep(2.0)
+    return process
+
+
+def stopped(tiny: Tiny, process: subprocess.Popen[str]) -> str:
+    """Stop a run that hangs; return its output. None of its processes outlives it."""
+    there = psutil.Process(process.pid).children(recursive=True)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=LONG_S)
+    assert process.returncode == 130, said
+    assert time.monotonic() - began < 60, said  # in a few seconds on a quiet machine
+    assert psutil.wait_procs(there, timeout=5)[1] == []
+    (tiny.folder / "stuck").unlink()
+    made = steps_of(tiny.folder / "cut")
+    assert f"step {made + 1} did not end within 1 s (run.stop_s) and was abandoned" in said, said
+    assert (tiny.folder / "cut/report.html").is_file(), said
+    return said
+
+
+@pytest.mark.parametrize("freshness", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_step_that_hangs_is_abandoned_and_the_step_before_it_saved(tiny: Tiny, freshness: int) -> None:
+    ahead = (*STOP, f"algorithm.freshness={freshness}")
+    said = stopped(tiny, hanging(tiny, *ahead))
+    made = steps_of(tiny.folder / "cut")
+    assert f"stopped after step {made}, as requested" in said, said
+    assert tiny.steps_kept("cut")[-1] == made, said
+    assert tiny.run("cut", *ahead, "placement.backend=inline") == 0
+    assert tiny.run("whole", *ahead, "placement.backend=inline") == 0
+    tiny.assert_same("whole", "cut")
+
+
+@pytest.mark.parametrize("placed", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
+def test_a_call_on_the_ranks_of_the_policy_ends_when_the_step_is_abandoned(tiny: Tiny, placed: str) -> None:
+    """One rank has all roles; inline it is the main thread of the run."""
+    one = (*STOP, f"placement.backend={placed}", "placement.pools={ main = 1 }", "placement.roles={}")
+    said = stopped(tiny, hanging(tiny, *one))
+    made = steps_of(tiny.folder / "cut")
+    assert tiny.steps_kept("cut")[-1] == made, said
+    assert tiny.run("cut", *one[:3], "placement.backend=inline") == 0
+    assert tiny.run("whole", *one[:3], "placement.backend=inline") == 0
+    tiny.assert_same("whole", "cut")

@@ -18,11 +18,12 @@ from typing import Any, cast
 from rillflow.app.launch import restarted
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import LEFT, AsyncRollout
+from rillflow.controller.cadence import Cadence
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
-from rillflow.controller.loop import Cadence, Loop
+from rillflow.controller.loop import Loop
 from rillflow.controller.open_step import Phase
 from rillflow.controller.source import DataStream, GroupSampling, Source
 from rillflow.controller.step_executor import StepExecutor

@@ -225,10 +225,24 @@ def test_replicas_that_need_no_collectives_are_worlds_of_their_own(
     assert {pool.name: pool.world for pool in made} == worlds
 
 
-def test_a_model_that_scores_is_a_replica_unless_it_is_sharded() -> None:
-    pools = {"main": 1, "scorers": 2}
-    data = recipe(backend="ray", pools=pools, roles={"reward": "scorers"}).model_dump()
-    data["reward"]["model"] = "some/model"
-    assert pools_of(validate(Recipe, data, "recipe"))[1].world == 1
-    data["placement"]["train_parallel"] = {"scorers": {"tp": 2}}
-    assert pools_of(validate(Recipe, data, "recipe"))[1].world == 0
+@pytest.mark.parametrize("mode", ["in_order", "ready_first"])
+@pytest.mark.parametrize(
+    ("scorer", "parallel", "worlds"),
+    [
+        ({"model": "some/model"}, {}, {"in_order": 1, "ready_first": 1}),
+        ({"model": "some/model"}, {"tp": 2}, {"in_order": 2, "ready_first": 2}),
+        ({"judge": {"model": "some/model"}}, {}, {"in_order": 0, "ready_first": 1}),
+        ({"judge": {"model": "some/model"}}, {"tp": 2}, {"in_order": 0, "ready_first": 2}),
+        ({"judge": {"model": "some/model"}}, {"fsdp": 2}, {"in_order": 0, "ready_first": 2}),
+    ],
+)
+def test_a_replica_of_a_model_that_scores_is_a_world(
+    mode: str, scorer: dict[str, Any], parallel: dict[str, int], worlds: dict[str, int]
+) -> None:
+    """In order, the ranks of a judge divide its work: they are one world."""
+    pools = {"main": 1, "answers": 1, "scorers": 4}
+    data = recipe(backend="ray", pools=pools, roles={"sampler": "answers", "reward": "scorers"}).model_dump()
+    data["reward"] |= scorer
+    data["algorithm"] |= {"async_mode": mode, "freshness": 1}
+    data["placement"]["train_parallel"] = {"scorers": parallel} if parallel else {}
+    assert pools_of(validate(Recipe, data, "recipe"))[2].world == worlds[mode]

@@ -12,7 +12,8 @@ from queue import SimpleQueue
 import pytest
 
 from rillflow.controller.interrupt import REPEAT_S, Interruption, RunStage
-from rillflow.errors import Interrupted
+from rillflow.errors import Interrupted, Signalled
+from rillflow.runs.abandoning import ABANDON, whole
 
 
 def training(interruption: Interruption) -> Interruption:
@@ -93,6 +94,71 @@ def test_the_first_signal_is_answered_while_the_step_still_runs() -> None:
     )
     assert "repeat to stop at once" in answer
     assert told.empty()
+
+
+def wait(seconds: float = 60.0) -> None:
+    """A wait of the main thread, which a signal may end."""
+    threading.Event().wait(seconds)
+
+
+def test_abandonable_work_ends_when_the_time_for_a_stop_is_over() -> None:
+    with training(Interruption(stop_s=0.1)) as interruption:
+        with pytest.raises(Signalled), interruption.abandonable():
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait()
+        assert interruption.is_over
+
+
+def test_work_that_begins_after_the_time_is_over_ends_at_once() -> None:
+    with training(Interruption(stop_s=0.0)) as interruption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not interruption.is_over:
+            wait(0.01)
+        with pytest.raises(Signalled), interruption.abandonable():
+            pytest.fail("the work begins")
+
+
+def test_work_that_must_be_whole_is_not_abandoned_and_the_work_around_it_is() -> None:
+    done = []
+    with (
+        training(Interruption(stop_s=0.0)) as interruption,
+        pytest.raises(Signalled),
+        interruption.abandonable(),
+    ):
+        with interruption.abandonable(False):
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not interruption.is_over:
+                wait(0.01)
+            done.append("whole")
+        done.append("around")
+    assert done == ["whole"]
+
+
+def test_a_run_that_ends_in_time_is_left_alone() -> None:
+    before = signal.getsignal(ABANDON)
+    with training(Interruption(stop_s=0.2)) as interruption, interruption.abandonable():
+        os.kill(os.getpid(), signal.SIGTERM)
+    wait(0.5)
+    assert signal.getsignal(ABANDON) is before
+    assert not interruption.is_over
+
+
+def test_weights_that_change_in_place_are_changed_completely() -> None:
+    made = []
+    with (
+        training(Interruption(stop_s=0.0)) as interruption,
+        pytest.raises(Signalled),
+        interruption.abandonable(),
+    ):
+        with whole():
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not interruption.is_over:
+                wait(0.01)
+            wait(0.1)
+            made.append("half")
+            made.append("whole")
+        made.append("after")
+    assert made == ["half", "whole"]
 
 
 def test_outside_the_main_thread_it_is_harmless() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rillflow.workers import collectives
 from rillflow.workers.backend import Place, Pool, Site
-from rillflow.workers.collectives import ThreadGroup, ThreadRanks
+from rillflow.workers.collectives import Stranded, ThreadGroup, ThreadRanks
 from rillflow.workers.inline import InlineBackend
 
 
@@ -80,3 +80,24 @@ def test_close_closes_what_every_rank_has_open(size: int) -> None:
     assert closed == []
     backend.close()
     assert sorted(closed) == list(range(size))
+
+
+def test_an_abandoned_backend_refuses_calls_that_wait_and_runs_later_ones() -> None:
+    backend, begun, may_end = InlineBackend(10.0), threading.Event(), threading.Event()
+    backend.open([Pool(name="two", size=2)])
+
+    def first(_: Site) -> str:
+        begun.set()
+        may_end.wait(10)
+        return "to its end"
+
+    place = Place("two", 0)
+    running, waiting = backend.submit(place, first)[0], backend.submit(place, lambda _: "never")[0]
+    begun.wait(10)
+    backend.abandon()
+    with pytest.raises(Stranded, match="was abandoned"):
+        backend.read_all([waiting], 10)
+    later = backend.submit(place, lambda _: "later")[0]
+    may_end.set()
+    assert backend.read_all([running, later], 10) == ["to its end", "later"]
+    backend.close()

@@ -1,0 +1,47 @@
+"""Cadence: how often a run evaluates, writes checkpoints and records rollouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rillflow.errors import TrainingError
+from rillflow.runs import layout
+from rillflow.runs.json_lines import read_lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cadence:
+    """How often to evaluate, checkpoint and record; 0 means never between the first and last step."""
+
+    evaluate_every: int
+    """Steps between two evaluations."""
+    checkpoint_every: int
+    """Steps between two checkpoints."""
+    checkpoint_s: float
+    """Seconds between two checkpoints."""
+    keep_checkpoints: int
+    """Number of checkpoints kept on disk."""
+    max_skipped: int
+    """Number of skipped non-finite updates that the whole run tolerates before it stops."""
+    rollouts_every: int = 1
+    """Steps between two recorded rollouts."""
+    rollouts_share: float = 1.0
+    """Share of the prompts whose rollouts are recorded."""
+    last_set: str = ""
+    """Name of the set whose line an evaluation writes last; empty for the held-out rows."""
+
+    def require_few_skipped(self, run: Path, step: int) -> None:
+        """Refuse a finished step with one skipped update too many.
+
+        Raises:
+            TrainingError: the run has skipped more updates than ``max_skipped``, the last one in this step.
+        """
+        lines = read_lines(run / layout.SKIPS).lines
+        if len(lines) > self.max_skipped and lines[-1].data["step"] == step:
+            raise TrainingError(
+                f"{len(lines)} updates were skipped because they were not finite, the last in step {step}",
+                why=f"run.max_skipped is {self.max_skipped}; the last: {lines[-1].data['reason']}",
+                fix=f"inspect it: rillflow replay {run}/bundles/step-{step:06d}; to resume, lower "
+                "policy.lr or raise run.max_skipped",
+            )
