@@ -386,9 +386,10 @@ class Loop:
     def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
         """Return how often the weights of every kept role have changed; -1 if its ranks differ."""
         executor, found = phase.executor, dict[str, int]()
-        for role in phase.kept:
-            every = range(len(executor.groups[role].places))
-            first, *others = {executor.on_rank(role, rank, updates_of).read(wait_s) for rank in every}
+        ranks = {role: range(len(executor.groups[role].places)) for role in phase.kept}
+        asked = {role: [executor.on_rank(role, rank, updates_of) for rank in ranks[role]] for role in ranks}
+        for role, every in asked.items():
+            first, *others = {each.read(wait_s) for each in every}
             found[role] = -1 if others else first
         return found
 
