@@ -45,6 +45,7 @@ from rillflow.controller.checkpoint import (
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.interrupt import Interruption, RunStage, stopped
 from rillflow.controller.open_step import OpenStep, Phase, Save, Standing
+from rillflow.controller.saved_flight import FLIGHT
 from rillflow.errors import Interrupted, RillflowError, TrainingError
 from rillflow.records.metrics import Mean, Metric, Metrics
 from rillflow.runs import layout
@@ -227,6 +228,7 @@ class Loop:
         """
         wait_s = min(RESCUE_S, self._deadline_s)
         phase.executor.mend(phase.trained, wait_s)
+        self._saves = deque(each for each in self._saves if each.flight is None or each.flight.is_written)
         self._settle(phase, wait_s, wait=True)
         self._discard()
         may_save = bool(cut) or self._is_unsaved(phase)
@@ -270,7 +272,7 @@ class Loop:
         looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
         is_last = step.number == self._interruption.last
         if phase.freshness and (done == phase.steps or looked_at or is_last or self._is_due(done)):
-            step.saving = self._begin_saving(phase, step.number, phase.flow.rows)
+            step.saving = self._begin_saving_ahead(phase, step)
         return step
 
     def _close(self, phase: Phase, opened: deque[OpenStep]) -> None:
@@ -320,7 +322,7 @@ class Loop:
         if newest.number < self._total_steps and not any(each.is_last for each in every):
             newest.is_last = True
             if phase.freshness and newest.saving is None:
-                newest.saving = self._begin_saving(phase, newest.number, phase.flow.rows)
+                newest.saving = self._begin_saving_ahead(phase, newest)
 
     def _finish(self, phase: Phase, step: OpenStep) -> Metrics:
         """Wait for a step and record it."""
@@ -352,7 +354,7 @@ class Loop:
         if self._evaluator is None or not phase.evaluated or step in self._evaluated:
             return -math.inf
         self._written(self._deadline_s)  # frees the memory of its rows
-        phase.source.settle()
+        phase.source.settle(step)
         every = self._evaluator(phase.executor)
         self._graded |= {found.set for found in every if not found.is_accuracy}
         for found in reversed(every):  # the last line shows that all are written
@@ -400,6 +402,12 @@ class Loop:
         self._saved_at = self._clock()
         return save
 
+    def _begin_saving_ahead(self, phase: Phase, step: OpenStep) -> Save:
+        """Begin the checkpoint of the newest step while later ones are sampled."""
+        save = self._begin_saving(phase, step.number, phase.flow.rows)
+        save.flight = phase.source.begin_saving(save.folder / AHEAD)
+        return save
+
     def _ask(self, phase: Phase, save: Save, *, wait: bool) -> None:
         asked = (phase.executor.on_all_ranks(role, written, save.folder, wait) for role in phase.kept)
         save.asked = list(asked)
@@ -435,16 +443,25 @@ class Loop:
             name = str(save.folder / AHEAD / f"step-{each.number:06d}")
             wait_for(phase.source.save_sampled(each.journal.stages, name), wait_s)
         save.state = self._place.state
-        self._settle(phase, wait_s, wait=wait)
+        self._settle(phase, wait_s, wait=wait, must=True)
         self._saved_at = self._clock()
         self._saving_s = self._saved_at - began
         return self._run.checkpoints / f"step-{save.step:06d}"
 
-    def _settle(self, phase: Phase, wait_s: float, *, wait: bool) -> None:
-        """Complete the checkpoints of closed steps once all ranks have written their files."""
+    def _settle(self, phase: Phase, wait_s: float, *, wait: bool, must: bool = False) -> None:
+        """Complete the checkpoints of closed steps once all ranks have written their files.
+
+        A checkpoint whose groups in flight cannot be written now is left out, unless it ``must`` be there.
+        """
         while self._saves and self._saves[0].state is not None:
             save = self._saves.popleft()
             try:
+                if save.flight is not None and wait:
+                    if not phase.source.finish_saving(save.flight, must=must):
+                        continue
+                elif save.flight is not None and not save.flight.is_written:
+                    self._saves.appendleft(save)
+                    return
                 if wait:
                     self._ask(phase, save, wait=True)
                 is_told = wait or all(each.is_ready for each in save.asked)
@@ -471,12 +488,14 @@ class Loop:
             return files
 
         assert save.state is not None  # its step is closed
+        flight = {} if save.flight is None else {FLIGHT: save.flight.finish(self._deadline_s)}
         self._run.require_lock()
         self._run.evidence.flush()  # a resume from this checkpoint goes on after these lines
         kept, best = self._cadence.keep_checkpoints, best_checkpoint(self._run.path)
         spared = None if best is None else best.step
+        state = {**save.state, **flight}
         save_checkpoint(
-            self._run.checkpoints, save.step, write, save.state, kept, run=self._run.id, spare=spared
+            self._run.checkpoints, save.step, write, state, kept, run=self._run.id, spare=spared
         )
         self._run.evidence.of_checkpoint(save.step)
         self._saved_step = save.step

@@ -21,6 +21,7 @@ from typing import Any
 from rillflow.controller.checkpoint import updates_of
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow, Journal, Supply
+from rillflow.controller.saved_flight import FlightSave
 from rillflow.controller.source import DataStream, Source
 from rillflow.controller.telemetry import asked
 from rillflow.graph.graph import CONTROLLER
@@ -105,6 +106,8 @@ class Save:
     """Folder that the ranks write to."""
     begun: list[Pending]
     """Results that are ready when the ranks have copied their state and may train on."""
+    flight: FlightSave | None = None
+    """Groups in flight that are being written; None if there are none to keep."""
     state: Mapping[str, Any] | None = None
     """State that the controller resumes from; None until the step is closed."""
     asked: list[Pending] = field(default_factory=list)
