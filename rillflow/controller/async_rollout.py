@@ -32,9 +32,10 @@ from typing import Any
 from rillflow.controller.admission import StalenessBound
 from rillflow.controller.decisions import Decisions, Event
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.flight import Flight, GroupInFlight
+from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.flow import StageResult
 from rillflow.controller.group_table import GENERATE
+from rillflow.controller.repeated_flight import RepeatedFlight
 from rillflow.controller.saved_flight import FLIGHT, FlightSave, KeptFlight
 from rillflow.controller.source import (
     ChunkedResult,
@@ -47,7 +48,7 @@ from rillflow.controller.source import (
 )
 from rillflow.controller.streamed_stages import StageWorker
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
-from rillflow.errors import RolloutError
+from rillflow.errors import RillflowError, RolloutError, RunDirectoryError
 from rillflow.graph.handle import Options
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Sum
@@ -100,10 +101,10 @@ class AsyncRollout(Source):
         super().__init__(executor, stream, sync=sync, chunks=chunks)
         self._rule, self._how, self._wanted = rule, how, how.groups
         self._step_groups, self._parts, self._decisions = step_groups, parts, decisions or Decisions()
-        self._flight = Flight(
+        self._flight = RepeatedFlight(
             executor,
             stream,
-            sync,
+            sync=sync,
             how=how,
             most_rows=most_rows,
             capacity=4 * (rule.freshness + 2) * step_groups,
@@ -112,7 +113,9 @@ class AsyncRollout(Source):
             again=[*one_by_one(again)] if again is not None else [],
             kept=kept,
         )
-        self._waited_s, self._step, self._beside_step, self._is_forming = 0.0, 0, 0, False
+        self._waited_s, self._step, self._is_forming = 0.0, 0, False
+        self._beside_step: int | None = 0
+        """Step of the sampler's other calls; None if the repeated run made none."""
         self._is_deciding = kept is None and self._decisions.head is None
         """Whether the run decides by itself: there are no decisions to repeat, or no more."""
         self._formed_steps: int = kept.state["formed"] if kept is not None else 0
@@ -129,9 +132,9 @@ class AsyncRollout(Source):
         """See Source."""
         return self._parts > 1
 
-    def begin(self, close: Callable[[], Sequence[Pending] | None]) -> None:
+    def begin(self, close: Callable[[], Sequence[Pending] | None], after: int) -> None:
         """See Source."""
-        self._close, self._flight.is_begun = close, True
+        self._close, self._flight.after = close, after
 
     def take(self, step: int, groups: int) -> Batch:
         """Return the prompts of a step's groups, whose rows ``rows`` then returns.
@@ -185,6 +188,10 @@ class AsyncRollout(Source):
 
     def settle(self, step: int) -> None:
         """See Source; later calls of the sampler belong to the evaluation."""
+        is_repeated = self._head is not None and not self._decisions.may_leave
+        if is_repeated and not self._decisions.has(["beside", step]):
+            self._beside_step = None  # a replay evaluates a step that the run did not
+            return
         self._run(lambda: self._flight.is_settled, tuple)
         self._beside_step = step
         self._beside()
@@ -204,6 +211,8 @@ class AsyncRollout(Source):
             is_free = head is None and not self._flight.is_replacing
             return is_free or head == ["beside", self._beside_step]
 
+        if self._beside_step is None:
+            return
         self._run(is_turn, tuple)
         self._decisions.note("beside", self._beside_step)
         self._decisions.flush()
@@ -263,7 +272,7 @@ class AsyncRollout(Source):
     def _take_over(self) -> None:
         """Decide by itself after the last decision of an interrupted run, or without its later ones."""
         flight, reason = self._flight, self._decisions.left
-        if reason:
+        if reason and (self._decisions.has_lost_steps or flight.groups):
             self._how.say(
                 f"note: the run does not repeat all decisions of the interrupted one ({reason}), so its bits "
                 "differ from here on; rows in flight are sampled again"
@@ -457,7 +466,13 @@ class AsyncRollout(Source):
         flight = self._flight
         return len(flight.complete) + flight.sampling if self._rule.drops else len(flight.groups)
 
-    def _stalled(self) -> RolloutError:
+    def _stalled(self) -> RillflowError:
+        if self._head is not None:
+            return RunDirectoryError(
+                f"the replay waits for the decision {self._head}, and no call leads there",
+                why="a replay repeats the decisions of decisions.jsonl in order",
+                fix="replay with the version of Rillflow and the settings of the run",
+            )
         newest = self._flight.newest
         least = self._rule.least_version(newest)
         return RolloutError(

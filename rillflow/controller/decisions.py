@@ -68,6 +68,8 @@ class Decisions:
         """Number of decisions so far."""
         self.left = ""
         """Why the run left the script before its end; empty if it did not."""
+        self.has_lost_steps = False
+        """Whether the run had formed steps after the place where the script was left."""
 
     @property
     def head(self) -> Event | None:
@@ -76,8 +78,12 @@ class Decisions:
 
     @property
     def may_leave(self) -> bool:
-        """Whether the run may decide by itself before the end of the script: a resume may, a replay may not."""
+        """Whether the run may decide by itself before the script's end, as a resume may."""
         return self._log is not None
+
+    def has(self, event: Event) -> bool:
+        """Return whether a decision is still to be repeated."""
+        return event in self._script
 
     def coming(self) -> list[Event]:
         """Return the decisions up to the next one that waits for the training loop."""
@@ -108,6 +114,7 @@ class Decisions:
         """Decide alone from here on: the run's later decisions are dropped, also from the file."""
         assert self._log is not None, "a replay never leaves its script"
         self.flush()
+        self.has_lost_steps = any(event[0] == "form" for event in self._script)
         self._script.clear()
         self.left = reason
         self._log.cut_decisions(self.position)

@@ -23,11 +23,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from rillflow.controller.decisions import Decisions, Event
+from rillflow.controller.decisions import Decisions
 from rillflow.controller.executor import GroupExecutor, GroupPart
 from rillflow.controller.group_table import GENERATE, TRAIN, GroupTable
 from rillflow.controller.replicas import SamplerReplica
-from rillflow.controller.saved_flight import CollectedGroup, FlightSave, KeptFlight
+from rillflow.controller.saved_flight import CollectedGroup, FlightSave
 from rillflow.controller.source import DataStream, GroupSampling, one_by_one
 from rillflow.controller.streamed_stages import StageWorker
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
@@ -68,22 +68,20 @@ class Flight:
         workers: workers of the stages that run group by group.
         decisions: notes the decisions of the phase, or repeats those of a run.
         again: drawn prompts that no step had trained when the run was interrupted.
-        kept: groups in flight of the checkpoint to resume from; None to begin with none.
     """
 
     def __init__(
         self,
         executor: GroupExecutor,
         stream: DataStream,
-        sync: WeightSync,
         *,
+        sync: WeightSync,
         how: GroupSampling,
         most_rows: int,
         capacity: int,
         workers: Sequence[StageWorker],
         decisions: Decisions,
         again: Sequence[Batch],
-        kept: KeptFlight | None = None,
     ) -> None:
         self._executor, self._stream, self._how, self._workers = executor, stream, how, workers
         self.decisions = decisions
@@ -115,53 +113,10 @@ class Flight:
         """Number of publishes of the phase."""
         self.saves: list[FlightSave] = []
         """Checkpoints whose groups in flight are not written yet."""
-        self.is_begun = False
-        """Whether the loop has begun: an evaluation at the checkpoint's step is over."""
-        self._kept, self._after, self._restored = kept, -1, 0
-        self._rows: Mapping[tuple[GroupId, int], tuple[int, Pending]] = {}
-        if kept is not None:
-            self._restore(kept)
-        self._parcels: dict[int, PackedWeights] = {} if sync.initial is None else {self.published: sync.initial}
-
-    def _restore(self, kept: KeptFlight) -> None:
-        """Take over the groups in flight of a checkpoint; replicas go on with their saved rows."""
-        state, versions = kept.state, kept.state["versions"]
-        self._after, self.newest = state["step"], state["newest"]
-        self.published = self._restored = state["published"]
-        self._rows = kept.loaded(self._executor)
-        for replica in self.replicas:
-            replica.is_recalled = True
-            replica.version = versions[replica.number] if replica.number < len(versions) else min(versions)
-            if replica.number in kept.saves:
-                replica.restore(kept.folder)
-        for epoch, prompt, version, number, begun in state["groups"]:
-            if (epoch, prompt) in self.table:
-                replica = self.replicas[number % len(self.replicas)]
-                self.table.take(GENERATE, 1, replica.name, [(epoch, prompt)])
-                group = GroupInFlight(
-                    id=(epoch, prompt), version=version, replica=replica, call=0, begun=begun
-                )
-                self.groups[group.id] = group
-                self._find_rows(group)
-        for stage, (scored, made) in kept.scored(self._executor).items():
-            for scored_group in (each for each in scored if each in self.groups):
-                if self.table.take(stage, 1, "the checkpoint", [scored_group]):
-                    self.table.done(stage, scored_group, made)
-        for number, groups in state["scoring"]:
-            worker = self._workers[number]
-            ready = self.table.ready(worker.stage)
-            there = [each for epoch, prompt in groups if (each := (epoch, prompt)) in ready]
-            if there:
-                self._begin_stage(number, self.table.take(worker.stage, len(there), worker.name, there))
-
-    def _find_rows(self, group: GroupInFlight) -> None:
-        """Complete a group that the checkpoint's run had collected before its replica's rows were saved."""
-        if (group.id, group.begun) in self._rows:
-            self.table.done(GENERATE, group.id, self._rows[group.id, group.begun][1])
-            self._note_rows(group)
+        self._parcels: dict[int, PackedWeights] = {} if sync.initial is None else {0: sync.initial}
 
     def _note_rows(self, group: GroupInFlight) -> None:
-        """Note that the rows of a group are on their way to the store, for checkpoints that will keep them."""
+        """Note that the rows of a group are on their way to the store, for checkpoints to come."""
         position, collecting = self.decisions.position, group.replica.collecting
         is_stored = self.table.has(GENERATE, group.id)
         rows = self.table.result(GENERATE, group.id) if is_stored else collecting[group.id]
@@ -177,14 +132,16 @@ class Flight:
         """Return the state of the flight after a step was opened, as JSON."""
         self.decisions.flush()
         groups, stages = self.groups.values(), self.table.stages[1:]
-        held = [[each for each in self.table.left if worker.name in self.table.holders(each)]
-                for worker in self._workers]
+        held = [
+            [each for each in self.table.left if worker.name in self.table.holders(each)]
+            for worker in self._workers
+        ]
         return {
             "step": step,
             "position": self.decisions.position,
             "published": self.published,
             "newest": self.newest,
-            "versions": [each.version for each in self.replicas],
+            "versions": [each.received for each in self.replicas],
             "groups": [[*each.id, each.version, each.replica.number, each.begun] for each in groups],
             "scored": {
                 stage: [list(each) for each in self.groups if self.table.has(stage, each)] for stage in stages
@@ -229,39 +186,10 @@ class Flight:
         """Have a replica write its rows, if the checkpoint of the step is being written here, too."""
         position = self.decisions.position
         self.decisions.note("save", replica.number, step)
-        if replica.is_recalled:
-            if self._kept is not None and self._kept.saves.get(replica.number) == position:
-                self._go_on(replica)
-            return
         save = next((each for each in self.saves if each.step == step and each.state is None), None)
         made = replica.save(None if save is None else save.folder)
         if save is not None:
             save.saved[replica.number] = position, made
-
-    def _go_on(self, replica: SamplerReplica) -> None:
-        """Let a replica go on with the rows of a checkpoint, and collect its complete groups."""
-        replica.go_on(keeps_rows=True)
-        there = [each for each in map(self.groups.get, replica.restored) if each is not None]
-        self._collect(
-            replica, [each for each in there if each.replica is replica and not replica.restored[each.id]]
-        )
-
-    def leave(self, reason: str) -> None:
-        """Go on without decisions of the interrupted run: rows that came of its later ones are dropped."""
-        recalled = [each for each in self.replicas if each.is_recalled]
-        for replica in recalled:
-            for group in [each for each in self.groups.values() if each.replica is replica]:
-                position, _ = self._rows.get((group.id, group.begun), (self.decisions.position + 1, None))
-                if position > self.decisions.position:
-                    self.again(group, reason)
-            replica.go_on(keeps_rows=False)
-        while self.newest < self._restored:
-            self.newest += 1
-            self.decisions.note("deliver", self.newest)
-        for replica in recalled:
-            if replica.version < self._restored:
-                replica.version = self._restored
-                self.decisions.note("receive", replica.number, replica.version)
 
     @property
     def events(self) -> list[Sequence[Pending]]:
@@ -290,7 +218,7 @@ class Flight:
     @property
     def lag(self) -> int:
         """Publishes that the replica with the oldest weights has not received."""
-        return self.newest - min((each.version for each in self.replicas if each.version >= 0), default=0)
+        return self.newest - min(each.received for each in self.replicas)
 
     @property
     def unfinished(self) -> list[GroupInFlight]:
@@ -375,8 +303,6 @@ class Flight:
         self.groups[group] = begun
         replica.begin(self.table.prompt(group))
         self.decisions.note("begin", replica.number, group)
-        if replica.is_recalled:
-            self._find_rows(begun)
         return begun
 
     def again(self, group: GroupInFlight, reason: str) -> None:
@@ -422,74 +348,6 @@ class Flight:
 
     def _begin_stage(self, number: int, groups: Sequence[GroupId]) -> None:
         self._workers[number].begin({each: self.table.result(GENERATE, each) for each in groups})
-
-    def repeat(self) -> None:
-        """Repeat the decisions of a run as far as their results are there."""
-        while (head := self.decisions.head) and self._repeats(*head):
-            pass
-        for worker in self._workers:
-            worker.ask()
-
-    def _repeats(self, name: str, *given: Any) -> bool:
-        """Repeat a decision; return False if it has to wait."""
-        if name == "draw":
-            self.draw(given[0])
-        elif name == "begin":
-            self.begin(self.replicas[given[0]])
-        elif name == "again":
-            self.again(self.groups[given[0][0], given[0][1]], given[1])
-        elif name == "call":
-            self.replicas[given[0]].passes = given[1]
-            self.call(self.replicas[given[0]])
-        elif name == "receive":
-            return self._repeats_receive(self.replicas[given[0]], given[1])
-        elif name == "save":
-            self._save(self.replicas[given[0]], given[1])
-        elif name == "run" and self._may_compute(*given):
-            worker, groups = self._workers[given[0]], [(epoch, prompt) for epoch, prompt in given[1]]
-            taken = self.table.take(worker.stage, len(groups), worker.name, groups)
-            self.decisions.note("run", given[0], [list(each) for each in taken])
-            self._begin_stage(given[0], taken)
-        elif self.is_past([name, *given]):
-            self._pass([name, *given])
-        else:
-            return False
-        return True
-
-    def _repeats_receive(self, replica: SamplerReplica, version: int) -> bool:
-        """Repeat the transfer of a version to a replica; return False if it has to wait."""
-        if replica.version == version or (replica.is_recalled and version <= self._restored):
-            replica.version = version  # a resumed run began with it; or a new process received it again
-            self.decisions.note("receive", replica.number, version)
-        elif version in self._parcels and not replica.arriving:
-            self._receive(replica, version)
-        else:
-            return False
-        is_saved = self._kept is not None and replica.number in self._kept.saves
-        if replica.is_recalled and version >= self._restored and not is_saved:
-            replica.go_on(keeps_rows=False)
-        return True
-
-    def is_past(self, event: Event) -> bool:
-        """Return whether a resumed run has what a decision is about: the loop does it no more."""
-        return (event[0] == "deliver" and event[1] <= self._restored) or (
-            event[0] == "beside" and event[1] <= self._after and self.is_begun
-        )
-
-    def _pass(self, event: Event) -> None:
-        """Note a decision that is past; after an evaluation rows go on from their tokens."""
-        self.decisions.note(*event)
-        if event[0] == "deliver":
-            self.newest = event[1]
-        else:
-            for replica in (each for each in self.replicas if each.is_live and not each.is_recalled):
-                replica.save(None)
-
-    def _may_compute(self, number: int, groups: Sequence[Sequence[int]]) -> bool:
-        """Return whether a worker can take groups now."""
-        worker = self._workers[number]
-        ready = self.table.ready(worker.stage)
-        return worker.room > 0 and all((epoch, prompt) in ready for epoch, prompt in groups)
 
     def taken(self, groups: Sequence[GroupInFlight]) -> None:
         """Forget groups that a step has taken."""

@@ -146,7 +146,7 @@ class Loop:
         with self._rescued(phase, opened):
             if start in (0, phase.steps) or _due(start, self._cadence.evaluate_every):
                 self._evaluate(phase, self._place.step)
-            phase.source.begin(partial(self._close_done, phase, opened))
+            phase.source.begin(partial(self._close_done, phase, opened), self._place.step)
             for done in range(start + 1, phase.steps + 1):
                 self._close_until(phase, opened, phase.freshness)
                 if not opened:
@@ -272,7 +272,7 @@ class Loop:
         looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
         is_last = step.number == self._interruption.last
         if phase.freshness and (done == phase.steps or looked_at or is_last or self._is_due(done)):
-            step.saving = self._begin_saving_ahead(phase, step)
+            step.saving = self._begin_saving(phase, step.number, phase.flow.rows, is_ahead=True)
         return step
 
     def _close(self, phase: Phase, opened: deque[OpenStep]) -> None:
@@ -322,7 +322,7 @@ class Loop:
         if newest.number < self._total_steps and not any(each.is_last for each in every):
             newest.is_last = True
             if phase.freshness and newest.saving is None:
-                newest.saving = self._begin_saving_ahead(phase, newest)
+                newest.saving = self._begin_saving(phase, newest.number, phase.flow.rows, is_ahead=True)
 
     def _finish(self, phase: Phase, step: OpenStep) -> Metrics:
         """Wait for a step and record it."""
@@ -382,8 +382,13 @@ class Loop:
         asked = {role: phase.executor.on_first_rank(role, updates_of) for role in phase.trained}
         return {role: each.read(wait_s) for role, each in asked.items()}
 
-    def _begin_saving(self, phase: Phase, step: int, rows: Mapping[str, Pending]) -> Save:
-        """Have the ranks write their training state and the collected rows before any later call."""
+    def _begin_saving(
+        self, phase: Phase, step: int, rows: Mapping[str, Pending], *, is_ahead: bool = False
+    ) -> Save:
+        """Have the ranks write their training state and the collected rows before any later call.
+
+        If later steps are sampled meanwhile (``is_ahead``), the source writes its groups in flight.
+        """
         folder = self._run.checkpoints.absolute() / f".step-{step:06d}.begun"
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -396,16 +401,11 @@ class Loop:
         for name, each in rows.items():
             file = str(folder / COLLECTED / f"{name}.safetensors")
             begun.append(phase.executor.apply(write_rows, file, each, place=each.places[0]))
-        save = Save(step=step, folder=folder, begun=begun)
+        flight = phase.source.begin_saving(folder / AHEAD) if is_ahead else None
+        save = Save(step=step, folder=folder, begun=begun, flight=flight)
         self._saves.append(save)
         self._ask(phase, save, wait=False)
         self._saved_at = self._clock()
-        return save
-
-    def _begin_saving_ahead(self, phase: Phase, step: OpenStep) -> Save:
-        """Begin the checkpoint of the newest step while later ones are sampled."""
-        save = self._begin_saving(phase, step.number, phase.flow.rows)
-        save.flight = phase.source.begin_saving(save.folder / AHEAD)
         return save
 
     def _ask(self, phase: Phase, save: Save, *, wait: bool) -> None:
@@ -494,9 +494,7 @@ class Loop:
         kept, best = self._cadence.keep_checkpoints, best_checkpoint(self._run.path)
         spared = None if best is None else best.step
         state = {**save.state, **flight}
-        save_checkpoint(
-            self._run.checkpoints, save.step, write, state, kept, run=self._run.id, spare=spared
-        )
+        save_checkpoint(self._run.checkpoints, save.step, write, state, kept, run=self._run.id, spare=spared)
         self._run.evidence.of_checkpoint(save.step)
         self._saved_step = save.step
 

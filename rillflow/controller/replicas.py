@@ -57,6 +57,8 @@ class SamplerReplica:
     """Deaths of each rank since a group of its replica was complete."""
     version: int = 0
     """Number of publishes of the phase that the replica has after its submitted calls."""
+    received: int = 0
+    """The version that it received last, also by a process that has died."""
     rows: int = 0
     """Rows that have begun on the replica and are not reported as ended."""
     passes: int = 8
@@ -251,7 +253,8 @@ class SamplerReplica:
 
     def receive(self, parcel: PackedWeights, version: int) -> None:
         """Receive a version between two calls."""
-        self.arriving, self.version = self.sync.install(parcel, self.ranks), version
+        self.arriving = self.sync.install(parcel, self.ranks)
+        self.version = self.received = version
 
 
 class ReplacementStep(Protocol):

@@ -1,10 +1,10 @@
-"""Saved flight: the groups in flight that a checkpoint of a ready-first run keeps, and how a resume uses them.
+"""Saved flight: the groups in flight that a checkpoint of a ready-first run keeps.
 
     step c opens ─ state of the flight ─> replica: ... receive v_c, save ─> its rows ─┐
-                     └─ groups collected before that save ───────────> their rows ────┴─> ahead/
+                     └─ groups collected before that save ────────────> their rows ───┴─> ahead/
 
-The checkpoint of step c holds the weights v_c. Rows in flight have tokens of older weights, which a resume does
-not have. When a replica has received v_c, its rows are data: prompts, tokens, log probabilities and versions.
+The checkpoint of step c holds the weights v_c. Rows in flight have tokens of older weights, which a resume
+lacks. When a replica has received v_c, its rows are data: prompts, tokens, log probabilities and versions.
 So each replica writes its rows at that place in the order of its calls (``Sampler.save``). What it samples
 later follows from these rows and from weights that a resume trains again.
 
@@ -212,7 +212,7 @@ def kept_flight(
     if were != replicas:
         blocked = f"the sampler had {were} replicas and has {replicas}"
     elif len(events) < position:
-        blocked = f"decisions.jsonl has {len(events)} decisions, and {position} were made before the checkpoint"
+        blocked = f"decisions.jsonl has {len(events)} decisions, and the checkpoint follows {position}"
     elif needs_rows and there != {*range(replicas)}:
         blocked = blocked or "its checkpoint holds no rows in flight"
     decisions = Decisions(log, events[position:], min(position, len(events)))

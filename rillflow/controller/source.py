@@ -189,13 +189,14 @@ class Source:
         """Metrics about the data that every step reports."""
         return self._stream.metrics
 
-    def begin(self, close: Callable[[], Sequence[Pending] | None]) -> None:
-        """Begin the phase.
+    def begin(self, close: Callable[[], Sequence[Pending] | None], after: int) -> None:
+        """Begin the phase, or go on with it; an evaluation of the weights that it begins with is over.
 
         Args:
             close: delivers a version or closes a step, if one is ready, and returns None; else it returns the
                 results that the next one waits for. A source whose rows run between steps calls it whenever
                 it waits.
+            after: steps of the run before the next one.
         """
 
     def until(self, done: Callable[[], bool]) -> None:

@@ -265,7 +265,7 @@ class Sampler:
     def restore(
         self, folder: Path, name: str, samples: int, sampling: SamplingConfig | None
     ) -> Mapping[GroupId, int]:
-        """Take over the rows that ``save`` wrote; return the number of running rows of each of their groups."""
+        """Take over the rows that ``save`` wrote; return the number of running rows of each group."""
         self._turn()
         running, ended = (
             rollouts_of(load_batch(folder / f"{name}-{kind}.safetensors")) for kind in (RUNNING, ENDED)

@@ -160,6 +160,8 @@ class Play:
             outcome.left.append(world.said[-1])
             self._shown.clear()
         outcome.problems += self._changed()
+        if excuses.is_power:  # the disk may forget the last decisions
+            self._shown.clear()
         self._disk.restart(self._chance, power=excuses.is_power)
         outcome.starts.append(Start(trace=timeline.trace, end=end))
         if world.is_fresher and not self._is_excused:
@@ -181,12 +183,24 @@ class Play:
             outcome.problems += differences(whole, result(run))
         if is_timed and not (outcome.problems or lost_steps(run)):
             outcome.is_replayed = True
-            outcome.problems += differences(replayed(outcome.scenario, decisions_of(run)), result(run))
+            found = result(run)
+            again = replayed(outcome.scenario, decisions_of(run))
+            if self._is_excused:  # the run may have no evaluation of a saved step
+                looked = {each["step"] for each in found.evaluations}
+                again = replace(again, evaluations=[e for e in again.evaluations if e["step"] in looked])
+            outcome.problems += differences(again, found)
 
     def _changed(self) -> list[str]:
         """Return the steps whose metrics differ from those that an earlier start showed."""
         now = {line["step"]: measured(line) for line in lines_of(self._disk.folder / "run", "metrics.jsonl")}
-        changed = [step for step, metrics in self._shown.items() if now.get(step, metrics) != metrics]
+        changed = [
+            step
+            for step, metrics in self._shown.items()
+            for name in sorted(
+                metrics.keys() & now.get(step, {}).keys()
+            )  # a saved step lacks those of dead ranks
+            if now[step][name] != metrics[name]
+        ]
         self._shown |= now
         if not self.outcome.scenario.is_ready_first:
             return []
