@@ -385,10 +385,7 @@ class Loop:
     def _begin_saving(
         self, phase: Phase, step: int, rows: Mapping[str, Pending], *, is_ahead: bool = False
     ) -> Save:
-        """Have the ranks write their training state and the collected rows before any later call.
-
-        If later steps are sampled meanwhile (``is_ahead``), the source writes its groups in flight.
-        """
+        """Have the ranks write their state and collected rows, and the source its groups in flight."""
         folder = self._run.checkpoints.absolute() / f".step-{step:06d}.begun"
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -449,10 +446,7 @@ class Loop:
         return self._run.checkpoints / f"step-{save.step:06d}"
 
     def _settle(self, phase: Phase, wait_s: float, *, wait: bool, must: bool = False) -> None:
-        """Complete the checkpoints of closed steps once all ranks have written their files.
-
-        A checkpoint whose groups in flight cannot be written now is left out, unless it ``must`` be there.
-        """
+        """Complete written checkpoints of closed steps; leave out others if none ``must`` be there."""
         while self._saves and self._saves[0].state is not None:
             save = self._saves.popleft()
             try:

@@ -4,9 +4,9 @@
     resume   groups of the checkpoint ─ restore ─> repeat ─ those after it ─> decide
                                                      └─ leave: one that cannot be repeated
 
-A resume repeats all decisions since the checkpoint's step was opened. It makes no calls of a replica until the
-``save`` that wrote the replica's rows (``saved_flight``), because it has these rows. If a decision cannot be
-repeated, rows that later decisions led to are dropped, so decisions.jsonl still tells how each row came about.
+A resume repeats all decisions since the checkpoint's step was opened. It makes no calls of a replica until
+the ``save`` that wrote the replica's rows (``saved_flight``), because it has these rows. If a decision cannot
+be repeated, rows that later decisions led to are dropped. So decisions.jsonl tells how each row came about.
 """
 
 from __future__ import annotations

@@ -106,6 +106,8 @@ def test_a_killed_run_goes_on_with_the_bits_that_it_had_shown(
         before |= now
         partial += partial_rows(run)
     assert partial > 0
+    resumed = [each["after_step"] for each in json.loads((run / layout.ENVIRONMENT).read_text())["starts"]]
+    assert max(resumed) > WARM
     settings = (f'placement.backend="{backend}"', f"algorithm.steps={steps}")
     ran(tmp_path, 2, *settings, *READY, is_quiet=False)
     assert "does not repeat" not in capsys.readouterr().out
