@@ -240,7 +240,7 @@ class Build:
             log=self._run,
             events=events,
             replicas=len(self._roles.executor.groups[SAMPLER].mesh.groups("tp")),
-            needs_rows=plan.freshness > 0 and kept.state["done"] < plan.config.steps,
+            needs_rows=plan.freshness > 0,
             blocked=blocked,
         )
         return flight.decisions, flight

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.controller.admission import StalenessBound
-from rillflow.controller.decisions import Decisions, Event
+from rillflow.controller.decisions import CLOSING, Decisions, Event
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.flow import StageResult
@@ -190,7 +190,10 @@ class AsyncRollout(Source):
         """See Source; later calls of the sampler belong to the evaluation."""
         is_repeated = self._head is not None and not self._decisions.may_leave
         if is_repeated and not self._decisions.has(["beside", step]):
-            self._beside_step = None  # a replay evaluates a step that the run did not
+            self._beside_step = None  # the run evaluated before it was resumed without its decisions
+            self._run(
+                lambda: self._flight.is_settled or self._head is None or self._head[0] in CLOSING, tuple
+            )
             return
         self._run(lambda: self._flight.is_settled, tuple)
         self._beside_step = step
@@ -219,7 +222,11 @@ class AsyncRollout(Source):
 
     def position(self) -> Mapping[str, Any]:
         """See Source; it includes the groups that were drawn and that no step has trained."""
-        self._state = {**self._flight.state(self._step), "formed": self._formed_steps}
+        self._state = {
+            **self._flight.state(self._step),
+            "formed": self._formed_steps,
+            "is_last": not self._wanted,
+        }
         left = [list(group) for group in self._flight.table.left]
         return {**super().position(), LEFT: left, FLIGHT: self._state}
 

@@ -203,10 +203,12 @@ def kept_flight(
         log: the run's decisions.
         events: all decisions of the run.
         replicas: number of replicas now.
-        needs_rows: whether rows were in flight at the checkpoint.
+        needs_rows: whether rows may be in flight at a checkpoint.
         blocked: why the decisions may not be repeated; empty if they may.
     """
     position, were = state["position"], len(state["versions"])
+    if state["is_last"]:  # nothing was left to decide
+        needs_rows, blocked = False, ""
     saved = checkpoint.state.get(FLIGHT, {})
     there = {*map(int, saved.get("saves", {}))}
     if were != replicas:

@@ -224,7 +224,7 @@ class World:
             log=run,
             events=events,
             replicas=scenario.replicas,
-            needs_rows=kept.step < scenario.steps,
+            needs_rows=True,
         )
 
     def _roles(self, kept: Checkpoint | None) -> tuple[GroupExecutor, WeightSync]:
