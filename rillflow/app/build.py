@@ -222,7 +222,9 @@ class Build:
             if kept is None or state is None:
                 return decisions, None
             saved = kept.state.get(FLIGHT, {})
-            flight = KeptFlight(state=state, saved=saved, folder=kept.path / AHEAD, decisions=decisions)
+            flight = KeptFlight(
+                state=state, saved=saved, folder=(kept.path / AHEAD).absolute(), decisions=decisions
+            )
             return decisions, flight
         if kept is not None and state is None:  # an older version wrote the checkpoint
             self._run.cut_decisions(0)

@@ -132,10 +132,7 @@ class Flight:
         """Return the state of the flight after a step was opened, as JSON."""
         self.decisions.flush()
         groups, stages = self.groups.values(), self.table.stages[1:]
-        held = [
-            [each for each in self.table.left if worker.name in self.table.holders(each)]
-            for worker in self._workers
-        ]
+        held = [self.table.held_by(worker.name) for worker in self._workers]
         return {
             "step": step,
             "position": self.decisions.position,

@@ -220,4 +220,6 @@ def kept_flight(
     decisions = Decisions(log, events[position:], min(position, len(events)))
     if blocked:
         decisions.leave(blocked)
-    return KeptFlight(state=state, saved=saved, folder=checkpoint.path / AHEAD, decisions=decisions)
+    return KeptFlight(
+        state=state, saved=saved, folder=(checkpoint.path / AHEAD).absolute(), decisions=decisions
+    )
