@@ -23,12 +23,11 @@ def sampler() -> Sampler:
     """A sampler whose tokens follow from weights, row and position."""
     whole = model(Numbers())
     weights = SimpleNamespace(
-        version=3, canary=(), tp=None, module=whole.module, turn_to_generation=lambda asleep: None
+        version=3, canary=(), tp=None, module=whole.module, turn_to_generation=lambda _: None
     )
-    made = Sampler(
+    return Sampler(
         cast(Any, weights), model=whole, rollout=RolloutConfig(max_rows=4), seed=0, engine=cast(Any, Engine)
     )
-    return made
 
 
 def prompts(count: int) -> Batch:
