@@ -30,8 +30,8 @@ from rillflow.app.shared_paths import require_shared
 from rillflow.config.problems import together
 from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import LEFT, AsyncRollout
-from rillflow.controller.checkpoint import AHEAD, Checkpoint
-from rillflow.controller.decisions import Decisions, RecordedDecisions, decisions_of
+from rillflow.controller.checkpoint import Checkpoint
+from rillflow.controller.decisions import Decisions, RecordedDecisions, decisions_of, left_at
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.flow import Flow
@@ -221,11 +221,8 @@ class Build:
             decisions = Decisions(None, self._repeat.after(position), position)
             if kept is None or state is None:
                 return decisions, None
-            saved = kept.state.get(FLIGHT, {})
-            flight = KeptFlight(
-                state=state, saved=saved, folder=(kept.path / AHEAD).absolute(), decisions=decisions
-            )
-            return decisions, flight
+            at = left_at(self._repeat.after(0), position)
+            return decisions, KeptFlight.of(kept, state, decisions, at)
         if kept is not None and state is None:  # an older version wrote the checkpoint
             self._run.cut_decisions(0)
         events = decisions_of(self._run.path)

@@ -17,6 +17,7 @@ of these events:
     form groups         a step, or a chunk of it, takes groups
     deliver v           the v-th publish of the phase is ready for the sampler
     beside s            another call of the sampler, for step s or the evaluation after it
+    left                a resumed run decides anew from here; rows that later decisions had led to are dropped
 
 The file is one timeline over all starts of a run. An event's position is the number of events before it.
 """
@@ -36,6 +37,8 @@ from rillflow.runs.json_lines import read_lines
 
 Event = list[Any]
 """Name of a decision and its arguments, as in JSON."""
+LEFT_SCRIPT = "left"
+"""The decision with which a resumed run begins to decide anew."""
 CLOSING = ("deliver", "form", "beside")
 """Decisions that wait for the training loop."""
 
@@ -66,6 +69,8 @@ class Decisions:
         self._noted: list[Event] = []
         self.position = position
         """Number of decisions so far."""
+        self.left_at: int | None = None
+        """Position where the run left the script before its end; None if it did not."""
         self.left = ""
         """Why the run left the script before its end; empty if it did not."""
         self.has_lost_steps = False
@@ -118,6 +123,8 @@ class Decisions:
         self._script.clear()
         self.left = reason
         self._log.cut_decisions(self.position)
+        self.left_at, self.position = self.position, self.position + 1
+        self._noted.append([LEFT_SCRIPT])
 
     def flush(self) -> None:
         """Write the decisions made since the last call, so that a killed process loses none of them."""
@@ -140,6 +147,12 @@ class RecordedDecisions:
             RunDirectoryError: a line is damaged.
         """
         return decisions_of(self.run)[position:]
+
+
+def left_at(events: Sequence[Event], position: int) -> int | None:
+    """Return the first position, from the given one on, where a run decided anew; None if there is none."""
+    found = (at for at in range(position, len(events)) if events[at] == [LEFT_SCRIPT])
+    return next(found, None)
 
 
 def decisions_of(run: Path) -> list[Event]:

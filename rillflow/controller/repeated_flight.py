@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rillflow.controller.decisions import Event
+from rillflow.controller.decisions import LEFT_SCRIPT, Event
 from rillflow.controller.flight import Flight, GroupInFlight
 from rillflow.controller.group_table import GENERATE
 from rillflow.controller.replicas import SamplerReplica
@@ -108,19 +108,19 @@ class RepeatedFlight(Flight):
     def leave(self, reason: str) -> None:
         """Go on without decisions of the interrupted run: rows that came of its later ones are dropped."""
         recalled = [each for each in self.replicas if each.is_recalled]
+        at = self.decisions.position if self.decisions.left_at is None else self.decisions.left_at
         for replica in recalled:
             for group in [each for each in self.groups.values() if each.replica is replica]:
-                position, _ = self._rows.get((group.id, group.begun), (self.decisions.position + 1, None))
-                if position > self.decisions.position:
+                position, _ = self._rows.get((group.id, group.begun), (at + 1, None))
+                if position > at:
                     self.again(group, reason)
             replica.go_on(keeps_rows=False)
         while self.newest < self._restored:
             self.newest += 1
             self.decisions.note("deliver", self.newest)
         for replica in recalled:
-            if replica.version < self._restored:
-                replica.version = replica.received = self._restored
-                self.decisions.note("receive", replica.number, replica.version)
+            replica.version = replica.received = max(replica.version, self._restored)
+            self.decisions.note("receive", replica.number, replica.version)
 
     def repeat(self) -> None:
         """Repeat the decisions of a run as far as their results are there."""
@@ -142,6 +142,8 @@ class RepeatedFlight(Flight):
             self.call(self.replicas[given[0]])
         elif name == "receive":
             return self._repeats_receive(self.replicas[given[0]], given[1])
+        elif name == LEFT_SCRIPT:
+            self.decisions.note(name)
         elif name == "save":
             self._save(self.replicas[given[0]], given[1])
         elif name == "run" and self._may_compute(*given):
@@ -158,18 +160,21 @@ class RepeatedFlight(Flight):
     def _repeats_receive(self, replica: SamplerReplica, version: int) -> bool:
         """Repeat the transfer of a version to a replica; return False if it has to wait."""
         if replica.version == version or (replica.is_recalled and version <= self._restored):
-            replica.version = replica.received = (
-                version  # a resumed run began with it; or a new process received it again
-            )
+            replica.version = replica.received = version  # it began with it, or a new process got it again
             self.decisions.note("receive", replica.number, version)
         elif version in self._parcels and not replica.arriving:
             self._receive(replica, version)
         else:
             return False
-        is_saved = self._kept is not None and replica.number in self._kept.saves
-        if replica.is_recalled and version >= self._restored and not is_saved:
+        if replica.is_recalled and version >= self._restored and self._goes_on_without_rows(replica):
             replica.go_on(keeps_rows=False)
         return True
+
+    def _goes_on_without_rows(self, replica: SamplerReplica) -> bool:
+        """Return whether a replica has no saved rows, and an earlier resume dropped those that it had."""
+        assert self._kept is not None  # the replica is recalled
+        at = self._kept.left_at
+        return replica.number not in self._kept.saves and (at is None or self.decisions.position > at)
 
     def is_past(self, event: Event) -> bool:
         """Return whether a resumed run has what a decision is about: the loop does it no more."""

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rillflow.controller.checkpoint import AHEAD, Checkpoint
-from rillflow.controller.decisions import DecisionLog, Decisions, Event
+from rillflow.controller.decisions import DecisionLog, Decisions, Event, left_at
 from rillflow.controller.executor import GroupExecutor, GroupPart, write_rows
 from rillflow.controller.group_table import GENERATE
 from rillflow.roles.sampler import GroupId
@@ -160,12 +160,29 @@ class KeptFlight:
     """Folder of its files."""
     decisions: Decisions
     """The decisions after the checkpoint."""
+    left_at: int | None
+    """Position where an earlier resume left the decisions that led to the saved rows; None if none did."""
 
     @property
     def saves(self) -> Mapping[int, int]:
         """Position of the ``save`` of each replica whose rows go on."""
         has_left = self.decisions.left or not self.decisions.may_leave
         return {} if has_left else {int(each): at for each, at in self.saved.get("saves", {}).items()}
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, state: Mapping[str, Any], decisions: Decisions, at: int | None
+    ) -> KeptFlight:
+        """Return the flight of a checkpoint, without rows whose decisions the run left from ``at`` on."""
+        saved = dict(checkpoint.state.get(FLIGHT, {}))
+        if at is not None:
+            saves = saved.get("saves", {})
+            is_whole = len(saves) == len(state["versions"]) and max(saves.values()) < at
+            at = None if is_whole else at
+        if at is not None:
+            saved |= {"saves": {}, "rows": [row for row in saved.get("rows", ()) if row[2] < at]}
+        folder = (checkpoint.path / AHEAD).absolute()
+        return cls(state=state, saved=saved, folder=folder, decisions=decisions, left_at=at)
 
     def loaded(self, executor: GroupExecutor) -> dict[tuple[GroupId, int], tuple[int, Pending]]:
         """Return position and rows of the collected groups, by group and the decision that began it."""
@@ -209,17 +226,15 @@ def kept_flight(
     position, were = state["position"], len(state["versions"])
     if state["is_last"]:  # nothing was left to decide
         needs_rows, blocked = False, ""
-    saved = checkpoint.state.get(FLIGHT, {})
-    there = {*map(int, saved.get("saves", {}))}
-    if were != replicas:
+    there = {*map(int, checkpoint.state.get(FLIGHT, {}).get("saves", {}))}
+    at = left_at(events, position)
+    if were != replicas and at != position:
         blocked = f"the sampler had {were} replicas and has {replicas}"
     elif len(events) < position:
         blocked = f"decisions.jsonl has {len(events)} decisions, and the checkpoint follows {position}"
-    elif needs_rows and there != {*range(replicas)}:
+    elif needs_rows and at is None and there != {*range(replicas)}:
         blocked = blocked or "its checkpoint holds no rows in flight"
     decisions = Decisions(log, events[position:], min(position, len(events)))
     if blocked:
         decisions.leave(blocked)
-    return KeptFlight(
-        state=state, saved=saved, folder=(checkpoint.path / AHEAD).absolute(), decisions=decisions
-    )
+    return KeptFlight.of(checkpoint, state, decisions, None if blocked else at)

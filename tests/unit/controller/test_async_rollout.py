@@ -441,5 +441,5 @@ def test_a_replay_refuses_another_decision_and_a_resume_leaves_the_script_there(
         replayed.note("begin", 1, (0, 0))
     resumed.note("begin", 1, (0, 0))
     resumed.flush()
-    assert log.events == [["draw", 2], ["begin", 1, [0, 0]]]
+    assert log.events == [["draw", 2], ["left"], ["begin", 1, [0, 0]]]
     assert resumed.has_lost_steps and resumed.left.startswith("it decides")
