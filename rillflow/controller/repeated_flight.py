@@ -178,9 +178,8 @@ class RepeatedFlight(Flight):
 
     def is_past(self, event: Event) -> bool:
         """Return whether a resumed run has what a decision is about: the loop does it no more."""
-        name, number = event[0], event[1]
         limits = {"deliver": self._restored, "beside": self.after}
-        return name in limits and int(number) <= limits[name]
+        return event[0] in limits and int(event[1]) <= limits[event[0]]
 
     def _pass(self, event: Event) -> None:
         """Note a decision that is past; after an evaluation rows go on from their tokens."""
