@@ -26,7 +26,7 @@ from test_ahead import APART, RAY, ran
 READY = (
     'algorithm.async_mode="ready_first"',
     "rollout.max_tokens=12",
-    "rollout.max_rows=12",
+    "rollout.max_rows=6",
     "run.checkpoint_every=1",
     "run.keep_checkpoints=2",
     "placement.pools={ main = 1, answers = 2 }",
@@ -38,10 +38,10 @@ WARM = 3
 
 
 class Slow(NativeEngine):
-    """The native engine, so slow that rows run through several calls and publishes."""
+    """The native engine, so slow that steps wait for rows: some run at every checkpoint."""
 
     def step(self) -> list[Rollout]:
-        time.sleep(0.01)
+        time.sleep(0.04)
         return super().step()
 
 
@@ -106,11 +106,11 @@ def test_a_killed_run_goes_on_with_the_bits_that_it_had_shown(
         before |= now
         partial += partial_rows(run)
     assert partial > 0
-    resumed = [each["after_step"] for each in json.loads((run / layout.ENVIRONMENT).read_text())["starts"]]
-    assert max(resumed) > WARM
     settings = (f'placement.backend="{backend}"', f"algorithm.steps={steps}")
     ran(tmp_path, 2, *settings, *READY, is_quiet=False)
     assert "does not repeat" not in capsys.readouterr().out
+    resumed = [each["after_step"] for each in json.loads((run / layout.ENVIRONMENT).read_text())["starts"]]
+    assert max(resumed) > WARM
     now = shown(run)
     assert {*now} == {*range(1, WARM + steps + 1)} and now | before == now
     assert replay(run, settings=['placement.backend="inline"']).difference is None
