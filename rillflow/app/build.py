@@ -23,6 +23,7 @@ from rillflow.app.encoding import encode_task
 from rillflow.app.evaluate import judged
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.phases import PhasePlan, phase_plans
+from rillflow.app.resume import keeps_decisions
 from rillflow.app.role_table import EVAL_REWARD
 from rillflow.app.roles import RoleGroups, pools_of
 from rillflow.app.shared_paths import require_shared
@@ -31,13 +32,14 @@ from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import LEFT, AsyncRollout
 from rillflow.controller.cadence import Cadence
 from rillflow.controller.checkpoint import Checkpoint
-from rillflow.controller.decisions import Decisions, RecordedDecisions
+from rillflow.controller.decisions import Decisions, RecordedDecisions, decisions_of, left_at
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Loop
 from rillflow.controller.open_step import Phase
+from rillflow.controller.saved_flight import FLIGHT, KeptFlight, kept_flight
 from rillflow.controller.source import DataStream, GroupSampling, Source
 from rillflow.controller.step_executor import StepExecutor
 from rillflow.controller.streamed_stages import streamed_stages
@@ -181,12 +183,12 @@ class Build:
     def _source(self, plan: PhasePlan, place: Mapping[str, Any], kept: Checkpoint | None) -> Source:
         """Return the source of a phase's prompts and rows, from a position in the data on."""
         position = dict(place)
-        aside, left = position.pop(ASIDE, []), position.pop(LEFT, [])
+        aside, left, flight = (position.pop(name, None) for name in (ASIDE, LEFT, FLIGHT))
         stream = self._stream(plan.algorithm.data, position)
         if is_ready_first(plan.config):
-            return self._ready(plan, stream, left, kept)
+            return self._ready(plan, stream, left or [], flight, kept)
         if cuts_tail(plan.config):
-            return self._cut(plan, stream, aside, kept)
+            return self._cut(plan, stream, aside or [], kept)
         return Source(
             self._roles.executor,
             stream,
@@ -207,16 +209,53 @@ class Build:
             deadline_s=self._recipe.placement.deadline_s,
             restarts=self._recipe.run.restarts,
             restart=self._roles.restart_sampler if self._roles.may_restart_sampler else None,
+            may_save=self._recipe.rollout.agent is None,
             say=self._say,
         )
 
+    def _flight(
+        self, plan: PhasePlan, kept: Checkpoint | None, state: Mapping[str, Any] | None
+    ) -> tuple[Decisions, KeptFlight | None]:
+        """Return the decisions that a phase repeats, and the groups in flight of its checkpoint."""
+        position = state["position"] if state is not None else 0
+        if self._repeat is not None:
+            decisions = Decisions(None, self._repeat.after(position), position)
+            if kept is None or state is None:
+                return decisions, None
+            at = left_at(self._repeat.after(0), position)
+            return decisions, KeptFlight.of(kept, state, decisions, at)
+        if kept is not None and state is None:  # an older version wrote the checkpoint
+            self._run.cut_decisions(0)
+        events = decisions_of(self._run.path)
+        changed = sorted({each.key for each in self._run.changes if not keeps_decisions(each.key)})
+        blocked = f"changed: {', '.join(changed)}" if changed else ""
+        if kept is None or state is None:
+            decisions = Decisions(self._run, events)
+            if blocked:
+                decisions.leave(blocked)
+            return decisions, None
+        flight = kept_flight(
+            kept,
+            state,
+            log=self._run,
+            events=events,
+            replicas=len(self._roles.executor.groups[SAMPLER].mesh.groups("tp")),
+            needs_rows=plan.freshness > 0,
+            blocked=blocked,
+        )
+        return flight.decisions, flight
+
     def _ready(
-        self, plan: PhasePlan, stream: DataStream, left: Sequence[Sequence[int]], kept: Checkpoint | None
+        self,
+        plan: PhasePlan,
+        stream: DataStream,
+        left: Sequence[Sequence[int]],
+        flight: Mapping[str, Any] | None,
+        kept: Checkpoint | None,
     ) -> AsyncRollout:
         """Return the source of steps that train on the groups that complete first."""
         config, delivery = plan.config, self._roles.delivery
-        after = kept.step if kept is not None else plan.first
-        script = self._repeat.after(after) if self._repeat is not None else ()
+        decisions, in_flight = self._flight(plan, kept, flight)
         assert isinstance(config, SampledConfig) and delivery is not None  # was checked
         rule: type[StalenessBound[GroupInFlight]] = (
             CapacityBound if config.on_stale == "drop" else StalenessBound
@@ -244,8 +283,9 @@ class Build:
                 restarts=self._recipe.run.restarts,
                 restart=lambda pool: self._roles.restart if self._roles.may_restart(pool) else None,
             ),
-            decisions=Decisions(self._run.log_decisions, script),
+            decisions=decisions,
             again=load_batch(kept.prompts) if kept and kept.prompts.is_file() else self._rows(plan, left),
+            kept=in_flight,
         )
 
     def _cut(

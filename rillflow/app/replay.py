@@ -7,8 +7,7 @@ Nothing is written into RUN: the replay links its checkpoint and copies its smal
 the same bits, so the replay runs in this process by default. A run whose settings changed between its starts
 is replayed part by part, each with the settings of its time.
 
-A run that takes the groups that are ready first repeats the decisions that it recorded, from its start: the
-rows in flight at a checkpoint are not in it.
+A run that takes the groups that are ready first repeats the decisions that it recorded, from its start.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from rillflow.app.replay_facts import (
     RecordedRun,
     given_rewards,
     kept_functions,
-    made_before,
     reasons,
     recorded_run,
     require_same_data,
@@ -101,7 +99,7 @@ def replay(
     with tempfile.TemporaryDirectory(prefix="rillflow-replay-") as folder:
         again = _TemporaryRun(data, Path(folder), start, last, say)
         with _explained(checkpoint):
-            for config, end in settings_by_step(data, start, last, is_ready_first=by_readiness):
+            for config, end in settings_by_step(data, start, last):
                 recipe = _recipe(data, config, again, settings, algorithms)
                 again.run(recipe, config, checkpoint, end)
                 if again.has_difference:
@@ -244,7 +242,7 @@ class _TemporaryRun:
             Evidence(self.path).write(layout.CONFIG, encode(settings, indent=2), settings)
         asked = Interruption(last=last)
         try:
-            repeat = RecordedDecisions(run=self._data.path, last=made_before(self._data, last))
+            repeat = RecordedDecisions(run=self._data.path)
             launch(recipe, base, quiet=True, given=given, told=self._told, interruption=asked, repeat=repeat)
         except Interrupted:
             if self._error is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rillflow.app.facts import Given, RecipeFacts
 from rillflow.app.recipe import Recipe
-from rillflow.app.resume import digest, require_same_rows, resolved
+from rillflow.app.resume import digest, keeps_decisions, require_same_rows, resolved
 from rillflow.errors import DataError, RunDirectoryError
 from rillflow.rewards.function import parse_function
 from rillflow.rewards.source import restored
@@ -80,13 +80,8 @@ def recorded_run(run: Path) -> RecordedRun:
     return RecordedRun(path=run, config=read_config(run), starts=read_starts(run), steps=steps)
 
 
-def settings_by_step(
-    data: RecordedRun, start: int, last: int, *, is_ready_first: bool
-) -> list[tuple[Mapping[str, JSON], int]]:
-    """Return the configs of the steps after ``start`` in order, each with the last step it applies to.
-
-    A resumed ready-first run samples its groups in flight again. So each start of such a run is one part.
-    """
+def settings_by_step(data: RecordedRun, start: int, last: int) -> list[tuple[Mapping[str, JSON], int]]:
+    """Return the configs of the steps after ``start`` in order, each with the last step it applies to."""
     found: dict[int, Mapping[str, JSON]] = {}
     config: Mapping[str, JSON] = data.config
     for index in reversed(range(len(data.starts))):
@@ -98,18 +93,16 @@ def settings_by_step(
     for index, steps in groupby(begun):
         step += len(list(steps))
         there = found.get(index, data.config)
-        if parts and parts[-1][0] == there and not is_ready_first:
+        if parts and _results(parts[-1][0]) == _results(there):
             parts.pop()
         parts.append((there, step))
     return parts
 
 
-def made_before(data: RecordedRun, step: int) -> int:
-    """Return the last step that the process which made ``step`` made and kept."""
-    later = [
-        each for start in data.starts if isinstance(each := start.get("after_step"), int) and each >= step
-    ]
-    return min(later, default=data.last)
+def _results(config: Mapping[str, JSON]) -> Mapping[str, JSON]:
+    """Return a config without the settings that no result depends on."""
+    run: Any = config.get("run") or {}
+    return {**config, "run": {name: each for name, each in run.items() if not keeps_decisions(f"run.{name}")}}
 
 
 def _start_of(data: RecordedRun, step: int) -> int:

@@ -59,6 +59,14 @@ MAY_CHANGE = (
 """Settings that a resumed run may change; docs/design/run_directory.md describes each effect."""
 
 
+_SAME_DECISIONS = ("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "restarts", "dir")
+
+
+def keeps_decisions(key: str) -> bool:
+    """Return whether a ready-first run with this setting changed may repeat its recorded decisions."""
+    return key in {f"run.{name}" for name in _SAME_DECISIONS}
+
+
 BESIDE_SETTINGS = ("data", "sources")
 """Keys of a run directory's config in addition to the recipe's sections."""
 

@@ -76,6 +76,14 @@ class StalenessBound(Generic[GroupT]):
         self._begun: Counter[int] = Counter()
         self._ready: dict[int, deque[GroupT]] = defaultdict(deque)
 
+    def restart(self, batch: int, begun: Iterable[GroupT], complete: Iterable[GroupT]) -> None:
+        """Go on with the groups in flight of a run that something else decided so far."""
+        self.batch = batch
+        for group in begun:
+            self.begin(group)
+        for group in complete:
+            self.complete(group)
+
     @property
     def version(self) -> int:
         """Version of the policy that trains the next batch, or its last rows."""

@@ -26,14 +26,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from rillflow.controller.admission import StalenessBound
-from rillflow.controller.decisions import Decisions
+from rillflow.controller.decisions import CLOSING, Decisions, Event
 from rillflow.controller.executor import GroupExecutor
-from rillflow.controller.flight import Flight, GroupInFlight
+from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.flow import StageResult
 from rillflow.controller.group_table import GENERATE
+from rillflow.controller.repeated_flight import RepeatedFlight
+from rillflow.controller.saved_flight import FLIGHT, FlightSave, KeptFlight
 from rillflow.controller.source import (
     ChunkedResult,
     DataStream,
@@ -44,12 +47,12 @@ from rillflow.controller.source import (
 )
 from rillflow.controller.streamed_stages import StageWorker
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
-from rillflow.errors import RolloutError
+from rillflow.errors import RillflowError, RolloutError, RunDirectoryError
 from rillflow.graph.handle import Options
 from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import Max, Mean, Metric, Sum
 from rillflow.workers.group import Group
-from rillflow.workers.pending import Pending, joined, wait_for_any
+from rillflow.workers.pending import Pending, joined, wait_for, wait_for_any
 from rillflow.workers.values import Facts, shares
 
 LOOK_S = 0.05
@@ -74,6 +77,7 @@ class AsyncRollout(Source):
         streamed: workers of the stages that run group by group.
         decisions: notes the decisions of the phase, or repeats those of a run.
         again: drawn prompts that no step had trained when the run was interrupted; they are sampled first.
+        kept: groups in flight of the checkpoint to resume from; None to begin with none.
     """
 
     def __init__(
@@ -91,22 +95,31 @@ class AsyncRollout(Source):
         streamed: Sequence[StageWorker] = (),
         decisions: Decisions | None = None,
         again: Batch | None = None,
+        kept: KeptFlight | None = None,
     ) -> None:
         super().__init__(executor, stream, sync=sync, chunks=chunks)
         self._rule, self._how, self._wanted = rule, how, how.groups
         self._step_groups, self._parts, self._decisions = step_groups, parts, decisions or Decisions()
-        self._flight = Flight(
+        self._flight = RepeatedFlight(
             executor,
             stream,
-            sync,
+            sync=sync,
             how=how,
             most_rows=most_rows,
             capacity=4 * (rule.freshness + 2) * step_groups,
             workers=streamed,
             decisions=self._decisions,
             again=[*one_by_one(again)] if again is not None else [],
+            kept=kept,
         )
         self._waited_s, self._step, self._is_forming = 0.0, 0, False
+        self._beside_step: int | None = 0
+        """Step of the sampler's other calls; None if the repeated run made none."""
+        self._is_deciding = kept is None and self._decisions.head is None
+        """Whether the run decides by itself: there are no decisions to repeat, or no more."""
+        self._formed_steps: int = kept.state["formed"] if kept is not None else 0
+        self._state: Mapping[str, Any] = kept.state if kept is not None else {}
+        """State of the groups in flight when the newest step was opened."""
         self._owed = inf
         """Groups that the open step has not taken, at k = 0: no other group may begin with its version."""
         self._columns: list[tuple[Pending, Mapping[str, Pending]]] = []
@@ -118,9 +131,9 @@ class AsyncRollout(Source):
         """See Source."""
         return self._parts > 1
 
-    def begin(self, close: Callable[[], Sequence[Pending] | None]) -> None:
+    def begin(self, close: Callable[[], Sequence[Pending] | None], after: int) -> None:
         """See Source."""
-        self._close = close
+        self._close, self._flight.after = close, after
 
     def take(self, step: int, groups: int) -> Batch:
         """Return the prompts of a step's groups, whose rows ``rows`` then returns.
@@ -133,6 +146,7 @@ class AsyncRollout(Source):
             return self._in_chunks_to_come(groups)
         data = self._ready(self._rule.take if self._rule.freshness else lambda: self._rule.more(groups))
         self._wanted -= groups
+        self._formed_steps += bool(self._rule.freshness)
         return data
 
     def more(self, groups: int) -> Batch:
@@ -157,21 +171,31 @@ class AsyncRollout(Source):
             "flight/lag/max": Max(value=flight.lag),
         }
         self._columns.clear()
-        self._decisions.step(self._step)
         if not self._wanted:
             flight.dropped += [(group, "the phase ended before it was ready") for group in flight.table.left]
         if not self._rule.freshness:
             self._rule.batch += 1  # a step takes its groups one chunk or one round after the other
+            self._formed_steps += 1
         dropped, flight.dropped = flight.dropped, []
-        return OpenedStep(measured=measured, given_up=dropped, parcels=self._published())
+        parcels = self._published()
+        flight.published += len(parcels)
+        return OpenedStep(measured=measured, given_up=dropped, parcels=parcels)
 
     def deliver(self, parcel: PackedWeights) -> None:
         """Have the replicas receive a version, one after the other."""
         self._flight.deliver(parcel)
 
-    def settle(self) -> None:
-        """Wait until every replica has the version that was delivered last."""
+    def settle(self, step: int) -> None:
+        """See Source; later calls of the sampler belong to the evaluation."""
+        is_repeated = self._head is not None and not self._decisions.may_leave
+        if is_repeated and not self._decisions.has(["beside", step]):
+            self._beside_step = None  # the run evaluated before it was resumed without its decisions
+            self._run(
+                lambda: self._flight.is_settled or self._head is None or self._head[0] in CLOSING, tuple
+            )
+            return
         self._run(lambda: self._flight.is_settled, tuple)
+        self._beside_step = step
         self._beside()
 
     def rows(self, group: Group, endpoint: str, args: Sequence[Any], options: Options) -> Pending | None:
@@ -183,18 +207,54 @@ class AsyncRollout(Source):
 
     def _beside(self) -> None:
         """Note that the sampler gets another call now, between those that run rows."""
-        if self._decisions.head is not None:
-            self._run(lambda: self._decisions.head == ["beside"], tuple)
-        else:
-            self._run(lambda: not self._flight.is_replacing, tuple)
-        self._decisions.note("beside")
+
+        def is_turn() -> bool:
+            head = self._head
+            is_free = head is None and not self._flight.is_replacing
+            return is_free or head == ["beside", self._beside_step]
+
+        if self._beside_step is None:
+            return
+        self._run(is_turn, tuple)
+        self._decisions.note("beside", self._beside_step)
+        self._decisions.flush()
 
     def position(self) -> Mapping[str, Any]:
         """See Source; it includes the groups that were drawn and that no step has trained."""
-        return {**super().position(), LEFT: [list(group) for group in self._flight.table.left]}
+        self._state = {
+            **self._flight.state(self._step),
+            "formed": self._formed_steps,
+            "is_last": not self._wanted,
+        }
+        left = [list(group) for group in self._flight.table.left]
+        return {**super().position(), LEFT: left, FLIGHT: self._state}
+
+    def begin_saving(self, folder: Path) -> FlightSave | None:
+        """See Source."""
+        return self._flight.begin_saving(self._state, folder) if self._wanted and self._how.may_save else None
+
+    def finish_saving(self, save: FlightSave, *, must: bool) -> bool:
+        """See Source."""
+        coming = self._decisions.coming()
+        left = [each for each in range(len(self._flight.replicas)) if each not in save.saved]
+        if self._head is not None and any(["save", each, save.step] not in coming for each in left):
+            if not must:
+                wait_for([part for _, made in save.saved.values() for part in made], self._how.deadline_s)
+                self._flight.saves = [each for each in self._flight.saves if each is not save]
+                return False
+            while not save.is_written and (calls := self._flight.running_calls):
+                wait_for_any(calls, self._how.deadline_s)
+                self._hear()
+            if save.state is None:
+                save.write()
+            self._flight.saves = [each for each in self._flight.saves if each is not save]
+            wait_for(save.events[0], self._how.deadline_s)
+        else:
+            self._run(lambda: save.is_written, tuple)
+        return True
 
     def save_sampled(self, stages: Sequence[StageResult], name: str) -> list[Pending]:  # noqa: ARG002
-        """See Source; rows in flight are not saved."""
+        """See Source; ``begin_saving`` saves the rows."""
         return []
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -206,26 +266,46 @@ class AsyncRollout(Source):
         """
         self._run(done, self._close)
 
+    @property
+    def _head(self) -> Event | None:
+        """The next decision to repeat; None if the run decides by itself, from now on or before."""
+        head = self._decisions.head
+        if head is None and not self._is_deciding:
+            self._is_deciding = True
+            self._take_over()
+        return head
+
+    def _take_over(self) -> None:
+        """Decide by itself after the last decision of an interrupted run, or without its later ones."""
+        flight, reason = self._flight, self._decisions.left
+        if reason and (self._decisions.has_lost_steps or flight.groups):
+            self._how.say(
+                f"note: the run does not repeat all decisions of the interrupted one ({reason}), so its bits "
+                "differ from here on; rows in flight are sampled again"
+            )
+        flight.leave("its rows were lost when the run resumed")
+        self._rule.restart(self._formed_steps, flight.groups.values(), flight.complete.values())
+
     def _run(self, done: Callable[[], bool], close: Callable[[], Sequence[Pending] | None]) -> None:
         while True:
             self._hear()
-            head = self._decisions.head
-            if head is not None and done():
-                return  # a replay closes no step before the run did
+            if self._head is not None and done():
+                break  # a replay closes no step before the run did
             others = self._closed(close)
             if done():
-                return
+                break
             if others is None:
                 continue
-            head = self._decisions.head
+            head = self._head
             if head is None:
                 self._decide()
             else:
                 self._flight.repeat()
                 if head is not self._decisions.head:
                     continue  # the next decision may need nothing more
-            events = [*self._flight.events, *([others] if others else [])]
-            self._wait(events)
+            self._decisions.flush()
+            self._wait([*self._flight.events, *([others] if others else [])])
+        self._decisions.flush()
 
     def _wait(self, events: Sequence[Sequence[Pending]]) -> None:
         """Wait until all results of one sequence are there, or a replacement may have gone on.
@@ -241,6 +321,8 @@ class AsyncRollout(Source):
             wait_for_any(parts, self._how.deadline_s)
         elif is_replacing:
             self._executor.backend.sleep(LOOK_S)
+        elif self._head is not None and self._decisions.may_leave:
+            self._decisions.leave(f"nothing leads to {self._head}")
         else:
             raise self._stalled()
 
@@ -248,7 +330,7 @@ class AsyncRollout(Source):
         """Process finished calls, and tell the rule."""
         complete = self._flight.hear()
         lost, self._flight.lost = self._flight.lost, []
-        if self._decisions.head is None:
+        if self._is_deciding:
             for group in lost:
                 self._rule.give_up(group)
             for group in complete:
@@ -259,11 +341,13 @@ class AsyncRollout(Source):
 
         A replay closes one at a time, and none before the run did; None if it closed one.
         """
-        head = self._decisions.head
+        head = self._head
         if head is None:
             while (others := close()) is None:
                 pass
             return others
+        if self._flight.is_past(head):
+            return ()
         names = ("deliver", "beside") if self._is_forming else ("deliver", "beside", "form")
         return close() if head[0] in names else ()
 
@@ -304,8 +388,9 @@ class AsyncRollout(Source):
             self._wanted -= size
 
         to_come = {stage: ChunkedResult(stage, len(sizes), form, worked=worked[stage]) for stage in worked}
-        if self._decisions.head is None:
+        if self._head is None:
             self._decide()
+        self._decisions.flush()
         return self._made(prompts, made | to_come)
 
     def _made(self, prompts: Batch, results: Mapping[str, Pending]) -> Batch:
@@ -321,7 +406,7 @@ class AsyncRollout(Source):
         began = clock()
 
         def is_formed() -> bool:
-            if self._decisions.head is not None:
+            if self._head is not None:
                 taken.extend(self._recorded())
             else:
                 taken.extend(form())
@@ -335,6 +420,8 @@ class AsyncRollout(Source):
         self._waited_s += clock() - began
         self._owed -= len(taken)
         self._decisions.note("form", [list(each.id) for each in taken])
+        self._decisions.flush()
+        self._beside_step = self._step
         return taken
 
     def _recorded(self) -> list[GroupInFlight]:
@@ -355,6 +442,7 @@ class AsyncRollout(Source):
             self._rule.give_up(group)
         self._drop_late(late)
         self._flight.receive()
+        self._flight.save()
         while self._begin():
             pass
         for replica in self._flight.replicas:
@@ -384,7 +472,13 @@ class AsyncRollout(Source):
         flight = self._flight
         return len(flight.complete) + flight.sampling if self._rule.drops else len(flight.groups)
 
-    def _stalled(self) -> RolloutError:
+    def _stalled(self) -> RillflowError:
+        if self._head is not None:
+            return RunDirectoryError(
+                f"the replay waits for the decision {self._head}, and no call leads there",
+                why="a replay repeats the decisions of decisions.jsonl in order",
+                fix="replay with the version of Rillflow and the settings of the run",
+            )
         newest = self._flight.newest
         least = self._rule.least_version(newest)
         return RolloutError(

@@ -9,6 +9,14 @@ from rillflow.errors import TrainingError
 from rillflow.runs import layout
 from rillflow.runs.json_lines import read_lines
 
+CHECKPOINT_SHARE = 0.02
+"""Largest share of a run's time spent on checkpoints due by the clock."""
+
+
+def is_due(done: int, every: int) -> bool:
+    """Return whether something is due after a number of steps; never if ``every`` is 0."""
+    return every > 0 and done % every == 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
@@ -30,6 +38,17 @@ class Cadence:
     """Share of the prompts whose rollouts are recorded."""
     last_set: str = ""
     """Name of the set whose line an evaluation writes last; empty for the held-out rows."""
+
+    def wants_checkpoint(self, done: int, *, since_s: float, last_took_s: float) -> bool:
+        """Return whether a checkpoint is due, by steps or by the clock.
+
+        Args:
+            done: steps so far.
+            since_s: seconds since the last checkpoint.
+            last_took_s: seconds that training waited for it.
+        """
+        pause_s = max(self.checkpoint_s, last_took_s / CHECKPOINT_SHARE)
+        return (self.checkpoint_s > 0 and since_s >= pause_s) or is_due(done, self.checkpoint_every)
 
     def require_few_skipped(self, run: Path, step: int) -> None:
         """Refuse a finished step with one skipped update too many.

@@ -20,11 +20,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 from rillflow.controller.decisions import Decisions
 from rillflow.controller.executor import GroupExecutor, GroupPart
 from rillflow.controller.group_table import GENERATE, TRAIN, GroupTable
 from rillflow.controller.replicas import SamplerReplica
+from rillflow.controller.saved_flight import CollectedGroup, FlightSave
 from rillflow.controller.source import DataStream, GroupSampling, one_by_one
 from rillflow.controller.streamed_stages import StageWorker
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
@@ -49,6 +52,8 @@ class GroupInFlight:
     """Replica that samples the group."""
     call: int
     """Number of the replica's call that begins the group; earlier calls report on rows that were given up."""
+    begun: int
+    """Position of the decision that began it."""
 
 
 _Holder = SamplerReplica | StageWorker
@@ -73,8 +78,8 @@ class Flight:
         self,
         executor: GroupExecutor,
         stream: DataStream,
-        sync: WeightSync,
         *,
+        sync: WeightSync,
         how: GroupSampling,
         most_rows: int,
         capacity: int,
@@ -114,18 +119,101 @@ class Flight:
         self._gone: list[_Holder] = []
         """Replicas and workers whose ranks could not be replaced."""
         self._holders: Sequence[_Holder] = [*self.replicas, *workers]
-        self._unscored = set[tuple[str, GroupId]]()
-        """Workers and groups that a repeat of the run leaves out, because the worker lost the group."""
+        self._unscored = set[tuple[int, GroupId]]()
+        """Workers, by number, and groups that they have and do not compute, in a repeat."""
         self.newest = 0
         """Number of publishes of the phase that were delivered."""
+        self.published = 0
+        """Number of publishes of the phase."""
+        self.saves: list[FlightSave] = []
+        """Checkpoints whose groups in flight are not written yet."""
         self._parcels: dict[int, PackedWeights] = {} if sync.initial is None else {0: sync.initial}
+
+    def _note_rows(self, group: GroupInFlight) -> None:
+        """Note that the rows of a group are on their way to the store, for checkpoints to come."""
+        position, collecting = self.decisions.position, group.replica.collecting
+        is_stored = self.table.has(GENERATE, group.id)
+        rows = self.table.result(GENERATE, group.id) if is_stored else collecting[group.id]
+        number = group.replica.number
+        for save in self.saves:
+            save.collected.append(
+                CollectedGroup(
+                    group=group.id, begun=group.begun, replica=number, position=position, rows=rows
+                )
+            )
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Return the state of the flight after a step was opened, as JSON."""
+        self.decisions.flush()
+        groups, stages = self.groups.values(), self.table.stages[1:]
+        held = [self.table.held_by(worker.name) for worker in self._workers]
+        return {
+            "step": step,
+            "position": self.decisions.position,
+            "published": self.published,
+            "newest": self.newest,
+            "versions": [each.received for each in self.replicas],
+            "groups": [[*each.id, each.version, each.replica.number, each.begun] for each in groups],
+            "scored": {
+                stage: [list(each) for each in self.groups if self.table.has(stage, each)] for stage in stages
+            },
+            "scoring": [[number, [list(each) for each in own]] for number, own in enumerate(held) if own],
+        }
+
+    def begin_saving(self, state: Mapping[str, Any], folder: Path) -> FlightSave:
+        """Have the replicas write the groups in flight as soon as each has a checkpoint's weights.
+
+        Args:
+            state: state of the flight when the checkpoint's step was opened, the newest step.
+            folder: folder of the files.
+        """
+        scored = dict[str, Mapping[GroupId, Pending]]()
+        for stage, groups in state["scored"].items():
+            there = [each for each in map(tuple, groups) if self.table.has(stage, each)]
+            scored |= {stage: {each: self.table.result(stage, each) for each in there}} if there else {}
+        save = FlightSave(
+            executor=self._executor,
+            step=state["step"],
+            folder=folder,
+            version=state["published"],
+            replicas={each.number for each in self.replicas if each not in self._gone},
+            scored=scored,
+        )
+        self.saves, others = [save], self.saves
+        for group in self.groups.values():
+            if self.table.has(GENERATE, group.id) or group.id in group.replica.collecting:
+                self._note_rows(group)
+        self.saves = [*others, save]
+        return save
+
+    def save(self) -> None:
+        """Have replicas that have a checkpoint's weights write their rows."""
+        for save in self.saves:
+            for replica in self.replicas:
+                if replica.is_live and replica.version >= save.version and replica.number not in save.saved:
+                    self._save(replica, save.step)
+
+    def _save(self, replica: SamplerReplica, step: int) -> None:
+        """Have a replica write its rows, if the checkpoint of the step is being written here, too."""
+        position = self.decisions.position
+        self.decisions.note("save", replica.number, step)
+        save = next((each for each in self.saves if each.step == step and each.state is None), None)
+        made = replica.save(None if save is None else save.folder)
+        if save is not None:
+            save.saved[replica.number] = position, made
 
     @property
     def events(self) -> list[Sequence[Pending]]:
         """Results that something waits for: those of each sequence together."""
         found = [part for each in self.replicas for part in each.events]
+        found += [part for save in self.saves for part in save.events]
         found += [part for each in self._workers for part in each.events]
         return [each for each in found if each]
+
+    @property
+    def running_calls(self) -> list[Pending]:
+        """Calls of replicas that run, and rows on their way to the store."""
+        return [each for replica in self.replicas for each in (*replica.asked, *replica.collecting.values())]
 
     @property
     def is_replacing(self) -> bool:
@@ -141,7 +229,7 @@ class Flight:
     @property
     def lag(self) -> int:
         """Publishes that the replica with the oldest weights has not received."""
-        return self.newest - min((each.version for each in self.replicas if each.version >= 0), default=0)
+        return self.newest - min(each.received for each in self.replicas if each not in self._gone)
 
     @property
     def unfinished(self) -> list[GroupInFlight]:
@@ -164,6 +252,7 @@ class Flight:
                 if died.place not in replica.places:
                     raise
                 self._lost(replica, died)
+        self.saves = [each for each in self.saves if not each.is_written]
         for worker in self._workers:
             try:
                 for group, made in worker.hear(self._how.deadline_s).items():
@@ -180,12 +269,19 @@ class Flight:
         return [self.groups[group] for group in ready]
 
     def _hear(self, replica: SamplerReplica) -> None:
+        for save in self.saves:
+            save.hear(replica.number, self._how.deadline_s)
         for call, advanced in replica.hear():
             begun = [self.groups[each] for each in advanced.complete if each in self.groups]
-            replica.collect([each.id for each in begun if each.replica is replica and each.call <= call])
+            self._collect(replica, [each for each in begun if each.replica is replica and each.call <= call])
         for group, rows in replica.collected():
             if group in self.groups and replica.name in self.table.holders(group):
                 self.table.done(GENERATE, group, rows)
+
+    def _collect(self, replica: SamplerReplica, groups: Sequence[GroupInFlight]) -> None:
+        replica.collect([each.id for each in groups])
+        for group in groups:
+            self._note_rows(group)
 
     def _lost(self, replica: SamplerReplica, died: RankDied) -> None:
         """Give back the groups of a replica that died, and have it replaced.
@@ -194,6 +290,8 @@ class Flight:
             RankDied: it may not be replaced again; the error is its first death in a row.
         """
         replica.lose(died)
+        for save in self.saves:
+            save.lose(replica.number)
         what = str(died).splitlines()[0]
         for group in [each for each in self.unfinished if each.replica is replica]:
             if replica.name in self.table.holders(group.id):
@@ -219,6 +317,8 @@ class Flight:
             lost.asked.clear()
             lost.collecting.clear()
             lost.arriving = ()
+            for save in self.saves:
+                save.leave_out(lost.number)
         else:
             alike = [each for each in self._workers if each.stage == lost.stage]
             lost.forget()
@@ -265,7 +365,13 @@ class Flight:
     def begin(self, replica: SamplerReplica) -> GroupInFlight:
         """Begin the oldest group that waits."""
         (group,) = self.table.take(GENERATE, 1, replica.name)
-        begun = GroupInFlight(id=group, version=replica.version, replica=replica, call=replica.next_call)
+        begun = GroupInFlight(
+            id=group,
+            version=replica.version,
+            replica=replica,
+            call=replica.next_call,
+            begun=self.decisions.position,
+        )
         self.groups[group] = begun
         replica.begin(self.table.prompt(group))
         self.decisions.note("begin", replica.number, group)
@@ -277,8 +383,8 @@ class Flight:
         holders = self.table.holders(group.id)
         if group.replica.name in holders:
             group.replica.give_up(group.id)
-        for worker in self._workers:
-            if worker.name in holders and (worker.name, group.id) not in self._unscored:
+        for number, worker in enumerate(self._workers):
+            if worker.name in holders and (number, group.id) not in self._unscored:
                 worker.give_up(group.id)
         del self.groups[group.id]
         self.complete.pop(group.id, None)
@@ -299,7 +405,7 @@ class Flight:
     def _receive(self, replica: SamplerReplica, version: int) -> None:
         self.decisions.note("receive", replica.number, version)
         replica.receive(self._parcels[version], version)
-        oldest = min(each.version for each in self.replicas)
+        oldest = min(each.version for each in self.replicas if each not in self._gone)
         least = self.newest if self.decisions.head is None else min(oldest + 1, self.newest)
         self._parcels = {number: each for number, each in self._parcels.items() if number >= least}
 
@@ -318,57 +424,12 @@ class Flight:
             worker.ask()
 
     def _compute(self, number: int, groups: Sequence[GroupId]) -> None:
-        """Have a worker compute groups; a repeat leaves out groups that it lost afterwards."""
-        worker, lost = self._workers[number], self.decisions.lost(number)
+        """Have a worker compute groups."""
         self.decisions.note("run", number, [list(each) for each in groups])
-        self._unscored |= {(worker.name, each) for each in groups if each in lost}
-        rows = {each: self.table.result(GENERATE, each) for each in groups if each not in lost}
-        if rows:
-            worker.begin(rows)
+        self._begin_stage(number, groups)
 
-    def repeat(self) -> None:
-        """Repeat the decisions of a run as far as their results are there."""
-        while head := self.decisions.head:
-            name, *given = head
-            if name == "draw":
-                self.draw(given[0])
-            elif name == "begin":
-                self.begin(self.replicas[given[0]])
-            elif name == "again":
-                self.again(self.groups[given[0][0], given[0][1]], given[1])
-            elif name == "call":
-                self.replicas[given[0]].passes = given[1]
-                self.call(self.replicas[given[0]])
-            elif name == "receive" and self.replicas[given[0]].version == given[1]:
-                self.decisions.note(*head)  # a new process received it again
-            elif name == "receive" and given[1] in self._parcels and not self.replicas[given[0]].arriving:
-                self._receive(self.replicas[given[0]], given[1])
-            elif name == "run" and self._may_compute(*given):
-                worker, groups = self._workers[given[0]], [(epoch, prompt) for epoch, prompt in given[1]]
-                self._compute(given[0], self.table.take(worker.stage, len(groups), worker.name, groups))
-            elif name == "gone":
-                recovery = self._holders[given[0]].recovery
-                recovery.failed = RankDied(f"{recovery.places[0]} was left out, as in the run")
-                self._leave_out(given[0])
-            elif name == "lost" and self._may_lose(*given):
-                self._unscored -= {(self._workers[given[0]].name, (*each,)) for each in given[1]}
-                self.table.died(self._workers[given[0]].name)
-                self.decisions.note(*head)
-            else:
-                break
-        for worker in self._workers:
-            worker.ask()
-
-    def _may_compute(self, number: int, groups: Sequence[Sequence[int]]) -> bool:
-        """Return whether a worker can take groups now."""
-        worker = self._workers[number]
-        ready = self.table.ready(worker.stage)
-        return worker.room > 0 and all((epoch, prompt) in ready for epoch, prompt in groups)
-
-    def _may_lose(self, number: int, groups: Sequence[Sequence[int]]) -> bool:
-        """Return whether a worker has no other groups than those that it lost."""
-        held = {each for each in self.table.left if self._workers[number].name in self.table.holders(each)}
-        return held == {(epoch, prompt) for epoch, prompt in groups}
+    def _begin_stage(self, number: int, groups: Sequence[GroupId]) -> None:
+        self._workers[number].begin({each: self.table.result(GENERATE, each) for each in groups})
 
     def taken(self, groups: Sequence[GroupInFlight]) -> None:
         """Forget groups that a step has taken."""

@@ -123,6 +123,17 @@ class GroupTable:
         number = self._numbers[group]
         return {by for (_, held), (_, by) in self._leases.items() if held == number}
 
+    def has(self, stage: str, group: GroupId) -> bool:
+        """Return whether a group is done for a stage."""
+        return (stage, self._numbers.get(group, -1)) in self._cells
+
+    def held_by(self, holder: str) -> list[GroupId]:
+        """Return the groups that a holder has taken for a stage and is not done with, oldest first."""
+        return [
+            self._groups[number]
+            for number in sorted(n for (_, n), (_, by) in self._leases.items() if by == holder)
+        ]
+
     def result(self, stage: str, group: GroupId) -> Pending:
         """Return the result that holds a group's rows of a stage."""
         return self._cells[stage, self._numbers[group]]

@@ -35,18 +35,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rillflow.controller.cadence import Cadence
+from rillflow.controller.cadence import Cadence, is_due
 from rillflow.controller.checkpoint import (
     AHEAD,
     COLLECTED,
     begin_saving,
     save_checkpoint,
-    updates_of,
     written,
 )
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.interrupt import Interruption, RunStage, stopped
 from rillflow.controller.open_step import OpenStep, Phase, Save, Standing
+from rillflow.controller.saved_flight import FLIGHT
 from rillflow.errors import Interrupted, RillflowError
 from rillflow.records.metrics import Mean, Metric, Metrics
 from rillflow.runs.durable import write_error
@@ -57,8 +57,6 @@ from rillflow.runs.run_directory import RunDirectory
 from rillflow.workers.backend import RankDied
 from rillflow.workers.pending import Pending, wait_for
 
-CHECKPOINT_SHARE = 0.02
-"""Largest share of a run's time spent on checkpoints due by the clock."""
 RESCUE_S = 600.0
 """Longest wait, in seconds, for each stage of a checkpoint after an error: a rank may have died."""
 
@@ -122,9 +120,9 @@ class Loop:
         self._saved_step = self._place.step
         opened = deque[OpenStep]()
         with self._rescued(phase, opened):
-            if start in (0, phase.steps) or _due(start, self._cadence.evaluate_every):
+            if start in (0, phase.steps) or is_due(start, self._cadence.evaluate_every):
                 self._evaluate(phase, self._place.step)
-            phase.source.begin(partial(self._close_done, phase, opened))
+            phase.source.begin(partial(self._close_done, phase, opened), self._place.step)
             for done in range(start + 1, phase.steps + 1):
                 self._close_until(phase, opened, phase.freshness)
                 if not opened:
@@ -199,7 +197,9 @@ class Loop:
         why += f" did not end within {self._interruption.stop_s:g} s (run.stop_s) and was abandoned"
         try:
             phase.executor.mend(phase.kept, wait_s)
-            is_unchanged = self._updates(phase, wait_s) == self._place.updates
+            for save in self._saves:
+                save.forget_flight()
+            is_unchanged = phase.updates(wait_s) == self._place.updates
             self._settle(phase, RESCUE_S, wait=True)
             begun = next((save for save in self._saves if save.step == last), None)
             if last > self._saved_step and (begun or is_unchanged):
@@ -223,6 +223,7 @@ class Loop:
         """
         wait_s = min(RESCUE_S, self._deadline_s)
         phase.executor.mend(phase.trained, wait_s)
+        self._saves = deque(each for each in self._saves if each.flight is None or each.flight.is_written)
         self._settle(phase, wait_s, wait=True)
         self._discard()
         may_save = bool(cut) or self._is_unsaved(phase)
@@ -230,7 +231,7 @@ class Loop:
             if not self._salvaged(phase, step, wait_s):
                 break
         is_unsaved = may_save and self._place.step > self._saved_step
-        if is_unsaved and self._updates(phase, wait_s) == self._place.updates:
+        if is_unsaved and phase.updates(wait_s) == self._place.updates:
             self._keep_written(wait_s)
             save = self._begin_saving(phase, self._place.step, self._place.rows)
             self._checkpoint(phase, wait_s, save, wait=True)
@@ -257,16 +258,16 @@ class Loop:
 
     def _open(self, phase: Phase, done: int) -> OpenStep:
         """Submit a step; at k > 0 also begin its checkpoint if one, or an evaluation, is due after it."""
-        is_recorded = _due(phase.first + done, self._cadence.rollouts_every)
+        is_recorded = is_due(phase.first + done, self._cadence.rollouts_every)
         share = self._cadence.rollouts_share if is_recorded else 0.0
         with self._interruption.abandonable():
             step = OpenStep(phase, done, self._run, self._deadline_s, share)
         for save in (each for each in self._saves if all(asked.is_ready for asked in each.asked)):
             self._ask(phase, save, wait=False)
-        looked_at = phase.evaluated and _due(done, self._cadence.evaluate_every)
+        looked_at = phase.evaluated and is_due(done, self._cadence.evaluate_every)
         is_last = step.number == self._interruption.last
         if phase.freshness and (done == phase.steps or looked_at or is_last or self._is_due(done)):
-            step.saving = self._begin_saving(phase, step.number, phase.flow.rows)
+            step.saving = self._begin_saving(phase, step.number, phase.flow.rows, is_ahead=True)
         return step
 
     def _close(self, phase: Phase, opened: deque[OpenStep]) -> None:
@@ -293,7 +294,7 @@ class Loop:
         while step.parcels:
             phase.source.deliver(step.parcels.popleft())
         self._settle(phase, self._deadline_s, wait=False)
-        if last or (not step.is_last and _due(step.done, self._cadence.evaluate_every)):
+        if last or (not step.is_last and is_due(step.done, self._cadence.evaluate_every)):
             reward = self._evaluate(phase, step.number)
         best, self._best_reward = reward > self._best_reward, max(self._best_reward, reward)
         ends = step.is_last or step.number == self._interruption.last
@@ -323,7 +324,7 @@ class Loop:
         if newest.number < self._total_steps and not any(each.is_last for each in every):
             newest.is_last = True
             if phase.freshness and newest.saving is None:
-                newest.saving = self._begin_saving(phase, newest.number, phase.flow.rows)
+                newest.saving = self._begin_saving(phase, newest.number, phase.flow.rows, is_ahead=True)
 
     def _finish(self, phase: Phase, step: OpenStep) -> Metrics:
         """Wait for a step and record it."""
@@ -357,7 +358,7 @@ class Loop:
         self._written(self._deadline_s)  # frees the memory of its rows
         try:
             with self._interruption.abandonable():
-                phase.source.settle()
+                phase.source.settle(step)
                 every = self._evaluator(phase.executor)
         except KeyboardInterrupt:
             self._left = f"the evaluation after step {step}"
@@ -373,28 +374,19 @@ class Loop:
 
     def _is_due(self, done: int) -> bool:
         """Return whether a checkpoint is due, by steps or by the clock."""
-        pause_s = max(self._cadence.checkpoint_s, self._saving_s / CHECKPOINT_SHARE)
-        late = self._cadence.checkpoint_s > 0 and self._clock() - self._saved_at >= pause_s
-        return late or _due(done, self._cadence.checkpoint_every)
+        since_s = self._clock() - self._saved_at
+        return self._cadence.wants_checkpoint(done, since_s=since_s, last_took_s=self._saving_s)
 
     def _here(self, phase: Phase, done: int) -> Standing:
         """Return the state of the run where a phase begins or resumes."""
         state = {**phase.state(done), "version": self.version}
-        updates = self._updates(phase, self._deadline_s)
+        updates = phase.updates(self._deadline_s)
         return Standing(step=phase.first + done, state=state, updates=updates, rows=dict(phase.flow.rows))
 
-    def _updates(self, phase: Phase, wait_s: float) -> dict[str, int]:
-        """Return how often the weights of every kept role have changed; -1 if its ranks differ."""
-        executor, found = phase.executor, dict[str, int]()
-        ranks = {role: range(len(executor.groups[role].places)) for role in phase.kept}
-        asked = {role: [executor.on_rank(role, rank, updates_of) for rank in ranks[role]] for role in ranks}
-        for role, every in asked.items():
-            first, *others = {each.read(wait_s) for each in every}
-            found[role] = -1 if others else first
-        return found
-
-    def _begin_saving(self, phase: Phase, step: int, rows: Mapping[str, Pending]) -> Save:
-        """Have the ranks write their training state and the collected rows before any later call."""
+    def _begin_saving(
+        self, phase: Phase, step: int, rows: Mapping[str, Pending], *, is_ahead: bool = False
+    ) -> Save:
+        """Have the ranks write their state and collected rows, and the source its groups in flight."""
         folder = self._run.checkpoints.absolute() / f".step-{step:06d}.begun"
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -407,7 +399,8 @@ class Loop:
         for name, each in rows.items():
             file = str(folder / COLLECTED / f"{name}.safetensors")
             begun.append(phase.executor.apply(write_rows, file, each, place=each.places[0]))
-        save = Save(step=step, folder=folder, begun=begun)
+        flight = phase.source.begin_saving(folder / AHEAD) if is_ahead else None
+        save = Save(step=step, folder=folder, begun=begun, flight=flight)
         self._saves.append(save)
         self._ask(phase, save, wait=False)
         self._saved_at = self._clock()
@@ -448,16 +441,22 @@ class Loop:
             name = str(save.folder / AHEAD / f"step-{each.number:06d}")
             wait_for(phase.source.save_sampled(each.journal.stages, name), wait_s)
         save.state = self._place.state
-        self._settle(phase, wait_s, wait=wait)
+        self._settle(phase, wait_s, wait=wait, must=True)
         self._saved_at = self._clock()
         self._saving_s = self._saved_at - began
         return self._run.checkpoints / f"step-{save.step:06d}"
 
-    def _settle(self, phase: Phase, wait_s: float, *, wait: bool) -> None:
-        """Complete the checkpoints of closed steps once all ranks have written their files."""
+    def _settle(self, phase: Phase, wait_s: float, *, wait: bool, must: bool = False) -> None:
+        """Complete written checkpoints of closed steps; leave out others if none ``must`` be there."""
         while self._saves and self._saves[0].state is not None:
             save = self._saves.popleft()
             try:
+                if save.flight is not None and wait:
+                    if not phase.source.finish_saving(save.flight, must=must):
+                        continue
+                elif save.flight is not None and not save.flight.is_written:
+                    self._saves.appendleft(save)
+                    return
                 if wait:
                     self._ask(phase, save, wait=True)
                 is_told = wait or all(each.is_ready for each in save.asked)
@@ -484,16 +483,12 @@ class Loop:
             return files
 
         assert save.state is not None  # its step is closed
+        flight = {} if save.flight is None else {FLIGHT: save.flight.finish(self._deadline_s)}
         self._run.require_lock()
         self._run.evidence.flush()  # a resume from this checkpoint goes on after these lines
         kept, best = self._cadence.keep_checkpoints, best_checkpoint(self._run.path)
         spared = None if best is None else best.step
-        save_checkpoint(
-            self._run.checkpoints, save.step, write, save.state, kept, run=self._run.id, spare=spared
-        )
+        state = {**save.state, **flight}
+        save_checkpoint(self._run.checkpoints, save.step, write, state, kept, run=self._run.id, spare=spared)
         self._run.evidence.of_checkpoint(save.step)
         self._saved_step = save.step
-
-
-def _due(done: int, every: int) -> bool:
-    return every > 0 and done % every == 0

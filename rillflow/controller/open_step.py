@@ -10,6 +10,7 @@ of later steps, however many steps are open.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rillflow.controller.checkpoint import updates_of
+from rillflow.controller.checkpoint import AHEAD, updates_of
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow, Journal, Supply
+from rillflow.controller.saved_flight import FlightSave
 from rillflow.controller.source import DataStream, Source
 from rillflow.controller.telemetry import asked
 from rillflow.graph.graph import CONTROLLER
@@ -74,6 +76,20 @@ class Phase:
         """Roles that checkpoints hold."""
         return (*self.trained, *self.moving)
 
+    def updates(self, wait_s: float) -> dict[str, int]:
+        """Return how often the weights of every kept role have changed; -1 if its ranks differ.
+
+        Args:
+            wait_s: longest wait for each rank, which first finishes its submitted calls.
+        """
+        executor, found = self.executor, dict[str, int]()
+        ranks = {role: range(len(executor.groups[role].places)) for role in self.kept}
+        asked = {role: [executor.on_rank(role, rank, updates_of) for rank in ranks[role]] for role in ranks}
+        for role, every in asked.items():
+            first, *others = {each.read(wait_s) for each in every}
+            found[role] = -1 if others else first
+        return found
+
     def state(self, done: int) -> dict[str, Any]:
         """Return the positions in the phase and its data after ``done`` steps, and remembered numbers."""
         beside = dict(self.beside.state()) if self.beside is not None else None
@@ -105,10 +121,19 @@ class Save:
     """Folder that the ranks write to."""
     begun: list[Pending]
     """Results that are ready when the ranks have copied their state and may train on."""
+    flight: FlightSave | None = None
+    """Groups in flight that are being written; None if there are none to keep."""
     state: Mapping[str, Any] | None = None
     """State that the controller resumes from; None until the step is closed."""
     asked: list[Pending] = field(default_factory=list)
     """Latest results of asking every kept role whether its files are written."""
+
+    def forget_flight(self) -> None:
+        """Keep no groups in flight if they are not written: nothing writes them any more."""
+        if self.flight is not None and not self.flight.is_written:
+            self.flight = None
+            shutil.rmtree(self.folder / AHEAD, ignore_errors=True)
+            (self.folder / AHEAD).mkdir()
 
 
 class OpenStep:

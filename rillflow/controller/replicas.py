@@ -15,8 +15,9 @@ produces      complete groups, and their rows as references
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.source import GroupSampling, add_work, collected_each
@@ -55,6 +56,8 @@ class SamplerReplica:
     """Its ranks, and their replacement."""
     version: int = 0
     """Number of publishes of the phase that the replica has after its submitted calls."""
+    received: int = 0
+    """The version that it received last, also by a process that has died."""
     rows: int = 0
     """Rows that have begun on the replica and are not reported as ended."""
     passes: int = 8
@@ -75,6 +78,10 @@ class SamplerReplica:
     """Rows of complete groups, on their way to the store."""
     worked: list[Facts] = field(default_factory=list)
     """Times when the replica ran rows since the last step was formed."""
+    is_recalled: bool = False
+    """Whether its calls are not made again: a resumed run has the rows that came of them."""
+    restored: Mapping[GroupId, int] = field(default_factory=dict)
+    """Groups that it has from a checkpoint, each with the number of its running rows."""
 
     @property
     def name(self) -> str:
@@ -131,10 +138,40 @@ class SamplerReplica:
 
     def call(self) -> None:
         """Submit a call."""
+        if self.is_recalled:
+            self.heard += 1
+            self.begun, self.given_up = [], []
+            return
         prompts = concatenate(self.begun) if self.begun else None
         how = (prompts, self.given_up, self.passes, self.how.samples, self.how.sampling)
         self.asked.append(self.executor.on_ranks(SAMPLER, self.ranks, Sampler.advance, *how))
         self.begun, self.given_up = [], []
+
+    def save(self, folder: Path | None) -> list[Pending]:
+        """Have its rows written into a checkpoint's folder, if one is given, and go on from their tokens."""
+        first, *others = self.ranks
+        made = [self.executor.on_rank(SAMPLER, first, Sampler.save, folder, self._file)]
+        return [*made, *(self.executor.on_rank(SAMPLER, rank, Sampler.save, None, "") for rank in others)]
+
+    def restore(self, folder: Path) -> None:
+        """Have it take over the rows of a checkpoint's folder."""
+        how = (folder, self._file, self.how.samples, self.how.sampling)
+        self.restored = self.executor.on_ranks(SAMPLER, self.ranks, Sampler.restore, *how).read(
+            self.how.deadline_s
+        )
+
+    @property
+    def _file(self) -> str:
+        return f"replica-{self.number:03d}"
+
+    def go_on(self, *, keeps_rows: bool) -> None:
+        """Make its calls again from here on, with the rows of the checkpoint or without."""
+        self.is_recalled = False
+        self.rows = len(self.begun) * self.how.samples
+        if keeps_rows:
+            self.rows += sum(self.restored.values())
+        else:
+            self.begun, self.given_up = [], [*self.restored]
 
     def hear(self) -> Iterator[tuple[int, Advanced]]:
         """Yield the number and the result of each call that has finished; end transfers that have arrived.
@@ -194,8 +231,9 @@ class SamplerReplica:
         self.heard += len(self.asked)
         self.asked.clear()
         self.rows, self.turnover, self.version, self.arriving = 0, 0, -1, ()
-        self.begun, self.given_up = [], []
+        self.begun, self.given_up, self.restored, self.is_recalled = [], [], {}, False
 
     def receive(self, parcel: PackedWeights, version: int) -> None:
         """Receive a version between two calls."""
-        self.arriving, self.version = self.sync.install(parcel, self.ranks), version
+        self.arriving = self.sync.install(parcel, self.ranks)
+        self.version = self.received = version

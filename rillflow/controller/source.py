@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.flow import StageResult
+from rillflow.controller.saved_flight import FlightSave
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.graph.handle import Options
 from rillflow.records.batch import Batch
@@ -64,6 +65,8 @@ class GroupSampling:
     """Replacements of a replica in a row, without a complete group in between."""
     restart: Callable[[Sequence[int]], Iterator[Any]] | None = None
     """Replaces ranks of the sampler, step by step; each step is ready when ``is_ready`` is True."""
+    may_save: bool = True
+    """Whether a row can go on in another process: the row of an agent cannot."""
     say: Callable[[str], None] = lambda _: None
     """Shows the user a line."""
 
@@ -165,13 +168,14 @@ class Source:
         """Metrics about the data that every step reports."""
         return self._stream.metrics
 
-    def begin(self, close: Callable[[], Sequence[Pending] | None]) -> None:
-        """Begin the phase.
+    def begin(self, close: Callable[[], Sequence[Pending] | None], after: int) -> None:
+        """Begin the phase, or go on with it; an evaluation of the weights that it begins with is over.
 
         Args:
             close: delivers a version or closes a step, if one is ready, and returns None; else it returns the
                 results that the next one waits for. A source whose rows run between steps calls it whenever
                 it waits.
+            after: steps of the run before the next one.
         """
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -234,12 +238,29 @@ class Source:
         self._sync.arrived(arriving)
         return self._sync.moved()
 
-    def settle(self) -> None:
-        """Wait until the sampler has the version that was delivered last."""
+    def settle(self, step: int) -> None:
+        """Wait until the sampler has the version that was delivered last, to evaluate after a step."""
 
     def position(self) -> Mapping[str, Any]:
         """Return the position in the data, for a checkpoint."""
         return dict(self._stream.state())
+
+    def begin_saving(self, folder: Path) -> FlightSave | None:  # noqa: ARG002
+        """Begin to write the groups in flight after the newest step; None if it keeps none.
+
+        Args:
+            folder: folder of a checkpoint that begins with the step.
+        """
+        return None
+
+    def finish_saving(self, save: FlightSave, *, must: bool) -> bool:  # noqa: ARG002
+        """Run rows until groups in flight are written; return whether they are.
+
+        Args:
+            save: what ``begin_saving`` returned.
+            must: whether to write without running rows if running them does not lead there.
+        """
+        return True
 
     def save_sampled(self, stages: Sequence[StageResult], name: str) -> list[Pending]:
         """Write the sampler's results of a later step, in order, to files whose names begin with ``name``."""

@@ -138,6 +138,31 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> Batch:
     )
 
 
+def rollouts_of(batch: Batch) -> list[Rollout]:
+    """Return the rollouts that ``rollout_batch`` made a batch of."""
+    names = ("tokens", "loss_mask", "sampler_logprobs", "versions")
+    fields = [[tuple(each) for each in batch.ragged(name).lists()] for name in names]
+    lengths, texts = batch.ragged("tokens").lengths, batch.ragged("columns").to_text()
+    routes: Sequence[Tensor | None] = [None] * len(batch)
+    if "routes" in batch.fields:
+        routes = torch.split(batch.ragged("routes").values, lengths.tolist())
+    return [
+        Rollout(
+            row=row,
+            tokens=tokens,
+            loss_mask=mask,
+            logprobs=logprobs,
+            versions=versions,
+            finish=Finish(finish),
+            columns=text,
+            routes=experts,
+        )
+        for row, tokens, mask, logprobs, versions, finish, text, experts in zip(
+            batch.row_ids(), *fields, batch.dense("finish").tolist(), texts, routes, strict=True
+        )
+    ]
+
+
 def completions(batch: Batch) -> Ragged:
     """Return only the sampled tokens, as a ragged field [B]."""
     return batch.ragged("tokens").where(batch.ragged("loss_mask"))

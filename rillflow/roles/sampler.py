@@ -8,17 +8,19 @@ An algorithm calls its endpoints through the policy. It runs on the trainer's ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Self
 
 import torch
 
 from rillflow.models.language_model import LanguageModel
-from rillflow.records.batch import Batch
+from rillflow.records.batch import Batch, batch_bytes, load_batch
 from rillflow.records.metrics import Max, Metric, Sum, mean_of
-from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
+from rillflow.records.rollout import Finish, Rollout, rollout_batch, rollouts_of, starts
 from rillflow.records.row import RowId
 from rillflow.rewards.function import parse_function
 from rillflow.roles.logprob_check import canary_texts, check_canary
@@ -27,6 +29,7 @@ from rillflow.roles.setting import RoleSetting
 from rillflow.rollout.config import SERVICE, RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Engine, Stops, engine_class, server_python
 from rillflow.rollout.native.engine import NativeEngine
+from rillflow.runs.durable import write_flushed, writing
 from rillflow.tasks.encoded import Encoder
 from rillflow.workers.collectives import Stranded
 from rillflow.workers.endpoint import endpoint
@@ -34,6 +37,8 @@ from rillflow.workers.transfer import SPLIT_ALL
 
 ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish", "columns", "limits")
 """Fields that ``records.rollout.rollout_batch`` makes, and the most tokens that a row could have sampled."""
+RUNNING, ENDED = "running", "ended"
+"""Files of a sampler's rows in a checkpoint."""
 GREEDY_SAMPLE = -1
 """Sample number in the row ids of greedy answers, which are not samples of their prompt."""
 
@@ -160,15 +165,8 @@ class Sampler:
         Rows that already run are set aside meanwhile and keep their tokens.
         """
         self._turn()
-        aside = [
-            (self.engine.abort(row), group.sampling)
-            for group in self._running.values()
-            for row in sorted(group.left)
-        ]
-        rollouts = self._limited(self.engine.generate(prompts, samples, sampling), sampling)
-        for rollout, how in aside:
-            self.engine.add(rollout, how)
-        return rollouts
+        with self._aside():
+            return self._limited(self.engine.generate(prompts, samples, sampling), sampling)
 
     @endpoint(SPLIT_ALL, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS)
     def greedy(self, prompts: Batch) -> Batch:
@@ -243,6 +241,53 @@ class Sampler:
                     running.left.clear()
         wasted = sum(sum(row.loss_mask) for row in out)
         return Advanced(complete=complete, ended=ended, passes=made, wasted=wasted)
+
+    def save(self, folder: Path | None, name: str) -> None:
+        """Write all rows into a folder, then let them go on from their tokens, as ``restore`` does.
+
+        Keys and values are computed again, so the rows go on with the same bits as restored ones.
+
+        Args:
+            folder: the folder; None writes nothing.
+            name: beginning of the files' names.
+
+        Raises:
+            RunDirectoryError: the disk fails.
+        """
+        with self._aside() as running:
+            ended = [row for group in self._running.values() for row in group.ended]
+            if folder is not None:
+                for kind, rows in ((RUNNING, running), (ENDED, ended)):
+                    path = folder / f"{name}-{kind}.safetensors"
+                    with writing(path):
+                        write_flushed(path, [batch_bytes(rollout_batch(rows))])
+
+    def restore(
+        self, folder: Path, name: str, samples: int, sampling: SamplingConfig | None
+    ) -> Mapping[GroupId, int]:
+        """Take over the rows that ``save`` wrote; return the number of running rows of each group."""
+        self._turn()
+        running, ended = (
+            rollouts_of(load_batch(folder / f"{name}-{kind}.safetensors")) for kind in (RUNNING, ENDED)
+        )
+        for row in [*running, *ended]:
+            fresh = _Running(sampling=sampling, wanted=samples)
+            group = self._running.setdefault(row.row.group, fresh)
+            if row.finish is Finish.ABORTED:
+                group.left.add(row.row)
+                self.engine.add(row, sampling)
+            else:
+                group.ended.append(row)
+        return {group: len(each.left) for group, each in self._running.items()}
+
+    @contextmanager
+    def _aside(self) -> Iterator[list[Rollout]]:
+        """Take out the running rows meanwhile; they keep their tokens."""
+        running = [(group, row) for group in self._running.values() for row in sorted(group.left)]
+        aside = [self.engine.abort(row) for _, row in running]
+        yield aside
+        for (group, _), rollout in zip(running, aside, strict=True):
+            self.engine.add(rollout, group.sampling)
 
     def collect(self, groups: Sequence[GroupId]) -> Batch:
         """Return the rows of complete groups, ordered by group as given and by sample."""

@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from rillflow.errors import RunDirectoryError
@@ -77,12 +78,12 @@ class Evidence:
     def __init__(self, run: Path) -> None:
         self._run, self._file = run, run / layout.DIGESTS
 
-    def append(self, name: str, step: int, line: bytes, *, is_flushed: bool = False) -> None:
+    def append(self, name: str, step: int | None, line: bytes, *, is_flushed: bool = False) -> None:
         """Record a line, then append it to a file.
 
         Args:
             name: path relative to the run directory.
-            step: step of the line.
+            step: step of the line; None for a line of the whole run.
             line: the line.
             is_flushed: whether a loss of power must keep it: its entry is on the disk first.
 
@@ -145,6 +146,18 @@ class Evidence:
         kept = [each.text for each in found if each.step is None or each.step <= step]
         if len(kept) < len(found):
             durable.replace(self._file, kept)
+
+    def keep_lines(self, name: str, count: int | None = None) -> None:
+        """Keep the first ``count`` lines of a file, and none after one that is damaged or has no entry."""
+        lines, found = read_lines(self._run / name).lines, entries(self._run)
+        own = [each for each in found if each.file == name]
+        pairs = zip(lines, own, strict=False)
+        whole = [*takewhile(lambda pair: digest(pair[0].text) == pair[1].digest, pairs)][:count]
+        dropped = {id(each) for each in own[len(whole) :]}
+        if dropped:
+            durable.replace(self._file, [each.text for each in found if id(each) not in dropped])
+        if len(lines) > len(whole):
+            durable.replace(self._run / name, [line.text for line, _ in whole])
 
     def mend(self) -> None:
         """Drop a last entry whose write did not happen; create missing entries from the current files."""

@@ -48,7 +48,9 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 FINISHED = "finished.json"
 PLAN = "plan.toml"
-LINE_FILES = (METRICS, SPANS, EVALUATIONS, SKIPS, GIVEN_UP, DECISIONS)
+STEP_FILES = (METRICS, SPANS, EVALUATIONS, SKIPS, GIVEN_UP)
+"""Files whose lines belong to a step."""
+LINE_FILES = (*STEP_FILES, DECISIONS)
 
 _ROLLOUT_FILE = re.compile(r"step-(\d{6,})(?:\.jsonl|-(\d{4,})-of-(\d{4,})\.safetensors)")
 

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from rillflow.errors import RunDirectoryError
 from rillflow.records.metrics import Histogram, LargestShare, Max, Mean, Metric, Metrics, Min, Sum, Variance
@@ -153,9 +154,24 @@ class RunDirectory(ExitStack):
         """Append one group (epoch, prompt) that was sampled and not trained to given_up.jsonl."""
         self._append(layout.GIVEN_UP, step=step, time_s=self._time_s, group=list(group), reason=reason)
 
-    def log_decisions(self, step: int, events: Sequence[JSON]) -> None:
-        """Append the decisions of the sampler's controller that formed a step to decisions.jsonl."""
-        self._append(layout.DECISIONS, step=step, events=list(events))
+    def log_decisions(self, events: Sequence[JSON]) -> None:
+        """Append decisions of the sampler's controller to decisions.jsonl."""
+        self.require_lock()
+        self.evidence.append(layout.DECISIONS, None, encode({"events": list(events)}))
+
+    def cut_decisions(self, count: int) -> None:
+        """Drop all decisions of the sampler's controller but the first ``count``."""
+        self.require_lock()
+        kept, rest = 0, list[JSON]()
+        for line in read_lines(self.path / layout.DECISIONS).lines:
+            events: Any = line.data.get("events", [])
+            if len(events) > count:
+                rest = events[:count]
+                break
+            kept, count = kept + 1, count - len(events)
+        self.evidence.keep_lines(layout.DECISIONS, kept)
+        if rest:
+            self.log_decisions(rest)
 
     def keep_bundle(self, step: int) -> None:
         """Rename the draft of a step's bundle to its final name, if the disk had room for the draft."""
@@ -189,11 +205,12 @@ class RunDirectory(ExitStack):
     def rewind(self, step: int) -> None:
         """Drop the records of steps after ``step``, to resume from the checkpoint of ``step``.
 
-        Each file is replaced atomically; after a crash, calling it again completes the work.
+        Each file is replaced atomically; after a crash, calling it again completes the work. Decisions stay,
+        because a resumed run repeats them.
         """
         self._require_open()
         self.evidence.rewind(step)
-        for name in layout.LINE_FILES:
+        for name in layout.STEP_FILES:
             file = self.path / name
             lines = read_lines(file).lines
             kept = [line.text for line in lines if decode(_Step, line).step <= step]
@@ -203,6 +220,7 @@ class RunDirectory(ExitStack):
             for file in files if written > step else ():
                 with durable.writing(file):
                     file.unlink()
+        self.evidence.keep_lines(layout.DECISIONS)
         self._set_clock()
 
     def _release(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rillflow.cli.main import main
-from rillflow.controller import loop
+from rillflow.controller import cadence, loop
 from rillflow.controller.open_step import OpenStep, Phase
 from rillflow.errors import ModelError
 from rillflow.roles import saving
@@ -229,7 +229,7 @@ def test_checkpoints_come_by_the_clock_and_the_best_one_stays(
 
     monkeypatch.setattr(loop.Loop, "_evaluate", told)
     often = ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=1", "evaluate.every=1")
-    monkeypatch.setattr(loop, "CHECKPOINT_SHARE", 1e9)
+    monkeypatch.setattr(cadence, "CHECKPOINT_SHARE", 1e9)
     assert tiny.run("run", *often) == 0
     assert tiny.steps_kept("run") == [2, 6]
     assert best_step(tiny.folder / "run") == 2

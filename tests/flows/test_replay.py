@@ -350,7 +350,7 @@ def test_a_decision_that_cannot_be_repeated_is_named(tiny: Tiny, capsys: pytest.
     assert tiny.run("run") == 0
     file = tiny.folder / "run" / "decisions.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    begun = next(event for event in lines[0]["events"] if event[0] == "begin")
+    begun = next(event for line in lines for event in line["events"] if event[0] == "begin")
     group, begun[2] = begun[2], [7, 7]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     capsys.readouterr()

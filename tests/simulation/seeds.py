@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
 from signal import SIGTERM
+from typing import Any
 
+from rillflow.controller.decisions import Event, decisions_of
 from rillflow.errors import Interrupted, RillflowError, Signalled
 from tests.simulation.backend import HEALTH_S, SimulatedBackend
 from tests.simulation.disk import FakeDisk
-from tests.simulation.oracle import Result, differences, lost_steps, problems, result
+from tests.simulation.oracle import Result, differences, lines_of, lost_steps, measured, problems, result
 from tests.simulation.timeline import DriverKilled, Timeline
 from tests.simulation.world import DEADLINE_S, Scenario, World
 
@@ -63,6 +65,10 @@ class Outcome:
     starts: list[Start] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """Empty for a correct run."""
+    left: list[str] = field(default_factory=list)
+    """Why starts did not repeat the decisions of the start before."""
+    is_replayed: bool = False
+    """Whether its decisions were replayed without faults, with equal bits."""
     is_compared: bool = False
     """Whether its bits were compared with those of an undisturbed run."""
 
@@ -144,6 +150,7 @@ class Play:
         """Whether the run has finished, or something is wrong."""
         self._disk, self._chance = FakeDisk(at), chance
         self._is_fresher, self._is_excused = False, False
+        self._shown: dict[int, Mapping[str, Any]] = {}
 
     def start(self, plan: Sequence[tuple[int, str]]) -> None:
         """Start the run once more, with faults at some events; note an end that no fault explains."""
@@ -157,6 +164,12 @@ class Play:
             with self._disk.watched(timeline):
                 world.backend.drain(self._chance.choice([0, 3, 30]))
         world.backend.close()
+        if any("does not repeat all decisions" in line for line in world.said):
+            outcome.left.append(world.said[-1])
+            self._shown.clear()
+        outcome.problems += self._changed()
+        if excuses.is_power:  # the disk may forget the last decisions
+            self._shown.clear()
         self._disk.restart(self._chance, power=excuses.is_power)
         errors = max(world.attempts - 1, 0) + end.startswith(ERROR)
         outcome.starts.append(Start(trace=timeline.trace, end=end, errors=errors))
@@ -181,6 +194,30 @@ class Play:
         outcome.is_compared = not (outcome.problems or is_timed or self._is_fresher or lost_steps(run))
         if outcome.is_compared:
             outcome.problems += differences(whole, result(run))
+        if is_timed and not (outcome.problems or lost_steps(run)):
+            outcome.is_replayed = True
+            found = result(run)
+            again = replayed(outcome.scenario, decisions_of(run))
+            if self._is_excused:  # the run may have no evaluation of a saved step
+                looked = {each["step"] for each in found.evaluations}
+                again = replace(again, evaluations=[e for e in again.evaluations if e["step"] in looked])
+            outcome.problems += differences(again, found)
+
+    def _changed(self) -> list[str]:
+        """Return the steps whose metrics differ from those that an earlier start showed."""
+        now = {line["step"]: measured(line) for line in lines_of(self._disk.folder / "run", "metrics.jsonl")}
+        changed = [
+            step
+            for step, metrics in self._shown.items()
+            for name in sorted(
+                metrics.keys() & now.get(step, {}).keys()
+            )  # a saved step lacks those of dead ranks
+            if now[step][name] != metrics[name]
+        ]
+        self._shown |= now
+        if not self.outcome.scenario.is_ready_first:
+            return []
+        return [f"a start shows other metrics of step {step} than the one before" for step in changed]
 
     def _ended(self, world: World, excuses: Excuses) -> str:
         """Run one start; return how it ended."""
@@ -264,6 +301,14 @@ def undisturbed(scenario: Scenario) -> tuple[int, Result]:
         wrong = problems(at / "run", scenario)
         assert not wrong, f"an undisturbed run of {scenario}: {wrong}"
         return timeline.number, result(at / "run")
+
+
+def replayed(scenario: Scenario, events: Sequence[Event]) -> Result:
+    """Return the result of a run without faults that repeats the decisions of another one."""
+    timeline = Timeline(Random("replayed"), {}, "replayed")
+    with folder() as at:
+        World(scenario, FakeDisk(at), timeline, events).run()
+        return result(at / "run")
 
 
 @contextmanager

@@ -20,11 +20,13 @@ from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow.controller.async_rollout import LEFT, AsyncRollout
 from rillflow.controller.cadence import Cadence
 from rillflow.controller.checkpoint import Checkpoint, latest_checkpoint
+from rillflow.controller.decisions import Decisions, Event, decisions_of
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Loop
 from rillflow.controller.open_step import Phase
+from rillflow.controller.saved_flight import FLIGHT, KeptFlight, kept_flight
 from rillflow.controller.source import DataStream, GroupSampling, Source
 from rillflow.controller.step_executor import StepExecutor
 from rillflow.controller.streamed_stages import streamed_stages
@@ -129,9 +131,17 @@ class World:
         scenario: the run's settings.
         disk: the disk with the run's folder.
         timeline: clock, chance and faults of this start.
+        repeat: decisions of a run to replay from its start; None to run.
     """
 
-    def __init__(self, scenario: Scenario, disk: FakeDisk, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        disk: FakeDisk,
+        timeline: Timeline,
+        repeat: Sequence[Event] | None = None,
+    ) -> None:
+        self._repeat = repeat
         self.scenario, self.disk, self.timeline = scenario, disk, timeline
         self.backend = SimulatedBackend(timeline, DEADLINE_S)
         self.attempts = 0
@@ -141,6 +151,8 @@ class World:
         """Steps of the checkpoint that the ranks were started from last."""
         self.is_fresher = False
         """Whether a checkpoint kept no rows for later steps, although they had been sampled."""
+        self.said: list[str] = []
+        """Lines for the user."""
 
     def run(self) -> None:
         """Run the remaining steps, as ``rillflow run`` does.
@@ -200,7 +212,8 @@ class World:
         loop.version = state["version"]
         place = dict(state["stream"]) if kept else {}
         left = [(epoch, prompt) for key in (LEFT, ASIDE) for epoch, prompt in place.pop(key, [])]
-        source = self._source(executor, sync, StreamPosition(**place), left, kept)
+        flight = self._flight(run, kept, place.pop(FLIGHT, None))
+        source = self._source(executor, sync, StreamPosition(**place), left, kept, flight)
         staged = StepExecutor(executor, source)
         phase = Phase(
             name="only",
@@ -220,6 +233,23 @@ class World:
             freshness=scenario.freshness,
         )
         loop.run_phase(phase, state["done"])
+
+    def _flight(self, run: RunDirectory, kept: Checkpoint | None, state: Any) -> KeptFlight | Decisions:
+        """Return the groups in flight of the checkpoint, or only the decisions to repeat."""
+        if self._repeat is not None:
+            return Decisions(None, self._repeat)
+        events = decisions_of(run.path)
+        if kept is None or state is None:
+            return Decisions(run, events)
+        scenario = self.scenario
+        return kept_flight(
+            kept,
+            state,
+            log=run,
+            events=events,
+            replicas=scenario.replicas,
+            needs_rows=True,
+        )
 
     def _roles(self, kept: Checkpoint | None) -> tuple[GroupExecutor, WeightSync]:
         """Make the roles on their ranks."""
@@ -266,6 +296,7 @@ class World:
         position: StreamPosition,
         left: Sequence[tuple[int, int]],
         kept: Checkpoint | None,
+        flight: KeptFlight | Decisions,
     ) -> Source:
         scenario = self.scenario
         prompts = PromptStream(range(PROMPTS), seed=SEED, position=position)
@@ -279,6 +310,7 @@ class World:
             deadline_s=DEADLINE_S,
             restarts=2,
             restart=partial(self._restart, executor, sync),
+            say=self.said.append,
         )
         if scenario.oversampling > 1:
             return TailBatching(
@@ -320,7 +352,9 @@ class World:
                 most=(scenario.freshness + 1) * scenario.groups,
                 step_rows=scenario.groups * scenario.samples,
             ),
+            decisions=flight if isinstance(flight, Decisions) else flight.decisions,
             again=batch(left) if left else None,
+            kept=None if isinstance(flight, Decisions) else flight,
         )
 
     def _restart(

@@ -24,7 +24,7 @@ def recorded(lr: float, *starts: dict[str, Any]) -> RecordedRun:
 
 
 def rates(run: RecordedRun, first: int, last: int) -> list[tuple[float, int]]:
-    found: list[Any] = settings_by_step(run, first, last, is_ready_first=False)
+    found: list[Any] = settings_by_step(run, first, last)
     assert all(config["policy"]["clip"] == [1, 2] for config, _ in found)
     return [(config["policy"]["lr"], end) for config, end in found]
 

@@ -22,7 +22,7 @@ from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.source import DataStream, GroupSampling
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
-from rillflow.errors import ClusterError, RolloutError
+from rillflow.errors import ClusterError, RolloutError, RunDirectoryError
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch, concatenate, row_ids
 from rillflow.records.ragged import Ragged
@@ -122,6 +122,19 @@ class Tailed:
     def wake(self) -> None: ...
 
     def sleep(self) -> None: ...
+
+
+class Log:
+    """The file of decisions."""
+
+    def __init__(self) -> None:
+        self.events = list[Event]()
+
+    def log_decisions(self, events: Sequence[Event]) -> None:
+        self.events += events
+
+    def cut_decisions(self, count: int) -> None:
+        del self.events[count:]
 
 
 class Weights:
@@ -235,7 +248,7 @@ class Scene:
         self._times = publishes
         self.trained: deque[Pending] = deque()
         self.published = 0
-        self.ready.begin(self._idle)
+        self.ready.begin(self._idle, 0)
 
     def run(self, publishes: bool = True) -> Found:
         """All steps, as the loop makes them."""
@@ -382,7 +395,7 @@ def test_one_replica_takes_new_weights_at_a_time() -> None:
         most = max(most, sum(bool(each.arriving) for each in scene.ready._flight.replicas))
         return scene._idle()
 
-    scene.ready.begin(watched)
+    scene.ready.begin(watched, 0)
     scene.run()
     assert most == 1
 
@@ -410,10 +423,23 @@ def test_a_step_that_asks_for_more_gets_other_groups_of_the_same_age() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_replay_repeats_every_decision_on_ranks_of_other_speeds(seed: int, drops: bool) -> None:
     """The ranks of the replay answer in another order; rows, versions and steps are those of the run."""
-    made, again = list[Event](), list[Event]()
-    noted = Decisions(lambda _, events: made.extend(events))
-    first = Scene(seed, 3, 3, 2, drops=drops, decisions=noted).run()
-    repeated = Decisions(lambda _, events: again.extend(events), made)
+    log = Log()
+    first = Scene(seed, 3, 3, 2, drops=drops, decisions=Decisions(log)).run()
+    repeated = Decisions(None, log.events)
     second = Scene(seed + 100, 3, 3, 2, drops=drops, decisions=repeated).run()
     assert second.trained == first.trained and second.given_up == first.given_up
-    assert again == made
+    assert repeated.head is None and repeated.position == len(log.events)
+
+
+def test_a_replay_refuses_another_decision_and_a_resume_leaves_the_script_there() -> None:
+    log = Log()
+    log.log_decisions([["draw", 2], ["begin", 0, [0, 0]], ["form", []]])
+    replayed, resumed = Decisions(None, log.events), Decisions(log, log.events)
+    for each in (replayed, resumed):
+        each.note("draw", 2)
+    with pytest.raises(RunDirectoryError, match=r"decides \['begin', 1, \[0, 0\]\], and the run decided"):
+        replayed.note("begin", 1, (0, 0))
+    resumed.note("begin", 1, (0, 0))
+    resumed.flush()
+    assert log.events == [["draw", 2], ["left"], ["begin", 1, [0, 0]]]
+    assert resumed.has_lost_steps and resumed.left.startswith("it decides")

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from rillflow.controller.decisions import decisions_of
 from rillflow.errors import RunDirectoryError
 from rillflow.records.metrics import Mean
+from rillflow.runs import layout
 from rillflow.runs.environment import environment, git_revision
+from rillflow.runs.evidence import damage
 from rillflow.runs.reader import (
     Evaluation,
     SpanRecord,
@@ -267,6 +270,22 @@ def test_rewind_drops_later_steps_and_a_second_rewind_changes_nothing(tmp_path: 
         assert content(run.path) == {**at_three, "rollouts/notes.txt": b"mine"}
         run.rewind(-1)
         assert not read_metrics(run.path) and not read_spans(run.path) and not read_evaluations(run.path)
+
+
+def test_decisions_outlive_a_rewind_and_are_cut_at_any_of_them(tmp_path: Path) -> None:
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        run.log_decisions([["draw", 2], ["call", 0, 4]])
+        run.log_decisions([["form", []]])
+        run.rewind(-1)
+        assert decisions_of(run.path) == [["draw", 2], ["call", 0, 4], ["form", []]]
+        run.cut_decisions(1)
+        assert decisions_of(run.path) == [["draw", 2]] and damage(run.path, is_deep=True) == []
+        run.log_decisions([["draw", 1]])
+    file = tmp_path / "run" / layout.DECISIONS
+    file.write_bytes(file.read_bytes().replace(b'["draw", 1]', b'["draw", 9]'))
+    with RunDirectory.open(tmp_path / "run", {}) as run:
+        run.rewind(-1)
+        assert decisions_of(run.path) == [["draw", 2]], "a changed line and those after it are dropped"
 
 
 def test_torn_lines_and_drafts_of_a_killed_driver_are_mended_at_the_next_start(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""Ready first, through kills: the steps after a resume have the bits that the killed process had shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rillflow.app.replay import replay
+from rillflow.records.rollout import Rollout
+from rillflow.rollout.native.engine import NativeEngine
+from rillflow.runs import layout
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_ahead import APART, RAY, ran
+
+READY = (
+    'algorithm.async_mode="ready_first"',
+    "rollout.max_tokens=12",
+    "rollout.max_rows=6",
+    "run.checkpoint_every=1",
+    "run.keep_checkpoints=2",
+    "placement.pools={ main = 1, answers = 2 }",
+    APART,
+    f'rollout.engine="{__name__}:Slow"',
+)
+WARM = 3
+"""Steps before the first one that samples."""
+
+
+class Slow(NativeEngine):
+    """The native engine, so slow that steps wait for rows: some run at every checkpoint."""
+
+    def step(self) -> list[Rollout]:
+        time.sleep(0.04)
+        return super().step()
+
+
+def start(folder: Path, backend: str, steps: int, last: int) -> None:
+    """Run until the step ``last`` was shown, then die."""
+
+    def die(phase: str, step: int, metrics: object) -> None:
+        if phase == "grpo" and step == last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    settings = (f'placement.backend="{backend}"', f"algorithm.steps={steps}")
+    ran(folder, 2, *settings, *READY, told=die)
+
+
+def started(folder: Path, backend: str, steps: int, last: int) -> int:
+    """Run ``start`` in a process of its own; return its exit code."""
+    code = (
+        f"import {__name__}; {__name__}.start({__name__}.Path({str(folder)!r}), {backend!r}, {steps}, {last})"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}).returncode
+
+
+def shown(run: Path) -> dict[int, dict[str, Any]]:
+    """The metrics of every step, without those that a clock decides."""
+    whole = (run / layout.METRICS).read_bytes().rpartition(b"\n")[0].splitlines()
+    lines = [json.loads(line) for line in whole]
+    return {
+        line["step"]: {name: each for name, each in line["metrics"].items() if "seconds" not in name}
+        for line in lines
+    }
+
+
+def partial_rows(run: Path) -> int:
+    """The rows in flight, with tokens that were sampled, of all checkpoints."""
+    files = [load_file(path) for path in run.glob("checkpoints/step-*/ahead/*-running.safetensors")]
+    return sum(
+        int(row.sum() > 0)
+        for each in files
+        for row in torch.split(each["loss_mask:values"], each["loss_mask:lengths"].tolist())
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "steps", "kills"),
+    [
+        pytest.param("inline", 6, [5, 7], id="two-kills"),
+        pytest.param("ray", 24, range(5, 25, 2), id="ten-kills-on-ray", marks=[pytest.mark.slow, RAY]),
+    ],
+)
+@pytest.mark.timeout(1800)
+def test_a_killed_run_goes_on_with_the_bits_that_it_had_shown(
+    tmp_path: Path, backend: str, steps: int, kills: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, before, partial = tmp_path / "run", dict[int, dict[str, Any]](), 0
+    for last in kills:
+        assert started(tmp_path, backend, steps, last) == -signal.SIGKILL
+        now = shown(run)
+        assert {step: before[step] for step in before.keys() & now.keys()} == {
+            step: now[step] for step in before.keys() & now.keys()
+        }
+        before |= now
+        partial += partial_rows(run)
+    assert partial > 0
+    settings = (f'placement.backend="{backend}"', f"algorithm.steps={steps}")
+    ran(tmp_path, 2, *settings, *READY, is_quiet=False)
+    assert "does not repeat" not in capsys.readouterr().out
+    resumed = [each["after_step"] for each in json.loads((run / layout.ENVIRONMENT).read_text())["starts"]]
+    assert max(resumed) > WARM
+    now = shown(run)
+    assert {*now} == {*range(1, WARM + steps + 1)} and now | before == now
+    assert replay(run, settings=['placement.backend="inline"']).difference is None
