@@ -62,7 +62,9 @@ class Pipeline:
     def depth(self, stage: int, memory_bytes: float) -> int:
         """Return the micro-batches that 1F1B keeps on a stage at once, within a memory cap."""
         most = min(self.stages - stage, self.micro_batches)
-        return most if not self.activation_bytes else min(most, int(memory_bytes / self.activation_bytes))
+        if not self.activation_bytes:
+            return most
+        return int(min(most, memory_bytes / self.activation_bytes * (1 + 1e-9)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,8 @@ class Exhaustive:
     def shortest_s(self) -> float | None:
         """The least latency that is at most the limit; None if there is none."""
         arrivals = [
-            tuple([0.0] * n) if source is None else () for n, source in zip(self.totals, self.sources, strict=True)
+            tuple([0.0] * n) if source is None else ()
+            for n, source in zip(self.totals, self.sources, strict=True)
         ]
         layer = {
             tuple([0] * len(self.queues)): [(0.0, tuple([0.0] * self.problem.devices), tuple(arrivals), 0.0)]
