@@ -103,8 +103,8 @@ def verified(problem: FusedProblem, found: Schedule) -> Schedule:
     return found
 
 
-def instance_rows(numbers: list[int], seeds: int) -> list[str]:
-    """Latency within the authors' memory, over seeds."""
+def instance_rows(numbers: list[int], seeds: int, known: dict[int, Schedule]) -> list[str]:
+    """Latency within the authors' memory, over seeds; ``known`` receives the shortest."""
     rows = [
         "| instance | in sequence | bound | latency, by seed | peak | authors' peak | processor seconds |",
         "|---|---:|---:|---|---:|---:|---|",
@@ -117,6 +117,7 @@ def instance_rows(numbers: list[int], seeds: int) -> list[str]:
             found, spent = timed(lambda p=problem, s=seed: schedule(p, budget=BUDGET, seed=s))
             results.append((verified(problem, found), spent))
         peaks = max(max(found.peak_bytes) for found, _ in results)
+        known[number] = min((found for found, _ in results), key=lambda each: each.latency_s)
         sequence = sum(each.bound_s for each in problem.pipelines)
         rows.append(
             f"| {number} | {sequence:g} | {lower_bound(problem):g} | "
@@ -127,14 +128,14 @@ def instance_rows(numbers: list[int], seeds: int) -> list[str]:
     return rows
 
 
-def front_rows(numbers: list[int], points: int, budget: int) -> list[str]:
+def front_rows(numbers: list[int], points: int, budget: int, known: dict[int, Schedule]) -> list[str]:
     """The front of every instance, from the authors' memory down."""
     rows = ["| instance | (latency, peak memory) | processor seconds |", "|---|---|---:|"]
     for number in numbers:
         instance = INSTANCES[number]
         problem = instance.problem(instance.authors_memory)
         begin = time.process_time()
-        found = front(problem, points=points, budget=budget)
+        found = front(problem, points=points, budget=budget, begin=known[number])
         spent = time.process_time() - begin
         said = ", ".join(f"({each.latency_s:g}, {max(each.peak_bytes):.2f})" for each in found)
         for each in found:
@@ -170,12 +171,13 @@ def main() -> None:
     """Print or write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--instances", type=int, nargs="*", default=list(range(len(INSTANCES))))
-    parser.add_argument("--seeds", type=int, default=3, help="searches of each instance")
-    parser.add_argument("--points", type=int, default=6, help="memory caps of each front")
-    parser.add_argument("--front-budget", type=int, default=1500, help="schedules timed for each cap")
+    parser.add_argument("--seeds", type=int, default=2, help="searches of each instance")
+    parser.add_argument("--points", type=int, default=4, help="memory caps of each front")
+    parser.add_argument("--front-budget", type=int, default=2000, help="schedules timed for each cap")
     parser.add_argument("--problems", type=int, default=200, help="random small problems")
     parser.add_argument("--write", type=Path, help="page of results to write")
     arguments = parser.parse_args()
+    known: dict[int, Schedule] = {}
     page = "\n".join(
         (
             "# Fused schedules",
@@ -194,14 +196,14 @@ def main() -> None:
             "RLHFuse's eight instances (arXiv 2409.13221), with the authors' peak memory as the cap. The "
             "authors' latency is the bound in all eight.",
             "",
-            *instance_rows(arguments.instances, arguments.seeds),
+            *instance_rows(arguments.instances, arguments.seeds, known),
             "",
             "## Fronts",
             "",
-            f"Each front begins at the authors' memory. {arguments.points} lower caps at most, "
+            f"Each front begins at the shortest schedule above. {arguments.points} lower caps at most, "
             f"{arguments.front_budget} schedules timed for each.",
             "",
-            *front_rows(arguments.instances, arguments.points, arguments.front_budget),
+            *front_rows(arguments.instances, arguments.points, arguments.front_budget, known),
             "",
             "## Small problems",
             "",

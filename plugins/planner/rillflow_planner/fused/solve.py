@@ -41,7 +41,12 @@ class _Search:
         for turns in (self.turns, self.turns[::-1]):
             self._move(Orders(self.works[0], in_turn(self.works[0], turns)))
         if begin is not None:
-            self._follow(self.works[0].starts(begin))
+            starts = self.works[0].starts(begin)
+            is_within = max(begin.peak_bytes) <= problem.memory_bytes * (1 + 1e-9)
+            if is_within and begin.latency_s < self.best.latency_s:
+                self.best = Orders(self.works[0], self.works[0].orders(starts))
+            if not self.is_over:
+                self._follow(starts)
 
     @property
     def is_over(self) -> bool:
@@ -99,7 +104,9 @@ class _Search:
     def _move(self, orders: Orders) -> None:
         """Improve orders by moves, and keep them if they are the best."""
         if not self.is_over:
-            self.left -= improve(orders, bound_s=self.bound_s, draw=self.draw, patience=_PATIENCE)
+            self.left -= improve(
+                orders, bound_s=self.bound_s, draw=self.draw, patience=min(_PATIENCE, self.left)
+            )
         if orders.latency_s < self.best.latency_s:
             self.best = orders
 
@@ -144,7 +151,14 @@ def schedule(
     return _Search(problem, budget, seed, begin).run()
 
 
-def front(problem: FusedProblem, *, points: int = 16, budget: int = BUDGET, seed: int = 0) -> list[Schedule]:
+def front(
+    problem: FusedProblem,
+    *,
+    points: int = 16,
+    budget: int = BUDGET,
+    seed: int = 0,
+    begin: Schedule | None = None,
+) -> list[Schedule]:
     """Return schedules such that none has both less latency and less peak memory than another.
 
     The first has the least latency. Each search has a lower memory cap than the peak found before it.
@@ -154,9 +168,10 @@ def front(problem: FusedProblem, *, points: int = 16, budget: int = BUDGET, seed
         points: searches, with caps equally spaced down to one micro-batch.
         budget: schedules to time in each search.
         seed: of the random draws.
+        begin: a known schedule, for the first search.
     """
     least = max(each.activation_bytes for each in problem.pipelines)
-    found = [schedule(problem, budget=budget, seed=seed)]
+    found = [schedule(problem, budget=budget, seed=seed, begin=begin)]
     apart = (max(found[0].peak_bytes) - least) / points
     while apart and max(found[-1].peak_bytes) - apart >= least * (1 - 1e-9):
         capped = problem.within(max(max(found[-1].peak_bytes) - apart, least))
