@@ -130,6 +130,31 @@ def test_no_schedule_of_a_front_is_worse_than_another_in_both() -> None:
         assert check(problem.within(max(each.peak_bytes)), each) == []
 
 
+def test_a_known_schedule_is_never_lost() -> None:
+    problem = published(5)
+    known = schedule(problem)
+    assert schedule(problem, budget=1, begin=known).latency_s == known.latency_s == 225
+    assert front(problem, points=1, budget=1, begin=known)[0].latency_s == 225
+    tighter = problem.within(max(known.peak_bytes) - 1)
+    assert check(tighter, schedule(tighter, budget=50, begin=known)) == []
+
+
+def test_the_lower_bound_by_hand() -> None:
+    """Uneven stages: the slow stage of the actor, then the work of a device and its ways in and out."""
+    uneven = Pipeline(
+        name="actor",
+        micro_batches=3,
+        forward_s=(1.0, 2.0),
+        backward_s=(1.0, 4.0),
+        activation_bytes=1.0,
+        send_s=0.5,
+    )
+    assert uneven.bound_s == 1.5 + 3 * (2.0 + 4.0) + 1.5
+    assert lower_bound(pair(ascending=uneven)) == 18.0 + 6.0  # device 1: the critic starts and ends there
+    longer = replace(uneven, micro_batches=1)
+    assert lower_bound(pair(ascending=longer, descending=replace(longer, name="critic"))) == 1.5 + 6.0 + 1.5
+
+
 def test_without_any_budget_the_pipelines_run_one_after_the_other() -> None:
     problem = pair()
     found = schedule(problem, budget=0)
