@@ -234,7 +234,9 @@ def main() -> None:
         f"Python {platform.python_version()}, {os.cpu_count()} cores. Predicted seconds of both updates of a "
         "PPO step: 512 rows of 2,048 tokens, micro-batches of one row, recomputed activations, ZeRO-1, "
         "machines of 8 H100, default factors. Gain: seconds without fusion over those with it. \"At least\" "
-        "stands for a bound that is above the plan without fusion already, so nothing was scheduled.",
+        "stands for a bound that is above the plan without fusion already, so nothing was scheduled. Fused "
+        f"pipelines have at most {LONGEST} stages of equally many layers; other plans have no such limit. "
+        f"The {SCHEDULED} fused plans with the least bounds are scheduled.",
         "",
         *rows,
         "",
