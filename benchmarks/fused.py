@@ -146,7 +146,7 @@ def front_rows(numbers: list[int], points: int, budget: int, known: dict[int, Sc
 
 
 def least_rows(numbers: list[int], budget: int, known: dict[int, Schedule]) -> list[str]:
-    """The least peak memory found at the bound: the cap falls by half a micro-batch until two searches fail."""
+    """The least peak memory found at the bound; the cap falls until both searches of a cap fail."""
     rows = [
         "| instance | latency | authors' peak | least peak found | processor seconds |",
         "|---|---:|---:|---:|---:|",
