@@ -1,0 +1,183 @@
+"""Search for a fused schedule: random paces, list schedules to and fro, moves on the critical path.
+
+paces of both pipelines ─> targets ─> list_schedule, to and fro ─> moves on the best ones ─> Schedule
+      ^ near the eight best ones, or new                                  │
+      └───────────────────────────────────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+from rillflow_planner.fused.listing import Pace, drawn_pace, in_turn, list_schedule, near, targets
+from rillflow_planner.fused.moves import Orders, improve
+from rillflow_planner.fused.problem import FusedProblem, Schedule, lower_bound
+from rillflow_planner.fused.work import Work
+
+BUDGET = 20_000
+"""Schedules that a search times before it gives up; most problems need a few hundred."""
+_ELITE, _MOVED = 8, 4
+"""Paces that are varied, and the rank from which a schedule is worth moves."""
+_PASSES, _PATIENCE = 4, 200
+"""List schedules, and moves, without a gain before the next pace."""
+_SHAKEN = 0.05
+"""Share of rounds that shake the best schedule although their list schedules came to an end."""
+_RENEWED = 2_000
+"""Schedules without a gain before the search forgets its paces."""
+
+
+class _Search:
+    """State of one search."""
+
+    def __init__(self, problem: FusedProblem, budget: int, seed: int, begin: Schedule | None) -> None:
+        self.works = Work(problem), Work(problem.reversed_in_time())
+        self.bound_s = lower_bound(problem)
+        self.left, self.draw = budget, Random(seed)
+        self.renewed_at = budget - _RENEWED
+        self.elite: list[tuple[float, tuple[Pace, Pace]]] = []
+        self.turns = [0] * problem.ascending.micro_batches + [1] * problem.descending.micro_batches
+        self.best = Orders(self.works[0], in_turn(self.works[0], self.turns))
+        for turns in (self.turns, self.turns[::-1]):
+            self._move(Orders(self.works[0], in_turn(self.works[0], turns)))
+        if begin is not None:
+            starts = self.works[0].starts(begin)
+            is_within = max(begin.peak_bytes) <= problem.memory_bytes * (1 + 1e-9)
+            if is_within and begin.latency_s < self.best.latency_s:
+                self.best = Orders(self.works[0], self.works[0].orders(starts))
+            if not self.is_over:
+                self._follow(starts)
+
+    @property
+    def is_over(self) -> bool:
+        return self.left <= 0 or self.best.latency_s <= self.bound_s * (1 + 1e-9)
+
+    def run(self) -> Schedule:
+        """Search until the bound is reached or the budget is spent."""
+        while not self.is_over:
+            paces = self._paces()
+            slack = self.draw.random() ** 2 * (self.best.latency_s - self.bound_s)
+            found = self._follow(targets(self.works[0], paces, self.bound_s + slack))
+            if found is None or self.draw.random() < _SHAKEN:
+                self._shake()
+            if found is not None:
+                if not self.elite or found < self.elite[0][0]:
+                    self.renewed_at = self.left - _RENEWED
+                self.elite = sorted([*self.elite, (found, paces)], key=lambda each: each[0])[:_ELITE]
+            if self.left < self.renewed_at:
+                self.elite, self.renewed_at = [], self.left - _RENEWED
+        return self.works[0].schedule(self.best.starts)
+
+    def _shake(self) -> None:
+        """Improve the best schedule after some random swaps, or new orders of random turns.
+
+        Both matter where memory is so scarce that list schedules end in waiting.
+        """
+        self.left -= 1
+        orders: Orders | None
+        if self.draw.random() < 0.5:
+            orders = self.best.shaken(self.draw, self.draw.randint(1, 8))
+        else:
+            turns = self.draw.sample(self.turns, len(self.turns))
+            orders = Orders(self.works[0], in_turn(self.works[0], turns))
+        if orders is not None:
+            self._move(orders)
+
+    def _paces(self) -> tuple[Pace, Pace]:
+        if self.elite and self.draw.random() < 0.6:
+            one, two = self.draw.choice(self.elite)[1]
+            return near(one, self.draw), near(two, self.draw)
+        return drawn_pace(self.draw), drawn_pace(self.draw)
+
+    def _follow(self, wanted: Sequence[float]) -> float | None:
+        """Return the latency that targets lead to, by list schedules and moves; None if they lead nowhere."""
+        starts = self._to_and_fro(wanted)
+        if starts is None:
+            return None
+        orders = Orders(self.works[0], self.works[0].orders(starts))
+        if len(self.elite) < _MOVED or orders.latency_s <= self.elite[_MOVED - 1][0]:
+            self._move(orders)
+        elif orders.latency_s < self.best.latency_s:
+            self.best = orders
+        return orders.latency_s
+
+    def _move(self, orders: Orders) -> None:
+        """Improve orders by moves, and keep them if they are the best."""
+        if not self.is_over:
+            self.left -= improve(
+                orders, bound_s=self.bound_s, draw=self.draw, patience=min(_PATIENCE, self.left)
+            )
+        if orders.latency_s < self.best.latency_s:
+            self.best = orders
+
+    def _to_and_fro(self, wanted: Sequence[float]) -> list[float] | None:
+        """Return the shortest of the list schedules, made forwards and backwards in turn."""
+        best: list[float] | None = None
+        best_s, stale, way, reserve = float("inf"), 0, 0, False
+        shaken = 0.5 * self.works[0].seconds[0] if self.draw.random() < 0.25 else 0.0
+        while stale < _PASSES:
+            work = self.works[way]
+            starts = list_schedule(work, wanted, reserve=reserve)
+            self.left -= 1
+            if starts is None:
+                if reserve:
+                    break
+                reserve = True
+                continue
+            latency_s = max(map(float.__add__, starts, work.seconds))
+            turned = work.reversed_in_time(starts)
+            stale += 1
+            if latency_s < best_s:
+                best, best_s, stale = turned if way else starts, latency_s, 0
+            if best_s <= self.bound_s * (1 + 1e-9):
+                break
+            wanted, way = [one + self.draw.uniform(-shaken, shaken) for one in turned], 1 - way
+        return best
+
+
+def schedule(
+    problem: FusedProblem, *, budget: int = BUDGET, seed: int = 0, begin: Schedule | None = None
+) -> Schedule:
+    """Return the shortest schedule found within the memory cap.
+
+    The result is at worst one pipeline after the other. It depends on the arguments alone.
+
+    Args:
+        problem: two pipelines and the memory cap.
+        budget: schedules to time at most, up to a search's last round of moves.
+        seed: of the random draws.
+        begin: schedule of the same pipelines whose order is tried first; it may exceed the cap.
+    """
+    return _Search(problem, budget, seed, begin).run()
+
+
+def front(
+    problem: FusedProblem,
+    *,
+    points: int = 16,
+    budget: int = BUDGET,
+    seed: int = 0,
+    begin: Schedule | None = None,
+) -> list[Schedule]:
+    """Return schedules such that none has both less latency and less peak memory than another.
+
+    The first has the least latency. Each search has a lower memory cap than the peak found before it.
+
+    Args:
+        problem: two pipelines, with the largest cap of interest.
+        points: searches, with caps equally spaced down to one micro-batch.
+        budget: schedules to time in each search.
+        seed: of the random draws.
+        begin: a known schedule, for the first search.
+    """
+    least = max(each.activation_bytes for each in problem.pipelines)
+    found = [schedule(problem, budget=budget, seed=seed, begin=begin)]
+    apart = (max(found[0].peak_bytes) - least) / points
+    while apart and max(found[-1].peak_bytes) - apart >= least * (1 - 1e-9):
+        capped = problem.within(max(max(found[-1].peak_bytes) - apart, least))
+        found.append(schedule(capped, budget=budget, seed=seed, begin=found[-1]))
+    kept: list[Schedule] = []
+    for each in sorted(found, key=lambda each: (each.latency_s, max(each.peak_bytes))):
+        if not kept or max(each.peak_bytes) < max(kept[-1].peak_bytes):
+            kept.append(each)
+    return kept

@@ -1,0 +1,119 @@
+"""The tail of generation: hand-made batches, reductions, the choice of R and m, impossible input."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rillflow.errors import PlanError
+from rillflow_planner.fused.tail import Tail, best_gathering, gathered
+
+
+def flat(_: int) -> float:
+    return 1.0
+
+
+FOUR = Tail(
+    lengths=(1, 1, 1, 9),
+    replicas=2,
+    token_s=flat,
+    most_rows=4,
+    score_row_s=2.0,
+    send_row_s=0.5,
+    reread_row_s=1.0,
+)
+"""Replica 0 has rows of 1 and 1 tokens, replica 1 rows of 1 and 9; a decoding step takes 1 s."""
+
+
+def log_normal(seed: int, rows: int = 256, sigma: float = 1.0) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(min(max(round(draw.lognormvariate(5.0, sigma)), 1), 4000) for _ in range(rows))
+
+
+def test_without_gathering_scoring_begins_when_all_rows_have_ended() -> None:
+    found = gathered(FOUR, 0, 0)
+    assert (found.begin_s, found.tail_end_s) == (9.0, 9.0)
+    assert found.total_s == 9.0 + 4 * 2.0 / 2
+
+
+def test_the_last_row_stays_where_it_is_and_the_other_replica_scores() -> None:
+    found = gathered(FOUR, 1, 1)
+    assert (found.begin_s, found.move_s, found.tail_end_s) == (1.0, 0.0, 9.0)
+    assert found.total_s == 9.0 + 2.0  # three rows are scored from 1 s to 7 s, the last one from 9 s
+
+
+def test_moved_rows_arrive_by_the_faster_way() -> None:
+    batch = replace(FOUR, lengths=(1, 1, 5, 9))
+    found = gathered(batch, 2, 1)  # rows of 5 and 9 tokens are on two replicas, one of them moves
+    assert found.move_s == 0.5
+    assert found.tail_end_s == 1.0 + 0.5 + 8.0
+    assert not batch.rereads
+    again = replace(batch, send_row_s=3.0)
+    assert again.rereads
+    assert gathered(again, 2, 1).move_s == 1.0
+
+
+def test_slower_steps_with_more_rows_lengthen_the_tail() -> None:
+    batch = replace(FOUR, lengths=(1, 1, 9, 9), token_s=lambda rows: float(rows))
+    # both replicas run 2 rows until 2 s, then one each with 8 tokens left; gathered, 2 s a step
+    assert gathered(batch, 2, 1).tail_end_s == 2.0 + 0.5 + 16.0
+    assert gathered(batch, 2, 2).tail_end_s == 2.0 + 8.0
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), rows=st.integers(0, 64), replicas=st.integers(1, 8))
+def test_no_total_is_below_the_work_or_the_longest_row(seed: int, rows: int, replicas: int) -> None:
+    batch = Tail(
+        lengths=log_normal(seed, 64),
+        replicas=8,
+        token_s=flat,
+        most_rows=64,
+        score_row_s=3.0,
+        send_row_s=1.0,
+        reread_row_s=2.0,
+    )
+    found = gathered(batch, rows, replicas)
+    assert found.tail_end_s >= max(batch.lengths) - 1e-6
+    assert found.total_s >= found.tail_end_s + 3.0 - 1e-6
+    assert found.begin_s <= found.begin_s + found.move_s <= found.tail_end_s + 1e-6
+
+
+def test_gathering_gains_with_scorers_and_a_long_tail_and_not_without_scorers() -> None:
+    def batch(scorers: int, sigma: float = 1.0) -> Tail:
+        return Tail(
+            lengths=log_normal(0, sigma=sigma),
+            replicas=8,
+            token_s=lambda rows: 0.02 * max(1.0, rows / 24),
+            most_rows=24,
+            score_row_s=0.5 * scorers,
+            send_row_s=0.05,
+            reread_row_s=0.1,
+        )
+
+    unfused = {scorers: gathered(batch(scorers), 0, 0).total_s for scorers in (0, 1, 3)}
+    best = {scorers: best_gathering(batch(scorers)) for scorers in (0, 1, 3)}
+    assert best[0].rows == 0
+    assert 0 < best[3].rows <= 0.5 * 256
+    assert best[3].total_s < 0.9 * unfused[3]
+    assert best[1].total_s <= unfused[1]
+    assert best[3].replicas >= batch(3).least_replicas(best[3].rows)
+
+
+def test_impossible_input_is_refused() -> None:
+    with pytest.raises(PlanError, match="the threshold is 5 rows, the batch has 4"):
+        gathered(FOUR, 5, 1)
+    with pytest.raises(PlanError, match="the threshold is -1 rows"):
+        gathered(FOUR, -1, 1)
+    with pytest.raises(PlanError, match=r"(?s)4 rows on 1 of 2 replicas.*take 4 to 2|4 rows on 1 of 2"):
+        gathered(replace(FOUR, most_rows=1), 4, 1)
+    with pytest.raises(PlanError, match="0 rows, of which the shortest has 0 tokens"):
+        replace(FOUR, lengths=())
+    with pytest.raises(PlanError, match="0 replicas"):
+        replace(FOUR, replicas=0)
+    with pytest.raises(PlanError, match="nan"):
+        replace(FOUR, score_row_s=math.nan)
