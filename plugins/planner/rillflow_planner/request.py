@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -77,18 +77,10 @@ def state_request(
     Raises:
         PlanError: the options contradict each other or are invalid.
     """
-    if steps < 0:
-        raise PlanError(
-            f"--steps is {steps}", why="a run has 1 step or more", fix="leave it out for 100 steps"
-        )
+    require_within("--steps", steps, 0, 1_000_000_000)
     require_within("--reward-seconds", reward_seconds, 0, 86_400)
-    hardware, shape, changed = (
-        cluster(gpus, like or UNASKED, between or LINK, price),
-        open_shape(model),
-        set_of(settings),
-    )
+    hardware, changed = cluster(gpus, like or UNASKED, between or LINK, price), set_of(settings)
     graph = stack_graph(hardware, like, algorithm, minibatches) if like else graph_of(algorithm)
-    models = [role for role in graph.roles if role not in ("reward", "cost", "controller")]
     rows, answers = lengths(prompt, "--prompt"), lengths(response, "--response")
     packed = rows.limit + answers.limit if like else Workload.tokens_per_micro_batch
     workload = Workload(
@@ -103,32 +95,35 @@ def state_request(
     )
     problem = Problem(
         graph=graph,
-        shapes={role: replace(shape, is_scalar=role in _TRAINED) for role in models},
+        shapes=_shapes(graph, open_shape(model)),
         workload=workload,
         hardware=hardware,
         layouts=hardware.published.layouts if like and hardware.published else Problem.layouts,
         recomputes=changed.get("policy.gradient_checkpointing", True),
     )
-    otherwise = "set sigma=... or p90=... in --response to change it"
-    said = list(
-        assumed(
-            problem,
-            lengths="" if "sigma" in response else otherwise,
-            seconds="set --reward-seconds to its seconds per row",
-        )
-    )
-    if len(models) > 1:
-        said.insert(0, f"{' and '.join(models)}: all have the shape of the given model")
-    if not between and hardware.devices > MACHINE:
-        said.append(f"{LINK} per device between machines; set --between to change it")
     return Statement(
         problem=problem,
-        assumptions=tuple(said),
+        assumptions=tuple(_assumed(problem, response, between)),
         steps=steps,
         stack=like,
         placed=replace(layout_of(layout, hardware, freshness), name=algorithm) if layout else None,
         may_recompute="policy.gradient_checkpointing" not in changed,
     )
+
+
+def _shapes(graph: Graph, shape: ModelShape) -> dict[str, ModelShape]:
+    models = [role for role in graph.roles if role not in ("reward", "cost", "controller")]
+    return {role: replace(shape, is_scalar=role in _TRAINED) for role in models}
+
+
+def _assumed(problem: Problem, response: str, between: str) -> Iterator[str]:
+    """Yield a sentence for every assumption of the short form."""
+    if len(problem.shapes) > 1:
+        yield f"{' and '.join(problem.shapes)}: all have the shape of the given model"
+    otherwise = "" if "sigma" in response else "set sigma=... or p90=... in --response to change it"
+    yield from assumed(problem, lengths=otherwise, seconds="set --reward-seconds to its seconds per row")
+    if not between and problem.hardware.devices > MACHINE:
+        yield f"{LINK} per device between machines; set --between to change it"
 
 
 def set_of(settings: Sequence[str]) -> dict[str, Any]:
