@@ -79,7 +79,10 @@ def plan(arguments: argparse.Namespace) -> int:
 def _ranked(
     statement: Statement, objective: SearchObjective, arguments: argparse.Namespace
 ) -> tuple[Statement, Ranking]:
-    """Rank the plans; if the statement leaves it open, both with and without recomputed activations."""
+    """Rank the plans; if the statement leaves it open, both with and without recomputed activations.
+
+    Several models with several freshness bounds are only planned with recomputation, to answer in time.
+    """
     from dataclasses import replace
 
     from rillflow.errors import PlanError
@@ -87,7 +90,8 @@ def _ranked(
     from rillflow_planner.search import ranked_as_placed, search
 
     found: list[tuple[Statement, Ranking]] = []
-    choices = (False, True) if statement.may_recompute else (statement.problem.recomputes,)
+    is_small = len(statement.problem.shapes) == 1 or len(arguments.freshness) == 1
+    choices = (False, True) if statement.may_recompute and is_small else (statement.problem.recomputes,)
     for recomputes in choices:
         problem = replace(statement.problem, recomputes=recomputes)
         try:
