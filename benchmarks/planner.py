@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import measured_at
 import numpy as np
 from published import hybridflow, nemo, verl
 from published.fitting import Fit, held, spread, summary
@@ -73,7 +74,7 @@ def main() -> None:
         *mesh_lines(),
         *placement_lines(),
     ]
-    text = "\n".join(lines) + "\n"
+    text = measured_at.below_title("\n".join(lines) + "\n", measured_at.line())
     if chosen.write:
         chosen.write.write_text(text, "utf-8")
     else:
