@@ -2,10 +2,11 @@
 
     python benchmarks/planner.py --write benchmarks/results/planner.md      # with the factors as shipped
     python benchmarks/planner.py --fit nemo-rl                              # anew, with rows left out
-    python benchmarks/planner.py --fit nemo-rl --go-on --seconds 100        # what a stopped one has left
+    python benchmarks/planner.py --search                                   # best layouts for rows left out
 
-Every row is a cluster's file, a workload and a plan (``benchmarks/published``); ``evaluate`` is what
-``rillflow plan`` calls. Every row that is known stays in the tables, right or wrong.
+Every row is a cluster's file, a workload and a layout (``benchmarks/published``); ``evaluate`` is what
+``rillflow plan --like STACK --layout AXES`` calls, ``search`` what it calls without a layout. Every row that
+is known stays in the tables, right or wrong.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ import argparse
 import json
 import os
 import platform
-import random
-import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import measured_at
 import numpy as np
 from published import hybridflow, nemo, verl
-from published.fitting import Fit, Values, spread, summary
+from published.fitting import Fit, held, spread, summary
 
-from rillflow_planner.hardware import Accuracy, shipped_stacks
+from rillflow.errors import PlanError
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.hardware import Accuracy, Gain, Published, shipped_stacks
+from rillflow_planner.search import search
 
 SMALLEST = [""]
 NEEDS = ["rillflow_planner"]
@@ -35,9 +39,8 @@ ROOT = Path(__file__).resolve().parent
 COMMAND = "python benchmarks/planner.py --write benchmarks/results/planner.md"
 FITS = ROOT / "results/fits.json"
 """Measured over predicted of rows left out, by stack and by what was left out; ``--fit`` writes them."""
-DRAWS, DRAWN = 15, 10
-"""Fits to so many rows drawn at random, and how many each has."""
-NEMO: Fit[nemo.Row] = Fit(ratios=lambda row, values: [nemo.step_s(row, values) / row.step_s], free=nemo.FREE)
+STACKS = ("nemo-rl", "nemo-rl-dtensor", "verl")
+NEMO: Fit[nemo.Row] = Fit(ratios=nemo.ratios, free=nemo.FREE)
 VERL: Fit[verl.Row] = Fit(ratios=verl.ratios, free=verl.FREE)
 HEAD = ["| left out | fits | rows | median error | worst | within 15% | within 30% |", "|---" * 7 + "|"]
 
@@ -48,175 +51,318 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="a markdown file for the tables")
-    parser.add_argument("--fit", choices=("nemo-rl", "verl"), help="fit a stack, and with rows left out")
-    parser.add_argument("--go-on", action="store_true", help="with the fits that one before had left")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no fit after so many")
+    parser.add_argument("--fit", choices=STACKS, help="fit a stack, then again with rows left out")
+    parser.add_argument("--search", action="store_true", help="search the best layout for every row left out")
     chosen = parser.parse_args()
     if chosen.fit:
-        fit_stack(chosen.fit, go_on=chosen.go_on, seconds=chosen.seconds)
+        fit_stack(chosen.fit)
+        return
+    if chosen.search:
+        search_left_out()
         return
     fits = json.loads(FITS.read_text("utf-8"))
     lines = [
         "# Published steps, and what the planner predicts",
         "",
         f"`{COMMAND}`, {os.cpu_count()} cores, Python {platform.python_version()}, numpy {np.__version__}. "
-        "Each row is a cluster's file, a workload and a plan (`benchmarks/published`), and goes through "
-        "`evaluate`, as `rillflow plan` does, with the factors as shipped. Seconds unless said.",
+        "Each row is a cluster's file, a workload and a layout (`benchmarks/published`), and goes through "
+        "`evaluate`, as `rillflow plan --like STACK --layout AXES` does. Seconds unless said.",
         "",
         *nemo_lines(fits["nemo-rl"]),
+        *dtensor_lines(fits["nemo-rl-dtensor"]),
         *verl_lines(fits["verl"]),
         *mesh_lines(),
         *placement_lines(),
     ]
-    text = "\n".join(lines) + "\n"
+    text = measured_at.below_title("\n".join(lines) + "\n", measured_at.line())
     if chosen.write:
         chosen.write.write_text(text, "utf-8")
     else:
         print(text)
 
 
-def fit_stack(name: str, *, go_on: bool, seconds: float) -> None:
-    """Fit to all rows; then with some left out, written to ``FITS`` as soon as each is known."""
-    how = {"go_on": go_on, "until": time.monotonic() + seconds}
+def fit_stack(name: str) -> None:
+    """Fit to all rows, then with parts left out; every fit begins at the expected values."""
     if name == "verl":
-        _fit(name, VERL, verl.ROWS, {"each row left out": [[row] for row in verl.ROWS]}, **how)
+        _fit(name, VERL, verl.ROWS, {"each row": [[row] for row in verl.ROWS]})
         return
-    rows = nemo.rows()
-    parts = {
-        what: [[row for row in rows if is_held(row)] for is_held in held]
-        for what, held in nemo.LEFT_OUT.items()
-    }
-    drawn = [random.Random(seed).sample(rows, DRAWN) for seed in range(DRAWS)]
-    others = [[row for row in rows if row not in some] for some in drawn]
-    _fit(name, NEMO, rows, {**parts, f"all but {DRAWN} drawn at random": others}, **how)
+    if name == "nemo-rl":
+        rows = nemo.fitted()
+        _fit(name, NEMO, rows, {what: _parts(rows, held) for what, held in nemo.LEFT_OUT.items()})
+        return
+    others, rows = json.loads(FITS.read_text("utf-8"))["nemo-rl"]["values"], nemo.dtensor()
+    fit = Fit(ratios=lambda row, values: nemo.ratios(row, others | values), free=nemo.DTENSOR_FREE)
+    models = sorted({row.model for row in rows})
+    _fit(name, fit, rows, {"each model": [[row for row in rows if row.model == one] for one in models]})
 
 
-def _fit(
-    name: str,
-    fit: Fit,  # type: ignore[type-arg]
-    rows: Sequence,  # type: ignore[type-arg]
-    parts: dict[str, list],  # type: ignore[type-arg]
-    *,
-    go_on: bool,
-    until: float,
-) -> None:
+def _parts(rows: Sequence[nemo.Row], held: Sequence[nemo.Held]) -> list[list[nemo.Row]]:
+    return [[row for row in rows if is_held(row)] for is_held in held]
+
+
+def _fit(name: str, fit: Fit[Any], rows: Sequence[Any], parts: dict[str, list[Any]]) -> None:
+    values = fit.values(rows)
+    bounds = {"at_bound": fit.at_bound(values), "loose": fit.loose(rows, values)}
+    found = {"values": values, **bounds, "left_out": {}}
+    for what, every in parts.items():
+        fits = []
+        for part in every:
+            known = fit.values([row for row in rows if row not in part])
+            told = {str(rows.index(row)): [round(one, 4) for one in fit.ratios(row, known)] for row in part}
+            fits.append({"values": known, "ratios": told})
+        found["left_out"][what] = fits
+        ratios = [one[0] for fit_ in fits for one in fit_["ratios"].values()]
+        print(what, summary(ratios), spread(ratios), flush=True)
     known = json.loads(FITS.read_text("utf-8"))
-    found = known[name] if go_on else {}
-    if not found:
-        before = known.get(name, {}).get("values")
-        values = min((fit.values(rows, begin) for begin in (None, before)), key=partial(fit.residue, rows))
-        found = {"values": values, "at_bound": fit.at_bound(values), "rows": len(rows)}
-    for what, held in parts.items():
-        done = found.setdefault(what, {"fits": 0, "ratios": []})
-        for part in held[done["fits"] :]:
-            FITS.write_text(json.dumps({**known, name: found}, indent=1) + "\n", "utf-8")
-            if time.monotonic() > until:
-                print(f"stopped at {what}, {done['fits']} of {len(held)}; --go-on goes on")
-                return
-            done["ratios"] += [round(ratio, 4) for ratio in fit.left_out(rows, part, found["values"])]
-            done["fits"] += 1
-        print(what, summary(done["ratios"]), spread(done["ratios"]), flush=True)
-    FITS.write_text(json.dumps({**known, name: found}, indent=1) + "\n", "utf-8")
-    print(json.dumps(found["values"], indent=1))
+    FITS.write_text(json.dumps(known | {name: found}, indent=1) + "\n", "utf-8")
 
 
-def claimed(fit: dict[str, Values | dict]) -> Accuracy:  # type: ignore[type-arg]
-    """What a stack claims: the errors of all its rows left out, however they were."""
-    ratios = [ratio for part in fit.values() if isinstance(part, dict) for ratio in part.get("ratios", [])]
-    errors = sorted(abs(ratio - 1) for ratio in ratios)
-    low, high = spread(ratios)
-    return Accuracy(
-        median=round(median(errors), 2),
-        worst=round(errors[-1], 2),
-        low=round(low, 2),
-        high=round(high, 2),
-    )
+def search_left_out() -> None:
+    """Search the best layout for every row of NeMo-RL, with the factors of the fit without its model."""
+    known = json.loads(FITS.read_text("utf-8"))
+    rows, parts = nemo.fitted(), []
+    for part in known["nemo-rl"]["left_out"]["each model"]:
+        found = {}
+        for place in part["ratios"]:
+            row = rows[int(place)]
+            best = min(_searched(row, part["values"], recomputes) for recomputes in (False, True))
+            found[place] = [round(best / row.step_s, 4)] if best < float("inf") else []
+            print(row.name, row.ahead, row.devices, found[place], flush=True)
+        parts.append({"ratios": found})
+    known["nemo-rl"]["searched"] = parts
+    FITS.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
 
 
-def error_lines(fit: dict, fitted: Sequence[float], name: str) -> list[str]:  # type: ignore[type-arg]
-    """The table of a stack's errors, fitted and left out, and what it claims."""
-    rows = [f"| nothing: all fitted | 1 | {summary(fitted)} |"]
-    for what, part in fit.items():
-        if isinstance(part, dict) and "ratios" in part:
-            rows.append(f"| {what} | {part['fits']} | {summary(part['ratios'])} |")
-    told = claimed(fit)
-    shipped = shipped_stacks()[name].accuracy
-    assert shipped == told, f"stacks.toml has {shipped} for {name}, left out were {told}"
-    return [
-        *HEAD,
-        *rows,
-        "",
-        f"Claimed of `{name}`, all of those left out together: median error {told.median:.0%}, worst "
-        f"{told.worst:.0%}; of ten steps one takes under {told.low:.2f} of what is predicted, one over "
-        f"{told.high:.2f}. {len(fit['values'])} values; at a bound: {', '.join(fit['at_bound']) or 'none'}.",
-        "",
+def _searched(row: nemo.Row, values: dict[str, float], recomputes: bool) -> float:
+    """Return the seconds of the best layout; infinite if none fits."""
+    step = nemo.problem(row)
+    hardware = replace(step.hardware, factors=nemo.factors_of(row, values))
+    step = replace(step, hardware=hardware, recomputes=recomputes)
+    try:
+        return search(step, CostModel, freshness=(row.ahead,), kept=1).best[0].evaluation.step_s
+    except PlanError:
+        return float("inf")
+
+
+Part = dict[str, list[float]]
+"""Predicted over measured of the step and the stages of rows that were left out together, by row."""
+
+
+def parts_of(fit: dict[str, Any]) -> list[Part]:
+    """Return all parts that were left out of a fit."""
+    return [part["ratios"] for parts in fit["left_out"].values() for part in parts]
+
+
+def accuracy(parts: Sequence[Part], *, is_searched: bool = False) -> Accuracy:
+    """Return the errors of rows left out; for searches around the median, which removes their bias."""
+    steps = [[ratios[0] for ratios in part.values() if ratios] for part in parts]
+    stages = [[one for ratios in part.values() for one in ratios[1:]] for part in parts]
+    every = [ratio for part in steps for ratio in part]
+    bias = 1 / median(every) if is_searched else 1.0
+    errors = sorted(abs(bias * ratio - 1) for ratio in every)
+    numbers = [
+        *spread(every),
+        held(steps),
+        bias,
+        *(spread([one for part in stages for one in part]) if any(stages) else (0.0, 0.0)),
     ]
+    names = ("low", "high", "held", "bias", "stage_low", "stage_high")
+    more = {name: round(float(one), 2) for name, one in zip(names, numbers, strict=True)}
+    return Accuracy(median=round(median(errors), 2), worst=round(errors[-1], 2), **more)
 
 
-def nemo_lines(fit: dict) -> list[str]:  # type: ignore[type-arg]
-    """NeMo-RL's steps."""
-    rows = nemo.rows()
+def nemo_pairs() -> Iterator[tuple[nemo.Row, nemo.Row, str]]:
+    """Yield pairs of rows that differ in one thing: twice the devices, or a step ahead."""
+    for one, other in permutations(nemo.fitted(), 2):
+        alike = [(row.name, row.limit, row.dtype) for row in (one, other)]
+        if alike[0] == alike[1] and not one.ahead:
+            if not other.ahead and other.devices == 2 * one.devices:
+                yield one, other, f"{one.devices} to {other.devices} devices"
+            elif other.ahead == 1 and other.devices in (one.devices, 2 * one.devices):
+                yield one, other, f"ahead on {other.devices}, in step on {one.devices}"
+
+
+def changes(fit: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return the published and the predicted change of a step of every pair, with its model left out."""
+    rows = nemo.fitted()
+    ratios = {
+        int(place): one[0] for part in fit["left_out"]["each model"] for place, one in part["ratios"].items()
+    }
+    left = {rows[place]: ratio for place, ratio in ratios.items()}
+    return {
+        f"{one.name}, {what}": (
+            other.step_s / one.step_s - 1,
+            other.step_s * left[other] / (one.step_s * left[one]) - 1,
+        )
+        for one, other, what in nemo_pairs()
+    }
+
+
+def gain(pairs: Sequence[tuple[float, float]]) -> Gain:
+    """Return the errors of predicted changes."""
+    errors = [abs(mine - told) for told, mine in pairs]
+    right = sum((told < 0) == (mine < 0) for told, mine in pairs)
+    return Gain(median=round(median(errors), 2), worst=round(max(errors), 2), right=right, pairs=len(pairs))
+
+
+def claimed(name: str, fit: dict[str, Any]) -> Published:
+    """Return what a stack claims, all of it of rows left out."""
+    found = {"placed": accuracy(parts_of(fit)), "searched": None, "doubled": None, "ahead": None}
+    if name == "nemo-rl":
+        found["searched"] = accuracy([one["ratios"] for one in fit["searched"]], is_searched=True)
+        pairs = changes(fit)
+        found["doubled"] = gain([one for what, one in pairs.items() if ", ahead on" not in what])
+        found["ahead"] = gain([one for what, one in pairs.items() if ", ahead on" in what])
+    return replace(shipped_stacks()[name].published, **found)
+
+
+def error_lines(fit: dict[str, Any], fitted: Sequence[float], name: str) -> list[str]:
+    """Return the table of a stack's errors, fitted and left out, and what it claims."""
+    rows = [f"| nothing: all fitted | 1 | {summary(fitted)} |"]
+    for what, parts in fit["left_out"].items():
+        ratios = [one[0] for part in parts for one in part["ratios"].values()]
+        rows.append(f"| {what} | {len(parts)} | {summary(ratios)} |")
+    told = claimed(name, fit)
+    shipped = shipped_stacks()[name].published
+    assert shipped == told, f"stacks.toml has {shipped} for {name}, left out were {told}"
+    lines = [*HEAD, *rows, ""]
+    for what, one in (("given layouts", told.placed), ("the best layout of a search", told.searched)):
+        if one is not None:
+            lines += [
+                f"Claimed of `{name}` for {what}: median error {one.median:.0%}, worst {one.worst:.0%}; of "
+                f"ten steps one takes under {one.low:.2f} of what is predicted, one over {one.high:.2f}. The "
+                f"range of the other parts holds {one.held:.0%} of the steps of each part left out.",
+                "",
+            ]
+    bounds, loose = (", ".join(fit[key]) or "none" for key in ("at_bound", "loose"))
+    return [*lines, f"{len(fit['values'])} values; at a bound: {bounds}; hardly determined: {loose}.", ""]
+
+
+def nemo_lines(fit: dict[str, Any]) -> list[str]:
+    """Return the tables of NeMo-RL's steps."""
+    rows = nemo.fitted()
     found = {row: nemo.predict(row) for row in rows}
     ratios = [one.step_s / row.step_s for row, one in found.items()]
-    lines = [f"## NeMo-RL 0.4 to 0.7: {len(rows)} steps", "", *error_lines(fit, ratios, "nemo-rl")]
+    left = {
+        int(place): one for part in fit["left_out"]["each model"] for place, one in part["ratios"].items()
+    }
+    best = {int(place): one for part in fit["searched"] for place, one in part["ratios"].items()}
+    bias = claimed("nemo-rl", fit).searched.bias  # type: ignore[union-attr]
+    lines = [f"## NeMo-RL 0.3 to 0.7, Megatron: {len(rows)} steps", "", *error_lines(fit, ratios, "nemo-rl")]
     lines += [
-        "| release | device | model | ahead | devices | published | predicted | error |",
-        "|---|---|---|---|---|---|---|---|",
+        "Errors: of all rows fitted; with the row's model left out; of the best layout of a search with its "
+        f"model left out, times {bias:.2f}.",
+        "",
+        "| step | ahead | devices | published | fitted | model left out | searched |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for row, one in found.items():
+    for place, (row, one) in enumerate(found.items()):
+        searched = f"{bias * best[place][0] - 1:+.0%}" if best[place] else "nothing fits"
         lines.append(
-            f"| {row.release} | {row.device} | {row.model} | {row.ahead} | {row.devices} "
-            f"| {row.step_s:g} | {one.step_s:.1f} | {one.step_s / row.step_s - 1:+.0%} |"
+            f"| {row.name} | {row.ahead} | {row.devices} | {row.step_s:g} "
+            f"| {one.step_s / row.step_s - 1:+.0%} | {left[place][0] - 1:+.0%} | {searched} |"
         )
-    lines += ["", "Does doubling, or running ahead, gain what was published?", ""]
+    lines += ["", "Stages, with the row's model left out:", ""]
+    lines += ["| step | generate | score | update | refit |", "|---|---|---|---|---|"]
+    inside = count = 0
+    told = claimed("nemo-rl", fit).placed
+    assert told is not None
+    for place, row in enumerate(rows):
+        cells = dict(zip(row.stages_s, left[place][1:], strict=True))
+        inside += sum(told.stage_low <= 1 / one <= told.stage_high for one in cells.values())
+        count += len(cells)
+        if cells:
+            shown = " | ".join(f"{cells[stage] - 1:+.0%}" if stage in cells else "" for stage in nemo.STAGES)
+            lines.append(f"| {row.name}, {row.devices} | {shown} |")
+    stages = [[one for ratios in part.values() for one in ratios[1:]] for part in parts_of(fit)]
+    lines += [
+        "",
+        f"{inside} of {count} are within the range of {told.stage_low:.2f} to {told.stage_high:.2f} "
+        f"times; the range of the other parts holds {held(stages):.0%} of those of each part left out.",
+        "",
+    ]
+    lines += ["Does doubling, or running ahead, gain what was published? With the model left out:", ""]
     lines += ["| what changed | published | predicted | same sign |", "|---|---|---|---|"]
-    for one, other in permutations(rows, 2):
-        what = _changed(one, other)
-        if what:
-            told, mine = other.step_s / one.step_s - 1, found[other].step_s / found[one].step_s - 1
-            is_same = "yes" if (told < 0) == (mine < 0) else "**no**"
-            lines.append(
-                f"| {one.release} {one.device} {one.model}, {what} | {told:+.0%} | {mine:+.0%} | {is_same} |"
-            )
+    for what, (published, mine) in changes(fit).items():
+        is_same = "yes" if (published < 0) == (mine < 0) else "**no**"
+        lines.append(f"| {what} | {published:+.0%} | {mine:+.0%} | {is_same} |")
+    shipped = claimed("nemo-rl", fit)
+    assert shipped.doubled is not None and shipped.ahead is not None
+    return [
+        *lines,
+        "",
+        f"Twice the devices: {shipped.doubled.text}. Ahead: {shipped.ahead.text}.",
+        "",
+        *not_fitted_lines(),
+    ]
+
+
+def not_fitted_lines() -> list[str]:
+    """Return the rows that no fit has, because what they did is not modelled."""
+    lines = ["Not fitted:", "", "| step | devices | published | predicted |", "|---|---|---|---|"]
+    lines += [
+        f"| {row.name} | {row.devices} | {row.step_s:g} | {nemo.predict(row).step_s:.0f} |"
+        for row in nemo.rows()
+        if row.source.startswith("DAPO")
+    ]
     return [*lines, ""]
 
 
-def _changed(one: nemo.Row, other: nemo.Row) -> str:
-    """What differs between two rows that differ in one thing: twice the devices, or a step ahead."""
-    alike: Callable[[nemo.Row], object] = lambda row: (row.release, row.device, row.model, row.limit)  # noqa: E731
-    if alike(one) != alike(other) or one.ahead:
-        return ""
-    if not other.ahead and other.devices == 2 * one.devices:
-        return f"{one.devices} to {other.devices} devices"
-    return f"ahead on {one.devices}" if other.ahead == 1 and other.devices == one.devices else ""
+def dtensor_lines(fit: dict[str, Any]) -> list[str]:
+    """Return the tables of NeMo-RL's steps with the other training backend."""
+    rows = nemo.dtensor()
+    found = {row: nemo.predict(row) for row in rows}
+    megatron = json.loads(FITS.read_text("utf-8"))["nemo-rl"]["values"]
+    left = {
+        int(place): one for part in fit["left_out"]["each model"] for place, one in part["ratios"].items()
+    }
+    ratios = [one.step_s / row.step_s for row, one in found.items()]
+    lines = [f"## NeMo-RL 0.3, DTensor: {len(rows)} steps", "", *error_lines(fit, ratios, "nemo-rl-dtensor")]
+    lines += [
+        "| step | devices | published | fitted | model left out | by the factors of Megatron |",
+        "|---" * 6 + "|",
+    ]
+    for place, (row, one) in enumerate(found.items()):
+        other = nemo.ratios(row, megatron)[0] - 1
+        lines.append(
+            f"| {row.name} | {row.devices} | {row.step_s:g} | {one.step_s / row.step_s - 1:+.0%} "
+            f"| {left[place][0] - 1:+.0%} | {other:+.0%} |"
+        )
+    return [*lines, ""]
 
 
-def verl_lines(fit: dict) -> list[str]:  # type: ignore[type-arg]
-    """verl's steps."""
+def verl_lines(fit: dict[str, Any]) -> list[str]:
+    """Return the tables of verl's steps."""
     mean = fit["values"]["mean"]
     found = {row: verl.predict(row, mean) for row in verl.ROWS}
     ratios = [one.step_s / row.step_s for row, one in found.items()]
+    left = [one[0] for part in fit["left_out"]["each row"] for one in part["ratios"].values()]
     lines = [
         "## verl, Qwen2.5-Math-7B on H20, up to 28k tokens: 6 steps",
         "",
         f"One mean for all rows, {mean:.0f} tokens, fitted too; sigma {verl.SIGMA:g} is assumed.",
         "",
         *error_lines(fit, ratios, "verl"),
-        "| devices | published step | predicted | error |",
+        "| devices | published step | fitted | row left out |",
         "|---|---|---|---|",
     ]
-    for row, one in found.items():
+    for (row, one), ratio in zip(found.items(), left, strict=True):
         where = f"{row.training} + {row.training} ahead" if row.is_ahead else f"{row.training} in step"
-        lines.append(f"| {where} | {row.step_s:g} | {one.step_s:.0f} | {one.step_s / row.step_s - 1:+.0%} |")
-    steps = {(row.training, row.is_ahead): one.step_s for row, one in found.items()}
-    doubled = steps[128, False] / steps[64, False] - 1
-    return [
-        *lines,
-        "",
-        "Doubling 64 to 128 in step: published -2% over the whole run (-17% over its first 100 steps), "
-        f"predicted {doubled:+.0%}.",
-        "",
-    ]
+        lines.append(f"| {where} | {row.step_s:g} | {one.step_s / row.step_s - 1:+.0%} | {ratio - 1:+.0%} |")
+    lines += ["", "| what changed | published | predicted | same sign |", "|---|---|---|---|"]
+    for one, other in permutations(verl.ROWS, 2):
+        total = [row.training * (1 + row.is_ahead) for row in (one, other)]
+        doubled = one.is_ahead == other.is_ahead and total[1] == 2 * total[0]
+        if doubled or (other.is_ahead and not one.is_ahead and total[0] == total[1]):
+            told, mine = other.step_s / one.step_s - 1, found[other].step_s / found[one].step_s - 1
+            what = (
+                f"{total[0]} to {total[1]}{', ahead' if one.is_ahead else ''}"
+                if doubled
+                else f"ahead on {total[0]}"
+            )
+            is_same = "yes" if (told < 0) == (mine < 0) else "**no**"
+            lines.append(f"| {what} | {told:+.0%} | {mine:+.0%} | {is_same} |")
+    return [*lines, ""]
 
 
 def mesh_lines() -> list[str]:
@@ -243,8 +389,7 @@ def placement_lines() -> list[str]:
         "",
         "Seconds of the best plan found of each placement: all together; split into actor + reference and "
         "critic + reward; each apart. Published: the best of these, as section 8.3 says in words; the last "
-        "models are those of its figure 13. That all are together on 64 was in view when the share of the "
-        "links was chosen; the last models were not.",
+        "models are those of its figure 13. Factors as shipped for accelerators (`gpu`).",
         "",
         "| actor, critic | devices | published | of the three | together | split | apart | best of all | s |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -15,7 +15,7 @@ from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan
 from rillflow_planner.cost_model.costs import CostModel
-from rillflow_planner.hardware import Factors, Fleet, Hardware, shipped_devices
+from rillflow_planner.hardware import Fleet, shipped_devices, shipped_stacks
 from rillflow_planner.problem import Problem
 from rillflow_planner.search import search
 from rillflow_planner.workload import Lengths, Workload
@@ -29,22 +29,6 @@ MODELS = (
 )
 """Of actor and reference, and of critic and reward."""
 SIZES = (16, 32, 64, 96, 128)
-FACTORS = Factors(
-    train_flops=0.4,
-    score_flops=0.5,
-    decode_bandwidth=0.85,
-    decode_flops=0.4,
-    launch_s=3e-4,
-    decode_launch_s=3e-4,
-    decode_row_s=2e-4,
-    memory=0.7,
-    between_links=0.8,
-    collective_s=2e-5,
-    between_collective_s=6e-5,
-)
-"""Expected of the engines of early 2024: kernels started one by one, one process that schedules rows, four
-engines that leave 0.7 of the memory. Seconds a row, the share of memory and that of the links between
-machines were chosen so that the optima of the generation mesh, and that all are together on 64, come out."""
 COLOCATED, HALVES, STANDALONE = "together", "split", "apart"
 """All on the same devices; actor + reference against critic + reward; each on its own."""
 PUBLISHED: Mapping[tuple[str, str], Mapping[int, str]] = {
@@ -127,7 +111,7 @@ def problem(model: str, devices: int, *, judge: str = "") -> Problem:
             rows_at_once=ROWS_AT_ONCE,
             shares_prompts=False,
         ),
-        hardware=Hardware(name="a100", fleets=(fleet,), factors=FACTORS),
+        hardware=replace(shipped_stacks()["gpu"], name="a100", fleets=(fleet,)),
     )
 
 

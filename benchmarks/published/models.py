@@ -32,6 +32,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "Llama-34B": _dense(8192, 48, 64, 8, 22016, 32000),
     "Llama-70B": _dense(8192, 80, 64, 8, 28672, 32000),
     "Llama-3.1-8B": _dense(4096, 32, 32, 8, 14336, 128256),
+    "Llama-3.1-70B": _dense(8192, 80, 64, 8, 28672, 128256),
     "Qwen2.5-1.5B": _dense(1536, 28, 12, 2, 8960, 151936, tie_word_embeddings=True),
     "Qwen2.5-7B": _dense(3584, 28, 28, 4, 18944, 152064),
     "Qwen3-32B": _dense(5120, 64, 64, 8, 25600, 151936, head_dim=128),

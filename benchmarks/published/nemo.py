@@ -5,7 +5,9 @@
 
 - A prompt has 110 tokens. Lengths are log-normal, clipped at the limit, with the published mean; sigma 0.6 of
   short answers and 0.9 of long ones are figures others use for such data.
-- Two forward passes, policy and reference; one where a release trains on all rows at once.
+- Two forward passes, policy and reference; one in release 0.7, whose recipes set ``force_on_policy_ratio``.
+- Release 0.7 decodes DeepSeek-V3 with its own next-token layer: by its pull request 2779 generation then
+  takes 40.1 s instead of 57.4.
 - Before release 0.5 a weight update waited for the batch; rows are not interrupted.
 - Its recipes for several racks of GB200 say since release 0.7 which nodes must share one (pull request 2612,
   ``cluster.segment_size``). Before, a group's ranks could lie in any rack: a job larger than a rack counts as
@@ -19,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from published.models import shape
 from rillflow.graph.graph import Edge, Graph, Stage
@@ -32,31 +34,43 @@ from rillflow_planner.problem import Problem
 from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
 
 PROMPT_TOKENS = 110
-SIGMA = {"Llama-3.1-8B": 0.6, "DeepSeek-V3": 0.6}
+SIGMA = {"Llama-3.1-8B": 0.6, "Llama-3.1-70B": 0.6, "DeepSeek-V3": 0.6}
 LONG_SIGMA = 0.9
 RECOMPUTED = {"Llama-3.1-8B", "DeepSeek-V3", "Qwen3-235B-A22B"}
+"""Models whose recipes since 0.4 recompute activations."""
+STAGES = ("generate", "score", "update", "refit")
 DOMAIN = {"H100": 8, "GB200": 64}
 """Devices that NVLink joins; of a rack's 72 those that grids use."""
 RACK, NODE = 72, 4
 """GB200 of a rack, and of one of its nodes."""
 FREE = {
-    "train_flops": (0.2, 0.4, 0.6),
+    "train_flops": (0.2, 0.4, 0.75),
     "score_flops": (0.2, 0.45, 0.65),
-    "decode_bandwidth": (0.4, 0.7, 0.85),
+    "decode_bandwidth": (0.4, 0.7, 0.95),
     "expert_flops": (0.15, 0.4, 0.8),
     "launch_s": (5e-5, 3e-4, 2e-3),
     "expert_launch_s": (2e-4, 2e-3, 6e-3),
-    "decode_launch_s": (1e-5, 3e-5, 3e-4),
+    "decode_token_s": (1e-4, 1e-3, 2e-2),
     "decode_row_s": (1e-6, 2e-5, 1.5e-4),
-    "between_collective_s": (2e-5, 6e-5, 3e-4),
-    "host_links": (0.1, 0.3, 0.9),
+    "between_collective_s": (5e-6, 2e-5, 3e-4),
+    "host_links": (0.05, 0.3, 0.9),
     "step_s": (0.5, 4.0, 12.0),
     "refit": (5e9, 35e9, 200e9),
     "refit_apart": (5e9, 35e9, 200e9),
     "refit_gain": (1.0, 1.5, 4.0),
+    "refit_first": (1.0, 2.0, 10.0),
+    "decode_gain": (1.0, 2.0, 6.0),
 }
-"""Least, expected and most of what is fitted; ``refit_gain``: how much faster release 0.7 moves weights."""
-FIXED = Factors(decode_flops=0.4, collective_s=2e-5, between_links=1.0, inside_links=0.7)
+"""Least, expected and most of what is fitted; ``refit_gain``: how much faster release 0.7 moves weights;
+``refit_first``: how much slower 0.3 moves them; ``decode_gain``: how much less the engine of
+0.4 and later spends on a token position than that of 0.3."""
+DTENSOR_FREE = {
+    "train_flops": (0.05, 0.4, 0.75),
+    "score_flops": (0.05, 0.45, 0.65),
+    "launch_s": (5e-5, 3e-4, 1e-2),
+}
+"""What is fitted to the runs of DTensor; the other values are those of Megatron's runs."""
+FIXED = Factors(decode_flops=0.4, collective_s=5e-6, between_links=1.0, inside_links=0.7)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +92,34 @@ class Row:
     ep: int
     pp: int
     step_s: float
+    source: str = "performance summary"
+    backend: str = "megatron"
+    is_sharded: bool = False
+    recomputes: bool | None = None
+    scored_tokens: int = 0
+    dtype: Literal["float8", "bfloat16"] = "bfloat16"
+    tokens_per_pass: float = 1.0
+    generate_s: float = 0.0
+    score_s: float = 0.0
+    update_s: float = 0.0
+    refit_s: float = 0.0
+
+    @property
+    def scored(self) -> int:
+        """Forward passes, policy and reference; 0.7 takes the policy's from training on all rows."""
+        return 1 if self.release >= "0.7" and self.rows == self.trained_at_once and self.ahead < 8 else 2
+
+    @property
+    def name(self) -> str:
+        """The row in words."""
+        told = "" if self.source == "performance summary" else f", {self.source}"
+        return f"{self.release} {self.device} {self.model}{told}"
+
+    @property
+    def stages_s(self) -> dict[str, float]:
+        """Published seconds of stages."""
+        found = {stage: float(vars(self)[f"{stage}_s"]) for stage in STAGES}
+        return {stage: spent for stage, spent in found.items() if spent}
 
     @property
     def training(self) -> int:
@@ -88,14 +130,32 @@ class Row:
 
     @property
     def stack(self) -> str:
-        """The factor set of its release."""
+        """The factor set of its release and backend."""
+        if self.backend == "dtensor":
+            return "nemo-rl-dtensor"
         return "nemo-rl" if self.release >= "0.7" else "nemo-rl-0.6"
 
 
 def rows() -> list[Row]:
-    """All of them."""
+    """Return all published rows."""
     data = tomllib.loads((Path(__file__).parent / "nemo.toml").read_text("utf-8"))
-    return [Row(**{**one, "mean": float(one["mean"]), "step_s": float(one["step_s"])}) for one in data["row"]]
+    return [
+        Row(**{name: float(one) if name in _NUMBERS else one for name, one in row.items()})
+        for row in data["row"]
+    ]
+
+
+def fitted() -> list[Row]:
+    """Return the rows that the factors of Megatron runs are fitted to: without those that sample again."""
+    return [row for row in rows() if row.backend == "megatron" and not row.source.startswith("DAPO")]
+
+
+def dtensor() -> list[Row]:
+    """Return the rows of the other training backend, which has a set of its own."""
+    return [row for row in rows() if row.backend == "dtensor"]
+
+
+_NUMBERS = ("mean", "step_s", *(f"{stage}_s" for stage in STAGES))
 
 
 def cluster(row: Row) -> dict[str, Any]:
@@ -132,24 +192,29 @@ def problem(row: Row) -> Problem:
         prompt=Lengths(kind="fixed", limit=PROMPT_TOKENS),
         response=lengths_of_mean(row.mean, limit, sigma),
         minibatches=row.rows // row.trained_at_once,
-        tokens_per_micro_batch=row.limit // row.cp,
+        tokens_per_micro_batch=row.limit,
+        scoring_tokens=row.scored_tokens,
+        dtype=row.dtype,
+        tokens_per_pass=row.tokens_per_pass,
     )
     hardware: Hardware = read_hardware(cluster(row), row.model)
     return Problem(
-        graph=graph(1 if row.trained_at_once > 512 else 2),
+        graph=graph(row.scored),
         shapes={"policy": shape(row.model)},
         workload=workload,
         hardware=hardware,
         samples_apart=row.ahead > 0,
         freshness=row.ahead,
-        recomputes=row.model in RECOMPUTED,
+        layouts="fsdp" if row.is_sharded else "megatron",
+        recomputes=row.model in RECOMPUTED if row.recomputes is None else row.recomputes,
     )
 
 
 def plan(row: Row) -> Plan:
     """The published placement."""
     dp = row.training // (row.tp * row.cp * row.pp)
-    grid = Grid(dp=dp, pp=row.pp, tp=row.tp, cp=row.cp, ep=min(row.ep, row.training // row.pp))
+    ep = min(row.ep, row.training // row.pp)
+    grid = Grid(dp=dp, pp=row.pp, tp=row.tp, cp=row.cp, ep=ep, is_sharded=row.is_sharded)
     return placed(grid, row.generate_tp, row.devices - row.training, row.ahead)
 
 
@@ -178,28 +243,47 @@ def graph(scored: int) -> Graph:
 
 def factors_of(row: Row, values: dict[str, float]) -> Factors:
     """The factors of a row's release."""
-    gain = values["refit_gain"] if row.stack == "nemo-rl" else 1.0
-    known = {name: value for name, value in values.items() if name != "refit_gain"}
+    gain = values["refit_gain"] if row.release >= "0.7" else 1.0
+    if row.release == "0.3":
+        gain = 1 / values["refit_first"]
+    known = {name: value for name, value in values.items() if name in vars(FIXED)}
     known |= {name: gain * values[name] for name in ("refit", "refit_apart")}
+    if row.release > "0.3":
+        known["decode_token_s"] /= values["decode_gain"]
     return replace(FIXED, **known)
 
 
-def step_s(row: Row, values: dict[str, float]) -> float:
-    """Seconds of a row's step with fitted values."""
-    return predict(row, factors_of(row, values)).step_s
+def stages_s(found: StepEvaluation) -> dict[str, float]:
+    """Predicted seconds of stages, under the names of the published ones."""
+    generate, *scored, update, refit = (found.seconds[index] for index in sorted(found.seconds))
+    return dict(zip(STAGES, (generate, sum(scored), update, refit), strict=True))
+
+
+def ratios(row: Row, values: dict[str, float]) -> list[float]:
+    """Predicted over published with fitted values: the step, then each published stage."""
+    found = predict(row, factors_of(row, values))
+    spent = stages_s(found)
+    return [found.step_s / row.step_s, *(spent[name] / told for name, told in row.stages_s.items())]
 
 
 Held = Callable[[Row], bool]
 LEFT_OUT: dict[str, Sequence[Held]] = {
-    "each model left out": [
+    "each model": [
         lambda row, name=name: row.model == name  # type: ignore[misc]
-        for name in ("Llama-3.1-8B", "DeepSeek-V3", "Qwen3-235B-A22B", "Qwen3-30B-A3B", "Qwen3-32B")
+        for name in (
+            "Llama-3.1-8B",
+            "DeepSeek-V3",
+            "Qwen3-235B-A22B",
+            "Qwen3-30B-A3B",
+            "Qwen3-32B",
+            "Llama-3.1-70B",
+        )
     ],
-    "each release left out": [
+    "each release": [
         lambda row, name=name: row.release == name  # type: ignore[misc]
-        for name in ("0.4", "0.5", "0.6", "0.7")
+        for name in ("0.3", "0.4", "0.5", "0.6", "0.7")
     ],
-    "each machine type left out": [
+    "each machine type": [
         lambda row, name=name: row.device == name  # type: ignore[misc]
         for name in ("H100", "GB200")
     ],

@@ -71,7 +71,7 @@ def problem(row: Row, mean: float) -> Problem:
         prompt=Lengths(kind="fixed", limit=150),
         response=lengths_of_mean(mean, LIMIT, SIGMA),
         minibatches=16,
-        tokens_per_micro_batch=15 * 1024,
+        tokens_per_micro_batch=4 * 15 * 1024,
     )
     return Problem(
         graph=graph(0 if row.is_ahead else 1),
@@ -80,6 +80,7 @@ def problem(row: Row, mean: float) -> Problem:
         hardware=read_hardware(cluster(row), "H20"),
         samples_apart=row.is_ahead,
         freshness=int(row.is_ahead),
+        layouts="fsdp",
     )
 
 
@@ -93,10 +94,14 @@ def predict(row: Row, mean: float, factors: Factors | None = None) -> StepEvalua
     return evaluate(step, CostModel(step), plan)
 
 
+def factors_of(values: dict[str, float]) -> Factors:
+    """Return the factors with fitted values; the mean length is the task's."""
+    return replace(FIXED, **{name: value for name, value in values.items() if name != "mean"})
+
+
 def ratios(row: Row, values: dict[str, float]) -> list[float]:
     """Predicted over published: the step, and where stages were published one after another, each."""
-    known = {name: value for name, value in values.items() if name != "mean"}
-    found = predict(row, values["mean"], replace(FIXED, **known))
+    found = predict(row, values["mean"], factors_of(values))
     spent = [found.seconds[index] for index in sorted(found.seconds)]
     if row.is_ahead:
         return [found.step_s / row.step_s, spent[1] / row.update_s]

@@ -19,6 +19,7 @@ from rillflow.app.recipe import Recipe
 from rillflow.errors import ConfigError
 from rillflow.formulas.config import MOST_LOGITS
 from rillflow.models.config import AdapterConfig
+from rillflow.placement.activations import NARROW, kept_numbers
 from rillflow.rollout.config import SERVICE, VLLM
 from rillflow.rollout.native.cache_layout import ALIGNMENT
 from rillflow.runs.formatting import size
@@ -26,10 +27,6 @@ from rillflow.workers.config import SAMPLER
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _FLOAT32_BYTES = 4
-_HIDDEN_STATES, _INNER_STATES, _OUTSIDE_STATES = 8.5, 4, 7
-"""Hidden and inner states per token that training keeps in a layer, and hidden states outside the layers."""
-_NARROW = 0.65
-"""Bytes of these states in bfloat16, as a share of float32; some stay float32."""
 _SAMPLED_LOGITS = 3
 """Copies of a running row's logits while its token is sampled."""
 VLLM_PLACES = {"cpu": 128, "cuda": 16}
@@ -140,10 +137,14 @@ def _activations(recipe: Recipe, sizes: ModelSizes, longest: int) -> dict[str, i
     config, policy = recipe.algorithm, recipe.policy
     every = -(-config.rows_per_step // config.minibatches) * longest
     tokens = max(longest, min(policy.tokens_per_micro_batch, every))
-    layer = _HIDDEN_STATES * sizes.hidden + _INNER_STATES * sizes.inner + 2 * sizes.kv_width
-    beside, layers = _OUTSIDE_STATES * sizes.hidden, sizes.layers
-    numbers = beside + (layer + layers * sizes.hidden if policy.gradient_checkpointing else layer * layers)
-    narrow = _NARROW if policy.model.dtype == "bfloat16" else 1.0
+    numbers = kept_numbers(
+        hidden=sizes.hidden,
+        inner=sizes.inner,
+        kv_width=sizes.kv_width,
+        layers=sizes.layers,
+        recomputes=policy.gradient_checkpointing,
+    )
+    narrow = NARROW if policy.model.dtype == "bfloat16" else 1.0
     logits = min(tokens * sizes.vocabulary, MOST_LOGITS)
     return {
         "activations": int(tokens * numbers * _FLOAT32_BYTES * narrow),

@@ -103,8 +103,8 @@ class Plan:
     """
     publish_every: int = 0
     """Minibatches between two publishes; 0 publishes once per step. Every publish is a policy version."""
-    weights: Literal["exposed", "hidden", "staggered"] = "exposed"
-    """During a weight transfer, exposed pauses both sides, hidden none, staggered the replicas one by one."""
+    weights: Literal["exposed", "hidden"] = "exposed"
+    """During a weight transfer, exposed pauses training and generation, hidden pauses neither."""
     oversample_prompts: Annotated[float, number(1.0)] = 1.0
     """Prompts begun per trained prompt; the longest ones move to later rounds."""
     oversample_samples: Annotated[float, number(1.0)] = 1.0

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from rillflow.app.recipe import LoadedRecipe
     from rillflow.placement.plan import Plan
     from rillflow_planner.problem import Problem, Statement
+    from rillflow_planner.ranking import Ranking, SearchObjective
     from rillflow_planner.simulator.result import Simulation
 
 SIZES = (Fraction(1, 4), Fraction(1, 2), 1, 2)
 """Sizes of the clusters that throughput is shown for, relative to the given one."""
 SIMULATED, VARIED = 3, 5
 """Numbers of best plans that are simulated, and that are evaluated with other lengths."""
+RECOMPUTED = "policy.gradient_checkpointing"
 SHORT = ("model", "gpus", "algorithm", "response")
 """Options that a plan without a recipe requires."""
 Words = dict[str, dict[str, Any]]
@@ -44,18 +46,15 @@ def plan(arguments: argparse.Namespace) -> int:
     from rillflow_planner.cost_model.costs import CostModel
     from rillflow_planner.plan_report import Decision, decision_data, decision_lines, plan_page, shown_s
     from rillflow_planner.ranking import Goal, SearchObjective, order_as_shown
-    from rillflow_planner.search import prompts_that_pay, search, variations
+    from rillflow_planner.search import prompts_that_pay, variations
 
-    statement = _stated(arguments)
-    problem = statement.problem
     objective = SearchObjective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
-    bounds, apart = arguments.freshness, arguments.apart_in_step
-    ranking = search(
-        problem, CostModel, objective=objective, freshness=bounds, apart_in_step=apart, times=SIZES
-    )
+    statement, ranking = _ranked(_stated(arguments), objective, arguments)
+    problem = statement.problem
     simulated = [_simulated(problem, one.plan) for one in ranking.best[:SIMULATED]]
     if objective.goal is Goal.STEP:
-        ranking, order = order_as_shown(ranking, [*map(shown_s, ranking.best, simulated)])
+        shown = [shown_s(statement, *pair) for pair in zip(ranking.best, simulated, strict=False)]
+        ranking, order = order_as_shown(ranking, shown)
         simulated = [simulated[place] for place in order]
     plans = [one.plan for one in ranking.best]
     found = Decision(
@@ -67,7 +66,7 @@ def plan(arguments: argparse.Namespace) -> int:
         pays_with=prompts_that_pay(problem, CostModel, ranking.sizes),
     )
     lines = decision_lines(found)
-    title = f"{plans[0].name} on {problem.hardware.title}"
+    title = statement.title
     _print(arguments, [title, *lines], decision_data(found))
     if arguments.out is not None:
         _write(arguments.out, plan_text(plans[0]))
@@ -75,6 +74,49 @@ def plan(arguments: argparse.Namespace) -> int:
         page = plan_page(f"{title}, freshness {plans[0].freshness}", simulated[0], lines, ranking.sizes)
         _write(arguments.plot, page)
     return DONE
+
+
+def _ranked(
+    statement: Statement, objective: SearchObjective, arguments: argparse.Namespace
+) -> tuple[Statement, Ranking]:
+    """Rank the plans; if the statement leaves it open, both with and without recomputed activations.
+
+    Several models with several freshness bounds are only planned with recomputation, to answer in time.
+    """
+    from dataclasses import replace
+
+    from rillflow.errors import PlanError
+    from rillflow_planner.cost_model.costs import CostModel
+    from rillflow_planner.search import ranked_as_placed, search
+
+    found: list[tuple[Statement, Ranking]] = []
+    is_small = len(statement.problem.shapes) == 1 or len(arguments.freshness) == 1
+    choices = (False, True) if statement.may_recompute and is_small else (statement.problem.recomputes,)
+    for recomputes in choices:
+        problem = replace(statement.problem, recomputes=recomputes)
+        try:
+            ranking = (
+                search(
+                    problem,
+                    CostModel,
+                    objective=objective,
+                    freshness=arguments.freshness,
+                    apart_in_step=arguments.apart_in_step,
+                    times=SIZES,
+                )
+                if statement.placed is None
+                else ranked_as_placed(problem, CostModel, statement.placed, SIZES)
+            )
+        except PlanError:
+            if recomputes is choices[-1] and not found:
+                raise
+        else:
+            told = f"activations are {'' if recomputes else 'not '}recomputed"
+            change = f"--set {RECOMPUTED}={str(not recomputes).lower()} to change it"
+            said = (f"{told}; {change}",) if statement.may_recompute else ()
+            stated = replace(statement, problem=problem, assumptions=(*statement.assumptions, *said))
+            found.append((stated, ranking))
+    return min(found, key=lambda one: one[1].best[0].value)
 
 
 def _stated(arguments: argparse.Namespace) -> Statement:
@@ -97,7 +139,8 @@ def _stated(arguments: argparse.Namespace) -> Statement:
     from rillflow_planner.request import state_request
 
     names = [word[2:].replace("-", "_") for word in WORDS]
-    return state_request(**{name: words[name] for name in names})
+    bound = max(arguments.freshness)
+    return state_request(**{name: words[name] for name in names}, settings=words["set"], freshness=bound)
 
 
 def _stated_recipe(loaded: LoadedRecipe, arguments: argparse.Namespace) -> Statement:
@@ -130,9 +173,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     plan = replace(plan, freshness=freshness, oversample_prompts=prompts, oversample_samples=samples)
     require_possible(plan)
     statement = _stated_recipe(load(arguments), arguments)
-    share, factor = arguments.stragglers or (0.0, 1.0)
-    settings = Settings(straggler_share=share, straggler_factor=factor, parts=arguments.parts)
-    steps, seed = arguments.steps, arguments.seed
+    steps, seed, settings = arguments.steps, arguments.seed, Settings(parts=arguments.parts)
     found = _simulated(statement.problem, plan, steps, seed=seed, settings=settings)
     title = f"{plan.name} on {statement.problem.hardware.name}, freshness {plan.freshness}, seed {seed}"
     lines = simulation_lines(plan, found, statement)
@@ -199,8 +240,9 @@ WORDS: Words = {
     "--samples": _word("N", "completions per prompt (8)", int, default=8),
     "--minibatches": _word("N", "minibatches per step (1)", int, default=1),
     "--like": _word(
-        "STACK", "stack with measured factors: nemo-rl, verl, ... (nemo-rl)", str, default="nemo-rl"
+        "STACK", "predict what this published stack would take: nemo-rl, verl, ...", str, default=""
     ),
+    "--layout": _word("AXES", "a given layout instead of the best: tp=4,pp=2,generate=4", str, default=""),
     "--between": _word("RATE", "bandwidth between machines, per device (50 GB/s)", str, default=""),
     "--price": _word("PRICE", 'price of a device, such as "2.5 $/h"', str, default=""),
     "--reward-seconds": _word("S", "seconds of the reward function per row (0)", float, default=0.0),
@@ -214,14 +256,12 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
     recipe_arguments(parser)
     _add(parser, PLAN | CLUSTER, required=True)
     more = "begin this many times the prompts and the samples, and leave the longest for later"
-    slow = "this share of the devices takes this many times as long"
     words: Words = {
         "--steps": _word("N", "steps to simulate (20)", int, default=20),
-        "--seed": _word("N", "seed of row lengths and slow devices (0)", int, default=0),
+        "--seed": _word("N", "seed of row lengths (0)", int, default=0),
         "--freshness": _word("K", "largest age of a trained token in versions, instead of the plan's", int),
         "--parts": _word("N", "pass a step's rows on in N parts, in order, as a run does", int, default=0),
         "--oversample": _word(("PROMPTS", "SAMPLES"), more, float, nargs=2),
-        "--stragglers": _word(("SHARE", "FACTOR"), slow, float, nargs=2),
     }
     _add(parser, LENGTHS | words | FORMAT | PLOT)
 

@@ -19,11 +19,14 @@ from rillflow.graph.graph import Stage
 from rillflow.placement.plan import SAMPLER, Plan, require_possible
 from rillflow.runs.formatting import size
 from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.hardware import Fleet
 from rillflow_planner.problem import Problem, Unit
 from rillflow_planner.schedule import BESIDE, Timing, in_turn, last_s, period_s, tasks_of
 
+MACHINE = 8
+"""Devices of a usual machine, for a cluster of less than one."""
 MOST_MACHINES = 4096
 """Largest cluster, in machines, that an error suggests."""
 
@@ -239,13 +242,26 @@ def no_plan_fits(problem: Problem, costs: CostModel) -> PlanError:
     if not math.isfinite(missing):
         why = f"no grid splits the model evenly: {where}"
     elif not missing:
-        why = f"no memory is left to generate a single row: {where}"
+        why = f"no memory is left to generate a single row: {where}{_largest_copy(problem)}"
     fixes = []
+    if not problem.recomputes:
+        fixes.append("recompute activations (policy.gradient_checkpointing = true)")
     for fleet in problem.hardware.fleets:
         apart = sum(least_devices(costs, [unit], fleet) for unit in problem.units)
         fixes.append(_least_text(min(least_devices(costs, problem.units, fleet), apart), fleet))
     return PlanError(
         f"no plan of {problem.graph.name} fits on {problem.hardware.name}", why=why, fix="; or ".join(fixes)
+    )
+
+
+def _largest_copy(problem: Problem) -> str:
+    """Return the limit on a generation copy, where Rillflow's runtime has one."""
+    if LAYOUTS[problem.layouts].any_copy:
+        return ""
+    heads = min(unit.shape.kv_heads for unit in problem.units if problem.generating.intersection(unit.stages))
+    return (
+        f". Rillflow cuts a generation copy over at most {heads} devices, one per key-value head, within a "
+        "tensor-parallel group or among FSDP ranks"
     )
 
 
@@ -269,9 +285,10 @@ def least_devices(costs: CostModel, units: Sequence[Unit], fleet: Fleet) -> floa
     The result can exceed the fleet. It is infinite if ``MOST_MACHINES`` machines are not enough. Each unit
     uses its smallest option.
     """
-    sizes, machines = [size for size in fleet.sizes if size < fleet.per_machine], 1
+    whole = max(fleet.per_machine, MACHINE)
+    sizes, machines = [size for size in range(1, whole) if whole % size == 0], 1
     while machines < MOST_MACHINES:
-        sizes.append(machines * fleet.per_machine)
+        sizes.append(machines * whole)
         machines += max(1, machines // 8)
     return next((size for size in sizes if not missing_bytes(costs, units, fleet, size)), math.inf)
 

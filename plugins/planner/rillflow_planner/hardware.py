@@ -55,6 +55,8 @@ class Factors:
     """Further seconds of an expert layer, for counting and sorting tokens before dispatch."""
     decode_launch_s: Seconds = 2e-5
     """Additional seconds of a layer per decoded token position; lower because of CUDA graphs."""
+    decode_token_s: Seconds = 0.0
+    """Additional seconds per decoded token position outside layers: the engine's scheduling."""
     decode_row_s: Seconds = 5e-6
     """Seconds per row and decoded token outside the model (scheduling and sampling); tp does not reduce them.
     """
@@ -82,6 +84,8 @@ class EngineFactors:
 
     zero1: bool = False
     """Whether optimiser state is sharded over dp (ZeRO-1), with whole weights and gradients."""
+    cuts_sequence: bool = False
+    """Whether tensor parallelism cuts the tokens of norms and residuals too (sequence parallelism)."""
     offloads: bool = False
     """Whether an idle model's state moves to the host, unless there is a separate sampler."""
     interrupts: bool = True
@@ -99,7 +103,7 @@ class EngineFactors:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Prediction errors on steps that were not used in the fit."""
+    """Prediction errors on published steps that were not used in the fit."""
 
     median: float
     """Median of the absolute relative errors."""
@@ -109,11 +113,57 @@ class Accuracy:
     """Measured over predicted seconds: 10% quantile."""
     high: float
     """Measured over predicted seconds: 90% quantile."""
+    held: float
+    """Share of steps within the range of steps of other models, releases and machines."""
+    bias: float = 1.0
+    """Factor that removes the bias of a search for the smallest prediction; 1 for given layouts."""
+    stage_low: float = 0.0
+    """Measured over predicted seconds of a stage: 10% quantile; 0 if not measured."""
+    stage_high: float = 0.0
+    """Measured over predicted seconds of a stage: 90% quantile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """Errors of predicted changes of a step, such as from twice the devices, on published pairs."""
+
+    median: float
+    """Median of the absolute difference, in points of the step."""
+    worst: float
+    """Largest absolute difference."""
+    right: int
+    """Pairs whose sign was predicted."""
+    pairs: int
+    """Number of pairs."""
+
+    @property
+    def text(self) -> str:
+        """The errors in words."""
+        points = f"off by {100 * self.median:.0f} points (median; at most {100 * self.worst:.0f})"
+        return f"{points}, with the right sign in {self.right} of {self.pairs}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What was measured of a stack."""
+
+    layouts: str
+    """Runtime whose grids the stack can use."""
+    steps: Mapping[str, Sequence[str]]
+    """The policy's stages of a step, by algorithm."""
+    devices: Sequence[str]
+    """Types of devices of the published steps."""
+    placed: Accuracy | None = None
+    """Errors for given layouts."""
+    searched: Accuracy | None = None
+    """Errors for the best layout of a search."""
+    doubled: Gain | None = None
+    """Errors of the change from twice the devices."""
+    ahead: Gain | None = None
+    """Errors of the change from running a step ahead."""
 
 
 _OVERHEADS = {"step_s", "step_row_s"}
-OWN_STACK = "rillflow"
-"""Factor set of Rillflow's own runs."""
 UNFITTED = "default"
 """Factor set of a cluster file that names none."""
 _FLEETS = tables.checked(
@@ -169,6 +219,8 @@ class Fleet:
     """Bandwidth from one device to another machine, in bytes per second in one direction."""
     price_per_hour: float = 0.0
     """Price of one device per hour; 0 if not given."""
+    currency: str = "$"
+    """Unit of the price."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -214,13 +266,8 @@ class Hardware:
     """Data that the factors were fitted to; empty if the file does not say."""
     stack: str = ""
     """Name of the shipped factor set in use; empty if the file changes factors or names no set."""
-    accuracy: Accuracy | None = None
-    """Errors of these factors on steps left out of their fit; None if not measured."""
-
-    @property
-    def title(self) -> str:
-        """Name, with the factors' system if it is not Rillflow."""
-        return self.name if self.stack in ("", OWN_STACK) else f"{self.name}, as {self.stack} would run it"
+    published: Published | None = None
+    """What was measured of the stack with these factors; None if nothing was."""
 
     @property
     def devices(self) -> int:
@@ -246,7 +293,7 @@ def shipped_stacks() -> dict[str, Hardware]:
             factors=read(Factors, data.get("factors", {}), name),
             engine=read(EngineFactors, data.get("engine", {}), name),
             calibrated=data["fitted"],
-            accuracy=Accuracy(**data["accuracy"]) if "accuracy" in data else None,
+            published=_published(data.get("published")),
         )
         for name, data in _shipped("stacks").items()
     }
@@ -283,8 +330,15 @@ def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
         engine=read(EngineFactors, engine, f"{name}, engine", stack.engine),
         calibrated=said.get("calibrated", "" if changed else stack.calibrated),
         stack="" if changed or said["like"] == UNFITTED else said["like"],
-        accuracy=None if changed else stack.accuracy,
+        published=None if changed else stack.published,
     )
+
+
+def _published(data: Mapping[str, Any] | None) -> Published | None:
+    if data is None:
+        return None
+    kinds = {"placed": Accuracy, "searched": Accuracy, "doubled": Gain, "ahead": Gain}
+    return Published(**{key: kinds[key](**one) if key in kinds else one for key, one in data.items()})
 
 
 def _shipped(name: str) -> dict[str, Any]:
@@ -324,6 +378,7 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
         per_machine=per_machine,
         between_bandwidth=between,
         price_per_hour=said.get("price", 0.0),
+        currency="€" if "€" in str(data.get("price")) else "$",
     )
 
 

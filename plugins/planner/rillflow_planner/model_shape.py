@@ -176,12 +176,15 @@ class ModelShape:
         (Korthikanti et al., arXiv 2205.05198, 4, without the square terms that FlashAttention avoids).
         """
         kept = self.heads * (self.head_dim + self.value_width) + 2 * self.kv_heads * self.head_dim
-        if self.is_mixture:
-            chosen = self.experts_per_token + self.shared_experts
-            inner = chosen * (self.matrices * self.expert_inner + 2 * self.hidden)
-        else:
-            inner = self.matrices * self.inner
-        return np.add(6 * self.hidden, np.divide(kept + inner, tp))
+        return np.add(6 * self.hidden, np.divide(kept + self.matrices * self.layer_inner, tp))
+
+    @property
+    def layer_inner(self) -> float:
+        """Inner states of one token in a layer: those of its experts, with the copies sent to them."""
+        if not self.is_mixture:
+            return self.inner
+        chosen = self.experts_per_token + self.shared_experts
+        return chosen * (self.expert_inner + 2 * self.hidden / self.matrices)
 
 
 def read_shape(config: Mapping[str, Any], name: str) -> ModelShape:

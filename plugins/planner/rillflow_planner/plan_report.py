@@ -24,6 +24,7 @@ from rillflow.runs.formatting import columns, number, seconds, size
 from rillflow.runs.report.chart import Chart, Point, Series, draw
 from rillflow.runs.report.html import Html, el, page, section
 from rillflow.runs.report.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
+from rillflow_planner.hardware import Gain
 from rillflow_planner.problem import Statement
 from rillflow_planner.ranking import HOUR_S, LITTLE, ClusterSize, Goal, Ranked, Ranking, SearchObjective
 from rillflow_planner.search import Variation
@@ -75,12 +76,16 @@ class Decision:
     @property
     def step_s(self) -> float:
         """Displayed seconds of a step of the best plan."""
-        return shown_s(self.best, self.simulated[0])
+        return shown_s(self.statement, self.best, self.simulated[0])
 
 
-def shown_s(one: Ranked, simulated: Simulation) -> float:
-    """Return the displayed seconds of a step: computed for freshness 0, otherwise simulated once settled."""
-    return simulated.settled_step_s if one.plan.freshness else one.evaluation.step_s
+def shown_s(statement: Statement, one: Ranked, simulated: Simulation) -> float:
+    """Return the displayed seconds of a step: computed for freshness 0, otherwise simulated once settled.
+
+    For a published stack they are always computed, because the error of those was measured.
+    """
+    is_simulated = one.plan.freshness and not statement.stack
+    return simulated.settled_step_s if is_simulated else one.evaluation.step_s
 
 
 def decision_lines(found: Decision) -> list[str]:
@@ -93,7 +98,8 @@ def decision_lines(found: Decision) -> list[str]:
         *_sensitivity(found),
         *_warnings(found),
         "",
-        f"{ranking.placements:,} placements{nowhere}; the best {len(ranking.best)}",
+        f"{ranking.placements:,} placement{'s' * (ranking.placements > 1)}{nowhere}; the best "
+        f"{len(ranking.best)}",
         *columns(_best_rows(found), left=2, text=2),
         *_simulated_notes(found),
         "",
@@ -108,7 +114,7 @@ def decision_lines(found: Decision) -> list[str]:
         *columns(_size_rows(found)),
         "",
         *(f"assumed: {sentence}" for sentence in statement.assumptions),
-        *_placement(best.plan),
+        *([] if statement.stack else _placement(best.plan)),
     ]
 
 
@@ -122,7 +128,9 @@ def decision_data(found: Decision) -> dict[str, Any]:
             _ranked_data(found.statement, one, [] if simulated is None else simulated.pools)
             for one, simulated in zip_longest(found.ranking.best, found.simulated)
         ],
+        "question": found.statement.title,
         "step_s": found.step_s,
+        "corrected_s": found.statement.corrected_s(found.step_s),
         "simulated_s": found.simulated_s,
         "sizes": [
             {
@@ -259,10 +267,11 @@ def pools_text(plan: Plan) -> str:
     )
 
 
-def ranged(statement: Statement, spent: float) -> str:
-    """Format seconds with their range. Example: ``76.1 s (61.6 s to 96.6 s)``."""
-    found = statement.range_s(spent) if spent else None
-    return seconds(spent) + ("" if found is None else f" ({seconds(found[0])} to {seconds(found[1])})")
+def ranged(statement: Statement, spent: float, *, is_stage: bool = False) -> str:
+    """Format predicted seconds with their range. Example: ``76.1 s (61.6 s to 96.6 s)``."""
+    found = statement.range_s(spent, is_stage=is_stage) if spent else None
+    told = "" if found is None else f" ({seconds(found[0])} to {seconds(found[1])})"
+    return seconds(statement.corrected_s(spent)) + told
 
 
 def _said_of(statement: Statement) -> Mapping[str, Any]:
@@ -278,24 +287,53 @@ def _head(found: Decision) -> Iterator[str]:
     """Yield the step, the devices, the whole run, and the effect of off-policy steps."""
     best, statement = found.best, found.statement
     step_s, hardware, devices = found.step_s, statement.problem.hardware, best.evaluation.devices
-    how = ", as simulated," if best.plan.freshness else ""
+    how = ", as simulated," if best.plan.freshness and not statement.stack else ""
     yield f"a step: {ranged(statement, step_s)}{how} on {devices} devices"
     for line in _unused(statement, devices):
         yield f"{line}; they would not improve the plan"
     larger = next((one for one in found.ranking.sizes if one.devices > hardware.devices), None)
     if larger is not None and larger.best is not None and larger.gain is not None:
         more = ranged(statement, larger.best.evaluation.step_s)
-        how = ", both computed without simulation" if best.plan.freshness else ""
+        how = how and ", both computed without simulation"
         yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows per second{how}"
+        yield from _gain_error(found, "twice the devices", "doubled")
+    yield from _ahead(found)
     price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
     steps = statement.steps or 100
-    cost = f", {number(steps * step_s / HOUR_S * price)} at the cluster's prices" if price else ""
+    spent = statement.corrected_s(steps * step_s) / HOUR_S * price
+    cost = f", {number(spent)} {hardware.fleets[0].currency}" if price else ""
     yield f"{steps:,} steps: {ranged(statement, steps * step_s)}{cost}"
     if best.plan.freshness:
+        updates = "1 update" if best.plan.freshness == 1 else f"{best.plan.freshness} updates"
         yield (
             f"freshness {best.plan.freshness}: training is off-policy, because rows come from weights up to "
-            f"{best.plan.freshness} updates old; this affects what the policy learns"
+            f"{updates} old; this affects what the policy learns"
         )
+
+
+def _gain_error(found: Decision, what: str, name: str) -> Iterator[str]:
+    """Yield how far predicted changes of a step were off for published pairs."""
+    published = found.statement.problem.hardware.published
+    error: Gain | None = vars(published)[name] if published else None
+    if error is not None and found.statement.stack:
+        yield f"  such changes of a step from {what}, in published pairs left out of the fit: {error.text}"
+
+
+def _ahead(found: Decision) -> Iterator[str]:
+    """Yield the best step of every freshness bound that was tried."""
+    bounds: dict[int, float] = {}
+    times = zip_longest(found.ranking.best, found.simulated)
+    for one, simulated in times:
+        step_s = one.evaluation.step_s if simulated is None else shown_s(found.statement, one, simulated)
+        bounds.setdefault(one.plan.freshness, step_s)
+    if 0 in bounds and len(bounds) > 1:
+        ahead = ", ".join(
+            f"{ranged(found.statement, step_s)} at freshness {bound} ({step_s / bounds[0] - 1:+.0%} a step)"
+            for bound, step_s in sorted(bounds.items())
+            if bound
+        )
+        yield f"in step {ranged(found.statement, bounds[0])}; generation ahead of training {ahead}"
+        yield from _gain_error(found, "running ahead", "ahead")
 
 
 def _sensitivity(found: Decision) -> Iterator[str]:
@@ -329,7 +367,7 @@ def _best_rows(found: Decision) -> Rows:
 
 def _simulated_notes(found: Decision) -> Iterator[str]:
     """Yield a note where simulated and computed step differ by more than the usual prediction error."""
-    accuracy = found.statement.problem.hardware.accuracy
+    accuracy = found.statement.error
     told = TOLD if accuracy is None else accuracy.median
     for place, (one, simulated) in enumerate(zip(found.ranking.best, found.simulated_s, strict=False), 1):
         more = simulated / one.evaluation.step_s - 1
@@ -346,27 +384,19 @@ def _unit_rows(plan: Plan) -> Rows:
 
 
 def _stage_rows(statement: Statement, one: Ranked) -> Rows:
-    """Return the seconds of each stage, to the end of streamed generation, and its share of its pool's
-    work.
-    """
-    rows: Rows = [("stage", "pool", "takes", "share of its pool's work")]
-    timings, taken = one.evaluation.timings, one.evaluation.seconds
-    for timing in timings:
-        whole = sum(taken[other.stage] for other in timings if other.pool == timing.pool)
-        share = f"{taken[timing.stage] / whole:.0%}" if timing.pool and whole else ""
-        rows.append((timing.name, timing.pool or BESIDE, ranged(statement, taken[timing.stage]), share))
+    """Return the seconds of each stage; those of streamed generation last until its last row has ended."""
+    rows: Rows = [("stage", "pool", "takes")]
+    for timing in one.evaluation.timings:
+        spent = one.evaluation.seconds[timing.stage]
+        rows.append((timing.name, timing.pool or BESIDE, ranged(statement, spent, is_stage=True)))
     return rows
 
 
 def _pool_rows(plan: Plan, found: Simulation) -> Rows:
-    rows: Rows = [("pool", "devices", "busy", "idle", "idle because of", "peak memory per device")]
+    rows: Rows = [("pool", "devices", "busy", "idle", "peak memory per device")]
     for pool in found.pools:
-        causes = sorted(pool.idle_s.items(), key=lambda entry: -entry[1])
-        shares = ((cause, idle_s / found.wall_s) for cause, idle_s in causes)
-        told = ", ".join(f"{cause} {share:.0%}" for cause, share in shares if share > 0.005)
         busy, idle = f"{1 - pool.idle_share:.0%}", f"{pool.idle_share:.0%}"
-        devices = str(plan.pool(pool.pool).devices)
-        rows.append((pool.pool, devices, busy, idle, told, size(pool.peak_bytes)))
+        rows.append((pool.pool, str(plan.pool(pool.pool).devices), busy, idle, size(pool.peak_bytes)))
     return rows
 
 

@@ -14,11 +14,13 @@ from functools import cached_property
 from rillflow.errors import PlanError, nearest
 from rillflow.graph.graph import CONTROLLER, Graph, Stage
 from rillflow.placement.plan import SAMPLER, Plan
-from rillflow_planner.hardware import Factors, Hardware
+from rillflow_planner.hardware import Accuracy, Factors, Hardware
 from rillflow_planner.model_shape import ModelShape
 from rillflow_planner.workload import Workload
 
-UNFITTED = 'default factors, not compared with any run; like = "nemo-rl" or "verl" selects fitted ones'
+UNFITTED = 'default factors, not compared with any run; like = "gpu" selects factors of published runs'
+HELD = 0.7
+"""Smallest share of steps left out that a range, meant for 80%, must hold."""
 UNTOLD = "unknown: the cluster file sets factors but does not name their source (calibrated = ...)"
 
 
@@ -92,6 +94,8 @@ class Problem:
     """Whether the backward pass recomputes activations."""
     freshness: int = 0
     """Largest age of a trained token in policy versions."""
+    layouts: str = "rillflow"
+    """Runtime whose grids are searched: a key of ``LAYOUTS``."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.shapes) - set(self.graph.roles))
@@ -191,7 +195,10 @@ def assumed(problem: Problem, *, lengths: str, seconds: str) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """A problem and its assumptions."""
+    """A problem and its assumptions.
+
+    It asks one of two questions: what a published stack would take, or what Rillflow's own best plan is.
+    """
 
     problem: Problem
     """The step, its models and the devices."""
@@ -199,22 +206,61 @@ class Statement:
     """A sentence for each assumed number, with the option that replaces it."""
     steps: int = 0
     """Number of steps of the whole run; 0 if not given."""
+    stack: str = ""
+    """Published stack that the question is about; empty for Rillflow."""
+    placed: Plan | None = None
+    """Layout that the question gives; None to search for the best one."""
+    may_recompute: bool = False
+    """Whether the planner decides if activations are recomputed."""
+
+    @property
+    def title(self) -> str:
+        """The question, as a heading."""
+        step = f"{self.problem.graph.name} on {self.problem.hardware.name}"
+        if not self.stack:
+            return f"{step}: Rillflow's best plan"
+        return (
+            f"{step}: what {self.stack} would take, with {'the given' if self.placed else 'the best'} layout"
+        )
+
+    @property
+    def error(self) -> Accuracy | None:
+        """Errors of predictions of this very kind on published steps; None if there were no such steps."""
+        found = self.problem.hardware.published
+        kinds = {fleet.device.name for fleet in self.problem.hardware.fleets}
+        if not self.stack or found is None or not kinds <= set(found.devices):
+            return None
+        return found.placed if self.placed else found.searched
 
     @property
     def accuracy(self) -> str:
-        """Data behind the factors, and their measured error."""
-        hardware = self.problem.hardware
+        """Data behind the factors, and the measured error of this kind of prediction."""
+        hardware, error = self.problem.hardware, self.error
         if not hardware.calibrated:
             return UNFITTED if hardware.factors == Factors() else UNTOLD
-        told, error = f"factors fitted to {hardware.calibrated}", hardware.accuracy
+        told = f"factors fitted to {hardware.calibrated}"
         if error is None:
-            return told
+            kinds = " and ".join(sorted({fleet.device.name for fleet in hardware.fleets}))
+            whose = self.stack or "Rillflow"
+            return f"{told}; no steps of {whose} on {kinds} were left out and predicted, so there is no range"
+        unsure = ", too few to show one" if error.held < HELD else ""
         return (
-            f"{told}; on steps held out of the fit, the median error is {error.median:.0%}, the largest "
-            f"{error.worst:.0%}; the ranges contain 80% of these steps"
+            f"{told}; on published steps of models, releases and machines left out of the fit, the median "
+            f"error is {error.median:.0%}, the largest {error.worst:.0%}; ranges of the other steps hold "
+            f"{error.held:.0%} of them{unsure}"
         )
 
-    def range_s(self, seconds: float) -> tuple[float, float] | None:
-        """Return the range that holds 80% of the steps with this prediction; None if it was not measured."""
-        error = self.problem.hardware.accuracy
-        return None if error is None else (error.low * seconds, error.high * seconds)
+    def corrected_s(self, seconds: float) -> float:
+        """Return predicted seconds of a step without the bias of a search for the smallest."""
+        return seconds if self.error is None else self.error.bias * seconds
+
+    def range_s(self, seconds: float, *, is_stage: bool = False) -> tuple[float, float] | None:
+        """Return the range of 80% of the steps, or stages, with this prediction.
+
+        None if it was not measured, or does not hold for steps left out.
+        """
+        error = self.error
+        if error is None or error.held < HELD or (is_stage and not error.stage_low):
+            return None
+        low, high = (error.stage_low, error.stage_high) if is_stage else (error.low, error.high)
+        return low * seconds, high * seconds

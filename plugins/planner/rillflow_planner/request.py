@@ -10,17 +10,21 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 from rillflow.errors import ModelError, PlanError, nearest
 from rillflow.graph.graph import Edge, Graph, Stage
+from rillflow.placement.grid import Grid
+from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow.placement.tables import YES, Reader, one_of, values, whole
 from rillflow_planner.hardware import Hardware, read_hardware
 from rillflow_planner.model_shape import ModelShape, read_shape
 from rillflow_planner.problem import Problem, Statement, assumed
-from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
+from rillflow_planner.workload import Lengths, Workload, lengths_of_mean, require_within
 
 SIGMA = 0.9
 """Default sigma of log-normal lengths, typical for answers with reasoning."""
@@ -31,6 +35,18 @@ MACHINE = 8
 _GRAPHS = Path(__file__).parent / "graphs.json"
 _SAID = re.compile(r"\s*(mean|median|max|sigma|p[1-9][0-9]?)\s*=\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*")
 _TRAINED = ("critic", "cost_critic")
+UNASKED = "gpu"
+"""Factor set of Rillflow's own plans on accelerators, on which no run of Rillflow was measured."""
+_SPOKEN = {"true": True, "false": False}
+SETTINGS: Mapping[str, Reader] = {
+    "policy.gradient_checkpointing": YES,
+    "policy.model.dtype": one_of(("float8", "bfloat16", "float32")),
+    "policy.tokens_per_micro_batch": whole(1),
+}
+"""Settings that ``--set`` changes without a recipe."""
+_AXES: Mapping[str, Reader] = dict.fromkeys(("tp", "pp", "cp", "ep", "generate", "apart"), whole(1)) | {
+    "fsdp": whole(0, 1)
+}
 
 
 def state_request(
@@ -44,44 +60,142 @@ def state_request(
     samples: int,
     minibatches: int,
     like: str,
+    layout: str,
     between: str,
     price: str,
     reward_seconds: float,
     steps: int,
+    settings: Sequence[str] = (),
+    freshness: int = 0,
 ) -> Statement:
     """Return the problem for the options of ``rillflow plan --help``, with its assumptions.
+
+    Args:
+        settings: changed settings, ``KEY=VALUE``, among ``SETTINGS``.
+        freshness: bound of a given layout.
 
     Raises:
         PlanError: the options contradict each other or are invalid.
     """
-    graph, shape = graph_of(algorithm), open_shape(model)
-    models = [role for role in graph.roles if role not in ("reward", "cost", "controller")]
+    require_within("--steps", steps, 0, 1_000_000_000)
+    require_within("--reward-seconds", reward_seconds, 0, 86_400)
+    hardware, changed = cluster(gpus, like or UNASKED, between or LINK, price), set_of(settings)
+    graph = stack_graph(hardware, like, algorithm, minibatches) if like else graph_of(algorithm)
+    rows, answers = lengths(prompt, "--prompt"), lengths(response, "--response")
+    packed = rows.limit + answers.limit if like else Workload.tokens_per_micro_batch
     workload = Workload(
         prompts=prompts,
         samples=samples,
-        prompt=lengths(prompt, "--prompt"),
-        response=lengths(response, "--response"),
+        prompt=rows,
+        response=answers,
         minibatches=minibatches,
         function_s=reward_seconds,
+        tokens_per_micro_batch=changed.get("policy.tokens_per_micro_batch", packed),
+        dtype=changed.get("policy.model.dtype", "bfloat16"),
     )
     problem = Problem(
         graph=graph,
-        shapes={role: replace(shape, is_scalar=role in _TRAINED) for role in models},
+        shapes=_shapes(graph, open_shape(model)),
         workload=workload,
-        hardware=cluster(gpus, like, between or LINK, price),
+        hardware=hardware,
+        layouts=hardware.published.layouts if like and hardware.published else Problem.layouts,
+        recomputes=changed.get("policy.gradient_checkpointing", True),
     )
-    otherwise = "set sigma=... or p90=... in --response to change it"
-    said = [
-        f"{' and '.join(models)}: all have the shape of the given model",
-        *assumed(
-            problem,
-            lengths="" if "sigma" in response else otherwise,
-            seconds="set --reward-seconds to its seconds per row",
-        ),
-    ]
+    return Statement(
+        problem=problem,
+        assumptions=tuple(_assumed(problem, response, between)),
+        steps=steps,
+        stack=like,
+        placed=replace(layout_of(layout, hardware, freshness), name=algorithm) if layout else None,
+        may_recompute="policy.gradient_checkpointing" not in changed,
+    )
+
+
+def _shapes(graph: Graph, shape: ModelShape) -> dict[str, ModelShape]:
+    models = [role for role in graph.roles if role not in ("reward", "cost", "controller")]
+    return {role: replace(shape, is_scalar=role in _TRAINED) for role in models}
+
+
+def _assumed(problem: Problem, response: str, between: str) -> Iterator[str]:
+    """Yield a sentence for every assumption of the short form."""
+    if len(problem.shapes) > 1:
+        yield f"{' and '.join(problem.shapes)}: all have the shape of the given model"
+    otherwise = "" if "sigma" in response else "set sigma=... or p90=... in --response to change it"
+    yield from assumed(problem, lengths=otherwise, seconds="set --reward-seconds to its seconds per row")
     if not between and problem.hardware.devices > MACHINE:
-        said.append(f"{LINK} per device between machines; set --between to change it")
-    return Statement(problem=problem, assumptions=tuple(said), steps=steps)
+        yield f"{LINK} per device between machines; set --between to change it"
+
+
+def set_of(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the values of ``KEY=VALUE`` settings.
+
+    Raises:
+        PlanError: a key is not in ``SETTINGS``, or its value is invalid.
+    """
+    found: dict[str, Any] = {}
+    for one in settings:
+        key, _, value = (part.strip() for part in one.partition("="))
+        found[key] = _SPOKEN.get(value, int(value) if value.isdecimal() else value)
+    return values(found, SETTINGS, "--set without a recipe")
+
+
+def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int) -> Graph:
+    """Return the step of a published stack: the policy's stages one after the other.
+
+    A stack whose steps train once on all rows may take the policy's log-probabilities from training: then
+    its step for this case is listed as ``NAME, once``.
+
+    Raises:
+        PlanError: no steps of this stack or algorithm were published.
+    """
+    known = hardware.published.steps if hardware.published else {}
+    once = f"{algorithm}, once"
+    stages = known.get(once if minibatches == 1 and once in known else algorithm)
+    if stages is None:
+        why = (
+            f"published steps of {like} are of {', '.join(known)}"
+            if known
+            else "no steps of it were published"
+        )
+        fix = "leave out --like, and Rillflow's own step is planned"
+        raise PlanError(f"--like is {like} and --algorithm {algorithm!r}", why=why, fix=fix)
+    names = [stage.split(".") for stage in stages]
+    return Graph(
+        name=algorithm,
+        stages=tuple(
+            Stage(index=index, role=role, endpoint=endpoint, reads=(), writes=())
+            for index, (role, endpoint) in enumerate(names)
+        ),
+        edges=tuple(Edge(source=index, destination=index + 1, fields=()) for index in range(len(names) - 1)),
+    )
+
+
+def layout_of(text: str, hardware: Hardware, freshness: int) -> Plan:
+    """Return the plan of one model on a given layout, such as ``tp=4,pp=2,generate=4,apart=64``.
+
+    Raises:
+        PlanError: unknown axes, or devices that the axes do not divide.
+    """
+    parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
+    said = values({key: int(one) if one.isdecimal() else one for key, _, one in parts}, _AXES, "--layout")
+    fleet, apart, generate = hardware.fleets[0], said.get("apart", 0), said.get("generate", said.get("tp", 1))
+    axes = {axis: said.get(axis, 1) for axis in ("tp", "pp", "cp")}
+    ways, trained = math.prod(axes.values()), fleet.devices - apart
+    if trained < 1 or trained % ways or (apart or trained) % generate or bool(apart) != bool(freshness):
+        raise PlanError(
+            f"--layout is {text!r}, for {fleet.devices} devices and freshness {freshness}",
+            why=f"{trained} devices train in groups of {ways}, and {apart or trained} generate in groups of "
+            f"{generate}; above freshness 0, and only there, generation has devices of its own (apart=N)",
+            fix="choose axes that divide the devices, such as tp=4,pp=2,generate=4",
+        )
+    grid = Grid(dp=trained // ways, ep=said.get("ep", 1), is_sharded=bool(said.get("fsdp", 0)), **axes)
+    pools = [PlannedPool(name="train", fleet=fleet.name, devices=trained, device=fleet.device.name)]
+    units = {"policy": PlannedUnit(pool="train", grid=grid, generate_tp=0 if apart else generate)}
+    if apart:
+        pools.append(PlannedPool(name="sample", fleet=fleet.name, devices=apart, device=fleet.device.name))
+        own = Grid(dp=apart // generate, tp=generate)
+        units[SAMPLER] = PlannedUnit(pool="sample", grid=own, generate_tp=generate)
+    return Plan(name="policy", pools=tuple(pools), units=units, freshness=freshness)
 
 
 def open_shape(file: Path, name: str = "") -> ModelShape:

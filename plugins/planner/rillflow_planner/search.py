@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from rillflow.errors import PlanError
 from rillflow.placement.plan import Plan
 from rillflow_planner.cost_model.costs import CostsOf
-from rillflow_planner.evaluate import evaluate, no_plan_fits
+from rillflow_planner.evaluate import evaluate, no_plan_fits, predicted
 from rillflow_planner.hardware import Hardware
 from rillflow_planner.problem import Problem
 from rillflow_planner.ranking import LITTLE, ClusterSize, Goal, Ranked, Ranking, SearchObjective, explained
@@ -82,12 +82,50 @@ def search(
     for hardware in clusters:
         is_own = hardware.devices == problem.hardware.devices
         found = ranking if is_own else _search(made, _room(hardware), 1)
-        best = next(iter(found.best), None)
-        rows = problem.workload.rows / best.evaluation.step_s if best else 0.0
-        before = sizes[-1].rows_per_s if sizes else 0.0
-        gain = rows / before - 1 if before and best else None
-        sizes.append(ClusterSize(devices=hardware.devices, best=best, rows_per_s=rows, gain=gain))
+        sizes.append(_sized(problem, hardware, next(iter(found.best), None), sizes))
     return replace(ranking, sizes=tuple(sizes))
+
+
+def ranked_as_placed(
+    problem: Problem, costs: CostsOf, plan: Plan, times: Sequence[Fraction | int] = ()
+) -> Ranking:
+    """Return a given plan as a ranking, and the same layout with other numbers of data-parallel ranks.
+
+    Raises:
+        PlanError: the plan does not fit.
+    """
+
+    def ranked(hardware: Hardware, factor: Fraction) -> Ranked:
+        pools = tuple(replace(pool, devices=int(pool.devices * factor)) for pool in plan.pools)
+        units = {
+            name: replace(unit, grid=replace(unit.grid, dp=int(unit.grid.dp * factor)))
+            for name, unit in plan.units.items()
+        }
+        step = replace(problem.of_plan(plan), hardware=hardware)
+        found, evaluation = predicted(step, costs(step), replace(plan, pools=pools, units=units))
+        return Ranked(plan=found, evaluation=evaluation, value=evaluation.step_s)
+
+    sizes: list[ClusterSize] = []
+    for factor in sorted(map(Fraction, times)):
+        hardware = scaled(problem.hardware, factor)
+        if hardware is not None:
+            try:
+                best = ranked(hardware, factor)
+            except PlanError:
+                best = None
+            sizes.append(_sized(problem, hardware, best, sizes))
+    own = ranked(problem.hardware, Fraction(1))
+    return Ranking(best=(own,), placements=1, nowhere=0, sizes=tuple(sizes))
+
+
+def _sized(
+    problem: Problem, hardware: Hardware, best: Ranked | None, before: Sequence[ClusterSize]
+) -> ClusterSize:
+    """Return the best plan of a cluster size with its gain over the size before it."""
+    rows = problem.workload.rows / best.evaluation.step_s if best else 0.0
+    last = before[-1].rows_per_s if before else 0.0
+    gain = rows / last - 1 if last and best else None
+    return ClusterSize(devices=hardware.devices, best=best, rows_per_s=rows, gain=gain)
 
 
 def _room(hardware: Hardware) -> NDArray[np.int64]:
@@ -131,7 +169,7 @@ def _require_prices(problem: Problem, objective: SearchObjective) -> None:
         raise PlanError(
             f"the objective is cost, and fleet {free[0]} has no price",
             why="plans on a fleet without a price would always win",
-            fix='give every fleet a price, such as price = "2.5 $/h"',
+            fix='set --price "2.5 $/h", or in the cluster file, for every fleet, such as price = "2.5 $/h"',
         )
 
 

@@ -168,7 +168,9 @@ class Workload:
     minibatches: int = 1
     """Number of optimiser steps per pass."""
     tokens_per_micro_batch: int = 16384
-    """Largest number of tokens of one forward and backward pass on a device."""
+    """Largest number of tokens of a micro-batch in training, on the devices that share a row (cp)."""
+    scoring_tokens: int = 0
+    """The same in scoring; 0: as in training."""
     function_s: float = 0.0
     """Seconds of a programmed reward per row on one device's host."""
     dtype: Literal["float8", "bfloat16", "float32"] = "bfloat16"
@@ -177,6 +179,8 @@ class Workload:
     """Largest number of rows that a replica generates at the same time."""
     shares_prompts: bool = True
     """Whether a replica prefills the common prompt of several rows only once."""
+    tokens_per_pass: float = 1.0
+    """Tokens that a row gains per decoding pass; above 1 with speculative decoding."""
     packing: Packing = Packing()
     """Computed shares of training and scoring with shared prefixes."""
     gradient_share: float = 1.0
@@ -191,6 +195,7 @@ class Workload:
                 why="every optimiser step needs a row",
                 fix=f"set at most {self.rows} minibatches",
             )
+        require_within("tokens_per_pass", self.tokens_per_pass, 1, 100)
         require_within("gradient_share", self.gradient_share, 0, 1)
         require_within("function_s", self.function_s, 0, 86_400)
 

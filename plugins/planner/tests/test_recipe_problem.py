@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from rillflow.app.memory import estimate
+from rillflow.app.model_files import sizes_of_new
 from rillflow.app.planned import settings_of
 from rillflow.app.recipe import LoadedRecipe, load_recipe
 from rillflow.errors import ConfigError, ModelError, PlanError
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import load_model
+from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan
+from rillflow_planner.cost_model.compute import Setting, load_of
+from rillflow_planner.cost_model.grids import grids_of
+from rillflow_planner.cost_model.memory import activation_bytes
 from rillflow_planner.recipe_problem import (
     open_cluster,
     plan_of,
@@ -22,6 +28,7 @@ from rillflow_planner.recipe_problem import (
     state_problem,
 )
 
+ROOT = Path(__file__).parents[3]
 RECIPE = """
 [policy]
 model.new = { hidden = 64, layers = 4, heads = 8, kv_heads = 4, context = 64 }
@@ -140,3 +147,19 @@ def test_a_sampler_apart_is_another_problem(folder: Path) -> None:
     plan = Plan(name="ppo", pools=(), units=dict.fromkeys(units), freshness=2)  # type: ignore[arg-type]
     apart = problem.of_plan(plan)
     assert apart.samples_apart and apart.freshness == 2
+
+
+@pytest.mark.parametrize("recomputes", ["true", "false"])
+def test_activations_are_those_of_check(recomputes: str, tmp_path: Path) -> None:
+    changed = f"tokens_per_micro_batch = 512\ngradient_checkpointing = {recomputes}"
+    (tmp_path / "run.toml").write_text(RECIPE.replace("tokens_per_micro_batch = 512", changed))
+    loaded = load_recipe(tmp_path / "run.toml")
+    problem = state_problem(loaded, open_cluster(ROOT / "clusters/laptop.toml")).problem
+    (policy,) = [unit for unit in problem.units if unit.name == "policy"]
+    setting = Setting(problem=problem, shape=policy.shape, fleet=problem.hardware.fleets[0])
+    load = load_of(problem.workload, 1, 1)
+    planned = activation_bytes(setting, load, grids_of(Grid()))[0]
+    model = loaded.recipe.policy.model.new
+    assert model is not None
+    checked = estimate(loaded.recipe, sizes_of_new(model), 64).phases["trains"]["activations"]
+    assert planned == pytest.approx(checked, rel=1e-3)

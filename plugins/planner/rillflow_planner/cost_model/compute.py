@@ -102,13 +102,15 @@ class Load:
     """Number of micro-batches."""
 
 
-def load_of(workload: Workload, dp: Numbers, parts: int, computed: float = 1.0, cp: Numbers = 1) -> Load:
+def load_of(
+    workload: Workload, dp: Numbers, parts: int, computed: float = 1.0, cp: Numbers = 1, packed: int = 0
+) -> Load:
     """Return the work of the busiest of dp replicas in one of ``parts`` equal parts of a step's rows.
 
     Rows are balanced by their tokens. The busiest replica thus has the mean number of tokens, or the longest
     row if that is more. Rows of equal length can only be distributed as wholes. ``computed`` is the share of
     tokens that everything except attention computes. Each of ``cp`` devices has an equal part of every row's
-    tokens.
+    tokens. ``packed`` is the largest number of tokens of a micro-batch, by default that of training.
     """
     rows = workload.rows / parts / np.asarray(dp, dtype=np.float64)
     mean, square = workload.row_tokens, workload.row_square
@@ -120,8 +122,8 @@ def load_of(workload: Workload, dp: Numbers, parts: int, computed: float = 1.0, 
         tokens = np.maximum(rows * mean, longest)
         beside = np.maximum(tokens - longest, 0.0) * (square / mean)
         squares = np.maximum(tokens * (square / mean), longest**2 + beside)
+    micro_batches = np.ceil(np.divide(tokens, packed or workload.tokens_per_micro_batch) - 1e-9)
     tokens, squares = np.divide(tokens, cp), np.divide(squares, cp)
-    micro_batches = np.ceil(np.divide(tokens, workload.tokens_per_micro_batch) - 1e-9)
     return Load(
         tokens=tokens * computed,
         squares=squares,
@@ -309,7 +311,8 @@ def passes_s(setting: Setting, load: Load, grids: Grid, passes: float, share: fl
 
 def score_s(setting: Setting, grids: Grid) -> Numbers:
     """Return the seconds of one forward pass over a step's rows, [grids]."""
-    load = load_of(setting.workload, grids.dp, 1, setting.workload.packing.scored, grids.cp)
+    workload = setting.workload
+    load = load_of(workload, grids.dp, 1, workload.packing.scored, grids.cp, workload.scoring_tokens)
     return passes_s(setting, load, grids, FORWARD, setting.factors.score_flops)
 
 

@@ -23,7 +23,7 @@ from rillflow_planner.cost_model.compute import Setting, score_s, train_s
 from rillflow_planner.cost_model.generation import Decoder
 from rillflow_planner.cost_model.grids import Option, grids_of
 from rillflow_planner.cost_model.links import Links
-from rillflow_planner.cost_model.options import divisors, grids, sampling_sizes, undominated
+from rillflow_planner.cost_model.options import LAYOUTS, copy_sizes, copy_sizes_of, grids, undominated
 from rillflow_planner.problem import Problem, Unit, Work
 
 CostsOf: TypeAlias = "Callable[[Problem], CostModel]"
@@ -220,23 +220,25 @@ class CostModel:
         beside = np.maximum(laid.working_bytes, sampling)
         room = setting.fleet.device.memory_bytes * setting.factors.memory - laid.resident_bytes - beside
         bytes_ = (laid.resident_bytes, laid.working_bytes, laid.sampling_bytes)
-        judged = np.stack(np.broadcast_arrays(seconds, *bytes_, tp, -tp), axis=1)  # compete if tp is equal
-        fitting = np.flatnonzero(room >= 0)
-        kept = [_picked(laid, found, index) for index in fitting[undominated(judged[fitting])]]
+        judged = np.stack(np.broadcast_arrays(seconds, *bytes_), axis=1)
+        fitting = [np.flatnonzero((room >= 0) & (tp == size)) for size in np.unique(tp)]
+        best = [same[undominated(judged[same])] for same in fitting]  # sizes of the copy do not compete
+        kept = [_picked(laid, found, index) for index in np.sort(np.concatenate(best)).tolist()]
         options = tuple(sorted(kept, key=lambda option: option.generate_tp))
         self._options[place] = options, float(max(-np.max(room, initial=-np.inf), 0.0))
         return self._options[place]
 
     def _ways(self, unit: Unit, fleet: str, devices: int) -> list[tuple[Grid, int]]:
         """Return every grid of these devices with every size of a generation copy."""
+        layouts = LAYOUTS[self._problem.layouts]
         if unit.name == SAMPLER:
-            return [(Grid(dp=devices // tp, tp=tp), tp) for tp in sampling_sizes(unit.shape, devices)]
+            return [(Grid(dp=devices // tp, tp=tp), tp) for tp in copy_sizes(unit.shape, devices, layouts)]
         generates = bool(self._problem.generating.intersection(unit.stages))
         machine = min(self._problem.hardware.fleet(fleet).per_machine, devices)
         return [
             (grid, tp)
-            for grid in grids(unit.shape, devices, machine)
-            for tp in (divisors(grid.tp) if generates else (0,))
+            for grid in grids(unit.shape, devices, machine, layouts)
+            for tp in (copy_sizes_of(unit.shape, grid, layouts) if generates else (0,))
         ]
 
     def _laid(self, unit: Unit, fleet: str, found: Sequence[tuple[Grid, int]]) -> Option:
@@ -263,11 +265,13 @@ class CostModel:
         called = np.where(laid.devices > 1, setting.factors.call_s, 0.0)
         seconds: dict[Work, Any] = dict.fromkeys(works.values(), nothing)
         if Work.TRAIN in kinds:
-            seconds[Work.TRAIN] = called + train_s(setting, laid) + 2 * moved
+            seconds[Work.TRAIN] = called + train_s(setting, laid) + moved
         if Work.SCORE in kinds:
             seconds[Work.SCORE] = called + score_s(setting, laid) + fetched
         if Work.PUBLISH in kinds and not problem.samples_apart:
-            seconds[Work.PUBLISH] = nothing + transfers.in_place_s(setting, laid, np.maximum(tp, 1))
+            seconds[Work.PUBLISH] = moved + transfers.in_place_s(setting, laid, np.maximum(tp, 1))
+        elif Work.TRAIN in kinds:
+            seconds[Work.TRAIN] += moved
         return Option(
             grid=laid,
             generate_tp=tp,

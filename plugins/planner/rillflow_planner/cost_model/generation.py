@@ -70,6 +70,8 @@ class Decoder:
     """Seconds per row independent of its tokens."""
     begin_s: float
     """Seconds per stage independent of its tokens: the call to several devices, and a pass's launches."""
+    tokens_per_pass: float = 1.0
+    """Tokens that a row gains per pass."""
 
     def advance_s(self, rows: float, context_tokens: float, tokens: float) -> float:
         """Return the seconds in which ``rows`` rows with ``context_tokens`` in total gain ``tokens`` each."""
@@ -88,7 +90,8 @@ class Decoder:
         read_s = self.trunk_s + chosen * self.experts_s + context_tokens * self.cache_s
         compute_s = rows * self.row_s + context_tokens * self.pair_s
         waited_s = (1.0 - self.hidden) * read_s
-        return max(self.hidden * read_s, compute_s) + waited_s + self.launch_s + rows * self.link_s
+        pass_s = max(self.hidden * read_s, compute_s) + waited_s + self.launch_s + rows * self.link_s
+        return pass_s / self.tokens_per_pass
 
     def prefill_s(self, tokens: float) -> float:
         """Return the seconds to prefill prompts of ``tokens`` in total."""
@@ -126,7 +129,7 @@ def decoder_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
         cache_s=cached / bandwidth,
         row_s=setting.token_flops / tp / decoding,
         pair_s=shape.attention_flops(1.0) / tp / decoding,
-        launch_s=shape.layers * factors.decode_launch_s + latency,
+        launch_s=factors.decode_token_s + shape.layers * factors.decode_launch_s + latency,
         link_s=one_row - latency + factors.decode_row_s + touched,
         prefill_token_s=setting.token_flops / tp / reading
         + touched
@@ -136,6 +139,7 @@ def decoder_of(setting: Setting, generate_tp: int, devices: int, room_bytes: flo
         hidden=factors.hidden,
         row_begin_s=factors.row_s,
         begin_s=(factors.call_s if devices > 1 else 0.0) + factors.pass_s + shape.layers * factors.launch_s,
+        tokens_per_pass=workload.tokens_per_pass,
     )
 
 

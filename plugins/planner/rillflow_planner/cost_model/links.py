@@ -53,8 +53,9 @@ def members(links: Links, group: Numbers, stride: Numbers) -> Numbers:
 
 
 def latency_s(links: Links, machines: Numbers) -> Numbers:
-    """Return the latency of a collective over this many machines."""
-    return np.where(np.greater(machines, 1), links.between_s, links.inside_s)
+    """Return the latency of a collective over this many machines, which are joined as a tree."""
+    rounds = np.log2(np.maximum(machines, 2))
+    return np.where(np.greater(machines, 1), links.between_s * rounds, links.inside_s)
 
 
 def all_gather_s(links: Links, total_bytes: Numbers, group: Numbers, stride: Numbers = 1) -> Numbers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from rillflow.placement.activations import MOST_LOGITS, NARROW, kept_numbers
 from rillflow.placement.grid import Grid, Numbers
 from rillflow_planner.cost_model.compute import GRADIENT_BYTES, Load, Setting, load_of, optimized_parameters
 from rillflow_planner.cost_model.grids import dense_cuts, expert_cuts, expert_ways
@@ -35,50 +36,63 @@ def optimizer_bytes(setting: Setting, grids: Grid) -> Numbers:
     return gradients + optimized_parameters(setting, grids) * (2 * GRADIENT_BYTES + copy)
 
 
-def micro_batch_tokens(setting: Setting, load: Load, grids: Grid) -> Numbers:
+def micro_batch_tokens(setting: Setting, load: Load, grids: Grid, packed: int = 0) -> Numbers:
     """Return the tokens of one micro-batch, at least the longest row, which cannot be split."""
     workload = setting.workload
-    longest = (workload.prompt.limit + workload.response.limit) / grids.cp
-    packed = np.maximum(workload.tokens_per_micro_batch, longest)
-    return np.minimum(load.tokens, packed)
+    longest = workload.prompt.limit + workload.response.limit
+    return np.minimum(load.tokens, max(packed or workload.tokens_per_micro_batch, longest) / grids.cp)
 
 
 def activation_bytes(setting: Setting, load: Load, grids: Grid) -> Numbers:
     """Return activation bytes in training: the first pipeline stage holds as many micro-batches as stages.
 
     With recomputation: one hidden state per token and layer, plus one complete layer; otherwise every
-    complete layer.
+    complete layer. Rillflow keeps what ``rillflow check`` counts; Megatron's fused layers keep less.
     """
     shape, tokens = setting.shape, micro_batch_tokens(setting, load, grids)
-    layers = np.ceil(shape.layers / grids.pp)
-    running = np.minimum(grids.pp, load.micro_batches)
-    whole = shape.layer_numbers(grids.tp)
-    kept = layers * running
-    numbers = kept * shape.hidden + whole if setting.problem.recomputes else kept * whole
+    recomputes = setting.problem.recomputes
+    kept = np.ceil(shape.layers / grids.pp) * np.minimum(grids.pp, load.micro_batches)
+    if setting.problem.layouts == "rillflow":
+        numbers = kept_numbers(
+            hidden=shape.hidden,
+            inner=shape.layer_inner / grids.tp,
+            kv_width=shape.kv_heads * shape.head_dim / grids.tp,
+            layers=kept,
+            recomputes=recomputes,
+        )
+        return tokens * numbers * GRADIENT_BYTES * (NARROW if setting.item_bytes < GRADIENT_BYTES else 1.0)
+    cut = grids.tp if setting.problem.hardware.engine.cuts_sequence else 1
+    whole = shape.layer_numbers(grids.tp / cut) / cut
+    numbers = kept * shape.hidden / cut + whole if recomputes else kept * whole
     return tokens * numbers * setting.item_bytes
 
 
-def logit_bytes(setting: Setting, load: Load, grids: Grid, copies: int) -> Numbers:
-    """Return the bytes of a micro-batch's float32 logits: one copy to score, two with gradients to train."""
-    shape = setting.shape
-    width = 1 if shape.is_scalar else shape.vocabulary
-    return copies * GRADIENT_BYTES * micro_batch_tokens(setting, load, grids) * width / grids.tp
+def logit_bytes(setting: Setting, tokens: Numbers, grids: Grid, copies: int) -> Numbers:
+    """Return the bytes of a micro-batch's float32 logits: one copy to score, two with gradients to train.
+
+    Rillflow's runtime computes at most ``MOST_LOGITS`` of them at a time.
+    """
+    found = tokens * (1 if setting.shape.is_scalar else setting.shape.vocabulary) / grids.tp
+    if setting.problem.layouts == "rillflow":
+        found = np.minimum(found, MOST_LOGITS)
+    return copies * GRADIENT_BYTES * found
 
 
 def training_bytes(setting: Setting, grids: Grid) -> Numbers:
     """Return the largest additional bytes of an optimiser step, [grids]."""
     load = load_of(setting.workload, grids.dp, setting.workload.minibatches, cp=grids.cp)
-    found = activation_bytes(setting, load, grids) + logit_bytes(setting, load, grids, 2)
+    tokens = micro_batch_tokens(setting, load, grids)
+    found = activation_bytes(setting, load, grids) + logit_bytes(setting, tokens, grids, 2)
     return found + _gathered(setting, grids)
 
 
 def scoring_bytes(setting: Setting, grids: Grid) -> Numbers:
     """Return the largest additional bytes of a forward pass, [grids]."""
-    load = load_of(setting.workload, grids.dp, 1, cp=grids.cp)
-    one = (
-        micro_batch_tokens(setting, load, grids) * setting.shape.layer_numbers(grids.tp) * setting.item_bytes
-    )
-    return one + logit_bytes(setting, load, grids, 1) + _gathered(setting, grids)
+    workload = setting.workload
+    load = load_of(workload, grids.dp, 1, cp=grids.cp)
+    tokens = micro_batch_tokens(setting, load, grids, workload.scoring_tokens)
+    one = tokens * setting.shape.layer_numbers(grids.tp) * setting.item_bytes
+    return one + logit_bytes(setting, tokens, grids, 1) + _gathered(setting, grids)
 
 
 def _gathered(setting: Setting, grids: Grid) -> Numbers:

@@ -5,8 +5,10 @@ devices ─ divisors ─> grids ─ seconds, bytes ─> those that fit alone ─
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,20 +28,54 @@ def cuts_heads(shape: ModelShape, tp: int) -> bool:
     return shape.heads % tp == 0 and (bool(shape.latent) or shape.kv_heads % tp == 0)
 
 
-def grids(shape: ModelShape, devices: int, per_machine: int) -> Iterator[Grid]:
-    """Yield grids to train or score on exactly these devices: tp within a machine, pp at most one per
-    layer.
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """Grids that a runtime supports.
+
+    Example:
+        LAYOUTS["megatron"].any_copy
     """
-    for tp in divisors(devices):
-        if tp > per_machine or per_machine % tp or not cuts_heads(shape, tp):
+
+    cuts_layers: bool = True
+    """Whether training may use tensor and pipeline parallelism."""
+    sharded: tuple[bool, ...] = (False, True)
+    """Whether parameters are whole on every data-parallel device, or sharded over them (``fsdp``)."""
+    context: int = 1
+    """Largest context parallelism."""
+    mixes_experts: bool = False
+    """Whether expert parallelism combines with other axes than dp."""
+    any_copy: bool = False
+    """Whether a generation copy may lie on any devices, replicate key-value heads, and cross machines."""
+
+
+LAYOUTS: Mapping[str, Layouts] = {
+    "rillflow": Layouts(),
+    "megatron": Layouts(sharded=(False,), context=8, mixes_experts=True, any_copy=True),
+    "fsdp": Layouts(cuts_layers=False, sharded=(True,), context=8, any_copy=True),
+}
+"""Rillflow's own runtime (``rillflow/app/meshes.py``), and the training backends of published stacks."""
+_LARGEST_COPY = 64
+
+
+def grids(shape: ModelShape, devices: int, per_machine: int, layouts: Layouts) -> Iterator[Grid]:
+    """Yield grids to train or score on exactly these devices.
+
+    tp and cp together lie within a machine; pp is at most one per layer.
+    """
+    for tp, cp in product(divisors(devices), repeat=2):
+        if tp * cp > per_machine or per_machine % (tp * cp) or devices % (tp * cp) or cp > layouts.context:
             continue
-        for pp in divisors(devices // tp):
-            if pp > shape.layers:
+        if not cuts_heads(shape, tp) or (tp > 1 and not layouts.cuts_layers):
+            continue
+        for pp in divisors(devices // (tp * cp)):
+            if pp > (shape.layers if layouts.cuts_layers else 1):
                 break
-            dp = devices // tp // pp
-            for ep in expert_sizes(shape, dp * tp, tp):
-                for is_sharded in (False, True) if dp > 1 else (False,):
-                    yield Grid(dp=dp, pp=pp, tp=tp, ep=ep, is_sharded=is_sharded)
+            dp = devices // tp // cp // pp
+            experts = expert_sizes(shape, dp * cp * tp, tp) if layouts.mixes_experts or pp * tp == 1 else [1]
+            for ep, is_sharded in product(experts, layouts.sharded if dp * cp > 1 else (False,)):
+                if is_sharded and ep > 1 and not layouts.mixes_experts:
+                    continue
+                yield Grid(dp=dp, pp=pp, tp=tp, cp=cp, ep=ep, is_sharded=is_sharded)
 
 
 def expert_sizes(shape: ModelShape, devices: int, tp: int) -> list[int]:
@@ -49,9 +85,22 @@ def expert_sizes(shape: ModelShape, devices: int, tp: int) -> list[int]:
     return [1, *(ep for ep in divisors(devices) if ep > 1 and ep >= tp and shape.experts % ep == 0)]
 
 
-def sampling_sizes(shape: ModelShape, devices: int) -> list[int]:
-    """Return possible sizes of a sampler's copy: divisors of the pool that divide the heads."""
+def copy_sizes(shape: ModelShape, devices: int, layouts: Layouts) -> list[int]:
+    """Return possible sizes of a generation copy on these devices: divisors that divide the heads."""
+    if layouts.any_copy:
+        return [tp for tp in divisors(devices) if shape.heads % tp == 0 and tp <= _LARGEST_COPY]
     return [tp for tp in divisors(devices) if cuts_heads(shape, tp)]
+
+
+def copy_sizes_of(shape: ModelShape, grid: Grid, layouts: Layouts) -> list[int]:
+    """Return possible sizes of a generation copy on the devices of a training grid.
+
+    Rillflow's copy lies within a tensor-parallel group, or on any ranks of a model that only FSDP shards.
+    """
+    if layouts.any_copy:
+        return copy_sizes(shape, grid.devices, layouts)
+    within = grid.dp if grid.is_sharded and grid.pp == grid.tp == 1 else grid.tp
+    return copy_sizes(shape, within, layouts)
 
 
 def undominated(costs: NDArray[np.float64]) -> NDArray[np.intp]:

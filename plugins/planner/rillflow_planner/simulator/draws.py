@@ -18,7 +18,7 @@ import numpy as np
 
 from rillflow_planner.workload import Lengths, Workload
 
-_ROWS, _PROMPT_TOKENS, _DEVICES = range(1, 4)
+_ROWS, _PROMPT_TOKENS = range(1, 3)
 BLOCK = 16
 """Number of steps whose rows are drawn together."""
 
@@ -59,11 +59,6 @@ def _tokens(
     orders = enumerate(_orders(seed, stream, block, size, count))
     shares = [(order[place] * kept + sample % kept + 0.5) / (size * kept) for sample, order in orders]
     return [max(round(lengths.quantile(share)), 1) for share in shares]
-
-
-def slow_devices(seed: int, devices: int, share: float) -> list[bool]:
-    """Return which devices of a cluster are slow, each with probability ``share``."""
-    return [drawn < share for drawn in _generator(seed, _DEVICES, 0).random(devices).tolist()]
 
 
 @lru_cache(maxsize=64)

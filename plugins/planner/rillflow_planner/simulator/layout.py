@@ -1,7 +1,7 @@
-"""Layout: a plan in the form that the simulator runs: tasks with pools and seconds, replicas, slow devices.
+"""Layout: a plan in the form that the simulator runs: tasks with pools and seconds, replicas.
 
 problem, costs, plan ─ evaluate ─> seconds, transfers, seats, decoders ─┬─> tasks of a step, a batch, a group
-seed, settings ─ draws ─> slow devices ─────────────────────────────────┴─> replicas, each with its pace
+                                                                        └─> replicas
 
 When rows flow, training works in **batches**. A batch is a step's rows, or the rows of m minibatches if
 weights are published every m, or the rows of one minibatch if the plan streams.
@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 
 from rillflow.errors import PlanError
 from rillflow.placement.plan import SAMPLER, Plan
@@ -23,7 +22,7 @@ from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.evaluate import StepEvaluation, evaluate
 from rillflow_planner.problem import Problem, Work
 from rillflow_planner.schedule import StageTask, tasks_of
-from rillflow_planner.simulator.draws import Row, rows_of, slow_devices
+from rillflow_planner.simulator.draws import Row, rows_of
 from rillflow_planner.simulator.replica import Replica
 from rillflow_planner.workload import require_within
 
@@ -36,7 +35,7 @@ class Settings:
     """Assumptions of a simulation in addition to the plan.
 
     Example:
-        Settings(straggler_share=0.05, straggler_factor=1.5)
+        Settings(parts=4)
     """
 
     parts: int = 0
@@ -45,15 +44,9 @@ class Settings:
     """
     functions: Mapping[str, str] = field(default_factory=dict)
     """Pool whose ranks compute a function, by role; other functions run outside all devices."""
-    straggler_share: float = 0.0
-    """Share of slow devices; the seed selects them."""
-    straggler_factor: float = 1.0
-    """Slowdown factor of a slow device."""
 
     def __post_init__(self) -> None:
         require_within("parts", self.parts, 0, 1_000_000)
-        require_within("straggler_share", self.straggler_share, 0.0, 1.0)
-        require_within("straggler_factor", self.straggler_factor, 1.0, 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +71,11 @@ class Layout:
 
     @cached_property
     def tasks(self) -> tuple[StageTask, ...]:
-        """Stages in program order; stages on slow pools take longer."""
+        """Stages in program order."""
         stages, seconds = self.problem.graph.stages, self.evaluation.seconds
         return tasks_of(
             self.problem.graph,
-            seconds=[seconds[stage.index] * self._pace(stage.index) for stage in stages],
+            seconds=[seconds[stage.index] for stage in stages],
             pools=[self.pool_of(stage.index) for stage in stages],
             transfers=self.evaluation.transfers_s,
         )
@@ -182,11 +175,9 @@ class Layout:
         return self.problem.graph.stages[stage].endpoint == _GREEDY
 
     def replicas(self, stage: int) -> list[Replica]:
-        """Return new replicas of a stage that generates; a replica with a slow device is slow."""
-        decoder, paces = self.decoder(stage), self._paces[self.pool_of(stage)]
-        each, shares = max(len(paces) // decoder.replicas, 1), self.problem.workload.shares_prompts
-        slow = [max(paces[place * each :][:each], default=1.0) for place in range(decoder.replicas)]
-        return [Replica(decoder, slow=one, shares_prompts=shares) for one in slow]
+        """Return new replicas of a stage that generates."""
+        decoder, shares = self.decoder(stage), self.problem.workload.shares_prompts
+        return [Replica(decoder, shares_prompts=shares) for _ in range(decoder.replicas)]
 
     def peak_bytes(self, pool: str, cached: Mapping[int, float]) -> float:
         """Return the largest memory use of the pool's fullest device.
@@ -203,18 +194,6 @@ class Layout:
                 filled = min(tokens / max(self.decoder(stage).capacity_tokens, 1), 1.0)
                 most = max(most, unit.option.sampling_bytes + use.room_bytes * filled)
         return use.resident_bytes + most
-
-    @cached_property
-    def _paces(self) -> Mapping[str, list[float]]:
-        """Slowdown factor of each device, by pool."""
-        slow = slow_devices(self.seed, self.evaluation.devices, self.settings.straggler_share)
-        paces = iter([self.settings.straggler_factor if one else 1.0 for one in slow])
-        return {pool.name: [*islice(paces, pool.devices)] for pool in self.plan.pools}
-
-    def _pace(self, stage: int) -> float:
-        """Return the slowdown of a stage, that of its slowest device; publishing is not slowed."""
-        is_slowed = stage not in self.problem.publishing
-        return max(self._paces.get(self.pool_of(stage), [1.0])) if is_slowed else 1.0
 
 
 def require_flow(layout: Layout) -> None:

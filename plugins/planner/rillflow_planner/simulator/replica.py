@@ -34,17 +34,15 @@ class Replica:
 
     Args:
         decoder: cost of tokens.
-        slow: slowdown factor relative to the decoder.
         shares_prompts: whether rows of a prompt share its prefill.
     """
 
-    def __init__(self, decoder: Decoder, *, slow: float = 1.0, shares_prompts: bool = False) -> None:
+    def __init__(self, decoder: Decoder, *, shares_prompts: bool = False) -> None:
         self.next_s = math.inf
         """Time of its next event."""
         self.peak_tokens = 0.0
         """Largest number of tokens in its cache so far."""
         self._decoder = decoder
-        self._slow = slow
         self._shares = shares_prompts
         self._running: list[tuple[float, int, Row]] = []
         """Heap of running rows: end mark on the common scale, order of entry, row."""
@@ -162,7 +160,7 @@ class Replica:
             self._context += row.prompt_tokens + done
             self.peak_tokens = max(self.peak_tokens, self._context)
         if fresh:
-            self._stall_s += self._slow * self._decoder.prefill_s(fresh)
+            self._stall_s += self._decoder.prefill_s(fresh)
 
     def _plan(self) -> None:
         """Find the next event: the lowest mark, or the token that fills the cache."""
@@ -175,5 +173,5 @@ class Replica:
         if count > 1 and room < tokens:
             tokens = max(float(room), 0.0)
         self._segment_tokens = tokens
-        self._segment_s = self._slow * self._decoder.advance_s(count, self._context, tokens)
+        self._segment_s = self._decoder.advance_s(count, self._context, tokens)
         self.next_s = self._now_s + self._stall_s + self._segment_s

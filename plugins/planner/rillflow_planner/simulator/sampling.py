@@ -190,17 +190,13 @@ class Stream:
         """Advance a replica to its next event, unless it changed since, and return the groups completed."""
         return self._pass(place, now_s) if self.lanes[place].replica.next_s == now_s else []
 
-    def publish(self, now_s: float, version: int, place: int) -> list[SampleGroup]:
-        """Record new weights, at one replica or (-1) at all, and return the groups completed at this
-        moment.
-        """
-        self.newest = max(self.newest, version)
+    def publish(self, now_s: float, version: int) -> list[SampleGroup]:
+        """Record new weights, and return the groups completed at this moment."""
+        self.newest = version
         complete = []
-        if self._engine.interrupts:
-            for one in range(len(self.lanes)) if place < 0 else (place,):
-                if self.lanes[one].version < version:
-                    complete += self._pass(one, now_s)
-                    self._load(one, now_s)
+        for place in range(len(self.lanes)) if self._engine.interrupts else ():
+            complete += self._pass(place, now_s)
+            self._load(place, now_s)
         return complete
 
     def begin(self, now_s: float) -> None:

@@ -65,7 +65,7 @@ def simulate(
         costs: cost model of the problem.
         plan: placement of the units.
         steps: number of steps from the first one on.
-        seed: seed of lengths and slow devices; the same seed gives the same simulation.
+        seed: seed of lengths; the same seed gives the same simulation.
         settings: additional assumptions.
 
     Raises:
@@ -257,10 +257,7 @@ class _Flowing(_Run):
             prompts=self.workload.prompts // layout.batches,
             published=layout.published,
         )
-        replicas = max(layout.lanes.values())
-        load_s = {"exposed": crossing, "hidden": 0.0, "staggered": crossing / replicas}[plan.weights]
-        self._arrive_s = crossing if plan.weights == "hidden" else 0.0
-        self._apart_s = load_s if plan.weights == "staggered" else 0.0
+        load_s, self._arrive_s = (crossing, 0.0) if plan.weights == "exposed" else (0.0, crossing)
         self._stream = Stream(layout, self._admission, self.book, load_s=load_s)
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._free_s: dict[str, float] = {}
@@ -334,9 +331,8 @@ class _Flowing(_Run):
         self.work(timings, step)
         for timing in timings:
             if timing.stage in publishing:
-                for place in range(len(self._stream.lanes)) if self._apart_s else (-1,):
-                    there_s = timing.start_s + self._arrive_s + max(place, 0) * self._apart_s
-                    self._push(there_s, _WEIGHTS, self._sample, self._stream.publish, there_s, version, place)
+                there_s = timing.start_s + self._arrive_s
+                self._push(there_s, _WEIGHTS, self._sample, self._stream.publish, there_s, version)
         self._push(self._free_s[self._first], _FREE, lambda: None)
         self._push(last_s(timings), _TRAINED, self._count, batch, last_s(timings))
 

@@ -16,8 +16,16 @@ from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.grids import Option
-from rillflow_planner.cost_model.options import cuts_heads, divisors, grids, undominated
+from rillflow_planner.cost_model.options import (
+    LAYOUTS,
+    Layouts,
+    copy_sizes_of,
+    cuts_heads,
+    grids,
+    undominated,
+)
 from rillflow_planner.hardware import EngineFactors, Factors
+from rillflow_planner.model_shape import ModelShape
 from rillflow_planner.problem import Problem, Unit
 
 
@@ -29,17 +37,22 @@ def values(option: Option) -> list[float]:
     return [sum(option.seconds.values()), option.resident_bytes, option.working_bytes, option.sampling_bytes]
 
 
+OWN = LAYOUTS["rillflow"]
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS.values(), ids=list(LAYOUTS))
 @pytest.mark.parametrize("shape", [SHAPE, MIXTURE])
 @pytest.mark.parametrize("devices", [1, 2, 8, 24, 32])
-def test_grids_use_all_devices_and_cut_evenly(shape: object, devices: int) -> None:
-    found = list(grids(shape, devices, 8))  # type: ignore[arg-type]
+def test_grids_use_all_devices_and_cut_evenly(shape: ModelShape, devices: int, layouts: Layouts) -> None:
+    found = list(grids(shape, devices, 8, layouts))
     assert len(found) == len(set(found)) > 0
     for grid in found:
         assert grid.devices == devices
         assert 8 % grid.tp == 0
-        assert cuts_heads(shape, grid.tp)  # type: ignore[arg-type]
+        assert cuts_heads(shape, grid.tp)
+        assert grid.cp <= layouts.context and (grid.pp * grid.tp == 1 or layouts.cuts_layers)
         assert grid.pp <= 16
-        assert grid.ep == 1 or (16 % grid.ep == 0 and (grid.dp * grid.tp) % grid.ep == 0)
+        assert grid.ep == 1 or (16 % grid.ep == 0 and (grid.dp * grid.cp * grid.tp) % grid.ep == 0)
 
 
 @given(
@@ -73,8 +86,8 @@ def test_options_are_complete_and_none_beats_another(name: str, devices: int) ->
             for other in others
         )
         assert option == costs.option(one, "toys", devices, option.grid, option.generate_tp)
-    for grid in grids(SHAPE, devices, min(8, devices)):
-        for size in divisors(grid.tp) if name == "policy" else (0,):
+    for grid in grids(SHAPE, devices, min(8, devices), OWN):
+        for size in copy_sizes_of(SHAPE, grid, OWN) if name == "policy" else (0,):
             every = costs.option(one, "toys", devices, grid, size)
             if costs.room_bytes("toys", {name: every}) < 1e9:
                 continue
@@ -261,3 +274,11 @@ def test_rows_that_wait_for_weights_or_for_their_prompts_stream_slower() -> None
     free = steady_s(step)
     assert steady_s(with_engine(step, holds_prompts=True)) > free
     assert steady_s(with_engine(step, interrupts=False)) > free
+
+
+def test_a_copy_of_a_sharded_model_may_be_cut_more_than_training_but_not_beyond_its_key_value_heads() -> None:
+    sharded, split = Grid(dp=8, is_sharded=True), Grid(dp=4, tp=2)
+    heads = replace(SHAPE, heads=8, kv_heads=4)
+    assert copy_sizes_of(heads, sharded, OWN) == [1, 2, 4]
+    assert copy_sizes_of(heads, split, OWN) == [1, 2]
+    assert copy_sizes_of(heads, split, LAYOUTS["megatron"]) == [1, 2, 4, 8]

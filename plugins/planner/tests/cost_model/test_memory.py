@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.planner.tests.cost_model.settings import MIXTURE, SHAPE, WORKLOAD, setting
+from rillflow.formulas.config import MOST_LOGITS
 from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model import memory
 from rillflow_planner.cost_model.compute import load_of
@@ -56,11 +57,11 @@ def test_a_pipelines_first_stage_holds_a_micro_batch_for_each_stage() -> None:
     assert first == pytest.approx(whole)
 
 
-def test_a_critic_has_next_to_no_logits() -> None:
-    load = load_of(WORKLOAD, 1, 1)
-    policy = memory.logit_bytes(setting(), load, ONE, 1)[0]
-    critic = memory.logit_bytes(setting(shape=replace(SHAPE, is_scalar=True)), load, ONE, 1)[0]
+def test_a_critic_has_next_to_no_logits_and_a_policy_no_more_than_a_pass_keeps() -> None:
+    policy = memory.logit_bytes(setting(), 1024, ONE, 1)[0]
+    critic = memory.logit_bytes(setting(shape=replace(SHAPE, is_scalar=True)), 1024, ONE, 1)[0]
     assert policy == pytest.approx(SHAPE.vocabulary * critic)
+    assert memory.logit_bytes(setting(), 1 << 20, ONE, 2)[0] == 2 * 4 * MOST_LOGITS
 
 
 def test_training_needs_more_than_scoring() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
-from rillflow_planner.simulator.draws import BLOCK, Row, rows_of, slow_devices
+from rillflow_planner.simulator.draws import BLOCK, Row, rows_of
 from rillflow_planner.simulator.layout import Settings
 from rillflow_planner.workload import Lengths, Workload
 
@@ -61,13 +61,7 @@ def test_measured_lengths_come_as_often_as_they_were_seen() -> None:
     assert (found == 9).mean() == pytest.approx(0.25, abs=0.02)
 
 
-def test_slow_devices_are_as_many_as_told() -> None:
-    assert not any(slow_devices(0, 1000, 0.0))
-    assert all(slow_devices(0, 1000, 1.0))
-    assert np.mean(slow_devices(0, 5000, 0.2)) == pytest.approx(0.2, abs=0.03)
-
-
-@pytest.mark.parametrize("wrong", [{"straggler_share": -0.1}, {"straggler_factor": 0.5}])
-def test_settings_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
+@pytest.mark.parametrize("wrong", [{"parts": -1}])
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(PlanError, match=f"{next(iter(wrong))} is {next(iter(wrong.values())):g}"):
         Settings(**wrong)

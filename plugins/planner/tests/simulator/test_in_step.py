@@ -13,7 +13,6 @@ from rillflow.errors import PlanError
 from rillflow.placement.plan import SAMPLER
 from rillflow_planner.evaluate import evaluate
 from rillflow_planner.schedule import in_turn, last_s, tasks_of
-from rillflow_planner.simulator.layout import Settings
 from rillflow_planner.simulator.result import IdleCause, Simulation
 from rillflow_planner.simulator.simulate import simulate
 from rillflow_planner.workload import Lengths
@@ -22,8 +21,8 @@ LOGNORMAL = Lengths(kind="lognormal", limit=400, median=40, sigma=1.0)
 PLACEMENTS = [TOGETHER, SPLIT, {**SPLIT, SAMPLER: "third"}, {**TOGETHER, "critic": "b", "reference": "c"}]
 
 
-def run(one: Toy, steps: int = 1, seed: int = 0, assumed: Settings | None = None) -> Simulation:
-    return simulate(one.problem, one.costs, one.plan, steps=steps, seed=seed, settings=assumed)
+def run(one: Toy, steps: int = 1, seed: int = 0) -> Simulation:
+    return simulate(one.problem, one.costs, one.plan, steps=steps, seed=seed)
 
 
 def in_order(one: Toy, found: Simulation) -> float:
@@ -126,15 +125,6 @@ def test_over_sampling_shortens_generation_with_a_long_tail() -> None:
     plain = run(toy(TOGETHER, prompts=16, response=LOGNORMAL), steps=10)
     begun = run(toy(TOGETHER, prompts=16, response=LOGNORMAL, oversample_samples=1.5), steps=10)
     assert sum(begun.generation_s) < sum(plain.generation_s)
-
-
-def test_stragglers_slow_their_replicas_and_their_pools() -> None:
-    one = toy(TOGETHER)
-    usual = run(one)
-    slow = run(one, assumed=Settings(straggler_share=1.0, straggler_factor=2.0))
-    functions = STAGE_S["reward.score"]
-    assert slow.generation_s[0] == pytest.approx(2 * usual.generation_s[0])
-    assert usual.wall_s < slow.wall_s <= 2 * usual.wall_s + functions
 
 
 def test_memory_peaks_grow_with_the_rows_in_the_cache() -> None:

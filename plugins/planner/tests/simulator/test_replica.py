@@ -89,16 +89,6 @@ def test_time_in_pieces_is_the_same_time(lengths: list[int], pieces: list[float]
     assert sorted(sample for _, sample in found) == list(range(len(lengths)))
 
 
-@given(lengths=LENGTHS, factor=st.floats(1.0, 5.0), capacity=st.integers(65, 300))
-def test_a_slow_replica_takes_as_many_times_as_long(lengths: list[int], factor: float, capacity: int) -> None:
-    decoder = FakeDecoder(capacity_tokens=capacity)
-    usual, slow = Replica(decoder), Replica(decoder, slow=factor)
-    for replica in (usual, slow):
-        replica.begin(rows_of(lengths), 0.0)
-    expected = [(seconds * factor, sample) for seconds, sample in drained(usual)]
-    assert drained(slow) == [(pytest.approx(seconds), sample) for seconds, sample in expected]
-
-
 def test_new_weights_cost_a_stall() -> None:
     replica = Replica(FakeDecoder(token_s=1.0, row_s=0.0, prompt_s=0.1))
     replica.begin(rows_of([10, 10]), 0.0)
