@@ -170,6 +170,8 @@ class SamplerReplica:
         self.rows = len(self.begun) * self.how.samples
         if keeps_rows:
             self.rows += sum(self.restored.values())
+            # The process that had the other groups died before it saved its rows.
+            self.given_up = [each for each in self.given_up if each in self.restored]
         else:
             self.begun, self.given_up = [], [*self.restored]
 

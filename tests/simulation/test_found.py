@@ -126,6 +126,22 @@ def test_an_evaluation_that_a_dead_scorer_took_along_is_missing_alone() -> None:
     assert ran(3209, scenario).problems == []
 
 
+def test_a_resume_drops_no_rows_of_a_process_that_had_died_before_it_saved_them() -> None:
+    """The resumed process was told to drop a group that it had never had: a KeyError."""
+    scenario = replace(
+        CHUNKS_AHEAD,
+        is_ready_first=True,
+        drops=True,
+        publishes=2,
+        chunks=1,
+        replicas=1,
+        checkpoint_every=2,
+        checkpoint_s=0.0,
+        evaluate_every=3,
+    )
+    assert ran(5559, scenario).problems == []
+
+
 def test_a_loss_of_power_takes_no_evaluation_of_a_resumed_run(tmp_path: Path) -> None:
     """It is written after the checkpoint of its step, and its digest and its line were flushed by nothing."""
     for seed in range(10):
