@@ -25,7 +25,7 @@ from published.models import shape
 from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model import compute, memory
 from rillflow_planner.cost_model.compute import RECOMPUTED, Setting
-from rillflow_planner.cost_model.options import divisors, grids
+from rillflow_planner.cost_model.options import LAYOUTS, divisors, grids
 from rillflow_planner.fused.problem import FusedProblem, Pipeline, even, lower_bound
 from rillflow_planner.fused.solve import schedule
 from rillflow_planner.hardware import read_hardware
@@ -90,7 +90,7 @@ def case(pair: tuple[str, str], devices: int, link: str, minibatches: int) -> Ca
 
 def alone(setting: Setting, devices: int) -> Iterator[tuple[float, Grid, float, float]]:
     """Seconds of an update, its grid, resident and working bytes, of every grid."""
-    for grid in grids(setting.shape, devices, min(8, devices)):
+    for grid in grids(setting.shape, devices, min(8, devices), LAYOUTS["rillflow"]):
         kept = memory.weight_bytes(setting, grid) + memory.optimizer_bytes(setting, grid)
         yield (
             float(compute.train_s(setting, grid)),
@@ -184,7 +184,8 @@ def fused_way(
         made, after_s = pipeline(setting, grid, name)
         load = compute.load_of(setting.workload, grid.dp, setting.workload.minibatches)
         room -= float(memory.weight_bytes(setting, grid) + memory.optimizer_bytes(setting, grid))
-        room -= float(memory.logit_bytes(setting, load, grid, 2))
+        tokens = memory.micro_batch_tokens(setting, load, grid)
+        room -= float(memory.logit_bytes(setting, tokens, grid, 2))
         pipelines.append(made)
         beside_s += after_s
     if room < max(each.activation_bytes for each in pipelines):

@@ -330,6 +330,18 @@ class World:
                 chunks=scenario.chunks,
                 kept=kept.sampled if kept else lambda _: (),
             )
+        return self._ready_first(executor, data, sync, how, left, flight)
+
+    def _ready_first(
+        self,
+        executor: GroupExecutor,
+        data: DataStream,
+        sync: WeightSync,
+        how: GroupSampling,
+        left: Sequence[tuple[int, int]],
+        flight: KeptFlight | Decisions,
+    ) -> AsyncRollout:
+        scenario = self.scenario
         rule: type[StalenessBound[Any]] = CapacityBound if scenario.drops else StalenessBound
         return AsyncRollout(
             executor,

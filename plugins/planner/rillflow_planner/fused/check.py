@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 
-from rillflow_planner.fused.problem import FusedProblem, Schedule, Task
+from rillflow_planner.fused.problem import FusedProblem, FusedTask, Schedule
 
 ROUNDING = 1e-6
 """Relative error of times and bytes that is no fault."""
@@ -33,7 +33,7 @@ def check(problem: FusedProblem, schedule: Schedule) -> list[str]:
     return faults
 
 
-def _order_faults(problem: FusedProblem, device: int, tasks: tuple[Task, ...]) -> list[str]:
+def _order_faults(problem: FusedProblem, device: int, tasks: tuple[FusedTask, ...]) -> list[str]:
     """Passes that are missing, doubled, out of order, overlapping, or of the wrong length."""
     faults, due, free = [], Counter[tuple[int, bool]](), 0.0
     for task in tasks:
@@ -56,7 +56,9 @@ def _order_faults(problem: FusedProblem, device: int, tasks: tuple[Task, ...]) -
     return faults
 
 
-def _memory_faults(problem: FusedProblem, device: int, tasks: tuple[Task, ...], stated: float) -> list[str]:
+def _memory_faults(
+    problem: FusedProblem, device: int, tasks: tuple[FusedTask, ...], stated: float
+) -> list[str]:
     """A peak that differs from the stated one or exceeds the cap."""
     held = Counter[int]()
     peak = 0.0
@@ -109,7 +111,7 @@ def _deadlocks(problem: FusedProblem, schedule: Schedule) -> list[str]:
     ]
 
 
-def _source(problem: FusedProblem, device: int, task: Task) -> tuple[int, int, bool, int] | None:
+def _source(problem: FusedProblem, device: int, task: FusedTask) -> tuple[int, int, bool, int] | None:
     """The pass whose result a pass needs, as (device, pipeline, backward, micro-batch); None for none."""
     stages = problem.pipelines[task.pipeline].stages
     stage = _stage(problem, task.pipeline, device)
@@ -127,6 +129,6 @@ def _stage(problem: FusedProblem, pipeline: int, device: int) -> int:
     return left % problem.pipelines[pipeline].stages
 
 
-def _named(problem: FusedProblem, task: Task) -> str:
+def _named(problem: FusedProblem, task: FusedTask) -> str:
     way = "backward" if task.is_backward else "forward"
     return f"the {way} pass of micro-batch {task.micro_batch} of {problem.pipelines[task.pipeline].name!r}"

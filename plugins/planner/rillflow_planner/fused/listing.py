@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from random import Random
 
-from rillflow_planner.fused.work import KINDS, NONE, Work
+from rillflow_planner.fused.work import KINDS, NONE, FusedWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ def near(pace: Pace, draw: Random) -> Pace:
     )
 
 
-def targets(work: Work, paces: Sequence[Pace], latency_s: float) -> list[float]:
+def targets(work: FusedWork, paces: Sequence[Pace], latency_s: float) -> list[float]:
     """Return target starts of all tasks in a schedule of this latency."""
     found = [0.0] * work.count
     for index, (each, pace) in enumerate(zip(work.problem.pipelines, paces, strict=True)):
@@ -69,7 +69,7 @@ def targets(work: Work, paces: Sequence[Pace], latency_s: float) -> list[float]:
     return found
 
 
-def in_turn(work: Work, turns: Sequence[int]) -> list[list[int]]:
+def in_turn(work: FusedWork, turns: Sequence[int]) -> list[list[int]]:
     """Return the orders in which the pipelines take turns on every device, each turn 1F1B within the cap.
 
     The turns have the same order everywhere, so devices never wait in a circle.
@@ -93,7 +93,7 @@ def in_turn(work: Work, turns: Sequence[int]) -> list[list[int]]:
     return orders
 
 
-def list_schedule(work: Work, targets: Sequence[float], *, reserve: bool = False) -> list[float] | None:
+def list_schedule(work: FusedWork, targets: Sequence[float], *, reserve: bool = False) -> list[float] | None:
     """Return the starts that the targets lead to, or None if the pipelines wait for each other's memory.
 
     Args:
@@ -110,7 +110,7 @@ def list_schedule(work: Work, targets: Sequence[float], *, reserve: bool = False
 class _Run:
     """State of one list schedule."""
 
-    def __init__(self, work: Work, targets: Sequence[float], reserve: bool) -> None:
+    def __init__(self, work: FusedWork, targets: Sequence[float], reserve: bool) -> None:
         devices = len(work.first)
         self.work, self.targets, self.reserve = work, targets, reserve
         self.cap = work.problem.memory_bytes * (1 + 1e-9)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from rillflow_planner.fused.work import NONE, Work
+from rillflow_planner.fused.work import NONE, FusedWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class _Swap:
 class Orders:
     """Orders of the tasks on every device, with their times."""
 
-    def __init__(self, work: Work, orders: Sequence[Sequence[int]]) -> None:
+    def __init__(self, work: FusedWork, orders: Sequence[Sequence[int]]) -> None:
         self.work = work
         self.orders = [list(order) for order in orders]
         self.retime()

@@ -129,7 +129,7 @@ class FusedProblem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class FusedTask:
     """A forward or backward pass of one micro-batch on one device."""
 
     pipeline: int
@@ -148,7 +148,7 @@ class Task:
 class Schedule:
     """A schedule of a fused problem."""
 
-    devices: tuple[tuple[Task, ...], ...]
+    devices: tuple[tuple[FusedTask, ...], ...]
     """Tasks of every device in their order."""
     latency_s: float
     """End of the last task."""

@@ -13,7 +13,7 @@ from random import Random
 from rillflow_planner.fused.listing import Pace, drawn_pace, in_turn, list_schedule, near, targets
 from rillflow_planner.fused.moves import Orders, improve
 from rillflow_planner.fused.problem import FusedProblem, Schedule, lower_bound
-from rillflow_planner.fused.work import Work
+from rillflow_planner.fused.work import FusedWork
 
 BUDGET = 20_000
 """Schedules that a search times before it gives up; most problems need a few hundred."""
@@ -31,7 +31,7 @@ class _Search:
     """State of one search."""
 
     def __init__(self, problem: FusedProblem, budget: int, seed: int, begin: Schedule | None) -> None:
-        self.works = Work(problem), Work(problem.reversed_in_time())
+        self.works = FusedWork(problem), FusedWork(problem.reversed_in_time())
         self.bound_s = lower_bound(problem)
         self.left, self.draw = budget, Random(seed)
         self.renewed_at = budget - _RENEWED

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-from rillflow_planner.fused.problem import FusedProblem, Schedule, Task
+from rillflow_planner.fused.problem import FusedProblem, FusedTask, Schedule
 
 NONE: Final = -1
 """Index that stands for no task."""
@@ -14,7 +14,7 @@ KINDS: Final = range(4)
 """Forward and backward of the ascending pipeline, then of the descending one: ``2 * pipeline + backward``."""
 
 
-class Work:
+class FusedWork:
     """Tasks of a problem. The micro-batches of one kind on one device have consecutive indices."""
 
     def __init__(self, problem: FusedProblem) -> None:
@@ -90,7 +90,7 @@ class Work:
             peak_bytes=tuple(self._peak_bytes(tasks) for tasks in devices),
         )
 
-    def _peak_bytes(self, tasks: Sequence[Task]) -> float:
+    def _peak_bytes(self, tasks: Sequence[FusedTask]) -> float:
         """Return the largest number of bytes; counts of micro-batches keep it free of rounding."""
         held, peak = [0, 0], 0.0
         for task in tasks:
@@ -107,9 +107,9 @@ class Work:
                 found[first[2 * task.pipeline + task.is_backward] + task.micro_batch] = task.start_s
         return found
 
-    def _task(self, device: int, task: int, start_s: float) -> Task:
+    def _task(self, device: int, task: int, start_s: float) -> FusedTask:
         kind = next(kind for kind in KINDS if task < self.first[device][kind + 1])
-        return Task(
+        return FusedTask(
             pipeline=kind // 2,
             is_backward=kind % 2 == 1,
             micro_batch=task - self.first[device][kind],

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rillflow_planner.fused.check import check
-from rillflow_planner.fused.problem import FusedProblem, Schedule, Task, even
+from rillflow_planner.fused.problem import FusedProblem, FusedTask, Schedule, even
 from rillflow_planner.fused.solve import schedule
 
 PROBLEM = FusedProblem(
@@ -19,7 +19,7 @@ PROBLEM = FusedProblem(
 FOUND = schedule(PROBLEM, budget=100)
 
 
-def with_tasks(device: int, tasks: list[Task]) -> Schedule:
+def with_tasks(device: int, tasks: list[FusedTask]) -> Schedule:
     devices = list(FOUND.devices)
     devices[device] = tuple(tasks)
     return replace(FOUND, devices=tuple(devices))
@@ -91,7 +91,7 @@ def test_devices_that_wait_in_a_circle_are_found() -> None:
     times = [(0.0, 1.0), (1.0, 3.0), (3.0, 4.0), (4.0, 6.0)]
     devices = tuple(
         tuple(
-            Task(pipeline=p, is_backward=back, micro_batch=0, start_s=begin, end_s=end)
+            FusedTask(pipeline=p, is_backward=back, micro_batch=0, start_s=begin, end_s=end)
             for (p, back), (begin, end) in zip(order, times, strict=True)
         )
         for order in orders
