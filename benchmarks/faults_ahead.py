@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -247,12 +248,12 @@ def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
     try:
         first = run.until(lambda: run.steps >= SKIPPED and run.made >= 2) + given.every_s / 4
         run.until_time(first)
+        every = list[Disturbed]()
         for number, fault in enumerate(faults(given.faults)):
-            cells = disturbed(run, number, fault, first, given.every_s)
-            lines.append(f"| {number + 1} | {fault} | {cells} |")
+            every.append(disturbed(run, number, fault, first, given.every_s))
+            lines.append(f"| {number + 1} | {fault} | {every[-1].cells} |")
             say(lines[-1])
         last = first + given.faults * given.every_s
-        share = run.rate(first, last) / rate
         code = run.end(signal.SIGTERM)
         left = run.left()
     finally:
@@ -263,16 +264,47 @@ def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
         "",
         f"Undisturbed: {rate:.1f} steps a minute in {given.undisturbed_s:g} s. With a fault every "
         f"{given.every_s:g} s: {run.rate(first, last):.1f} in {last - first:.0f} s. **Effective training "
-        f"time {share:.0%}**, predicted {told:.0%}; RobustRL publishes {ROBUST_RL:.0%}, at its own rate of "
-        "failures.",
+        f"time {effective(every):.0%}** (steps made over those at the higher of the rates before a fault and "
+        f"later), predicted {told:.0%}; RobustRL publishes {ROBUST_RL:.0%}, at its own rate of failures.",
         f"SIGTERM ended the run with exit code {code} after {run.steps} steps, {lost} of them without "
         f"rollouts; processes left 5 s later: {len(left)}. Rows: {rows}.",
     ]
     return lines
 
 
-def disturbed(run: WatchedRun, number: int, fault: str, first: float, every_s: float) -> str:
-    """Make a fault, watch until the next one is due; return its cells."""
+@dataclass(frozen=True, kw_only=True)
+class Disturbed:
+    """What one fault did to a run; rates are steps per minute."""
+
+    seen_s: float
+    """Seconds until the run says that a rank is lost."""
+    replaced_s: float
+    """Seconds until the new processes have their models."""
+    before: float
+    """Rate in a quarter of the interval before the fault."""
+    during: float
+    """Rate in the third of the interval that begins with the fault."""
+    later: float
+    """Rate in the rest of the interval."""
+
+    @property
+    def cells(self) -> str:
+        """Cells of the table."""
+        rates = " | ".join(f"{each:.0f}" for each in (self.before, self.during, self.later))
+        return f"{self.seen_s:.1f} | {self.replaced_s:.1f} | {rates}"
+
+
+def effective(every: Sequence[Disturbed]) -> float:
+    """Return the steps made, over those at each interval's higher rate before the fault or after it.
+
+    The rate of a run changes as the policy learns, so the first minutes of another run are no measure.
+    """
+    made = sum(each.during / 3 + each.later * 2 / 3 for each in every)
+    return made / sum(max(each.before, each.later) for each in every)
+
+
+def disturbed(run: WatchedRun, number: int, fault: str, first: float, every_s: float) -> Disturbed:
+    """Make a fault, and watch until the next one is due."""
     at, losses, made = run.until_time(first + number * every_s), run.losses, run.made
     victim = run.trainer if fault == "trainer killed" else run.replicas[0]
     os.kill(victim, signal.SIGSTOP if fault == "replica stopped" else signal.SIGKILL)
@@ -281,8 +313,13 @@ def disturbed(run: WatchedRun, number: int, fault: str, first: float, every_s: f
     replaced = run.until(lambda: run.made >= made + wanted)
     run.until_time(first + (number + 1) * every_s)
     third = at + every_s / 3
-    rates = (run.rate(at - every_s / 4, at), run.rate(at, third), run.rate(third, at + every_s))
-    return f"{seen - at:.1f} | {replaced - at:.1f} | {' | '.join(f'{each:.0f}' for each in rates)}"
+    return Disturbed(
+        seen_s=seen - at,
+        replaced_s=replaced - at,
+        before=run.rate(at - every_s / 4, at),
+        during=run.rate(at, third),
+        later=run.rate(third, at + every_s),
+    )
 
 
 def cut(folder: Path, given: argparse.Namespace) -> list[str]:

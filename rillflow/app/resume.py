@@ -59,7 +59,7 @@ MAY_CHANGE = (
 """Settings that a resumed run may change; docs/design/run_directory.md describes each effect."""
 
 
-_SAME_DECISIONS = ("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "restarts", "dir")
+_SAME_DECISIONS = ("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "restarts", "stop_s", "dir")
 
 
 def keeps_decisions(key: str) -> bool:
