@@ -48,7 +48,7 @@ workflow: $(LEAN)
 	$(BIN)/python recipes/workflow/workflow.py
 
 # Threads of PyTorch that are more than cores wait for each other: each worker has one.
-WORKERS ?= 2
+WORKERS ?= 3
 test: export OMP_NUM_THREADS := 1
 test: $(FULL)
 	$(PYTEST) -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
