@@ -189,13 +189,13 @@ class Calibration:
     """Seconds of single stages."""
 
     pass_s: float
-    """Of the sampler's pass, whatever rows it has."""
+    """Seconds of a pass of the sampler, for any number of rows."""
     row_s: float
-    """Of a row in a pass."""
+    """Additional seconds of a pass for each row."""
     stages_s: Mapping[str, float]
-    """Of the other stages of a step."""
+    """Seconds of each other stage of a step."""
     rest_s: float
-    """Of a step, in no stage."""
+    """Seconds of a step that belong to no stage."""
 
     def beside(self, other: Mapping[str, float], alone: Mapping[str, float]) -> Calibration:
         """Return it with every stage as much longer as these stages are beside another process."""

@@ -52,7 +52,7 @@ SKIPPED = 10
 LIMIT = 20
 """Time limit of the reward, in steps."""
 PROMPTS, SAMPLES, BOUND = 160, 8, 2
-"""Of the recipe: prompts of an epoch, rows of a prompt, versions that rows may be old."""
+"""Settings of the recipe: prompts of an epoch, rows of a prompt, staleness bound."""
 KEPT_EVERY = 10
 """Steps between two checkpoints: a lost trainer repeats those since the last one."""
 POOLS = ('placement.backend="ray"', "placement.pools={ main = 1, answers = 2, scores = 1 }")
@@ -64,7 +64,7 @@ HEALTH = {
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""How Ray's head finds out that a node is dead; by default after about a minute."""
+"""Health checks of Ray's head: it declares a dead node after seconds, not after about a minute."""
 ROOT = Path(__file__).parents[1]
 WATCHED = (*POOLS, ROLES, 'rollout.engine="watched:Announced"', "algorithm.steps=100000")
 ROBUST_RL = 0.8
@@ -274,7 +274,7 @@ def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Disturbed:
-    """What one fault did to a run; rates are steps per minute."""
+    """The effect of one fault on a run; rates are steps per minute."""
 
     seen_s: float
     """Seconds until the run says that a rank is lost."""
@@ -391,7 +391,7 @@ a replica on the second, whose link goes down for good; a third has room. Replac
 declared the node dead, and a new process has its model.
 """,
 }
-"""What a reader of each part's table has to know."""
+"""A note above the table of each part."""
 HEAD = """# Faults ahead
 
 `python benchmarks/faults_ahead.py {words}`, {cores} cores, Python {python}, torch {torch}, ray {ray}.

@@ -29,8 +29,8 @@ LADDER = {
 }
 """The settings of each rung; the sampler has a pool of its own."""
 ASYNCFLOW = {"in sequence": 1.0, "by parts": 2.01, "1 ahead, by parts": 2.74}
-"""What AsyncFlow (arXiv 2507.01663) publishes for 7B on 512 devices: its baseline, streaming of rows between
-tasks, and streaming one version ahead."""
+"""Relative throughput that AsyncFlow (arXiv 2507.01663) publishes for 7B on 512 devices: its baseline, rows
+streamed between tasks, and the same one version ahead."""
 STAGES = ("policy.generate", "reward.score", "policy.update")
 UNDER_WAY = 2
 """First steps of a run, in which memory is first allocated."""
@@ -41,7 +41,7 @@ class Rung:
     """A run of the ladder."""
 
     name: str
-    """Its key in ``LADDER``."""
+    """Key of the rung in ``LADDER``."""
     parts: int
     """Parts in which a step's rows move on; 1 if whole."""
     settings: tuple[str, ...]

@@ -125,12 +125,12 @@ class WatchedRun:
 
     @property
     def said(self) -> str:
-        """Its output."""
+        """Output of the run so far."""
         return self.output.read_text("utf-8", "replace") if self.output.exists() else ""
 
     @property
     def losses(self) -> int:
-        """How often it has said that a rank is lost."""
+        """Number of lost ranks that the run has reported."""
         said = " ".join(self.said.split())
         return said.count(TAKEN) + said.count(RESTARTED)
 

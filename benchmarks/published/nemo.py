@@ -69,7 +69,7 @@ DTENSOR_FREE = {
     "score_flops": (0.05, 0.45, 0.65),
     "launch_s": (5e-5, 3e-4, 1e-2),
 }
-"""What is fitted to the runs of DTensor; the other values are those of Megatron's runs."""
+"""Factors that are fitted to DTensor's runs; the others keep the values of Megatron's runs."""
 FIXED = Factors(decode_flops=0.4, collective_s=5e-6, between_links=1.0, inside_links=0.7)
 
 

@@ -110,8 +110,9 @@ class AsyncRollout(Source):
             workers=streamed,
             decisions=self._decisions,
             again=[*one_by_one(again)] if again is not None else [],
-            kept=kept,
         )
+        if kept is not None:
+            self._flight.restore(kept)
         self._waited_s, self._step, self._is_forming = 0.0, 0, False
         self._beside_step: int | None = 0
         """Step of the sampler's other calls; None if the repeated run made none."""

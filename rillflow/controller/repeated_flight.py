@@ -12,6 +12,7 @@ be repeated, rows that later decisions led to are dropped. So decisions.jsonl te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rillflow.controller.decisions import LEFT_SCRIPT, Event
@@ -19,7 +20,6 @@ from rillflow.controller.flight import Flight, GroupInFlight
 from rillflow.controller.group_table import GENERATE
 from rillflow.controller.replicas import SamplerReplica
 from rillflow.controller.saved_flight import KeptFlight
-from rillflow.controller.weight_sync import WeightSync
 from rillflow.roles.sampler import GroupId
 from rillflow.workers.backend import RankDied
 from rillflow.workers.pending import Pending
@@ -28,20 +28,14 @@ from rillflow.workers.pending import Pending
 class RepeatedFlight(Flight):
     """Groups in flight that repeat decisions.
 
-    Args: see Flight; and
-        sync: transfers versions to the sampler.
-        kept: groups in flight of the checkpoint to resume from; None to begin with none.
+    Args: see Flight.
     """
 
-    def __init__(self, *given: Any, sync: WeightSync, kept: KeptFlight | None, **how: Any) -> None:
-        super().__init__(*given, sync=sync, **how)
-        self.after = -1
-        """Steps of the run before those that the loop opens; -1 until an evaluation after them is over."""
-        self._kept, self._restored = kept, 0
-        self._rows: Mapping[tuple[GroupId, int], tuple[int, Pending]] = {}
-        if kept is not None:
-            self._restore(kept)
-            self._parcels = {} if sync.initial is None else {self.published: sync.initial}
+    after = -1
+    """Steps of the run before those that the loop opens; -1 until an evaluation after them is over."""
+    _kept: KeptFlight | None = None
+    _restored = 0
+    _rows: Mapping[tuple[GroupId, int], tuple[int, Pending]] = MappingProxyType({})
 
     def begin(self, replica: SamplerReplica) -> GroupInFlight:
         """See Flight."""
@@ -73,11 +67,16 @@ class RepeatedFlight(Flight):
         lost = self.table.died(self._workers[number].name)
         self.decisions.note("lost", number, [list(each) for each in lost])
 
-    def _restore(self, kept: KeptFlight) -> None:
-        """Take over the groups in flight of a checkpoint; replicas go on with their saved rows."""
+    def restore(self, kept: KeptFlight) -> None:
+        """Take over the groups in flight of a checkpoint; replicas go on with their saved rows.
+
+        Called once, before any other method.
+        """
+        self._kept = kept
         state, versions = kept.state, kept.state["versions"]
         self.newest = state["newest"]
         self.published = self._restored = state["published"]
+        self._parcels = {self.published: self._parcels[0]} if self._parcels else {}
         self._rows = kept.loaded(self._executor)
         for replica in self.replicas:
             replica.is_recalled = True
