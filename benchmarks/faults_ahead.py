@@ -259,7 +259,8 @@ def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
     finally:
         run.kill()
     rows = ", ".join(f"{count} {name}" for name, count in wrong(run.run).items())
-    lost = run.steps - len(layout.rollout_files(run.run))
+    found = layout.rollout_files(run.run)  # also of steps that the stop abandoned
+    lost = sum(step not in found for step in range(1, run.steps + 1))
     lines += [
         "",
         f"Undisturbed: {rate:.1f} steps a minute in {given.undisturbed_s:g} s. With a fault every "

@@ -49,17 +49,13 @@ CHUNKS_AHEAD = Scenario(
     rows=40,
     has_scorer=False,
 )
+ONE_REPLICA = replace(CHUNKS_AHEAD, freshness=1, replicas=1)
 
 
 @pytest.mark.parametrize(
     ("seed", "scenario"),
     [
-        (
-            37,
-            replace(
-                CHUNKS_AHEAD, freshness=1, replicas=1, checkpoint_every=1, checkpoint_s=5.0, evaluate_every=3
-            ),
-        ),
+        (37, replace(ONE_REPLICA, checkpoint_every=1, checkpoint_s=5.0, evaluate_every=3)),
         (
             43,
             Scenario(
@@ -82,18 +78,7 @@ def test_seeds_that_lost_lines(seed: int, scenario: Scenario) -> None:
     ("seed", "scenario"),
     [
         (3130, CHUNKS_AHEAD),
-        (
-            3375,
-            replace(
-                CHUNKS_AHEAD,
-                freshness=1,
-                replicas=1,
-                checkpoint_every=0,
-                checkpoint_s=0.0,
-                evaluate_every=0,
-                has_scorer=True,
-            ),
-        ),
+        (3375, replace(ONE_REPLICA, checkpoint_every=0, checkpoint_s=0.0, evaluate_every=0, has_scorer=True)),
     ],
 )
 def test_a_step_that_is_half_trained_is_not_saved_as_the_one_before(seed: int, scenario: Scenario) -> None:
