@@ -1,11 +1,11 @@
-"""Activations of long rows over two ranks of tensor parallelism: with tokens shared out, and without.
+"""Peak activation memory of a long row under tensor parallelism, with and without sequence parallelism.
 
-    python benchmarks/activations.py            # two processes a case, a minute
+    python benchmarks/activations.py            # two processes per case, about a minute
 
-    a decoder of random weights ─ forward and backward over one row ─> peak of resident memory over what the
-                                                                       weights and their gradients take
+    a decoder of random weights ─ forward and backward over one row ─> peak resident memory above weights
+                                                                       and gradients
 
-Every case has processes of its own, so that a peak is its own; the fewest bytes of the rounds stand.
+Each case runs in its own processes, so that peaks do not mix. The smallest peak of the rounds counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CASES = [
 
 
 def passes(said: Any, rank: int, meeting: str, tokens: int, sequence: bool, recompute: bool) -> None:
-    """One rank: peak bytes over those before, and seconds, of a forward and a backward pass."""
+    """Run one rank: put its peak bytes above the start and its seconds of a forward and backward pass."""
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, Qwen2Config
@@ -72,7 +72,7 @@ def passes(said: Any, rank: int, meeting: str, tokens: int, sequence: bool, reco
     part = Batch(ids=row_ids([RowId(0, 0, 0)]), fields={"tokens": row, "loss_mask": mask})
     again = Recompute(module, whole=False) if recompute else None
     grown, seconds = [], []
-    for _ in range(3):  # the first makes the gradients
+    for _ in range(3):  # the first pass allocates the gradients
         base, began = forgotten(), time.monotonic()
         if again is not None:
             with again:
@@ -85,7 +85,7 @@ def passes(said: Any, rank: int, meeting: str, tokens: int, sequence: bool, reco
 
 
 def together(tokens: int, sequence: bool, recompute: bool) -> tuple[int, float]:
-    """The larger peak of the ranks, and the longer time."""
+    """Return the larger peak of the ranks in bytes, and the longer time in seconds."""
     context = multiprocessing.get_context("spawn")
     said = context.Queue()
     with tempfile.TemporaryDirectory() as meeting:

@@ -1,17 +1,20 @@
-"""LoRA against training all weights: the quickstart's GRPO from its warm start, by the command users run.
+"""LoRA against full training: the quickstart's GRPO after its warm start, run by the users' command.
 
-    recipes/arithmetic/run.toml ─ warm start ─> base ─┬─ all weights ────────> accuracy, seconds of a step,
-       one for every seed                             ├─ adapter ────────────> bytes held, published and kept
+    recipes/arithmetic/run.toml ─ warm start ─> base ─┬─ all weights ────────> accuracy, seconds per step,
+       one per seed                                   ├─ adapter ────────────> bytes held, published, saved
                                                       └─ adapter, base int8 ─┘
 
     python benchmarks/adapters.py --seeds 0 1 2 --write benchmarks/results/adapters.md    # 20 minutes
     python benchmarks/adapters.py --seeds 0 1 2 --trained lora int8 --threads 1
     python benchmarks/adapters.py --seeds --loads --write benchmarks/results/int8.md
 
-Accuracy is of the recipe's 500 held-out problems after its 90 steps. Weights held: of the policy's module, by
-all who have it together. Bytes published: what a sampler elsewhere would be sent. Training state: what a
-checkpoint keeps to go on from. With --loads a model of 150 million weights is read by a process of its own,
-whose memory is looked at before and after, and at its highest.
+- Accuracy: on the recipe's 500 held-out problems after its 90 steps.
+- Weights held: bytes of the policy's module. All roles that use the module share them.
+- Bytes published: the size of a publish to a sampler in another process.
+- Training state: the part of a checkpoint that training needs to resume.
+
+With --loads, a separate process reads a model of 150 million weights and reports its memory before, after
+and at the peak.
 """
 
 from __future__ import annotations
@@ -71,24 +74,24 @@ print(f"{weights:.0f} | {held() - before:.0f} | {highest - before:.0f}")
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run came to."""
+    """Results of one run."""
 
     before: float
-    """Accuracy of the base."""
+    """Accuracy before training."""
     accuracy: float
-    """Of the last evaluation."""
+    """Accuracy at the last evaluation."""
     step_s: float
-    """The median step."""
+    """Median seconds of a step."""
     held: int
     """Bytes of the policy's weights in memory."""
     published: int
-    """Bytes of the weights of a checkpoint."""
+    """Bytes of the weights in a checkpoint."""
     state: int
-    """Bytes of its training state."""
+    """Bytes of the training state in a checkpoint."""
 
 
 def run(folder: Path, *settings: str) -> Path:
-    """One run by the command; its directory."""
+    """Run a recipe with the command and return its run directory."""
     words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-c", COMMAND, "run", str(RECIPE), "--dir", str(folder), "--quiet", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -98,12 +101,12 @@ def run(folder: Path, *settings: str) -> Path:
 
 
 def lines_of(path: Path) -> list[dict]:
-    """A run's file of a JSON object a line."""
+    """Return the objects of a JSON Lines file."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def trained(folder: Path) -> Trained:
-    """What is to be said of a run."""
+    """Return the results of a run."""
     looks = [line["correct"] / line["count"] for line in lines_of(folder / "evaluations.jsonl")]
     steps = [line["metrics"]["run/step_seconds/mean"]["mean"] for line in lines_of(folder / "metrics.jsonl")]
     newest = max((folder / "checkpoints").glob("step-*"))
@@ -122,7 +125,7 @@ def trained(folder: Path) -> Trained:
 
 
 def held(directory: Path) -> int:
-    """Bytes of the parameters of a model as it is loaded."""
+    """Return the bytes of a model's parameters after loading."""
     import torch
 
     from rillflow.models.config import ModelConfig
@@ -134,7 +137,7 @@ def held(directory: Path) -> int:
 
 
 def loads() -> list[str]:
-    """What reading a larger base takes, by the type of its weights and what it is kept in."""
+    """Measure the memory for reading a larger base, by dtype and base precision; return lines of the page."""
     import torch
 
     from rillflow.models.config import ModelConfig, NewModel
@@ -162,7 +165,7 @@ def loads() -> list[str]:
 
 
 def rows(given: argparse.Namespace) -> list[str]:
-    """Every seed's base, and what is trained from it: a line each."""
+    """Train from the base of every seed and return a table line for each run."""
     table = []
     with tempfile.TemporaryDirectory() as name:
         for seed in given.seeds:

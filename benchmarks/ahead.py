@@ -1,20 +1,21 @@
-"""What running ahead gives: stages that sleep, two real pools, and what is learnt from older rows.
+"""Running ahead: a ladder of runs, real pools on two ranks, and learning from off-policy rows.
 
-    ladder      one recipe in step, part by part, one and four versions ahead; each rung is simulated before
-                it is run. Stages compute (``computing.py``: 100 million parameters, a core for each pool),
-                or every stage sleeps as long as it would compute, so that one machine shows what more pools
-                do side by side
-    parts       the quickstart's model on one rank, in step: its rows part by part, and whole
-    pools       the quickstart's model on two ranks of one core each: in step and one version ahead
-    pictures    the timelines of three of its rungs, as the report draws them
-    learning    the quickstart's task at several bounds: accuracy on held-out sums
+    ladder      one recipe: in sequence, part by part, one and four versions ahead. Each rung is simulated
+                before it runs. Its stages compute (``computing.py``: 100 million parameters, one core per
+                pool), or they sleep for the time that they would compute. Sleeping stages show on one
+                machine what more pools gain.
+    parts       the quickstart's model on one rank, without running ahead: rows in parts, and whole
+    pools       the quickstart's model on two ranks of one core each: freshness 0, and one version ahead
+    pictures    the timelines of three rungs of the ladder, as the report draws them
+    learning    the quickstart's task at several bounds of staleness: accuracy on held-out sums
 
     python benchmarks/ahead.py ladder --write benchmarks/results/ladder.md
     python benchmarks/ahead.py ladder --stages balanced --rungs "in sequence" "4 ahead, by parts"
     python benchmarks/ahead.py pools --rounds 3
     python benchmarks/ahead.py learning --seeds 0 1 2 --write results.md
 
-All are whole runs by the command's own path; seconds are those of the run's own metrics and spans.
+Each part starts whole runs through the code of `rillflow run`. Seconds come from the metrics and spans of the
+runs.
 """
 
 from __future__ import annotations
@@ -79,19 +80,22 @@ NEEDS = ["rillflow_planner"]
 
 SHAPES = {"verl": (357.0, 108.0, 270.0), "balanced": (245.0, 245.0, 245.0)}
 SHAPES |= {"tiny": (8.0, 8.0, 8.0), "none": (0.0, 0.0, 0.0)}
-"""Seconds that the longest row, scoring and update take. verl: Qwen2.5-Math-7B, DAPO, 32 GPUs in step (verl's
-documentation: generation, old log probabilities, update). balanced: the same in three equal ones; AsyncFlow's
-are not published, and stages whose sum is less than 2.74 times the longest cannot give its 2.74."""
+"""Seconds of the longest row, of scoring and of the update.
+
+verl: Qwen2.5-Math-7B, DAPO, 32 GPUs, synchronous (verl's documentation: generation, old log probabilities,
+update). balanced: the same sum in three equal stages, because AsyncFlow does not publish its stages. A ladder
+that reaches its 2.74 needs stages whose sum is at least 2.74 times the longest.
+"""
 SCALE = 1 / 200
-"""Seconds here for a second there."""
+"""Seconds here per second of SHAPES."""
 SHAPE = "AHEAD_SHAPE"
-"""The variable of the environment that says the shape to every process."""
+"""Environment variable that tells every process the shape."""
 PROMPTS, SAMPLES, MINIBATCHES, SIGMA = 64, 4, 16, 0.9
-"""Rows of a step, optimiser steps over them, and the tail of their lengths."""
+"""Prompts and rows per prompt of a step, its optimiser steps, and the log-normal sigma of row lengths."""
 PICTURED = {"in sequence": (3, 4), "1 ahead": (3, 7), "4 ahead, ready first": (7, 11)}
-"""The rungs that are drawn, and their steps."""
+"""The first and last drawn step of each drawn rung."""
 DRY_STEPS, COUNTED = 8, 5
-"""Steps of the run that does not sleep; steps of a rung that are measured, once it is under way."""
+"""Steps of the run that does not sleep, and measured steps of a rung after its first steps."""
 HEAD = """# A ladder of runs
 
 `python benchmarks/ahead.py {rungs}`, {versions}.
@@ -144,7 +148,7 @@ def reward(prompts, completions, **columns):
     time.sleep(SECONDS[os.environ["AHEAD_SHAPE"]] * len(prompts) / ROWS)
     return [float(text < "5") for text in completions]
 """
-"""A score that takes its share of a step's; a file of its own, because a child imports it at every start."""
+"""A score that sleeps for its rows' share of the scoring time; a child imports this file at every start."""
 POOLS = [
     "placement.backend=ray",
     "placement.pools={ main = 1, answers = 1 }",
@@ -184,18 +188,18 @@ ROOT = Path(__file__).parents[1]
 
 
 def seconds_of(place: int) -> float:
-    """Seconds that generation (0), scoring (1) or update (2) of a step sleeps."""
+    """Return the seconds that generation (0), scoring (1) or update (2) of a step sleeps."""
     return SCALE * SHAPES[os.environ[SHAPE]][place]
 
 
 def row_milliseconds() -> list[int]:
-    """How long each row of a step is sampled, in order: log-normal, the longest as long as generation."""
+    """Return the sampling time of each row of a step, in order: log-normal, the longest equals generation."""
     drawn = [Random(row).lognormvariate(0, SIGMA) for row in range(PROMPTS * SAMPLES)]
     return [round(1000 * seconds_of(0) * each / max(drawn)) for each in drawn]
 
 
 class SleepingEngine(NativeEngine):
-    """The native engine, which hands rows over when they would have been sampled."""
+    """The native engine, with rows that it returns only after their sampling time."""
 
     can: ClassVar = NativeEngine.can
 
@@ -203,7 +207,7 @@ class SleepingEngine(NativeEngine):
         super().__init__(*given, **how)
         self._due: dict[RowId, float] = {}
         self._ended: list[Rollout] = []
-        self._places = dict[RowId, int]()  # rows of a step begin in the order of the data, which is drawn
+        self._places = dict[RowId, int]()  # index in the step; the data is shuffled
         self._milliseconds = row_milliseconds()
 
     def generate_parts(
@@ -218,7 +222,7 @@ class SleepingEngine(NativeEngine):
 
     @property
     def has_work(self) -> bool:
-        """See Engine; rows that sleep are at work."""
+        """See Engine; sleeping rows count as work."""
         return bool(self._due) or super().has_work
 
     def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
@@ -236,7 +240,7 @@ class SleepingEngine(NativeEngine):
         return held[0] if held else super().abort(row)
 
     def step(self) -> list[Rollout]:
-        """See Engine: some milliseconds, and the rows that would have been sampled by then."""
+        """See Engine; takes some milliseconds and returns the rows whose sampling time is over."""
         time.sleep(0.005)
         self._ended += super().step()
         now = time.monotonic()
@@ -248,7 +252,7 @@ class SleepingEngine(NativeEngine):
 
 
 def sleeping_loss(logprobs: Tensor, advantages: Tensor, row_lengths: Tensor) -> Tensor:
-    """A policy gradient that takes its share of a step's."""
+    """Compute a policy gradient loss and sleep for the rows' share of the update."""
     time.sleep(seconds_of(2) * len(row_lengths) / (PROMPTS * SAMPLES))
     return -advantages * logprobs
 
@@ -276,7 +280,7 @@ run_sleeping = partial(run_of, algorithms=[ALGORITHM])
 
 
 def overheads(recipe: Path, folder: Path, *settings: str) -> dict[str, float]:
-    """Seconds of a step beside its sleep, of one that does not sleep: of a stage's work, and of nobody's."""
+    """Return seconds of a step without sleep: by stage, and under "" the seconds that belong to no stage."""
     shape, os.environ[SHAPE] = os.environ[SHAPE], "none"
     run = run_sleeping(recipe, folder, *settings, f"algorithm.steps={DRY_STEPS}")
     os.environ[SHAPE] = shape
@@ -286,9 +290,9 @@ def overheads(recipe: Path, folder: Path, *settings: str) -> dict[str, float]:
 
 
 def simulated_seconds(recipe: Path, beside: Mapping[str, float], steps: int, *settings: str) -> list[float]:
-    """Seconds of a rung's steps as the simulator has them: the stages' sleep, and what is beside it."""
+    """Simulate a rung and return its seconds per step, from the stages' sleep and their overheads."""
     loaded = load_recipe(recipe, settings, [ALGORITHM])
-    paced = {"decode_launch_s": 1e-3, "decode_row_s": 0.0}  # a token takes a millisecond, alone or not
+    paced = {"decode_launch_s": 1e-3, "decode_row_s": 0.0}  # one millisecond per token, at any batch size
     problem = state_problem(loaded, endless(3, step_s=beside[""], **paced)).problem
     rows = row_milliseconds()
     lengths = Lengths(kind="measured", limit=max(rows), values=tuple(sorted(rows)), in_order=tuple(rows))
@@ -300,7 +304,7 @@ def simulated_seconds(recipe: Path, beside: Mapping[str, float], steps: int, *se
 
 
 def written(folder: Path) -> Path:
-    """Write the recipe of stages that sleep, and its reward."""
+    """Write the recipe of sleeping stages and its reward."""
     recipe = folder / "run.toml"
     text = SLEEPING.replace("MINIBATCHES", str(MINIBATCHES)).replace("STEPS", "1")
     recipe.write_text(text.replace("PROMPTS", str(PROMPTS)).replace("SAMPLES", str(SAMPLES)))
@@ -311,7 +315,7 @@ def written(folder: Path) -> Path:
 
 
 def ladder(arguments: argparse.Namespace) -> list[str]:
-    """Predict and run each rung: seconds of a step, and how many times as fast as the first of them."""
+    """Predict and run each rung; return lines with seconds per step and the speedup over the first rung."""
     lines = list[str]()
     for stages in arguments.stages:
         with tempfile.TemporaryDirectory() as name:
@@ -327,7 +331,7 @@ def ladder(arguments: argparse.Namespace) -> list[str]:
 
 
 def sleeping_ladder(folder: Path, shape: str, names: Sequence[str], counted: int) -> list[str]:
-    """The rungs of stages that sleep."""
+    """Predict and run the rungs of sleeping stages; return lines of the page."""
     os.environ[SHAPE] = shape
     recipe, rungs = written(folder), rungs_of(names, MINIBATCHES, counted)
     beside = {
@@ -353,7 +357,7 @@ def sleeping_ladder(folder: Path, shape: str, names: Sequence[str], counted: int
 
 
 def parts(arguments: argparse.Namespace) -> list[str]:
-    """One rank samples and trains in turn, rows whole or in two parts, alternating; of all steps alike."""
+    """Time steps on one rank with rows whole and in two parts, alternating, over all steps of all rounds."""
     found: dict[int, list[float]] = {1: [], 2: []}
     with tempfile.TemporaryDirectory() as folder:
         for each in range(arguments.rounds):
@@ -380,12 +384,12 @@ def parts(arguments: argparse.Namespace) -> list[str]:
 
 
 def _first_quartile(values: Sequence[float]) -> float:
-    """What a quarter of them do not exceed: of steps on a machine that others slow down."""
+    """Return the first quartile, because other programs slow some steps of a shared machine."""
     return statistics.quantiles(values, n=4)[0]
 
 
 def pools(arguments: argparse.Namespace) -> list[str]:
-    """In step and ahead, alternating; medians over rounds."""
+    """Time the two pools with freshness 0 and 1, alternating; return medians over rounds."""
     found: dict[int, list[float]] = {0: [], 1: []}
     stages: dict[str, list[float]] = {"policy.generate": [], "policy.update": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -412,7 +416,7 @@ def pools(arguments: argparse.Namespace) -> list[str]:
 
 
 def learning(arguments: argparse.Namespace) -> list[str]:
-    """Held-out accuracy after the quickstart at every bound."""
+    """Return held-out accuracy of the quickstart at every bound."""
     lines = ["| bound | " + " | ".join(f"seed {seed}" for seed in arguments.seeds) + " | mean |"]
     lines.append("|---" * (len(arguments.seeds) + 2) + "|")
     with tempfile.TemporaryDirectory() as folder:
@@ -432,7 +436,7 @@ def learning(arguments: argparse.Namespace) -> list[str]:
 
 
 def pictures(arguments: argparse.Namespace) -> list[str]:
-    """The timelines of three rungs, as the report draws them, each a file that needs nothing else."""
+    """Draw the timelines of three rungs as the report does, each as a standalone SVG file."""
     target = arguments.write or Path("pictures")
     target.mkdir(exist_ok=True)
     os.environ[SHAPE], lines = "balanced", []

@@ -1,10 +1,10 @@
 """Attacks on a reward: programs of attacks.toml that a model might write, scored at every sandbox level.
 
-    attacks.toml ── one row each, after it an honest program ──> RewardWorkers ──> paid: the attack won
-                                                                  at `full`, `shared-user` and `none`
+    attacks.toml ── one row each, then an honest program ──> RewardWorkers ──> nonzero reward: attack won
+                                                              at `full`, `shared-user` and `none`
 
-An attack wins where it prints WIN or the hidden answer, or where its reward is not 0. A neighbour or the next
-call that loses its score counts as an attack that won too. Without a sandbox only harmless attacks run.
+An attack wins if it prints WIN or the hidden answer, or if its reward is not 0. It also wins if its neighbour
+or the next call loses a score. Without a sandbox only harmless attacks run.
 
     python benchmarks/attacks.py --write benchmarks/results/attacks.md     # some minutes
 """
@@ -67,7 +67,7 @@ _SESSION_KEYRING = -3
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The recipe that attacks aim at."""
+    """The recipe under attack."""
 
     folder: Path
     """The recipe's folder: the function, and prompts with answers."""
@@ -86,7 +86,7 @@ class Target:
 
 @contextlib.contextmanager
 def prepared(folder: Path) -> Iterator[Target]:
-    """Lay out a recipe, a home folder, a variable, a key and three sockets that listen."""
+    """Create a recipe, a home folder, an environment variable, a key and three listening sockets."""
     recipe, home = folder / "recipe", folder / "home"
     for each in (recipe, home):
         each.mkdir()
@@ -125,15 +125,15 @@ class Attacked:
     """The results of a list of attacks."""
 
     level: Level
-    """The sandbox level that they met."""
+    """The sandbox level of the attacks."""
     scores: dict[str, Score]
-    """Each attack's score, by its name."""
+    """The score of each attack, by name."""
     touched: list[str]
-    """Attacks whose neighbour, an honest program, lost its point; "the next call" where that did."""
+    """Attacks whose honest program lost its score, or "the next call" if that call lost its score."""
 
     @property
     def won(self) -> list[str]:
-        """The attacks that were paid, or took something from another row."""
+        """Names of attacks that got a reward or took a score from another row."""
         paid = [name for name, each in self.scores.items() if each.outcome is Outcome.SCORE and each.value]
         return [*paid, *(name for name in self.touched if name not in paid)]
 
@@ -146,17 +146,17 @@ def attack(
     level: Level = Level.NONE,
     sandbox: str | bool = "auto",
 ) -> Attacked:
-    """Score every attack and after it an honest program; then another honest program, in a call of its own.
+    """Score every attack followed by an honest program, then another honest program in a separate call.
 
     Args:
-        target: what there is to be had.
+        target: the recipe and the values of placeholders.
         way: the reward, one of ``WAYS``.
         attacks: entries of ``ATTACKS``.
         level: see ``RewardWorkers``.
         sandbox: ``reward.sandbox``.
 
     Raises:
-        RewardError: this machine gives no such sandbox.
+        RewardError: this machine cannot provide the sandbox.
     """
     settings = {"timeout_s": 600, "memory_bytes": 1 << 30, "sandbox": sandbox}
     config = RewardConfig.model_validate(settings)
@@ -172,7 +172,7 @@ def attack(
 
 
 def page(every: int) -> Iterator[str]:
-    """Attack at every level and in both ways; the table, line by line."""
+    """Attack at every level and in both ways; yield the lines of the table."""
     yield from (
         "# Attacks on a reward",
         "",

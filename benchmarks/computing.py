@@ -1,14 +1,16 @@
-"""Stages that compute: a model of 100 million parameters on two cores, sampler and trainer on a pool each.
+"""Stages that compute: a model of 100 million parameters, sampler and trainer on a pool of one core each.
 
-The reward, a function of a millisecond, has a third pool: on the trainer's rank it would wait behind updates.
+The reward takes a millisecond. It has a third pool, because on the trainer's rank it would wait for updates.
 
-calibrate   two runs in step, so that one stage works at a time, with few and with all rows of a pass:
-              seconds of a pass and of a row in it, of the update, the reward, a publish, and of no stage;
-              one of them once more beside a second process that makes the same run: the machine's memory
-              and caches are shared, and every stage takes that much longer
-predict     the simulator has the recipe's graph, placement, bound and parts, the rows' lengths, and these
-              seconds: alone for the rungs in step, beside for those ahead
-run         by the command's own path
+calibrate   two runs without running ahead, so that one stage works at a time: one with half and one with all
+              rows of a batch. They give the seconds of a decode pass, of a row in it, of the update, the
+              reward,
+              a publish, and of no stage. One run is repeated next to a second process that makes the same
+              run,
+              because the processes share memory and caches. Every stage takes longer by the measured ratio.
+predict     the simulator gets the recipe's graph, placement, bound and parts, the rows' lengths, and these
+              seconds: measured alone for the rungs with bound 0, next to another process for those ahead
+run         through the code of `rillflow run`
 
 Row lengths are given: log-normal, the same in every step. The model computes every token; none ends a row.
 """
@@ -41,7 +43,7 @@ from rillflow_planner.simulated_run import PUBLISH, endless, simulate_as_run, wo
 from rillflow_planner.workload import Lengths
 
 PROMPTS, SAMPLES, MINIBATCHES, SIGMA = 8, 4, 4, 0.6
-"""Rows of a step, optimiser steps over them, which are also its parts, and the tail of the lengths."""
+"""Rows of a step; its optimiser steps, which are also its parts; and the log-normal sigma of row lengths."""
 RUNGS = ("in sequence", "by parts", "1 ahead", "1 ahead, by parts", "4 ahead, ready first")
 PROGRAM = "import sys; from rillflow.cli.main import main; sys.exit(main(sys.argv[1:]))"
 RECIPE = """
@@ -103,7 +105,7 @@ class Size:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the decoder's layers; embeddings of 15 tokens are not counted."""
+        """Parameters of the decoder's layers, without the embeddings of 15 tokens."""
         inner, head = 3 * self.hidden, self.hidden // 12
         return self.layers * (2 * self.hidden**2 + 2 * self.hidden * 4 * head + 3 * self.hidden * inner)
 
@@ -115,13 +117,13 @@ SIZES = {
 
 
 def lengths_of(longest: int) -> tuple[int, ...]:
-    """Tokens of each row of a step, in order."""
+    """Return the tokens of each row of a step, in order."""
     drawn = [Random(row).lognormvariate(0, SIGMA) for row in range(PROMPTS * SAMPLES)]
     return tuple(max(1, round(longest * each / max(drawn))) for each in drawn)
 
 
 class GivenLengths(NativeEngine):
-    """The native engine; rows have given lengths, in the order in which they begin, and end at no token."""
+    """The native engine with given row lengths, in the order in which rows begin, and without stop tokens."""
 
     can: ClassVar = NativeEngine.can
 
@@ -157,7 +159,7 @@ class GivenLengths(NativeEngine):
 
 
 def written(folder: Path, size: Size, backend: str) -> Path:
-    """Write the recipe and its reward."""
+    """Write the recipe and its reward; return the recipe's path."""
     recipe, text = folder / "computing.toml", RECIPE
     given = {
         "PROMPTS": PROMPTS,
@@ -177,7 +179,7 @@ def written(folder: Path, size: Size, backend: str) -> Path:
 
 
 def passes(lengths: Sequence[int], at_once: int) -> int:
-    """Passes until all rows have ended, if a row that ends makes room for the next."""
+    """Return the number of passes until all rows have ended, if each ended row makes room for the next."""
     slots = [0] * at_once
     for length in lengths:
         heapq.heappush(slots, heapq.heappop(slots) + length)
@@ -189,7 +191,7 @@ class Calibration:
     """Seconds of single stages."""
 
     pass_s: float
-    """Seconds of a pass of the sampler, for any number of rows."""
+    """Seconds of one pass of the sampler, at any batch size."""
     row_s: float
     """Additional seconds of a pass for each row."""
     stages_s: Mapping[str, float]
@@ -198,7 +200,7 @@ class Calibration:
     """Seconds of a step that belong to no stage."""
 
     def beside(self, other: Mapping[str, float], alone: Mapping[str, float]) -> Calibration:
-        """Return it with every stage as much longer as these stages are beside another process."""
+        """Return this calibration scaled by the slowdown of each stage next to another process."""
         longer = {name: other[name] / seconds for name, seconds in alone.items() if seconds}
         return Calibration(
             pass_s=self.pass_s * longer[STAGES[0]],
@@ -246,14 +248,14 @@ def calibrated(recipe: Path, folder: Path, size: Size, steps: int) -> dict[str, 
 
 
 def stages_of(run: Path) -> dict[str, float]:
-    """Mean seconds of a run's stages that the simulator asks for, after the first steps."""
+    """Return mean seconds of the stages that the simulator needs, without the first steps of the run."""
     spans = [span for span in read_spans(run) if span.step > UNDER_WAY]
     found = worked_s(spans, len({span.step for span in spans}))
     return {name: found[name] for name in (*STAGES, PUBLISH)}
 
 
 def simulated(recipe: Path, known: Calibration, size: Size, rung: Rung) -> list[float]:
-    """Seconds of a rung's steps as the simulator has them."""
+    """Simulate a rung and return its seconds per step."""
     loaded = load_recipe(recipe, rung.settings)
     paced = {"decode_launch_s": known.pass_s / size.layers, "decode_row_s": known.row_s}
     problem = state_problem(loaded, endless(3, step_s=known.rest_s, **paced)).problem
@@ -265,7 +267,7 @@ def simulated(recipe: Path, known: Calibration, size: Size, rung: Rung) -> list[
 
 
 def computing_ladder(folder: Path, size: Size, names: Sequence[str], counted: int, backend: str) -> list[str]:
-    """Calibrate, predict every rung, run them; return lines of the page."""
+    """Calibrate, predict every rung and run it; return lines of the page."""
     recipe = written(folder, size, backend)
     rungs = rungs_of([name for name in RUNGS if name in names], MINIBATCHES, counted)
     known = calibrated(recipe, folder, size, counted)

@@ -1,16 +1,17 @@
-"""The controller against bare Ray: a call to four ranks, 64 MiB from group to group, two pools at once.
+"""The controller against bare Ray: a call to four ranks, 64 MiB between groups, two pools at once.
 
-    ours    Group.call ─> 4 RankProcess ─> Pending.wait     a batch given by one group, taken by another
+    ours    Group.call ─> 4 RankProcess ─> Pending.wait     one group returns a batch, another receives it
     bare    4 x actor.method.remote ─> ray.get              ray.put ─> ray.get; from actors to actors
 
     python benchmarks/controller.py                                    # about three minutes
     python benchmarks/controller.py --verl-python .verl/bin/python     # an environment that has verl
     python benchmarks/controller.py --write benchmarks/results/controller.md
 
-All run in turn in one process, on one cluster, verl in a process and a cluster of its own; figures are
-medians of the rounds. Then one step of PPO on roles that follow a script, its rollouts 64 MiB:
-the bytes that passed through this process, as the backend counts them, as the kernel counts those of its
-sockets, and as memory of the object store that it looked at.
+All of them take turns in one process on one cluster; verl has its own process and cluster. Figures are
+medians
+of the rounds. A step of PPO with scripted roles and 64 MiB of rollouts follows. It reports the bytes that
+pass through the controller's process in three ways: the backend's count, the kernel's count for its TCP
+sockets, and the object-store memory that the process reads.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ import ray  # noqa: E402  # isort: skip
 RANKS, CALLS, MIB = 4, 100, 64
 WAIT_S = 300.0
 TOKEN_BYTES = 8 + 1 + 4 + 4
-"""What a rollout has a token: itself, its mark, its log probability and its version."""
+"""Bytes of a token of a rollout: id, loss mask, log probability and version."""
 MARK = "verl_controller:"
 
 
 class Worker:
-    """Does nothing, gives a large batch, takes one, or sleeps."""
+    """A role that does nothing, returns a large batch, receives one, or sleeps."""
 
     def __init__(self, site: Site) -> None:
         del site
@@ -86,7 +87,7 @@ class Worker:
 
 @ray.remote(num_cpus=0)
 class Bare:
-    """The same without us."""
+    """The same role as a plain Ray actor."""
 
     def __init__(self) -> None:
         self._made = torch.ones(MIB * 2**20 // 4 // RANKS).numpy()
@@ -104,18 +105,18 @@ class Bare:
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """What one step of PPO moved."""
+    """Bytes and seconds of one step of PPO."""
 
     rollout_bytes: int
-    """The rollouts alone."""
+    """Bytes of the rollouts."""
     counted_bytes: int
-    """Through the controller, by the backend's own count."""
+    """Bytes through the controller, by the backend's count."""
     socket_bytes: int
-    """Through the TCP connections of this process, by the kernel's count, whatever they were for."""
+    """Bytes through all TCP connections of this process, by the kernel's count."""
     mapped_bytes: int
-    """Of the object store's memory, first looked at by this process."""
+    """Bytes of object-store memory that this process first reads in the step."""
     seconds: float
-    """The step."""
+    """Seconds of the step."""
 
 
 def main() -> None:
@@ -142,14 +143,14 @@ def main() -> None:
 
 
 def group_on(backend: Backend, name: str, kind: type, pool: str, ranks: int) -> Group:
-    """A role on every rank of a pool."""
+    """Start a role on every rank of a pool and return its group."""
     group = Group(name, endpoints_of(kind), mesh=Mesh.of(dp=ranks), pool=pool, backend=backend)
     group.start(kind)
     return group
 
 
 def measured(groups: list[Group], rounds: int, peer: Callable[[str], None] | None) -> list[str]:
-    """The table's rows."""
+    """Measure everything and return the rows of the table."""
     first, second = groups
     small = Batch(
         ids=row_ids([RowId(0, index, 0) for index in range(RANKS)]), fields={"x": torch.ones(RANKS)}
@@ -198,7 +199,7 @@ def measured(groups: list[Group], rounds: int, peer: Callable[[str], None] | Non
 
 
 def timed(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, taken in turn; a first round warms up."""
+    """Return the seconds of each way, measured in turn; a first round warms up."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for index in range(rounds + 1):
         for name, way in ways.items():
@@ -210,7 +211,7 @@ def timed(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[fl
 
 
 def table(found: dict[str, list[float]]) -> list[str]:
-    """What was timed, ours against the others; least and most in brackets."""
+    """Return table rows that compare ours with the others: median, and least and most in brackets."""
     ours = {"call": f"a call to {RANKS} ranks", "pass": f"{MIB} MiB from {RANKS} ranks to {RANKS} others"}
     others = {"bare call": "call", "verl call": "call", "bare pass": "pass", "put and get": "pass"}
     others |= {"tensor": "pass", "verl pass": "pass"}
@@ -242,12 +243,12 @@ def _shown(milliseconds: list[float]) -> str:
 
 
 def scripted_step(backend: Backend, pools: dict[str, int], rollout_bytes: int) -> Callable[[], Passed]:
-    """One step of PPO with a divergence that is paid, its rollouts of this size.
+    """Return a function that runs one step of PPO with a KL penalty on scripted roles.
 
     Args:
-        backend: with two pools open, or more.
-        pools: two of them, with their ranks: policy and reference on the first, the others on the second.
-        rollout_bytes: of each step's rollouts.
+        backend: has at least two open pools.
+        pools: two pools with their ranks; policy and reference on the first, critic and reward on the second.
+        rollout_bytes: bytes of each step's rollouts.
     """
     one, other = pools
     where = {"policy": (Policy, one), "reference": (Reference, one)}
@@ -286,27 +287,27 @@ def scripted_step(backend: Backend, pools: dict[str, int], rollout_bytes: int) -
 
 
 def socket_bytes() -> int:
-    """Sent and received by the TCP connections that this process has; Linux."""
+    """Return the bytes sent and received by the open TCP connections of this process; Linux."""
     total = 0
     for handle in Path("/proc/self/fd").iterdir():
         try:
             with socket.socket(fileno=os.dup(int(handle.name))) as each:
                 known = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-        except OSError:  # no socket, or none of TCP
+        except OSError:  # not a TCP socket
             continue
         total += sum(struct.unpack_from("QQ", known, 120))  # bytes_acked, bytes_received
     return total
 
 
 def mapped_bytes() -> int:
-    """Shared memory that this process has looked at; Linux."""
+    """Return the bytes of shared memory that this process has read or written; Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem:"))
 
 
 @contextmanager
 def verl(python: str | None) -> Iterator[Callable[[str], None] | None]:
-    """Has verl do something, and waits until it is done; None without an interpreter."""
+    """Start verl in its own process; yield a function that runs a command there and waits, or None."""
     if python is None:
         yield None
         return
@@ -336,7 +337,7 @@ def verl(python: str | None) -> Iterator[Callable[[str], None] | None]:
 
 
 def report(rows: list[str], passed: Passed, rounds: int) -> str:
-    """The whole page."""
+    """Return the whole page."""
     shown = " ".join(["python benchmarks/controller.py", *sys.argv[1:]])
     versions = f"Python {platform.python_version()}, torch {version('torch')}, ray {version('ray')}"
     through = {

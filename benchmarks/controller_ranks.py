@@ -1,13 +1,14 @@
-"""The controller of many ranks: seconds of a call, of a step on 64 processes, and of the records of a step.
+"""The controller with many ranks: seconds of a call, of a step on 64 processes, and of a step's records.
 
     python benchmarks/controller_ranks.py calls        # a call to n ranks, one argument of n parts
     python benchmarks/controller_ranks.py telemetry    # the records of a step of 1,024 rows x 512 tokens
     python benchmarks/controller_ranks.py step         # PPO on 64 real ranks of this machine: many minutes
 
-calls: the ranks are one: every place is the same Ray actor, which does what it is sent under any of their
-names. What the controller does for them (describing, packing, submitting) is what it does for as many
-processes; what they do is waited for outside of the clock. Seconds are the processor's, of the thread that
-calls.
+In `calls`, one Ray actor serves all ranks: each place is that actor. The controller does the same work
+(describe,
+pack, submit) as for as many processes. The clock does not count the work of the ranks. Seconds are CPU
+seconds of
+the calling thread.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SLOW = ["calls --ranks 4", "step --ranks 2"]  # start Ray
 
 WAIT_S = 600.0
 ROUNDS = 3
-"""After one that warms up; of 1,000 ranks and more there is one alone: their one process takes its time."""
+"""Rounds after a warm-up round; a single round from 1,000 ranks on, because the one process is slow."""
 RECIPE = """
 [run]
 seed = 3
@@ -80,7 +81,7 @@ problems = 0
 
 
 class Worker:
-    """Gives back what it is given, or counts it."""
+    """A role that returns its batch, or counts the rows."""
 
     def __init__(self, site: Site) -> None:
         del site
@@ -95,7 +96,7 @@ class Worker:
 
 
 def calls(sizes: list[int]) -> Iterator[str]:
-    """The table's rows."""
+    """Yield the rows of the table."""
     from rillflow.workers.ray import RayBackend
 
     backend = RayBackend(WAIT_S)
@@ -139,7 +140,7 @@ def _row(backend: Any, one: Any, size: int) -> str:
 
 
 def telemetry(rows: int, tokens: int) -> list[str]:
-    """Seconds of what a rank does for the records of a step that it holds whole, and of reading them back."""
+    """Time a rank's work for the records of a step whose rows it all holds, and reading them back."""
     ids = row_ids([RowId(0, row // 8, row % 8) for row in range(rows)])
     field = Ragged(values=torch.randint(0, 1000, (rows * tokens,)), lengths=torch.full((rows,), tokens))
     logprobs = field.with_values(-torch.rand(rows * tokens))
@@ -185,7 +186,7 @@ def telemetry(rows: int, tokens: int) -> list[str]:
 
 
 def step(ranks: int) -> list[str]:
-    """Two steps of PPO on as many processes; what the second took, and the driver's processor seconds."""
+    """Run two steps of PPO on this many processes; return their seconds and the driver's CPU seconds."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "run.toml").write_text(RECIPE.replace("RANKS", str(ranks)))

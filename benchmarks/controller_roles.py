@@ -1,4 +1,4 @@
-"""Roles that follow a script, for controller.py: every rank imports this file, so it imports no model."""
+"""Scripted roles for controller.py; every rank imports this file, so it imports no model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rillflow.workers.transfer import BROADCAST, DP, SPLIT_DP_REDUCE
 
 
 class Policy:
-    """Gives every prompt long answers of one token, at once, and learns nothing of them."""
+    """Answers every prompt with a long row of one token, at once, and learns nothing."""
 
     def __init__(self, site: Site) -> None:
         del site
@@ -48,7 +48,7 @@ class Policy:
 
 
 class Critic:
-    """Expects a tenth everywhere."""
+    """Returns 0.1 as the value of every token."""
 
     def __init__(self, site: Site) -> None:
         del site
@@ -66,7 +66,7 @@ class Critic:
 
 
 class Reference:
-    """Finds every token a little less likely."""
+    """Returns the sampled log probabilities minus 0.001."""
 
     def __init__(self, site: Site) -> None:
         del site
@@ -79,7 +79,7 @@ class Reference:
 
 
 class Reward:
-    """Likes every third row."""
+    """Rewards every third row."""
 
     def __init__(self, site: Site) -> None:
         del site

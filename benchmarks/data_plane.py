@@ -1,4 +1,4 @@
-"""The data plane: put and get against TransferQueue and Ray's objects, scheduling, exactly once under kills.
+"""The data plane: put and get against TransferQueue and Ray objects, scheduling, exactly-once delivery.
 
     python -m venv .tq && .tq/bin/pip install -c constraints.txt TransferQueue    # the peer, once
     python benchmarks/data_plane.py all --rows 1000000 --write benchmarks/results/data_plane.md
@@ -6,15 +6,17 @@
     python benchmarks/data_plane.py scheduling
     python benchmarks/data_plane.py exactly-once --kill-every-s 0.25
 
-*transfer*: the shapes of TransferQueue's own performance test, its setting "Small" (1,024 rows, 9 fields,
-8,192 values), dense as there, and all ragged with the lengths of its nested ones, 1 to 8,192. Put: columns of
-one process are where another can get them. Get: a process has them as tensors; ours and Ray's are views of
-shared memory, so a get that copies them into memory of its own stands beside. Every round is compared.
+*transfer*: the shapes of TransferQueue's own performance test in its setting "Small" (1,024 rows, 9 fields,
+8,192 values): dense as there, and ragged with the lengths of its nested fields, 1 to 8,192. A put ends when
+another process can get the columns of this one. A get ends when a process has them as tensors. For Rillflow
+and
+Ray these are views of shared memory, so the table also lists a get that copies them. Every round checks the
+values.
 
-*exactly-once*: rows in groups pass four stages, each adds 1; producers and consumers are processes,
-and consumers are killed at random and started again. What came through is counted by this process.
+*exactly-once*: groups of rows pass four stages, and each stage adds 1. Producers and consumers are processes.
+Consumers are killed at random and restarted. This process counts the rows that arrive.
 
-Whatever is measured is measured alone, one after the other; figures are medians.
+Each part is measured alone, one after the other; figures are medians.
 """
 
 from __future__ import annotations
@@ -53,14 +55,14 @@ NEEDS = ["rillflow_service"]
 
 ROOT = Path(__file__).parents[1]
 PEER = ROOT / ".tq" / "bin" / "python"
-"""The Python that has TransferQueue, if nothing else is named."""
+"""The default Python with TransferQueue."""
 SMALL = (1024, 9, 8192)
 STAGES, GROUP, AT_ONCE = 4, 8, 64
 Rounds = dict[str, list[float]]
 
 
 def columns(rows: int, count: int, length: int, *, is_ragged: bool) -> dict[str, Field]:
-    """The fields of TransferQueue's performance test."""
+    """Return the fields of TransferQueue's performance test."""
     torch.manual_seed(1)
     lengths = torch.linspace(1, length, rows).round().to(torch.int64)
     total = int(lengths.sum())
@@ -70,7 +72,7 @@ def columns(rows: int, count: int, length: int, *, is_ragged: bool) -> dict[str,
 
 
 def schema_of(fields: dict[str, Field]) -> Schema:
-    """One stage reads everything."""
+    """Return a schema with one stage that reads every column."""
     kinds = {
         name: ColumnType(dtype="float32", ragged=True)
         if isinstance(field, Ragged)
@@ -85,7 +87,7 @@ def values_of(field: Field) -> torch.Tensor:
 
 
 def ours(fields: dict[str, Field], rounds: int, *, is_remote: bool = False) -> Rounds:
-    """Seconds of put, get, and get with a copy."""
+    """Return Rillflow's seconds of put, of get, and of get with a copy."""
     found: Rounds = {"put": [], "get": [], "copied": []}
     rows = len(next(iter(fields.values())))
     with started(capacity_bytes=2**31, listen="127.0.0.1:0") as folder:
@@ -114,7 +116,7 @@ def ours(fields: dict[str, Field], rounds: int, *, is_remote: bool = False) -> R
 
 
 def ray_objects(fields: dict[str, Field], rounds: int) -> Rounds:
-    """The same with ``ray.put`` of a dict of arrays, got in this process: Ray's best case."""
+    """Return the same for ``ray.put`` of a dict of arrays and a get in this process: Ray's best case."""
     import ray
 
     ray.init(num_cpus=1, object_store_memory=2**31, include_dashboard=False, log_to_driver=False)
@@ -141,7 +143,7 @@ def ray_objects(fields: dict[str, Field], rounds: int) -> Rounds:
 
 
 def transfer_queue(python: str, shape: tuple[int, int, int], rounds: int, kind: str) -> dict[str, Any]:
-    """The peer, in its own environment."""
+    """Return the same for TransferQueue, measured in its own environment."""
     script = Path(__file__).parent / "peers/queue_storage.py"
     command = [python, str(script), *map(str, (*shape, rounds)), kind]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
@@ -152,7 +154,7 @@ def transfer_queue(python: str, shape: tuple[int, int, int], rounds: int, kind: 
 
 
 def transfer(asked: argparse.Namespace) -> list[str]:
-    """The table of puts and gets."""
+    """Return the table of puts and gets."""
     rows, count, length = SMALL[0] // asked.smaller, SMALL[1], SMALL[2]
     lines = ["| columns | system | put, s | get, s | get with a copy, s | put, GB/s | get, GB/s |"]
     lines += ["|---|---|---|---|---|---|---|"]
@@ -186,7 +188,7 @@ def transfer(asked: argparse.Namespace) -> list[str]:
 
 
 def scheduling(asked: argparse.Namespace) -> list[str]:
-    """A batch out of 100,000 groups: in the table, and asked for by a client."""
+    """Time taking a batch from 100,000 groups: in the table alone, and through a client."""
     del asked
     schema = Schema(
         columns={"x": ColumnType(dtype="int64")}, stages=(StageColumns(name="train", reads=("x",)),)
@@ -227,7 +229,7 @@ def scheduling(asked: argparse.Namespace) -> list[str]:
 
 
 def work(folder: str, stage: str) -> None:
-    """A consumer: adds 1, writes, goes on until the stream's end."""
+    """Consume: add 1 and write, until the end of the stream."""
     number = int(stage.removeprefix("add"))
     with Client(Path(folder), name=stage) as client:
         while (taken := client.take("s", stage, AT_ONCE)) is not None:
@@ -237,7 +239,7 @@ def work(folder: str, stage: str) -> None:
 
 
 def produce(folder: str, first: int, groups: int) -> None:
-    """A producer: groups of rows with their own numbers."""
+    """Produce groups of rows that carry their own row numbers."""
     with Client(Path(folder), name="producer") as client:
         for start in range(first, first + groups, AT_ONCE):
             count = min(AT_ONCE, first + groups - start)
@@ -252,13 +254,13 @@ def start(function: Callable[..., None], *what: Any) -> BaseProcess:
 
 
 def exactly_once(asked: argparse.Namespace) -> list[str]:
-    """Rows lost and doubled, with consumers killed at each of some intervals."""
+    """Return a table of lost and doubled rows, with a line for each kill interval."""
     head = "| rows | producers | consumers, stages | killed | lost | doubled | wrong | rows/s | left over |"
     return [head, "|---" * 9 + "|", *(passed(asked, every_s) for every_s in asked.kill_every_s)]
 
 
 def passed(asked: argparse.Namespace, kill_every_s: float) -> str:
-    """Pass rows through the stages; return the line of the table."""
+    """Pass rows through the stages and return the line of the table."""
     numbers = range(1, STAGES + 1)
     stages = [
         StageColumns(
@@ -334,7 +336,7 @@ its three actors. The head of the script describes the parts.
 
 
 def main() -> None:
-    """Measure what is asked for."""
+    """Measure the chosen parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

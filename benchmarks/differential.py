@@ -11,10 +11,11 @@
     python benchmarks/differential.py --verl-python .verl/bin/python --trl-python .trl/bin/python
     python benchmarks/differential.py --only updates       # the plain loop alone, no peer: three minutes
 
-Values and gradients of the log probabilities, over batches with gaps, abstained rows, flat groups, clipped
-tokens, in float64 and float32. A difference counts against the largest entry, where that is above 1. Where
-definitions differ the difference is explained and taken out before it counts: EXPLAINED. Exit status 1:
-something is off by more than 1e-6.
+Compares values, and gradients of the log probabilities, in float64 and float32. The batches have gaps,
+abstained
+rows, flat groups and clipped tokens. A difference is divided by the largest entry if that is above 1. Where
+definitions differ, EXPLAINED states the difference and the comparison removes it. Exit status 1 means that
+a difference exceeds 1e-6.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ SMALLEST = ["--seeds 1 --only formulas"]
 
 HERE = Path(__file__).parent
 EPSILON = {"verl": 1e-6, "TRL": 1e-4}
-"""What a peer adds to a group's deviation; 1e-6 here."""
+"""The constant that a peer adds to a group's standard deviation; Rillflow adds 1e-6."""
 EXPLAINED = {
     "D1": "verl gives a group's only scored row its raw reward, Rillflow and TRL 0: that row is left out",
     "D2": "TRL adds 1e-4 to a group's deviation, Rillflow and verl 1e-6: rescaled to one constant",
@@ -60,18 +61,18 @@ paid at the last sampled token)."""
 
 @dataclass(kw_only=True)
 class Found:
-    """A quantity's largest differences over all batches."""
+    """Largest differences of a quantity over all batches."""
 
     raw: float = 0.0
-    """As the two come."""
+    """Before known differences are removed."""
     left: dict[str, float]
-    """With what is explained taken out, by dtype."""
+    """By dtype, after known differences are removed."""
     explained: set[str]
-    """Keys of EXPLAINED that were."""
+    """Keys of the entries of EXPLAINED that applied."""
 
 
 def main() -> None:
-    """Compare, print, exit."""
+    """Compare, print and exit."""
     arguments = _arguments()
     torch.set_num_threads(1)
     lines, worst = _head(), 0.0
@@ -100,7 +101,7 @@ def main() -> None:
 
 
 def _given(folder: Path, seeds: int) -> dict[str, tuple[Scene, Tensors, Tensors]]:
-    """The batches, as a file and with what Rillflow makes of them."""
+    """Write the batches to a file; return them with Rillflow's results."""
     known = {}
     for scene in scenes(seeds):
         batch = batch_of(scene)
@@ -117,7 +118,7 @@ def _given(folder: Path, seeds: int) -> dict[str, tuple[Scene, Tensors, Tensors]
 def against(
     peer: str, python: str, folder: Path, known: dict[str, tuple[Scene, Tensors, Tensors]]
 ) -> dict[str, Found]:
-    """A peer's quantities, each with its largest difference."""
+    """Run a peer's script and return the largest difference of each quantity."""
     made = folder / f"{peer}.safetensors"
     script = HERE / "peers" / f"{peer.lower()}_formulas.py"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -143,20 +144,20 @@ def against(
 
 
 def family(quantity: str) -> str:
-    """What the table calls it: gammas and values apart from gradients are one line."""
+    """Return a quantity's name in the table: one line for all gammas, values apart from gradients."""
     name, _, gradient = quantity.partition("/")
     words = [word for word in name.split(", ") if not word.replace(".", "").isdigit()]
     return ", ".join(words) + (", gradient" if gradient else "")
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference, against the largest entry where that is above 1."""
+    """Return the largest difference, divided by the largest entry if that is above 1."""
     scale = max(1.0, float(other.abs().max())) if other.numel() else 1.0
     return float((one.double() - other.double()).abs().max()) / scale if other.numel() else 0.0
 
 
 def aligned(quantity: str, peer: str, batch: Tensors, mine: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with the entries that both have: verl has scored rows alone, tokens for rows, and no masks."""
+    """Return the entries that both have: verl has only scored rows, tokens instead of rows, and no masks."""
     if mine.dim() == 0 or peer == "TRL":
         return mine, theirs
     if theirs.shape[0] != len(mine) or "/" not in quantity:
@@ -176,7 +177,7 @@ def agreed(
     theirs: Tensor,
     explained: set[str],
 ) -> tuple[Tensor, Tensor]:
-    """Both by one definition, where the two differ as EXPLAINED says."""
+    """Return both under one definition, after removing the differences of EXPLAINED."""
     name, _, gradient = quantity.partition("/")
     if peer == "verl" and name in ("GRPO, std", "GRPO, off", "RLOO"):
         scored = batch["groups"][batch["valid"]]
@@ -209,7 +210,7 @@ def agreed(
 
 
 def _deviations(batch: Tensors) -> Tensor:
-    """[B] of each row's group; 1 where there is none."""
+    """Return the standard deviation of each row's group, [B]; 1 for a group of fewer than two scored rows."""
     found = torch.ones(len(batch["rewards"]), dtype=torch.float64)
     for group in batch["groups"].unique():
         rows = (batch["groups"] == group) & batch["valid"]
@@ -219,7 +220,7 @@ def _deviations(batch: Tensors) -> Tensor:
 
 
 def _rescaling(name: str, batch: Tensors, results: Tensors) -> float:
-    """From one over sqrt(var + 1e-8) to one over std + 1e-6."""
+    """Return the factor from a division by sqrt(var + 1e-8) to one by std + 1e-6."""
     before = {f"GAE, whitened, {gamma}, {lam}": f"GAE, {gamma}, {lam}" for gamma, lam in CREDIT}
     plain = results[before[name] if name in before else name.replace("whitened", "returns")]
     counted = batch["mask"] & batch["valid"][:, None]
@@ -228,7 +229,7 @@ def _rescaling(name: str, batch: Tensors, results: Tensors) -> float:
 
 
 def _left_of_old(name: str, batch: Tensors) -> Tensor:
-    """By how much -w A log r is above -w A log pi, aggregated; to be taken off the former."""
+    """Return the aggregated constant by which -w A log r exceeds -w A log pi."""
     mask = batch["mask"]
     low, high = (0.0, 1.28) if "one bound" in name else (0.8, 1.28)
     weight = (batch["now"] - batch["old"]).clamp(-20, 20).exp().clamp(low, high)

@@ -1,11 +1,11 @@
 """One DPO step against TRL's DPOTrainer: same weights, pairs, precision and rate; and gradients compared.
 
     parent (this interpreter, Rillflow)          child (the interpreter of --trl)
-      step ── totals of the reference, update      waits
+      step ── reference log probs, update          waits
       "go" ────────────────────────────────────>   DPOTrainer: one optimiser step
       waits                     <───────────────   its seconds
 
-Steps alternate, so that both see the same machine; nobody computes while the other does.
+Steps alternate, so that both see the same machine; only one of them computes at a time.
 
     python benchmarks/dpo_step.py                                     # Rillflow alone
     python -m venv .trl && .trl/bin/pip install trl                   # TRL in an environment of its own
@@ -13,13 +13,17 @@ Steps alternate, so that both see the same machine; nobody computes while the ot
     python benchmarks/dpo_step.py --trl .trl/bin/python --only gradients
 
 Setting: Qwen2 with 3.3 million parameters (hidden 256, 4 layers, 4 heads, 2 key/value heads, vocabulary
-256), 8 pairs a step, other ones in every step, float32, AdamW. A long prompt has 512 tokens and its answers
-32 at most, a short one 16 and 64. The reference is another model. Either the step computes its log
-probabilities, which is TRL's default and ours in the first epoch, or they are known: TRL's
-``precompute_ref_log_probs``, ours in every later epoch.
+256), 8 new pairs in every step, float32, AdamW. A long prompt has 512 tokens and completions of at most 32. A
+short prompt has 16 tokens and completions of at most 64. The reference is a separate model. In one case the
+step
+computes its log probabilities, as in TRL's default and in Rillflow's first epoch. In the other case they are
+known
+before the step: TRL's ``precompute_ref_log_probs``, and Rillflow in every later epoch.
 
-Gradients are compared in float64 over pairs whose answers differ in length, before clipping: the norm of the
-difference over that of TRL's. The decoder's norms and TRL's log probabilities compute in float32.
+Gradients are compared in float64 before clipping, over pairs whose answers differ in length. The figure is
+the
+norm of the difference divided by the norm of TRL's gradient. The decoder's norms and TRL's log probabilities
+compute in float32.
 """
 
 from __future__ import annotations
@@ -50,14 +54,14 @@ SHAPE, PAIRS, RATE, BETA = SHAPES["3.3m"], 8, 1e-5, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a step is given."""
+    """Lengths of a step's rows, and the state of the reference's log probabilities."""
 
     prompt: int
     """Tokens of a prompt."""
     answer: int
-    """Tokens of an answer at most, its end among them."""
+    """Largest number of tokens of an answer, with its end token."""
     is_known: bool
-    """Whether the reference's log probabilities are there before the step."""
+    """True if the reference's log probabilities are known before the step."""
 
 
 CASES = {
@@ -78,7 +82,7 @@ LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "simpo": ({"kind": "simpo", "gamma": 0.5}, {"simpo_gamma": 0.5}),
     "kto": ({}, {"loss_type": "kto"}),
 }
-"""Ours and TRL's settings of each loss whose gradients are compared; beta is 0.1 in all, but 2 in simpo."""
+"""Rillflow's and TRL's settings of each compared loss; beta is 0.1, but 2 in simpo."""
 SMALL = Case(prompt=12, answer=9, is_known=False)
 
 
@@ -87,7 +91,7 @@ def main() -> None:
     if arguments.peer:
         run_trl(Path(arguments.peer), arguments)
         return
-    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # before torch is imported, here and in the child
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # before this process or the child imports torch
     lines = _head(arguments)
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder))
@@ -103,7 +107,7 @@ def main() -> None:
 
 
 def make_models(folder: Path) -> None:
-    """The policy, and beside it a reference whose weights are a little off."""
+    """Save the policy, and a reference whose weights differ slightly."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -118,7 +122,7 @@ def make_models(folder: Path) -> None:
 
 
 def pairs_of(step: int, case: Case) -> list[tuple[list[int], list[int], list[int]]]:
-    """Prompt, chosen and rejected of each pair of a step, as token ids without the end."""
+    """Return prompt, chosen and rejected of each pair of a step, as token ids without the end token."""
     numbers = random.Random(step)
 
     def drawn(count: int) -> list[int]:
@@ -135,7 +139,8 @@ def pairs_of(step: int, case: Case) -> list[tuple[list[int], list[int], list[int
 
 
 def batch_of(step: int, case: Case, *, single: bool = False) -> Any:
-    """A step's rows: pairs, or of each pair one answer and beside it the one of the row before."""
+    """Return a step's rows: pairs, or with ``single`` one answer per prompt and the answer of the row before.
+    """
     import torch
 
     from rillflow.records.batch import Batch, row_ids
@@ -159,7 +164,7 @@ def batch_of(step: int, case: Case, *, single: bool = False) -> Any:
 
 
 def load(folder: Path, name: str, dtype: str = "float32") -> Any:
-    """A model with our attention."""
+    """Return a model with Rillflow's attention."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -173,7 +178,7 @@ def load(folder: Path, name: str, dtype: str = "float32") -> Any:
 def rillflow_step(
     folder: Path, case: Case, arguments: argparse.Namespace
 ) -> Callable[[int], tuple[float, float]]:
-    """A function that makes one step of ours: its seconds, and those of all its threads."""
+    """Return a function that runs one Rillflow step and returns its wall seconds and CPU seconds."""
     import torch
 
     from rillflow.formulas.preferences import PairLossConfig
@@ -202,7 +207,7 @@ def rillflow_step(
 
 
 def timed(name: str, folder: Path, arguments: argparse.Namespace) -> list[str]:
-    """The table of one case."""
+    """Time one case and return its table."""
     found: dict[str, list[tuple[float, float]]] = {"Rillflow": [], "TRL DPOTrainer": []}
     step = rillflow_step(folder, CASES[name], arguments)
     with child(arguments, folder, case=name, steps=arguments.steps + 1) as their_step:
@@ -234,7 +239,7 @@ def timed(name: str, folder: Path, arguments: argparse.Namespace) -> list[str]:
 
 
 def gradients(folder: Path, arguments: argparse.Namespace) -> list[str]:
-    """How far our gradient is from TRL's, loss by loss."""
+    """Return the distance between Rillflow's and TRL's gradient of each loss, as a table."""
     import torch
     from safetensors.torch import load_file
 
@@ -255,7 +260,7 @@ def gradients(folder: Path, arguments: argparse.Namespace) -> list[str]:
 
 
 def our_gradient(folder: Path, name: str) -> dict[str, Any]:
-    """By weight, of the first step's loss, in micro-batches."""
+    """Return the gradient of the first step's loss by weight, accumulated over micro-batches."""
     from rillflow.formulas.preferences import PairLossConfig
     from rillflow.formulas.unpaired import UnpairedLossConfig
     from rillflow.roles.answer_totals import totals_of
@@ -284,7 +289,7 @@ def our_gradient(folder: Path, name: str) -> dict[str, Any]:
 def child(
     arguments: argparse.Namespace, folder: Path, *, steps: int, case: str = "", loss: str = ""
 ) -> Iterator[Callable[[], dict[str, float]] | None]:
-    """A function that has TRL make one step, or None without ``--trl``."""
+    """Yield a function that makes TRL run one step, or None without ``--trl``."""
     if arguments.trl is None:
         yield None
         return
@@ -321,7 +326,7 @@ def child(
 
 
 def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
-    """The child: TRL's trainer, one step for every line on its standard input; or every loss's gradient."""
+    """Run TRL's trainer in the child: one step per line on standard input, or the gradient of every loss."""
     import torch
     from safetensors.torch import save_file
     from transformers import TrainerCallback
@@ -351,7 +356,7 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
 
 
 def their_trainer(folder: Path, arguments: argparse.Namespace, loss: str, turns: Any) -> Any:
-    """TRL's trainer of a case, or of a loss."""
+    """Return TRL's trainer for a case or a loss."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Drawn plans: problems and placements at random; a plan's seconds are held against simulated ones."""
+"""Randomly drawn problems and placements, with the planned seconds next to simulated ones."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ MODELS = {
     "Qwen3-30B-A3B": 64,
     "Qwen3-32B": 64,
 }
-"""With the least devices of each."""
+"""The least number of devices for each model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A plan of a problem."""
+    """A plan and its problem."""
 
     problem: Problem
-    """Drawn."""
+    """A randomly drawn problem."""
     plan: Plan
-    """One of the four best placements."""
+    """One of its four best placements."""
 
 
 def drawn(seed: int) -> Drawn:
-    """The problem and the plan of a number."""
+    """Draw the problem and the plan of a seed."""
     draw = random.Random(seed)
     model = draw.choice(sorted(MODELS))
     devices = draw.choice([size for size in (8, 16, 32, 64, 128, 256) if size >= MODELS[model]])
@@ -81,17 +81,17 @@ class Compared:
     """Seconds of a step of a drawn plan."""
 
     drawn: Drawn
-    """The plan."""
+    """The problem and its plan."""
     computed_s: float
-    """By the formulas."""
+    """Seconds by the cost model."""
     shown_s: float
-    """What ``rillflow plan`` shows first: in step by the formulas, ahead by a short simulation."""
+    """Seconds that ``rillflow plan`` shows first: by formulas at freshness 0, else by a short simulation."""
     simulated_s: float
-    """By a longer one of another seed."""
+    """Seconds by a longer simulation with another seed."""
 
 
 def compared(seed: int, times: int = 4) -> Compared:
-    """The plan of a number, computed and simulated; ``times`` as many steps as are enough to know one."""
+    """Compute and simulate the plan of a seed over ``times`` as many steps as a stable estimate needs."""
     one = drawn(seed)
     costs, ahead, enough = CostModel(one.problem), one.plan.freshness, enough_steps(one.problem, one.plan)
     computed_s = evaluate(one.problem, costs, one.plan).step_s

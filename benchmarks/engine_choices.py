@@ -1,13 +1,17 @@
-"""What decided the engines' choices: how a row attends, how it is drawn, and which shapes round alike.
+"""The measurements behind the engine's choices: attention over a cache, sampling, and batch-invariant bits.
 
     python benchmarks/engine_choices.py
 
-First table: attention of one query a row over a cache, in microseconds a layer; four layers' caches are
-gone through in turn, as in a pass. Second: one token of each of 16 rows drawn from a large vocabulary, in
-processor milliseconds of one thread, as shares of plain drawing in the same turns: logits from nearly flat to
-those of a trained model. Third: log probabilities of 64 tokens of that vocabulary and their gradients, by the
-rows of a chunk, likewise. Fourth: does a row of a matrix product get the same bits in every place, beside any
-others, on 1 and 2 threads, and with any number of rows?
+1. Attention of one query per row over a KV cache, in microseconds per layer. The timing cycles through the
+   caches
+   of four layers, as a forward pass does.
+2. Drawing one token for each of 16 rows from a large vocabulary, in CPU milliseconds of one thread. Other
+   ways are shares of plain sampling, measured in turn. Logits range from nearly flat to those of a trained
+   model.
+3. Log probabilities of 64 tokens of that vocabulary and their gradients, in CPU milliseconds, by rows per
+   chunk.
+4. Whether a row of a matrix product gets the same bits in every place, next to any other rows, on 1 and 2
+   threads, and with any number of rows.
 """
 
 from __future__ import annotations
@@ -58,12 +62,12 @@ ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 24, 31, 32, 48, 64, 65, 100, 128, 256)
 
 @dataclass(frozen=True, kw_only=True)
 class Caches:
-    """One query a row, and keys and values."""
+    """Queries, keys and values of rows that decode one token each."""
 
     query: Tensor
     """[rows, heads, group, size]."""
     keys: Tensor
-    """[rows, heads, length, size] the part of a longer cache that is read."""
+    """[rows, heads, length, size]: the part of a longer cache that is read."""
     values: Tensor
     """[rows, heads, length, size]."""
     bias: Tensor
@@ -71,7 +75,7 @@ class Caches:
 
 
 def products(caches: Caches) -> Tensor:
-    """Query heads grouped under their key head, two batched matrix products."""
+    """Attend with query heads grouped under their key head, by two batched matrix products."""
     rows, heads = caches.query.shape[:2]
     bias = caches.bias[:, 0].repeat_interleave(heads, 0)
     scores = torch.baddbmm(
@@ -81,13 +85,13 @@ def products(caches: Caches) -> Tensor:
 
 
 def grouped(caches: Caches) -> Tensor:
-    """The library's attention, with the query heads of a key head as more queries."""
+    """Attend with PyTorch's attention; the query heads of a key head become additional queries."""
     found = scaled_dot_product_attention(caches.query, caches.keys, caches.values, caches.bias, scale=0.1)
     return found.flatten(2)
 
 
 def repeated(caches: Caches) -> Tensor:
-    """The library's attention as a module would call it."""
+    """Attend with PyTorch's attention, called as a module would call it."""
     query = caches.query.flatten(1, 2)[:, :, None]
     keys, values = caches.keys, caches.values
     found = scaled_dot_product_attention(query, keys, values, caches.bias, scale=0.1, enable_gqa=True)
@@ -125,7 +129,7 @@ def main() -> None:
 
 
 def caches_of(shape: tuple[int, ...], dtype: torch.dtype) -> Caches:
-    """Random keys and values, of which the first positions are read."""
+    """Return random caches of which attention reads only the first positions."""
     rows, heads, group, size, length = shape
     whole = [torch.randn(rows, heads, -(-length // 128) * 128, size, dtype=dtype) for _ in range(2)]
     return Caches(
@@ -137,7 +141,7 @@ def caches_of(shape: tuple[int, ...], dtype: torch.dtype) -> Caches:
 
 
 def microseconds(way: Callable[[Caches], Tensor], layers: list[Caches], repeats: int) -> float:
-    """The median over repeats of a layer's time."""
+    """Return the median time per layer, in microseconds."""
     seconds = []
     with torch.inference_mode():
         for _ in range(repeats + 3):
@@ -149,7 +153,7 @@ def microseconds(way: Callable[[Caches], Tensor], layers: list[Caches], repeats:
 
 
 def drawing(deviation: float, repeats: int) -> str:
-    """A line of the table of drawing."""
+    """Time the ways of sampling; return one line of their table."""
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(DRAWN, VOCABULARY, generator=random) * deviation
     uniforms = torch.rand(DRAWN, generator=random, dtype=torch.float64)
@@ -174,7 +178,7 @@ def drawing(deviation: float, repeats: int) -> str:
 
 
 def chunks(repeats: int) -> dict[int, float]:
-    """Processor milliseconds of log probabilities and their gradient, medians, by the rows of a chunk."""
+    """Return median CPU milliseconds of log probabilities and their gradient, by rows per chunk."""
     logits = torch.randn(CHUNKS[-1], VOCABULARY, requires_grad=True)
     tokens = torch.zeros(CHUNKS[-1], dtype=torch.int64)
     seconds: dict[int, list[float]] = {rows: [] for rows in CHUNKS}
@@ -191,7 +195,7 @@ def chunks(repeats: int) -> dict[int, float]:
 
 
 def rounding(dtype: torch.dtype) -> dict[str, set[int]]:
-    """What the bits of a linear layer's row depend on, and with which numbers of rows."""
+    """Return the row counts at which a linear layer's row changes its bits, by the cause of the change."""
     found: dict[str, set[int]] = {
         "its place": set(),
         "other rows": set(),

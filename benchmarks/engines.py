@@ -1,16 +1,19 @@
-"""Rollout engines by what is learnt with them: native against vLLM, in process, in a pool, and as a server.
+"""Training with each rollout engine: native, and vLLM in the trainer's process, in a pool, and as a server.
 
-    warm start ─> base ─┬─ native                         in step, one version ahead
-     one for every seed ├─ vLLM in the trainer's process  in step
-                        ├─ vLLM in a pool of its own      in step, one version ahead
-                        └─ vLLM as a server               in step, one version ahead
+    warm start ─> base ─┬─ native                         freshness 0, one version ahead
+     one per seed       ├─ vLLM in the trainer's process  freshness 0
+                        ├─ vLLM in a pool of its own      freshness 0, one version ahead
+                        └─ vLLM as a server               freshness 0, one version ahead
 
     python benchmarks/engines.py --seeds 0 1 2 --write benchmarks/results/engines.md    # 30 minutes
 
-Whole runs by the command users run: the same recipe, base and seeds. Runs whose process has vLLM are of the
-Python that --vllm names (make test-vllm makes one), the others, servers' trainers among them, of the Python
-that this is run by. A pool of its own is on Ray; one version ahead the sampler has one. A publish: the step's
-stage, and what the engine then takes to load and to answer the canary, measured by itself on the same model.
+Every run is a whole `rillflow run` of the same recipe, base and seeds. Runs with vLLM in their process use
+the
+Python of --vllm (make test-vllm creates one). Other runs, including the trainers of servers, use this Python.
+A
+separate pool is on Ray, and so is every run one version ahead. A publish counts two times: the step's stage,
+and
+the time that the engine takes to load and to score the canary, measured apart on the same model.
 """
 
 from __future__ import annotations
@@ -76,21 +79,21 @@ APART = (
 )
 AHEAD = (*APART, "algorithm.freshness=1")
 SKIPPED = 3
-"""Steps at the beginning whose seconds are not counted."""
+"""First steps of a run whose seconds do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """A way to sample."""
+    """An engine with its placement and freshness."""
 
     name: str
-    """As the table has it."""
+    """Name in the table."""
     pace: str
-    """In step, or ahead."""
+    """"in step" (freshness 0) or "one ahead"."""
     engine: str
-    """native, vllm in the run's processes, or served."""
+    """"native", "vllm" in the run's processes, or "served"."""
     settings: Sequence[str] = ()
-    """Beside the engine's."""
+    """Settings other than the engine's."""
 
 
 FORMS = (
@@ -106,39 +109,39 @@ FORMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What a run came to."""
+    """Results of one run."""
 
     before: float
     """Accuracy of the base on held-out problems."""
     accuracy: float
-    """Of the last look at them."""
+    """Accuracy at the last evaluation."""
     reward: float
-    """The mean of the last five steps."""
+    """Mean reward of the last five steps."""
     tokens_s: float
-    """Sampled tokens a second of generation, loading included."""
+    """Sampled tokens per second of generation, with loading."""
     step_s: float
-    """The median step."""
+    """Median seconds of a step."""
     publish_s: float
-    """The median stage ``policy.publish``."""
+    """Median seconds of the stage ``policy.publish``."""
     gap: float
-    """The largest difference between sampler's and trainer's log probability of a token, over all steps."""
+    """Largest difference between sampler's and trainer's log probability of a token, over all steps."""
     kl: float
-    """The mean estimate of the divergence, in nats a token."""
+    """Mean KL estimate in nats per token."""
 
 
 def python_of(engine: str, vllm: str) -> str:
-    """The interpreter of a form's processes."""
+    """Return the interpreter of a form's processes."""
     return vllm if engine == "vllm" else sys.executable
 
 
 def engine_settings(engine: str, vllm: str) -> list[str]:
-    """What a recipe says of the engine."""
+    """Return the recipe's settings of the engine."""
     served = [f"rollout.server={json.dumps(vllm)}"] if engine == "served" else []
     return [f"rollout.engine={'native' if engine == 'native' else 'vllm'}", *served]
 
 
 def said_by(command: Sequence[str]) -> str:
-    """What a command of this very Rillflow prints."""
+    """Run a command with this checkout of Rillflow and return its output."""
     here = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=here)
     if done.returncode:
@@ -147,7 +150,7 @@ def said_by(command: Sequence[str]) -> str:
 
 
 def run(python: str, recipe: Path, folder: Path, *settings: str) -> Path:
-    """One run by the command; its directory."""
+    """Run a recipe with the command and return its run directory."""
     words = [word for setting in settings for word in ("--set", setting)]
     command = [python, "-c", COMMAND, "run", str(recipe), "--dir", str(folder), "--quiet", *words]
     said_by(command)
@@ -155,7 +158,7 @@ def run(python: str, recipe: Path, folder: Path, *settings: str) -> Path:
 
 
 def ran(folder: Path) -> Ran:
-    """What is to be said of a run."""
+    """Return the results of a run."""
     steps = [each.metrics for each in read_metrics(folder)]
     spans = [each for each in read_spans(folder) if each.step > SKIPPED]
     generated = [each for each in spans if each.stage == "policy.generate"]
@@ -174,7 +177,10 @@ def ran(folder: Path) -> Ran:
 
 
 def load_seconds(base: Path, server: str) -> float:
-    """The median of five loads with their canary, by vLLM here or served; for the interpreter that has it."""
+    """Return the median seconds of five loads with their canary, by vLLM in process or served.
+
+    The interpreter that has vLLM calls this.
+    """
     import torch
 
     from rillflow.models.config import ModelConfig
@@ -201,7 +207,7 @@ def load_seconds(base: Path, server: str) -> float:
 
 
 def load_of(engine: str, vllm: str, base: Path) -> float:
-    """Seconds in which an engine takes a version; the native one has it already."""
+    """Return the seconds in which an engine loads a version; 0 for the native one, which shares weights."""
     if engine == "native":
         return 0.0
     server = vllm if engine == "served" else ""
@@ -210,7 +216,7 @@ def load_of(engine: str, vllm: str, base: Path) -> float:
 
 
 def table(seeds: Sequence[int], steps: int, vllm: str, chosen: Sequence[str]) -> list[str]:
-    """Every form with every seed."""
+    """Run every form with every seed; return the table."""
     found: dict[Form, list[Ran]] = {}
     forms = [form for form in FORMS if not chosen or form.engine in chosen]
     loads = dict[str, float]()

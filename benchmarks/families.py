@@ -1,16 +1,16 @@
-"""Families of models: each made tiny, then trained, sampled natively, sampled by vLLM, or why not.
+"""Model families: a tiny model of each is trained, sampled by the native engine and scored by vLLM.
 
     python benchmarks/families.py gemma2 gpt_oss                                # seconds each
     python benchmarks/families.py --vllm .venv-vllm/bin/python --write benchmarks/results/families.md
 
-    its config, in small ─ random weights ─> a directory of transformers ─ load_model, as a run does
-        ├─ trained   rows of like beginnings: log probabilities and gradients, against each row alone
-        │            through the module as transformers has it, its attention "eager"
-        ├─ sampled   tokens by the native engine: its log probabilities, against the trainer's
-        └─ vLLM      the canary's texts by a server of vLLM, against the trainer's
+    a small config ─ random weights ─> a directory of transformers ─ load_model, as in a run
+        ├─ trained   rows with shared prefixes: log probabilities and gradients, compared with each row alone
+        │            through the unchanged module of transformers, attention "eager"
+        ├─ sampled   tokens of the native engine: its log probabilities, compared with the trainer's
+        └─ vLLM      the canary's texts on a vLLM server, compared with the trainer
 
-Each family in a process of its own, with a limit of time. Heads are 32 wide, windows 6 tokens, rows up to 24
-tokens; soft caps are low enough to be felt.
+The table gives the reason for each failure. Each family runs in its own process with a time limit. Heads are
+32 wide, windows 6 tokens, rows up to 24 tokens. Soft caps are low enough to have an effect.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ SMALLEST = ["qwen2"]
 CPU = torch.device("cpu")
 VOCABULARY, CONTEXT = 64, 256
 MOST = 10_000_000
-"""Parameters of a tiny model."""
+"""Largest number of parameters of a tiny model."""
 TOLD = 240
-"""Characters of a reason at most."""
+"""Largest number of characters of a reason."""
 KINDS = [
     *("qwen2", "qwen3", "qwen3_moe", "qwen3_next", "llama", "llama4_text", "mistral", "mixtral", "gemma"),
     *(
@@ -76,7 +76,7 @@ KINDS = [
     *("gpt2", "cohere2", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "seed_oss", "falcon_h1", "mamba"),
     *("mamba2", "jamba", "bamba", "lfm2", "nemotron", "stablelm", "gptj", "bert"),
 ]
-"""What is tried where nothing is named."""
+"""Model types that run by default."""
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -98,7 +98,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 0,
 }
-"""What a config is given, of the names that it has."""
+"""Values for those of these names that a config has."""
 LATENT = {
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -138,20 +138,20 @@ OWN: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": CONTEXT, "rotary_dim": 8},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": CONTEXT},
 }
-"""What a type calls otherwise, or wants besides."""
+"""Values for names that only this type has, or that replace values of SMALL."""
 PROMPTS, ANSWERS = ((3, 9, 1, 7), (5, 5, 8)), (12, 4, 20)
-"""Beginnings that rows share, and lengths of the answers to each."""
+"""Prompts that rows share, and lengths of the completions of each."""
 
 
 def tiny_config(kind: str) -> Any:
-    """A config of a type, in small."""
+    """Return a small config of a model type."""
     there = AutoConfig.for_model(kind).to_dict()
     given = {name: value for name, value in SMALL.items() if name in there}
     return AutoConfig.for_model(kind, **{**given, **OWN.get(kind, {})})
 
 
 def write_family(kind: str, folder: Path) -> Path:
-    """A directory of a tiny model of random weights, as transformers writes it, and a tokeniser."""
+    """Write a tiny random model and its tokenizer, as transformers does; return the directory."""
     config = tiny_config(kind)
     with torch.device("meta"):
         numbers = sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
@@ -164,7 +164,7 @@ def write_family(kind: str, folder: Path) -> Path:
             if name.endswith("sinks"):
                 weight.normal_()
             elif weight.dim() > 1:
-                weight.mul_(3.0)  # fresh weights say nearly the same of every token
+                weight.mul_(3.0)  # fresh weights give every token nearly the same probability
     with quiet():
         module.save_pretrained(folder)
     character_tokenizer("abcdefghij", CONTEXT).library.save_pretrained(folder)
@@ -172,7 +172,7 @@ def write_family(kind: str, folder: Path) -> Path:
 
 
 def family_rows() -> Batch:
-    """Rows that share beginnings, one window long or several, and a weight for every loss token."""
+    """Return rows with shared prefixes, up to several windows long, and a weight for every loss token."""
     draw = torch.Generator().manual_seed(1)
     rows, masks, ids = [], [], []
     for prompt, start in enumerate(PROMPTS):
@@ -188,23 +188,23 @@ def family_rows() -> Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """How far a run's trainer is from the module as transformers has it."""
+    """Differences between a run's trainer and the module as transformers loads it."""
 
     logprobs: float
     """Largest difference of a log probability."""
     gradients: float
-    """Largest difference of a gradient, over that weight's largest."""
+    """Largest difference of a gradient, divided by that weight's largest gradient."""
     own: str | None
-    """Why it trains with its own attention, on padded rows; None where it has Rillflow's."""
+    """Why it trains with its own attention on padded rows; None with Rillflow's attention."""
 
 
 def load_family(folder: Path) -> LanguageModel:
-    """The model as a run loads it."""
+    """Load the model as a run does."""
     return load_model(ModelConfig(path=str(folder)), seed=0, device=CPU, base=Path())
 
 
 def trained(folder: Path) -> Trained:
-    """The family's rows in one micro-batch, and one by one by the module as transformers has it."""
+    """Compare one micro-batch of the family's rows with each row alone through the module of transformers."""
     rows = family_rows()
     mask = rows.ragged("loss_mask").values
     model = load_family(folder)
@@ -223,14 +223,14 @@ def trained(folder: Path) -> Trained:
 
 
 def alone(module: PreTrainedModel, row: Batch) -> Tensor:
-    """[N] log probabilities of one row's loss tokens, with nothing but transformers."""
+    """[N] Return the log probabilities of one row's loss tokens, with transformers only."""
     tokens, mask = row.ragged("tokens").values, row.ragged("loss_mask").values
     logits = module(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0][mask[1:]]
 
 
 def sampled(folder: Path) -> float:
-    """The largest difference of a drawn token's log probability, by the native engine and by the trainer."""
+    """Return the largest gap between native engine and trainer in a sampled token's log probability."""
     model = load_family(folder)
     config = RolloutConfig(max_tokens=20, max_rows=4)
     engine = NativeEngine(model.module, config, stop_tokens=frozenset(), seed=1, context=CONTEXT)
@@ -243,7 +243,7 @@ def sampled(folder: Path) -> float:
 
 
 def _apart(one: nn.Module, other: nn.Module) -> Mapping[str, float]:
-    """The difference of every weight's gradient, over the largest of the second's."""
+    """Return the difference of every weight's gradient, divided by the second module's largest gradient."""
     theirs = {name: each.grad for name, each in other.named_parameters() if each.grad is not None}
     ours = {name: each.grad for name, each in one.named_parameters() if each.grad is not None}
     if theirs.keys() != ours.keys():
@@ -255,7 +255,7 @@ def _apart(one: nn.Module, other: nn.Module) -> Mapping[str, float]:
 
 
 def by_vllm(folder: Path, python: str) -> float:
-    """The largest difference of a log probability of the canary's texts, by vLLM and by the trainer."""
+    """Return the largest difference of a log probability of the canary's texts between vLLM and trainer."""
     model = load_family(folder)
     config = RolloutConfig(max_tokens=20, max_rows=4, engine="vllm", server=python)
     stops = Stops((), model.tokenizer)
@@ -269,16 +269,16 @@ def by_vllm(folder: Path, python: str) -> float:
 
 
 def attempt(step: Callable[[], Trained | float], most: float) -> str:
-    """What came of a step, in words; a difference above ``most`` is no success."""
+    """Run a step and return its result in words; a difference above ``most`` is a failure."""
     try:
         found = step()
-    except Exception as error:  # noqa: BLE001  whatever a family's code raises is what is to be told
+    except Exception as error:  # any exception of a family's code is a result
         told = (
             f"{error.what}: {error.why}"
             if isinstance(error, RillflowError)
             else f"{type(error).__name__}: {error}"
         )
-        told = re.sub(r" \(process \d+, [^)]*\)", "", told)  # whose process it was says nothing of the family
+        told = re.sub(r" \(process \d+, [^)]*\)", "", told)  # the process id is irrelevant
         return "no: " + " ".join(told.split()).replace("|", "/")[:TOLD]
     if isinstance(found, float):
         return f"yes, {found:.0e}" if found <= most else f"no: log probabilities differ by {found:.2g}"
@@ -288,14 +288,14 @@ def attempt(step: Callable[[], Trained | float], most: float) -> str:
 
 
 def one(kind: str, python: str | None) -> dict[str, str]:
-    """What comes of one family, by column."""
+    """Run all steps of one family; return the results by column."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / kind
         said = ["vllm"] if python is not None else []
         try:
             write_family(kind, folder)
-        except Exception as error:  # noqa: BLE001  as above
+        except Exception as error:  # see attempt
             why = " ".join(f"not made: {type(error).__name__}: {error}".split()).replace("|", "/")[:TOLD]
             return dict.fromkeys(["trained", "native", *said], why)
         steps: dict[str, tuple[Callable[[], Trained | float], float]] = {
@@ -307,12 +307,12 @@ def one(kind: str, python: str | None) -> dict[str, str]:
         found: dict[str, str] = {}
         for column, (step, most) in steps.items():
             found[column] = attempt(step, most)
-            print(json.dumps(found), flush=True)  # what there is when time is up
+            print(json.dumps(found), flush=True)  # results so far, in case the time limit ends this process
         return found
 
 
 def in_child(kind: str, python: str | None, limit_s: float) -> dict[str, str]:
-    """The same in a process of its own."""
+    """Run ``one`` in a separate process with a time limit."""
     command = [sys.executable, __file__, kind, "--child", *(["--vllm", python] if python else [])]
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -329,7 +329,7 @@ def in_child(kind: str, python: str | None, limit_s: float) -> dict[str, str]:
 
 
 def table(found: Mapping[str, Mapping[str, str]], command: str) -> str:
-    """The results as a page."""
+    """Return the results as a page."""
     columns = {"trained": "trained", "native": "sampled natively", "vllm": "sampled by vLLM"}
     there = {key: title for key, title in columns.items() if any(key in row for row in found.values())}
     lines = [
@@ -351,7 +351,7 @@ def table(found: Mapping[str, Mapping[str, str]], command: str) -> str:
 
 
 def main() -> None:
-    """Try the families."""
+    """Run the chosen families."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kinds", nargs="*", help="types of models; those of RL post-training without any")
     parser.add_argument("--vllm", help="the python of an environment that has vLLM")

@@ -2,16 +2,19 @@
 
     python benchmarks/faults_ahead.py --write benchmarks/results/faults_ahead.md
 
-HANGS    one of 160 prompts has a reward that never returns; its time limit is 20 times the length of a step
-DIES     one of two sampler replicas on Ray is killed; a new process takes its place while training goes on
-MINUTES  a fault a minute for ten minutes: the two replicas are killed and stopped in turn, the trainer's rank
-         is killed once; compared with the same run undisturbed, minutes before
-CUT      two nodes and a spare one (network namespaces): the node of a replica is cut off for good
+HANGS    the reward of one of 160 prompts never returns; its time limit is 20 times the length of a step
+DIES     one of two sampler replicas on Ray is killed; a new process replaces it while training continues
+MINUTES  one fault per minute for ten minutes: the two replicas are killed and stopped in turn, and the
+trainer's
+         rank is killed once; the same run without faults precedes it
+CUT      two nodes and a spare node (network namespaces): the node of a replica loses its network for good
 
-Each run trains the same recipe: a small model, additions, 16 prompts with 8 answers a step, two versions
-ahead, two reward processes. Steps are counted after the tenth, from the times in metrics.jsonl; in MINUTES
-and CUT, while that file grows. EFFECTIVE is the share of undisturbed training that is left: steps per minute
-over all the time of faults, restarts and repeated steps included, over those of the undisturbed run.
+Each run trains the same recipe: a small model, additions, 16 prompts with 8 answers per step, two versions
+ahead, two reward processes. Steps count from the tenth on. Their times come from metrics.jsonl; MINUTES and
+CUT
+watch that file grow. EFFECTIVE is the share of undisturbed training that remains: steps per minute over the
+whole
+time of faults, with restarts and repeated steps, divided by the rate without faults.
 """
 
 from __future__ import annotations
@@ -54,11 +57,11 @@ LIMIT = 20
 PROMPTS, SAMPLES, BOUND = 160, 8, 2
 """Settings of the recipe: prompts of an epoch, rows of a prompt, staleness bound."""
 KEPT_EVERY = 10
-"""Steps between two checkpoints: a lost trainer repeats those since the last one."""
+"""Steps between two checkpoints; after the loss of the trainer, the steps since the last one are repeated."""
 POOLS = ('placement.backend="ray"', "placement.pools={ main = 1, answers = 2, scores = 1 }")
 ROLES = 'placement.roles={ sampler = "answers", reward = "scores" }'
 LAST = "placement.pools={ main = 1, scores = 1, answers = 2 }"
-"""The same pools; on nodes of 3 and 1 cores, a replica is the last to find room."""
+"""The same pools in an order in which, on nodes of 3 and 1 cores, a replica is placed last."""
 HEALTH = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -70,8 +73,11 @@ WATCHED = (*POOLS, ROLES, 'rollout.engine="watched:Announced"', "algorithm.steps
 ROBUST_RL = 0.8
 """Effective training time that RobustRL (arXiv 2512.22492) publishes with failures in a tenth of the time."""
 STOPPED_S, STARTED_S, AGAIN_S = 5.0, 6.0, 25.0
-"""Assumed for the prediction, in seconds: until a stopped process is seen, until a new one samples, and until
-all ranks train again."""
+"""Assumed seconds for the prediction.
+
+They are the times until a stopped process is detected, until a new one samples, and until all ranks train
+again.
+"""
 RECIPE = """
 [run]
 seed = 1
@@ -114,7 +120,7 @@ def reward(prompts, completions, **columns):
 
 
 class Dying(NativeEngine):
-    """The native engine; the first process that comes to a number of passes kills itself."""
+    """The native engine; the first process that reaches a number of passes kills itself."""
 
     passes = 0
 
@@ -212,13 +218,13 @@ def written(folder: Path) -> Path:
 
 
 def faults(count: int) -> Iterator[str]:
-    """Yield what happens in each minute: kill, stop; after half of them the trainer is killed."""
+    """Yield the fault of each minute: kill and stop a replica in turn; the middle one kills the trainer."""
     for number in range(count):
         yield "trainer killed" if number == count // 2 else ("replica killed", "replica stopped")[number % 2]
 
 
 def predicted(count: int, every_s: float, step_s: float) -> float:
-    """Return the share of training that should be left, with half the sampling while a replica is away."""
+    """Return the predicted share of training, with half the sampling while a replica is absent."""
     costs = {
         "replica killed": STARTED_S / 2,
         "replica stopped": (STOPPED_S + STARTED_S) / 2,
@@ -228,7 +234,7 @@ def predicted(count: int, every_s: float, step_s: float) -> float:
 
 
 def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
-    """Return the table of a run with a fault a minute, and what it comes to."""
+    """Return the table of a run with one fault per minute, and its effective training time."""
     settings = (*WATCHED, f"run.checkpoint_every={KEPT_EVERY}")
     whole = WatchedRun(written(folder / "undisturbed"), settings)
     try:
@@ -259,7 +265,7 @@ def minutes(folder: Path, given: argparse.Namespace) -> list[str]:
     finally:
         run.kill()
     rows = ", ".join(f"{count} {name}" for name, count in wrong(run.run).items())
-    found = layout.rollout_files(run.run)  # also of steps that the stop abandoned
+    found = layout.rollout_files(run.run)  # includes steps that the stop abandoned
     lost = sum(step not in found for step in range(1, run.steps + 1))
     lines += [
         "",
@@ -278,11 +284,11 @@ class Disturbed:
     """The effect of one fault on a run; rates are steps per minute."""
 
     seen_s: float
-    """Seconds until the run says that a rank is lost."""
+    """Seconds until the run reports a lost rank."""
     replaced_s: float
-    """Seconds until the new processes have their models."""
+    """Seconds until the new processes have loaded their models."""
     before: float
-    """Rate in a quarter of the interval before the fault."""
+    """Rate in the quarter of an interval before the fault."""
     during: float
     """Rate in the third of the interval that begins with the fault."""
     later: float
@@ -296,16 +302,16 @@ class Disturbed:
 
 
 def effective(every: Sequence[Disturbed]) -> float:
-    """Return the steps made, over those at each interval's higher rate before the fault or after it.
+    """Return the steps made, divided by the steps at each interval's higher rate before or after the fault.
 
-    The rate of a run changes as the policy learns, so the first minutes of another run are no measure.
+    The rate of a run changes as the policy learns, so the rate of another run is not a baseline.
     """
     made = sum(each.during / 3 + each.later * 2 / 3 for each in every)
     return made / sum(max(each.before, each.later) for each in every)
 
 
 def disturbed(run: WatchedRun, number: int, fault: str, first: float, every_s: float) -> Disturbed:
-    """Make a fault, and watch until the next one is due."""
+    """Cause a fault and watch the run until the next one is due."""
     at, losses, made = run.until_time(first + number * every_s), run.losses, run.made
     victim = run.trainer if fault == "trainer killed" else run.replicas[0]
     os.kill(victim, signal.SIGSTOP if fault == "replica stopped" else signal.SIGKILL)
@@ -324,7 +330,7 @@ def disturbed(run: WatchedRun, number: int, fault: str, first: float, every_s: f
 
 
 def cut(folder: Path, given: argparse.Namespace) -> list[str]:
-    """Return the lines about a node that is cut off while a run trains on it."""
+    """Return the lines for a node that loses its network while a run trains on it."""
     from machines import PORT, SHARED, machines, ray_up
 
     at = written(folder / "cut")

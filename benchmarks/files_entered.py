@@ -1,4 +1,4 @@
-"""Files and functions of the package that one step and one whole run enter: how much a reader has to know.
+"""Files and functions of the package that one step and one whole run enter: the size of the code to read.
 
     step    one inline GRPO step of recipes/arithmetic: from the end of one step to the end of the next
     run     `rillflow run` of the same recipe, from the command to the report
@@ -6,7 +6,7 @@
     python benchmarks/files_entered.py            # the two counts
     python benchmarks/files_entered.py --list     # with the files of each
 
-A profile function of every thread sees each call. Children that score rewards are not counted.
+A profile function in every thread sees each call. Children that score rewards do not count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL = ("warm_start.steps=2", "algorithm.prompts_per_step=8", "evaluate.problem
 
 
 class Entered:
-    """The functions of the package and its plugins that were called while it was on."""
+    """Functions of the package and its plugins that were called while recording was on."""
 
     def __init__(self) -> None:
         self.functions: set[tuple[str, str, int]] = set()
@@ -49,7 +49,7 @@ class Entered:
                 self.functions.add((code.co_filename, code.co_qualname, code.co_firstlineno))
 
     def install(self) -> None:
-        """See every call of this thread and of later ones."""
+        """Record the calls of this thread and of threads that start later."""
         threading.setprofile(self)
         sys.setprofile(self)
 
@@ -65,7 +65,7 @@ def settings(steps: int, folder: Path) -> list[str]:
 
 
 def step(steps: int, folder: Path) -> Entered:
-    """Return what the last step of a run enters."""
+    """Return the functions that the last step of a run enters."""
     from rillflow.app.launch import launch
     from rillflow.app.recipe import load_recipe
 
@@ -82,7 +82,7 @@ def step(steps: int, folder: Path) -> Entered:
 
 
 def run(steps: int, folder: Path) -> Entered:
-    """Return what a whole command enters."""
+    """Return the functions that a whole command enters."""
     entered = Entered()
     entered.is_on = True
     entered.install()

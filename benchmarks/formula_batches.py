@@ -1,4 +1,5 @@
-"""Random batches, and what Rillflow's formulas make of them, in the padded form in which peers want both.
+"""Random batches, and the results of Rillflow's formulas on them, both in the padded form that peers use.
+
 
     seed, scenario, dtype ──> fields [B], [B, L] ─┬─ safetensors ──> the peers' own code
                                                   └─ ragged rows, loss tokens ──> ``formulas`` ──> [B, L]
@@ -24,9 +25,13 @@ from rillflow.records.ragged import Ragged
 
 GROUPS, SAMPLES, LONGEST = 5, 4, 14
 SPREAD = {"plain": 0.3, "holes": 0.3, "edge": 0.3, "wide": 2.0, "small": 0.002}
-"""The deviation of log pi - log old in each scenario. holes: tokens of a tool inside rows, at the beginning
-of one and the end of another. edge: holes, and a group of equal rewards, one with a single scored row, one
-with none, an abstained row, a row of one token, a row without a loss token."""
+"""Standard deviation of log pi - log old in each scenario.
+
+holes: tool tokens inside rows, at the beginning of one row and the end of another. edge: holes, a group of
+equal
+rewards, a group with a single scored row, a group with none, an abstained row, a row of one token, and a row
+without a loss token.
+"""
 CREDIT = ((1.0, 1.0), (1.0, 0.95), (0.97, 0.9), (0.9, 0.0))
 GSPO = {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "ratio": "sequence"}
 CISPO = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0.0, "surrogate": "weight"}
@@ -36,29 +41,29 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """Where a batch comes from."""
+    """The origin of a batch."""
 
     seed: int
-    """Of its numbers."""
+    """Seed of its numbers."""
     scenario: str
-    """One of SPREAD."""
+    """A key of SPREAD."""
     dtype: torch.dtype
-    """Of its numbers."""
+    """Dtype of its numbers."""
 
     @property
     def name(self) -> str:
-        """What the files call it."""
+        """Name in files."""
         return f"{self.seed}-{self.scenario}-{str(self.dtype).removeprefix('torch.')}"
 
 
 def scenes(seeds: int) -> Iterator[Scene]:
-    """All of them."""
+    """Yield all scenes."""
     for seed, scenario, dtype in product(range(seeds), SPREAD, (torch.float64, torch.float32)):
         yield Scene(seed=seed, scenario=scenario, dtype=dtype)
 
 
 def batch_of(scene: Scene) -> Tensors:
-    """The fields of a batch; float64 numbers are float32's before rounding."""
+    """Return the fields of a batch; float32 numbers are the rounded float64 ones."""
     numbers = torch.Generator().manual_seed(scene.seed * len(SPREAD) + [*SPREAD].index(scene.scenario))
     rows = GROUPS * SAMPLES
 
@@ -97,7 +102,7 @@ def batch_of(scene: Scene) -> Tensors:
 
 
 def _mask(lengths: Tensor, scenario: str) -> Tensor:
-    """[B, L] where the policy sampled."""
+    """[B, L] Return the mask of sampled tokens."""
     mask = torch.arange(LONGEST) < lengths[:, None]
     if scenario in ("holes", "edge", "wide"):
         mask[1::3, 2:5] = False
@@ -110,7 +115,7 @@ def _mask(lengths: Tensor, scenario: str) -> Tensor:
 
 
 def _at_the_last(rewards: Tensor, mask: Tensor) -> Tensor:
-    """[B, L] the reward at each row's last loss token."""
+    """[B, L] Return each row's reward at its last loss token, else 0."""
     last = torch.where(mask, torch.arange(LONGEST), -1).amax(1)
     found = torch.zeros(mask.shape, dtype=rewards.dtype)
     found[last >= 0, last[last >= 0]] = rewards[last >= 0]
@@ -118,7 +123,7 @@ def _at_the_last(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def ours(batch: Tensors) -> Tensors:
-    """Every quantity that a peer has too, by its name there."""
+    """Return every quantity that a peer has too, by the peer's name."""
     return {**_row_advantages(batch), **_token_advantages(batch), **_losses(batch)}
 
 
@@ -174,7 +179,7 @@ def _token_advantages(batch: Tensors) -> Tensors:
 
 
 def _losses(batch: Tensors) -> Tensors:
-    """Values, and gradients of the log probabilities."""
+    """Return loss values and their gradients with respect to the log probabilities."""
     mask, lengths = batch["mask"], batch["mask"].sum(1)
     known = {"rows": batch["advantages"][:, None].expand_as(mask), "tokens": batch["token_advantages"]}
     chosen = {name: batch[name][mask] for name in ("old", "sampler", "reference", "entropy")}
@@ -236,7 +241,7 @@ def _losses(batch: Tensors) -> Tensors:
 
 
 def adaptive_weights(observed: Sequence[float]) -> Tensor:
-    """The price of divergence over steps that observe these."""
+    """Return the KL weight after each step with this observed divergence."""
     weight, found = 0.05, []
     for each in observed:
         weight = formulas.next_kl_weight(weight, each, 0.1, 1000.0, SAMPLES * GROUPS)

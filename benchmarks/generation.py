@@ -1,20 +1,21 @@
-"""Generation by the native engine against transformers' generate, and vLLM where it is given.
+"""Generation by the native engine against transformers' generate, and optionally vLLM.
 
-    one round:   native ─ native, Python kept ─ native, deterministic ─ transformers ─ (vLLM, in a child)
-    a figure:    the median of the rounds; peers alternate, so that all see the same machine
+    one round:   native ─ native without recording ─ native, deterministic ─ transformers ─ (vLLM, in a child)
+    a figure:    the median of the rounds; engines alternate, so that all see the same machine
 
     python benchmarks/generation.py                                   # about ten minutes
-    python benchmarks/generation.py --rounds 1 --dtypes float32       # does it work?
+    python benchmarks/generation.py --rounds 1 --dtypes float32       # a quick check
     python benchmarks/generation.py --vllm .vllm/bin/python --write benchmarks/results/generation.md
 
 Setting: Qwen2 with 3.3 million random parameters (hidden 256, 4 layers, 4 heads, 2 key/value heads,
-vocabulary 256); prompts of 32 tokens; temperature 1 over the whole vocabulary; nothing ends a row but
-its length. 64 rows at once. Lengths are 64 for all, or log-normal with the longest 8 times the median
-of 32, for 64 rows and for 256. ``generate`` runs a batch of 64 until its longest row ends, and batch
-after batch; only the tokens that were asked for count.
+vocabulary 256); prompts of 32 tokens; temperature 1 over the whole vocabulary; only its length ends a row. 64
+rows
+run at once. Lengths are 64 for all, or log-normal with the longest 8 times the median of 32, for 64 rows and
+for 256. ``generate`` runs batches of 64, each until its longest row ends; only requested tokens count.
 
-The floor is what the same machine needs for the module's matrix products at these shapes, and to read
-the weights' and the cache's bytes once a step: no engine that does this arithmetic can be faster.
+The floor is the time that this machine needs for the module's matrix products at these shapes, and for
+reading
+the cache's bytes once per step. No engine that does this arithmetic can be faster.
 """
 
 from __future__ import annotations
@@ -43,38 +44,41 @@ VOCABULARY, CONTEXT, PROMPT, SLOTS = 256, 512, 32, 64
 NEW, MEDIAN, TIMES_LONGER = 64, 32, 8
 MARK = "generation:"
 WARM_UP = 2
-"""Rounds that are dropped: the native engine records its steps in the first two."""
+"""Dropped rounds; the native engine records its steps in the first two."""
 RESTS_S = 2.0
-"""Seconds between vLLM's answer and the next engine: its processes poll for about one second more."""
+"""Seconds between vLLM's answer and the next engine; vLLM's processes poll for about one more second."""
 VLLM_SETTINGS = {
     "VLLM_CPU_OMP_THREADS_BIND": "auto",
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""Environment of vLLM. On two cores, ``auto`` binds its worker to one core and leaves the other to its engine
-process. Both cores (``0-1``) and no binding (``nobind``) were slower on the two workloads tried."""
+"""Environment of vLLM.
+
+On two cores, ``auto`` binds its worker to one core and leaves the other to its engine process. Both cores
+(``0-1``) and no binding (``nobind``) were slower on the two tested workloads.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Prompts, and how long each answer is."""
+    """Prompts with the length of each completion."""
 
     name: str
-    """As the table says it."""
+    """Name in the table."""
     prompts: list[list[int]]
-    """Token ids."""
+    """Token ids of each prompt."""
     lengths: list[int]
     """New tokens of each row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One run of a workload."""
+    """Time of one run of a workload."""
 
     seconds: float
-    """By the clock."""
+    """Wall-clock seconds."""
     cpu_s: float
-    """Processor time of all threads: it says more than the clock on a busy machine."""
+    """CPU seconds of all threads; more reliable than wall-clock time on a busy machine."""
 
 
 Run = Callable[[Workload], Timing]
@@ -85,10 +89,10 @@ def main() -> None:
     if arguments.child:
         serve_vllm(Path(arguments.child), arguments.dtypes[0])
         return
-    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # before torch is imported, here and in the child
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # before this process or the child imports torch
     import torch
 
-    torch.set_num_threads(arguments.threads)  # where another module has imported it already
+    torch.set_num_threads(arguments.threads)  # if another module has already imported torch
     lines, shown = _head(arguments), 0
     for dtype in arguments.dtypes:
         with tempfile.TemporaryDirectory() as folder:
@@ -109,10 +113,10 @@ def main() -> None:
 
 
 def workloads(smaller: int = 1) -> list[Workload]:
-    """Equal lengths, then log-normal ones: as many rows as slots, and four times as many.
+    """Return the workloads: equal lengths, then log-normal ones with one and with four rows per slot.
 
     Args:
-        smaller: rows and their lengths are divided by this.
+        smaller: divisor of the rows and their lengths.
     """
     slots, new = SLOTS // smaller, NEW // smaller
     return [
@@ -129,7 +133,7 @@ def workloads(smaller: int = 1) -> list[Workload]:
 
 
 def prompts(rows: int) -> list[list[int]]:
-    """Random token ids."""
+    """Return prompts of random token ids."""
     import torch
 
     random = torch.Generator().manual_seed(rows)
@@ -138,7 +142,7 @@ def prompts(rows: int) -> list[list[int]]:
 
 
 def log_normal(rows: int) -> list[int]:
-    """Log-normal quantiles whose longest is so many times the median, in random order."""
+    """Return log-normal quantiles whose longest is TIMES_LONGER times the median, in random order."""
     import torch
 
     normal = torch.special.ndtri((torch.arange(rows, dtype=torch.float64) + 0.5) / rows)
@@ -149,7 +153,7 @@ def log_normal(rows: int) -> list[int]:
 
 
 def measured(engines: dict[str, Run], workload: Workload, rounds: int) -> dict[str, list[Timing]]:
-    """Every engine's timings, without those of the rounds that warm up."""
+    """Return every engine's timings without the warm-up rounds."""
     found: dict[str, list[Timing]] = {name: [] for name in engines}
     for index in range(rounds + WARM_UP):
         for name, run in engines.items():
@@ -160,7 +164,7 @@ def measured(engines: dict[str, Run], workload: Workload, rounds: int) -> dict[s
 
 
 def make_module(dtype: str, folder: Path, context: int = CONTEXT) -> Any:
-    """The module with Rillflow's attention, also saved for others."""
+    """Make the module with Rillflow's attention, and save it for the other engines."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -186,7 +190,7 @@ def make_module(dtype: str, folder: Path, context: int = CONTEXT) -> Any:
 
 
 def native_engines(module: Any) -> dict[str, Run]:
-    """Ours as it is, without recordings, and deterministic."""
+    """Return the native engine with defaults, without recording, and deterministic."""
     from rillflow.records.batch import Batch, row_ids
     from rillflow.records.ragged import Ragged
     from rillflow.records.row import RowId
@@ -228,7 +232,7 @@ def native_engines(module: Any) -> dict[str, Run]:
 
 
 def transformers_engine(module: Any) -> Run:
-    """``generate`` on the same weights, with the attention it is fastest with here."""
+    """Return ``generate`` on the same weights, with its fastest attention on CPU."""
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -259,7 +263,7 @@ def transformers_engine(module: Any) -> Run:
 
 @contextmanager
 def vllm_engine(python: str | None, folder: Path, dtype: str) -> Iterator[Run | None]:
-    """vLLM in a child that runs a workload for every line it reads."""
+    """Run vLLM in a child that executes one workload for every line of its standard input."""
     if python is None:
         yield None
         return
@@ -285,7 +289,7 @@ def vllm_engine(python: str | None, folder: Path, dtype: str) -> Iterator[Run | 
 
 
 def serve_vllm(folder: Path, dtype: str) -> None:
-    """What the child does, in the interpreter of --vllm."""
+    """Execute workloads in the child, in the interpreter of --vllm."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     engine = LLM(
@@ -313,7 +317,7 @@ def serve_vllm(folder: Path, dtype: str) -> None:
 
 
 def table(workload: Workload, dtype: str, found: dict[str, list[Timing]]) -> list[str]:
-    """The workload's figures, and their ratio to transformers'."""
+    """Return the figures of a workload and their ratio to transformers'."""
     peer = statistics.median(timing.seconds for timing in found["transformers generate"])
     lines = [
         "",
@@ -335,7 +339,7 @@ def table(workload: Workload, dtype: str, found: dict[str, list[Timing]]) -> lis
 
 
 def floor_lines(module: Any, workload: Workload, found: dict[str, list[Timing]]) -> list[str]:
-    """How much of the native engine's time the arithmetic and the memory need."""
+    """Return the share of the native engine's time that arithmetic and memory reads need."""
     rows, new = len(workload.prompts), workload.lengths[0]
     arithmetic = linear_s(module, rows * (PROMPT - 1)) + new * linear_s(module, rows)
     seen = sum(rows * (PROMPT + step) for step in range(new))
@@ -352,7 +356,7 @@ def floor_lines(module: Any, workload: Workload, found: dict[str, list[Timing]])
 
 
 def linear_s(module: Any, rows: int) -> float:
-    """Seconds that the module's linear layers take, once each, for so many rows."""
+    """Return the seconds that all linear layers of the module take for this number of rows."""
     import torch
 
     layers = [part for part in module.modules() if isinstance(part, torch.nn.Linear)]
@@ -366,7 +370,7 @@ def linear_s(module: Any, rows: int) -> float:
 
 
 def read_bytes_per_s() -> float:
-    """How fast this machine reads memory that is in no cache."""
+    """Return the speed at which this machine reads memory outside its caches."""
     import torch
 
     block = torch.ones(64 * 2**20)
@@ -374,7 +378,7 @@ def read_bytes_per_s() -> float:
 
 
 def _fastest(function: Callable[[], object], repeats: int = 20) -> float:
-    """The median of the seconds a call takes."""
+    """Return the median seconds of a call."""
     import torch
 
     seconds = []

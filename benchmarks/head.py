@@ -1,11 +1,12 @@
-"""Head and loss of a large vocabulary: logits in slices against whole ones, and against torch's own.
+"""Head and loss of a large vocabulary: logits in slices against whole logits and against torch's own loss.
 
     hidden [N, D] ─ head [V, D] ─ log probabilities, entropy ─ backward ─> gradients of hidden and head
 
     python benchmarks/head.py
     python benchmarks/head.py --tokens 2048 --write benchmarks/results/head.md
 
-Each way has a process of its own; its peak is the most its resident memory grew (VmHWM) over what was there
+Each way runs in its own process. Its peak is the growth of resident memory (VmHWM) above what the process
+holds
 before: hidden states, head and the head's gradient. float32, one thread, seconds are medians. Linux only.
 """
 
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def measured(way: str, tokens: int, repeats: int, is_trained: bool) -> tuple[int, float]:
-    """The most memory above what was there before, and the median seconds."""
+    """Return the peak bytes above the start, and the median seconds."""
     import torch
 
     torch.set_num_threads(1)
@@ -94,7 +95,7 @@ def measured(way: str, tokens: int, repeats: int, is_trained: bool) -> tuple[int
 
 
 def loss(way: str, hidden: Any, weight: Any, ids: Any) -> Any:
-    """A sum of log probabilities and, where the way has it, of entropies."""
+    """Return a sum of log probabilities and, if the way has them, of entropies."""
     from torch.nn import functional
 
     from rillflow.formulas.logprobs import HeadLogits, token_logprobs
@@ -109,7 +110,7 @@ def loss(way: str, hidden: Any, weight: Any, ids: Any) -> Any:
 
 
 def status(name: str) -> int:
-    """Bytes, from what the kernel says of this process."""
+    """Return a memory figure of this process in bytes, from /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 

@@ -1,4 +1,4 @@
-"""Intervals: how far the mean of a few seeds may be from the true one, as the tables of results say it.
+"""Confidence intervals of the mean over a few seeds, as text for the result tables.
 
 values of seeds ─ half_width ─> Student's t, two-sided 95% ─ interval ─> text of a cell    (formulas.interval)
 """
@@ -12,7 +12,7 @@ from rillflow.formulas.interval import half_width
 
 
 def interval(values: Sequence[float]) -> str:
-    """The mean with half of its interval; of one value the value."""
+    """Return the mean and the half width of its interval; the bare value if there is only one."""
     if len(values) < 2:
         return f"{fmean(values):.3f}"
     return f"{fmean(values):.3f} ± {half_width(values):.3f}"

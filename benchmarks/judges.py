@@ -1,15 +1,16 @@
-"""Judges, measured: what reading both orders takes out, and what believing a small reward model costs.
+"""Judges: the effect of reading both orders, and the cost of trusting a small reward model.
 
-    position   a judge of two answers (56 thousand parameters), trained a while on pairs of 90 sums, asked
-               about those of 10 others: how often its verdict turns with the order, and how often it is right
-    believed   a reward model that has seen few wrong answers (8 a sum) scores a policy: its score (the proxy)
-               and the share of right answers (gold), over the steps, at several prices of divergence
-    averaged   the same without a price, by one of three reward models that were trained apart from one start,
-               and by the average of their weights (WARM, arXiv 2401.12187)
+    position   a judge of two answers (56 thousand parameters) trains on pairs of 90 sums and judges those of
+    10
+               others: how often its verdict changes with the order, and how often it is right
+    believed   a reward model that saw few wrong answers (8 per sum) scores a policy: its score (the proxy)
+               and the share of right answers (gold) over the steps, at several KL weights
+    averaged   the same without KL, scored by one of three reward models that were trained separately from one
+               start, or by the average of their weights (WARM, arXiv 2401.12187)
 
     python benchmarks/judges.py --write benchmarks/results/judges.md     # half an hour
 
-A run that is done is a line of the kept file; the same command goes on after the last one.
+Each finished run adds a line to the kept file. The same command continues after the last one.
 """
 
 from __future__ import annotations
@@ -52,20 +53,20 @@ NEEDS = ["rillflow_merging"]
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 WINDOW = 5
-"""Steps that are averaged, at the beginning and at the end."""
+"""Steps in the means at the beginning and at the end."""
 WRONG = 8
-"""Wrong answers a sum that the reward model sees."""
+"""Wrong answers per sum that the reward model sees."""
 PRICES = (0.0, 0.1, 0.5)
-"""Of divergence; 0 is a price of 1e-9, so that the divergence is measured all the same."""
+"""KL weights; 0 becomes 1e-9, so that the divergence is still measured."""
 ORDERS = ("random", "both")
-"""How pairs are shown in training: once in a drawn order, or in both."""
+"""Orders in which training shows a pair: one random order, or both."""
 PART = ("position", "believed", "averaged")
 BEGUN, APART, RATES = 100, 60, (1e-3, 1.5e-3, 2e-3)
-"""Of the reward models that are averaged: steps that they share, and steps and rate of each by itself."""
+"""Averaged reward models: shared first steps, then steps and learning rate of each one alone."""
 
 
 def main() -> None:
-    """Run what is not kept yet, and print or write the tables."""
+    """Run what is missing in the kept file; print or write the tables."""
     arguments = _arguments()
     found = (
         [json.loads(line) for line in arguments.keep.read_text().splitlines()]
@@ -108,7 +109,7 @@ def _run(recipe: str, folder: Path, name: str, settings: Mapping[str, Any]) -> P
 
 
 def position(folder: Path, wanted: Mapping[str, Any]) -> dict[str, float]:
-    """What a judge says of held-out pairs, each in both orders."""
+    """Return a judge's accuracy, bias and contradictions on held-out pairs, each in both orders."""
     steps, seed = wanted["steps"], wanted["seed"]
     settings = {"run.seed": seed, "algorithm.steps": steps, "algorithm.orders": wanted["orders"]}
     settings["algorithm.prompts_per_step"] = 64 if wanted["orders"] == "both" else 128  # as many rows
@@ -137,14 +138,14 @@ def position(folder: Path, wanted: Mapping[str, Any]) -> dict[str, float]:
 
 
 def believed(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Proxy, gold and divergence of a policy, step by step, at every price."""
+    """Return proxy, gold and divergence of a policy, step by step, for every KL weight."""
     source = _few_pairs(folder, wanted["seed"])
     scorer = _run("preference/run.toml", folder, "scorer", {**source, "algorithm.steps": 120})
     return {str(price): _trained(folder, wanted, scorer, price) for price in PRICES}
 
 
 def averaged(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The same by one reward model, and by the average of several."""
+    """Return the same for one reward model and for the average of several."""
     source = _few_pairs(folder, wanted["seed"])
     start = _run("preference/run.toml", folder, "start", {**source, "algorithm.steps": BEGUN})
     path = {"policy.model.new": None, "policy.model.path": str(_scorer(start))}
@@ -176,7 +177,7 @@ def _scorer(run: Path) -> Path:
 
 
 def _few_pairs(folder: Path, seed: int) -> dict[str, Any]:
-    """The settings of a task with few wrong answers of each sum."""
+    """Return the settings of a task with few wrong answers per sum."""
     lines = [json.loads(line) for line in (RECIPES / "preference/pairs.jsonl").read_text().splitlines()]
     random, by_prompt = Random(seed), dict[str, list[dict[str, str]]]()
     for line in lines:
@@ -187,7 +188,7 @@ def _few_pairs(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def _trained(folder: Path, wanted: Mapping[str, Any], scorer: Path, price: float) -> dict[str, list[float]]:
-    """What a policy came to that was scored by a reward model."""
+    """Train a policy on a reward model's scores; return proxy, gold and divergence of each step."""
     settings = {"run.seed": wanted["seed"], "reward.model": str(scorer), "algorithm.steps": wanted["steps"]}
     settings |= {"algorithm.prompts_per_step": 20, "algorithm.loss.kl": price or 1e-9, "evaluate": None}
     run = _run("preference/use.toml", folder, f"policy-{scorer.name}-{price}", settings)
@@ -204,7 +205,7 @@ def _trained(folder: Path, wanted: Mapping[str, Any], scorer: Path, price: float
 
 
 def tables(found: Sequence[Mapping[str, Any]], arguments: argparse.Namespace) -> list[str]:
-    """The pages' text."""
+    """Return the lines of the page."""
     seeds = " ".join(map(str, arguments.seeds))
     versions = f"Python {platform.python_version()}, torch {version('torch')}"
     lines = [
@@ -291,12 +292,12 @@ def _averaged_table(many: Sequence[Mapping[str, Any]], steps: int) -> list[str]:
 
 
 def _gained(runs: Sequence[Mapping[str, Sequence[float]]]) -> list[float]:
-    """Of every run, gold at its end less gold at its beginning."""
+    """Return the gold at the end minus the gold at the beginning of every run."""
     return [mean(run["gold"][-WINDOW:]) - mean(run["gold"][:WINDOW]) for run in runs]
 
 
 def _cells(runs: Sequence[Mapping[str, Sequence[float]]]) -> str:
-    """A row's cells: proxy and gold at the beginning and the end, gold's change, the last divergence."""
+    """Return a row's cells: proxy and gold at beginning and end, gold's change, the last divergence."""
     ends = [(name, part) for name in ("proxy", "gold") for part in (slice(WINDOW), slice(-WINDOW, None))]
     cells = [interval([mean(run[name][part]) for run in runs]) for name, part in ends]
     cells += [interval(_gained(runs)), interval([mean(run["kl"][-WINDOW:]) for run in runs])]

@@ -1,9 +1,10 @@
-"""Rows that go on with newer weights: how far off is what old keys and values say, and what is reading again?
+"""Rows that continue with newer weights: the error of a kept KV cache, and the cost of recomputing it.
 
     python benchmarks/kept_cache.py
 
-The quickstart is trained for some steps; 256 of its prompts run four tokens with one checkpoint and go on
-with a newer one, the cache kept (``rollout.keep_cache``) or read again.
+The quickstart trains for some steps. Then 256 of its prompts sample four tokens with one checkpoint and
+continue
+with a newer one. The KV cache is kept (``rollout.keep_cache``) or recomputed.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ KEPT = (
     "evaluate=none",
     "run.threads=1",
 )
-"""Settings of the run: its last checkpoints stay."""
+"""Settings of the run, which keep its last checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Switched:
-    """Rows whose weights changed, in nats of every token after that."""
+    """Rows whose weights changed; values are nats of every token after the change."""
 
     moved: list[float]
-    """How far old weights are from new ones."""
+    """Differences between the old and the new weights' log probabilities."""
     off: list[float]
-    """How far the sampler's log probabilities are from those of the new weights."""
+    """Differences between the sampler's log probabilities and those of the new weights."""
     seconds: float
-    """Of the first pass after."""
+    """Seconds of the first pass after the change."""
 
 
 def switched(before: Path, after: Path, prompts: Sequence[tuple[int, ...]], *, keep: bool) -> Switched:
-    """Rows whose weights change after four tokens."""
+    """Sample rows whose weights change after four tokens."""
     old, new = (
         load_model(
             ModelConfig(path=str(each / "policy")), seed=0, device=torch.device("cpu"), base=each
@@ -92,7 +93,7 @@ def switched(before: Path, after: Path, prompts: Sequence[tuple[int, ...]], *, k
 
 
 def log_probabilities(module: torch.nn.Module, tokens: Sequence[int]) -> Tensor:
-    """[T] what a pass over the whole row says of each token; of the first, 0."""
+    """[T] Return each token's log probability in a pass over the whole row; 0 for the first token."""
     row = torch.tensor([tokens])
     with torch.no_grad():
         said = module(input_ids=row, use_cache=False).logits[0].log_softmax(-1)

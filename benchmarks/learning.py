@@ -1,19 +1,21 @@
-"""Every algorithm learns: the rise of the reward on one-digit sums, over seeds; and wherever its roles are.
+"""Every algorithm learns: the rise of the reward on one-digit sums over seeds, under every placement.
 
-    seeds        one process, every recipe from each of them: mean, least, interval of the rise
-    places       one seed, fewer steps, three ways that have to give the same numbers:
+    seeds        one process, every recipe with each seed: mean, least value and interval of the rise
+    places       one seed, fewer steps, three placements that must agree:
                  inline      one process
                  together    Ray, all roles on one pool of two ranks
-                 apart       Ray, each role on a pool of its own, of one rank
+                 apart       Ray, each role on a pool of one rank
 
     python benchmarks/learning.py                                      # an hour on one core
     python benchmarks/learning.py --only ppo --seeds 0 --steps 10
     python benchmarks/learning.py --keep /tmp/learning.jsonl --write benchmarks/results/learning.md
 
-A run that is done is a line of the kept file; the same command goes on after the last one, and two commands
-with other ``--only`` may share the file. Apart has the data-parallel size of inline, so every metric of every
-step has to have the same bits. The script fails where one has not, where a reward does not rise from some
-seed, and where Safe RLHF's cost ends above its limit.
+Each finished run adds a line to the kept file. The same command continues after the last one, and two
+commands
+with different ``--only`` may share the file. Apart has the data-parallel size of inline, so every metric of
+every
+step must be bit-identical. The script fails if one differs, if a reward does not rise for some seed, or if
+Safe RLHF's cost ends above its limit.
 """
 
 from __future__ import annotations
@@ -44,31 +46,31 @@ NAMES = [
     for name in ALGORITHMS
     if name == "grpo" or (name not in ("preference", "pairwise") and (RECIPES / name / "run.toml").is_file())
 ]
-"""Whatever is trained on a reward; a reward model or judge is not."""
+"""Algorithms that train on a reward; reward models and judges do not."""
 PEERS = ("torch", "transformers")
 FIRST, LAST = 4, 3
-"""Steps that are averaged, at the beginning and at the end."""
+"""Steps in the means at the beginning and at the end."""
 TESTED = (14, 24)
-"""Steps of the everyday and the slow tests: the beginning of a run here, for no learning rate falls."""
+"""Steps of the everyday and the slow tests. They equal the first steps here: no learning rate falls."""
 PAID = 10
 """Last steps over which a cost is averaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """One run from a seed."""
+    """One run with a seed."""
 
     name: str
-    """The algorithm."""
+    """Name of the algorithm."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     rewards: list[float]
-    """The mean reward of every step."""
+    """Mean reward of every step."""
     costs: list[float]
-    """The mean cost of every step, where there is one."""
+    """Mean cost of every step; empty without a cost."""
 
     def rise(self, steps: int | None = None) -> float:
-        """How much the reward rose until then, or until the end."""
+        """Return the rise of the reward until this step, or until the end."""
         until = len(self.rewards) if steps is None else steps
         return mean(self.rewards[until - LAST : until]) - mean(self.rewards[:FIRST])
 
@@ -98,7 +100,7 @@ def main() -> None:
 
 
 def course(name: str, seed: int, steps: int, keep: str | None) -> Course:
-    """One algorithm from one seed: from the kept file where it stands there, else run."""
+    """Return the course of one algorithm and seed: from the kept file if it is there, else by a run."""
     file = Path(keep) if keep else None
     kept = file.read_text().splitlines() if file is not None and file.is_file() else []
     for line in map(json.loads, kept):
@@ -115,18 +117,18 @@ def course(name: str, seed: int, steps: int, keep: str | None) -> Course:
 
 
 def recipe_of(name: str) -> Path:
-    """GRPO's own recipe is a long one; it runs Dr.GRPO's with its own defaults."""
+    """Return an algorithm's recipe; GRPO uses the one of Dr.GRPO, because its own is long."""
     return RECIPES / ("dr_grpo" if name == "grpo" else name) / "run.toml"
 
 
 def steps_of(name: str, steps: int) -> int:
-    """How many an algorithm makes: a limit on cost is a claim about the recipe's own."""
+    """Return the steps of an algorithm; one with a cost limit runs the steps of its recipe."""
     own: int = load_recipe(recipe_of(name)).recipe.algorithm.steps
     return steps if limit_of(name) is None else own
 
 
 def metrics_of(name: str, where: str, steps: int, seed: int) -> list[dict[str, Any]]:
-    """The metrics of every step that sampled, times left out."""
+    """Return the metrics of every step that sampled, without times."""
     path = recipe_of(name)
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"algorithm.name={name}", f"algorithm.steps={steps}", f"run.seed={seed}"]
@@ -142,7 +144,7 @@ def metrics_of(name: str, where: str, steps: int, seed: int) -> list[dict[str, A
 
 
 def placement(where: str, roles: Sequence[str]) -> list[str]:
-    """The settings that put the roles there."""
+    """Return the settings of a placement."""
     if where == "inline":
         return []
     if where == "together":
@@ -152,7 +154,7 @@ def placement(where: str, roles: Sequence[str]) -> list[str]:
 
 
 def placed(name: str, steps: int) -> tuple[str, list[str]]:
-    """A row of the table of places, and what failed."""
+    """Return a row of the table of placements, and the failures."""
     found = {where: metrics_of(name, where, steps, 0) for where in ("inline", "together", "apart")}
     identical = found["apart"] == found["inline"]
     ends = [mean(step["reward/score/mean"]["mean"] for step in each[-LAST:]) for each in found.values()]
@@ -162,19 +164,19 @@ def placed(name: str, steps: int) -> tuple[str, list[str]]:
 
 
 def limit_of(name: str) -> float | None:
-    """The cost that the recipe allows, where it limits one."""
+    """Return the recipe's cost limit, or None."""
     settings: dict[str, Any] = load_recipe(recipe_of(name)).recipe.model_dump()["algorithm"]
     return settings.get("cost_limit")
 
 
 def over(one: Course) -> bool:
-    """Whether a run ends dearer than its recipe allows."""
+    """Return whether a run ends above its recipe's cost limit."""
     limit = limit_of(one.name)
     return limit is not None and mean(one.costs[-PAID:]) > limit
 
 
 def spread(rises: Sequence[float]) -> str:
-    """Mean, deviation, least, and the interval of the mean, as cells."""
+    """Return mean, standard deviation, least value and interval of the mean as cells."""
     middle = mean(rises)
     if len(rises) < 2:
         return f"{middle:+.3f} | | {middle:+.3f} | "
@@ -184,7 +186,7 @@ def spread(rises: Sequence[float]) -> str:
 
 
 def page(courses: Sequence[Course], places: Sequence[str], arguments: argparse.Namespace) -> str:
-    """The tables."""
+    """Return the page."""
     cores, versions = len(os.sched_getaffinity(0)), [f"{name} {version(name)}" for name in PEERS]
     seeds, steps = " ".join(map(str, arguments.seeds)), arguments.steps
     lines = [

@@ -1,14 +1,15 @@
-"""Loading a model over ranks: host memory and seconds, each rank its slices against each rank the whole.
+"""Loading a model over ranks: host memory and seconds if each rank reads its slices, or the whole model.
 
-    slices    outline on the meta device ─ cut ─ each rank reads what is its own      (what a run does)
-    whole     each rank reads the whole model, and cuts it then
+    slices    outline on the meta device ─ cut ─ each rank reads its own slices      (as a run does)
+    whole     each rank reads the whole model, then cuts it
 
     python benchmarks/loading.py                                     # a gigabyte on 4 ranks: a minute
     python benchmarks/loading.py --write benchmarks/results/loading.md
 
-Processes of this machine on gloo; the model is a Qwen2 in float32, in files of 256 MB as save_pretrained
-writes them, read once before so that all of them are in the page cache. The peak of a rank is the most its
-resident memory grew over what it was once the ranks had met (VmHWM; pages of files count). Linux only.
+Ranks are processes of this machine on gloo. The model is a Qwen2 in float32, in files of 256 MB as
+save_pretrained
+writes them. They are read once before, so that the page cache holds them. A rank's peak is the growth of its
+resident memory (VmHWM, with pages of files) from the moment when all ranks have met. Linux only.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MIB = 2**20
 
 
 def made(folder: Path, layers: int, hidden: int) -> int:
-    """Write the model; the bytes of its weights."""
+    """Write the model; return the bytes of its weights."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -64,19 +65,19 @@ def made(folder: Path, layers: int, hidden: int) -> int:
 
 
 def resident(kind: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most since the last ``forgotten``."""
+    """Return resident bytes of this process: VmRSS now, or VmHWM, the peak since the last ``forgotten``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:"))
 
 
 def forgotten() -> int:
-    """Let the most that was resident be what is; that."""
+    """Reset the peak of resident memory; return the bytes that are resident now."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 
 
 def load(said: Any, rank: int, meeting: str, folder: str, sizes: dict[str, int], is_whole: bool) -> None:
-    """One rank's growth in bytes, and seconds."""
+    """Load one rank's share; put its growth in bytes, the bytes of its weights, and seconds."""
     import torch
     import torch.distributed as dist
 
@@ -104,7 +105,7 @@ def load(said: Any, rank: int, meeting: str, folder: str, sizes: dict[str, int],
 
 
 def together(folder: Path, sizes: dict[str, int], is_whole: bool) -> tuple[int, int, float]:
-    """The most of any rank: bytes grown by, bytes of its weights, seconds."""
+    """Return the largest values of any rank: growth in bytes, bytes of its weights, seconds."""
     context = multiprocessing.get_context("spawn")
     said: Any = context.Queue()
     with tempfile.TemporaryDirectory() as meeting:
@@ -120,7 +121,7 @@ def together(folder: Path, sizes: dict[str, int], is_whole: bool) -> tuple[int, 
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure all meshes and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -132,7 +133,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     try:
         context = multiprocessing.get_context("spawn")
-        with context.Pool(1) as pool:  # a process of its own, so that its memory is given back
+        with context.Pool(1) as pool:  # a separate process, so that its memory is freed
             size = pool.apply(made, (folder, arguments.layers, arguments.hidden))
         for file in folder.glob("*.safetensors"):
             file.read_bytes()

@@ -1,10 +1,10 @@
-"""Lost ranks: seconds until a killed, stopped or cut-off rank is seen, and until its replacement answers.
+"""Lost ranks: seconds until a killed, stopped or cut-off rank is detected, and until its replacement answers.
 
     python benchmarks/lost_ranks.py --write benchmarks/results/lost_ranks.md
 
 One machine   a cluster that the driver starts, two ranks; one is killed, then stopped
 Two nodes     network namespaces of this machine (``tests/distributed/machines.py``); the rank on the other
-              node is stopped, then its link is cut for some seconds, then cut for good
+              node is killed and stopped, then its link is cut for some seconds, then cut for good
 
 SEEN       from the fault until a call that runs on the rank raises
 REPLACED   from ``Backend.replace`` until the new process answers its first call
@@ -34,23 +34,23 @@ ROOT = Path(__file__).parents[1]
 HARNESS = ROOT / "tests" / "distributed"
 WAIT_S = 200.0
 SHORT_CUT_S = 12.0
-"""Seconds of the short cut: more than the heartbeat, less than Ray needs to declare a node dead."""
+"""Seconds of the short cut: longer than the heartbeat, shorter than Ray's timeout for a dead node."""
 
 
 def number(site: Any) -> int:
-    """The rank's process."""
+    """Return the process id of the rank."""
     del site
     return os.getpid()
 
 
 def sleep(site: Any) -> None:
-    """A call that never ends by itself."""
+    """Sleep for an hour, longer than every benchmark."""
     del site
     time.sleep(3600)
 
 
 class Ranks:
-    """Two ranks, the second on another node if there is one, and the faults of the second."""
+    """Two ranks, the second on another node if there is one; faults hit the second."""
 
     def __init__(self, address: str | None, heartbeat_s: float) -> None:
         from rillflow.workers.backend import Pool
@@ -62,11 +62,11 @@ class Ranks:
         self.place = max(self.backend.epochs, key=lambda place: (nodes.get(place, ""), place))
 
     def answer(self) -> int:
-        """The rank's process, once it answers."""
+        """Call the rank and return its process id."""
         return int(self.backend.read_all(self.backend.submit(self.place, number), WAIT_S)[0])
 
     def seen(self, fault: Callable[[int], None]) -> tuple[int, float, float, str]:
-        """The process, the time of the fault, the seconds until it is seen, and what is said."""
+        """Cause a fault; return process id, time of the fault, seconds until detection, and the message."""
         from rillflow.workers.backend import RankLost
 
         process = self.answer()
@@ -81,7 +81,7 @@ class Ranks:
         raise AssertionError("the call has ended")
 
     def replaced(self) -> float:
-        """Seconds until a new process answers."""
+        """Replace the rank; return the seconds until the new process answers."""
         began = time.monotonic()
         self.backend.replace([self.place]).read(WAIT_S)
         self.answer()
@@ -89,19 +89,19 @@ class Ranks:
 
 
 def ended(process: int, began: float) -> float:
-    """Seconds until a process is gone."""
+    """Return the seconds until a process is gone."""
     while Path(f"/proc/{process}").exists() and time.monotonic() - began < WAIT_S:
         time.sleep(0.02)
     return time.monotonic() - began
 
 
 def link(state: str) -> None:
-    """Cut the link of the other node, or mend it."""
+    """Cut the other node's link, or restore it."""
     subprocess.run(["ip", "link", "set", "v2", state], check=True)
 
 
 def faults(address: str | None, heartbeat_s: float, rounds: int) -> Iterator[str]:
-    """Rows of the table."""
+    """Yield the rows of the table."""
     where = "one machine" if address is None else "two nodes"
     ranks = Ranks(address, heartbeat_s)
     kinds = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
@@ -133,7 +133,7 @@ def faults(address: str | None, heartbeat_s: float, rounds: int) -> Iterator[str
 
 
 def two_nodes(heartbeat_s: float, rounds: int) -> list[str]:
-    """Rows of two nodes."""
+    """Return the rows of two nodes."""
     from machines import PORT, machines, ray_up
 
     env = {"PYTHONPATH": str(ROOT)}

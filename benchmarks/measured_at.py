@@ -1,4 +1,4 @@
-"""The commit of a page of results: the line below its title that says which code was measured.
+"""The commit of a results page: the line below its title that names the measured code.
 
 page made now ─ line ─────────────> Measured at commit fc8f5aa (2026-11-24).
 older page ─ git log of the page ─> Measured at or before commit be8cd8c (2026-11-22), which wrote it last

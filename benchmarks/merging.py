@@ -1,13 +1,13 @@
-"""Merging: what is lost and what is kept when models that were trained apart become one.
+"""Merging separately trained models: the quality of the result, and the memory and speed of the merge.
 
     digits    ─ two networks ─┬─ plain average, optimal transport by weights, by activations ─> accuracy
-    decoders  ─ two decoders ─┴─ the same, before and after 5% of the training ───────────────> loss
-    memory    ─ two directories of 1 GB ─ merge ─> highest memory, MB/s beside a copy of the same bytes
+    decoders  ─ two decoders ─┴─ the same, before and after 5% more training ─────────────────> loss
+    memory    ─ two directories of 1 GB ─ merge ─> peak memory, MB/s compared with a copy of the same bytes
 
     python benchmarks/merging.py digits decoders memory --write benchmarks/results/merging.md    # 20 minutes
 
-Digits are scikit-learn's (1,797 of 8 x 8), four fifths to train on; networks 64-128-64-10, AdamW. What is
-written replaces the sections of the parts that were run, and leaves the others.
+Digits are scikit-learn's (1,797 of 8 x 8), four fifths for training; networks 64-128-64-10, AdamW. --write
+replaces the sections of the parts that ran and keeps the others.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ NEEDS = ["sklearn", "rillflow_merging"]
 SIZES = (64, 128, 64, 10)
 EPOCHS, RATE, DECAY, ROWS = 40, 1e-3, 0.3, 32
 SPECIAL = 4
-"""The digit that one network alone has seen, where data are not the same."""
+"""The digit that only one network sees in the runs with different data."""
 TRAINED, TUNED = 1_500, 75
-"""Steps of a decoder's training, and of what follows a merge."""
+"""Steps of a decoder's training, and of the training after a merge."""
 ALPHABET = "0123456789+="
 PROBE = """
 import resource, sys
@@ -60,7 +60,7 @@ print((after - before) / 2**10, took)
 
 
 def network(seed: int) -> nn.Sequential:
-    """A network with random weights."""
+    """Return a network with random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers = [nn.Linear(one, two) for one, two in itertools.pairwise(SIZES)]
@@ -68,7 +68,7 @@ def network(seed: int) -> nn.Sequential:
 
 
 def train(model: nn.Sequential, inputs: Tensor, labels: Tensor, seed: int) -> nn.Sequential:
-    """The model after its epochs."""
+    """Train the model for all epochs and return it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(EPOCHS):
@@ -80,13 +80,13 @@ def train(model: nn.Sequential, inputs: Tensor, labels: Tensor, seed: int) -> nn
 
 
 def layers_of(model: nn.Sequential) -> list[Dense]:
-    """Its linear layers."""
+    """Return the linear layers of a network."""
     parts = [part for part in model if isinstance(part, nn.Linear)]
     return [Dense(weight=part.weight.detach().double(), bias=part.bias.detach().double()) for part in parts]
 
 
 def plain(networks: Sequence[Sequence[Dense]]) -> list[Dense]:
-    """The average of weights as they stand."""
+    """Return the average of the weights without reordering units."""
     return [
         Dense(weight=sum(each.weight for each in at) / len(at), bias=sum(each.bias for each in at) / len(at))
         for at in zip(*networks, strict=True)
@@ -94,7 +94,7 @@ def plain(networks: Sequence[Sequence[Dense]]) -> list[Dense]:
 
 
 def accuracy(layers: Sequence[Dense], inputs: Tensor, labels: Tensor) -> float:
-    """Percent of the rows that are right."""
+    """Return the percentage of correct rows."""
     states = inputs.double()
     for place, layer in enumerate(layers):
         states = states @ layer.weight.T + layer.bias
@@ -103,7 +103,7 @@ def accuracy(layers: Sequence[Dense], inputs: Tensor, labels: Tensor) -> float:
 
 
 def digits(seeds: int) -> list[str]:
-    """The section of the digits."""
+    """Return the section of the digits."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -153,7 +153,7 @@ def digits(seeds: int) -> list[str]:
 
 
 def permuted(layers: Sequence[Dense], seed: int) -> list[Dense]:
-    """The same function with its hidden units in another order."""
+    """Return the same function with permuted hidden units."""
     generator, before, found = torch.Generator().manual_seed(seed), None, []
     for place, layer in enumerate(layers):
         weight = layer.weight if before is None else layer.weight[:, before]
@@ -165,18 +165,18 @@ def permuted(layers: Sequence[Dense], seed: int) -> list[Dense]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation."""
+    """Return mean and standard deviation as text."""
     return f"{statistics.mean(values):.1f} ± {statistics.stdev(values) if len(values) > 1 else 0:.1f}"
 
 
 def sums(seed: int, count: int) -> list[str]:
-    """Two-digit sums with their answers."""
+    """Return two-digit sums with their answers."""
     drawn = torch.randint(0, 100, (count, 2), generator=torch.Generator().manual_seed(seed)).tolist()
     return [f"{one}+{two}={one + two}" for one, two in drawn]
 
 
 def decoders(seeds: int) -> list[str]:
-    """The section of the decoders."""
+    """Return the section of the decoders."""
     lines = [
         "| seed | first | second | merged by | loss | after 5% of the training |",
         "|---|---|---|---|---|---|",
@@ -203,7 +203,7 @@ def decoders(seeds: int) -> list[str]:
 
 
 def learn(out: Path | None, start: Path | None, seed: int, steps: int) -> float:
-    """Train a decoder on sums, write it, and say its held-out loss."""
+    """Train a decoder on sums, save it, and return its held-out loss."""
     from rillflow.models.config import ModelConfig, NewModel
     from rillflow.models.language_model import load_model, save_model
 
@@ -226,13 +226,13 @@ def learn(out: Path | None, start: Path | None, seed: int, steps: int) -> float:
 
 
 def row_of(tokenizer: object, text: str) -> Tensor:
-    """[10] a sum as tokens, filled up with the end token, 0."""
+    """[10] Return a sum as tokens, padded with the end token, 0."""
     tokens = tokenizer.encode(text)  # type: ignore[attr-defined]
     return torch.tensor(tokens + [0] * (10 - len(tokens)))
 
 
 def loss_of(module: nn.Module, rows: Tensor) -> Tensor:
-    """The mean loss of what comes after the sign of equality, with the first end token."""
+    """Return the mean loss of the tokens after the equals sign, including the first end token."""
     logits = module(input_ids=rows[:, :-1]).logits
     equals = ALPHABET.index("=") + 1
     behind = (rows == equals).cumsum(1)[:, :-1] > 0
@@ -242,7 +242,7 @@ def loss_of(module: nn.Module, rows: Tensor) -> Tensor:
 
 
 def memory(_: int) -> list[str]:
-    """The section of memory and speed."""
+    """Return the section of memory and speed."""
     from safetensors.torch import save_file
 
     lines = [
@@ -279,7 +279,7 @@ def memory(_: int) -> list[str]:
 
 
 def probed(shown: str, method: str, parents: Sequence[Path], base: Path | None) -> str:
-    """The line of one merge in a process of its own."""
+    """Merge in a separate process; return the line of the table."""
     beside = [str(base)] if base else []
     words = [*map(str, parents), str(parents[0].parent / f"{parents[0].name}-{method}"), method, *beside]
     done = subprocess.run([sys.executable, "-c", PROBE, *words], capture_output=True, text=True, check=True)
@@ -289,7 +289,7 @@ def probed(shown: str, method: str, parents: Sequence[Path], base: Path | None) 
 
 
 def decoders_of(folder: Path, *, hidden: int, inner: int, layers: int) -> list[Path]:
-    """The weights' files of two decoders with random weights."""
+    """Write two decoders with random weights; return their weight files."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     found = []
@@ -303,7 +303,7 @@ def decoders_of(folder: Path, *, hidden: int, inner: int, layers: int) -> list[P
 
 
 def copy(source: Path, target: Path) -> None:
-    """A copy that is on the disk, as a merged model is."""
+    """Copy a file and sync it to disk, as a merge does."""
     with source.open("rb") as read, target.open("wb") as written:
         while piece := read.read(2**22):
             written.write(piece)
@@ -319,7 +319,7 @@ PARTS: dict[str, tuple[str, Callable[[int], list[str]], int]] = {
 
 
 def write(path: Path, part: str, lines: Sequence[str], seeds: int) -> None:
-    """Put a part's section in its place."""
+    """Replace a part's section in the page."""
     title = PARTS[part][0]
     head = "# Merging\n\nEach section says its command; the settings are at the head of the script.\n"
     text = path.read_text("utf-8") if path.exists() else head
@@ -338,7 +338,7 @@ def write(path: Path, part: str, lines: Sequence[str], seeds: int) -> None:
 
 
 def main() -> None:
-    """Measure the parts that are named."""
+    """Measure the chosen parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

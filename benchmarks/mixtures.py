@@ -1,14 +1,15 @@
-"""A mixture of experts against a dense decoder of as many active parameters: training and generating.
+"""A mixture of experts against a dense decoder with the same active parameters: training and generation.
 
     python benchmarks/mixtures.py --write benchmarks/results/mixtures.md        # two minutes, one thread
 
-    rows ── Trainer.update ───────────> seconds of a step         experts by grouped products, as a run has
-    prompts ── NativeEngine.generate ─> seconds of their rows     them, and by the module's own loop
+    rows ── Trainer.update ───────────> seconds of a step         experts by grouped products, as in a run,
+    prompts ── NativeEngine.generate ─> seconds of their rows     and by the module's own loop
 
     prompts ── NativeEngine ─> rows, with and without routes ── Scorer ─> |trainer - sampler| of their tokens
 
-The three take turns; medians. Active: of 16 experts a token is worked on by two, each half as wide as the
-dense layer. Generating, few rows read nearly all experts' weights, which no grouping saves.
+The three take turns; figures are medians. A token uses two of 16 experts, each half as wide as the dense
+layer. In
+generation, few rows already read nearly all experts' weights, and grouping cannot avoid that.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ ROWS = [(64, 64), (16, 128), (8, 512)]
 
 
 def module(experts: str) -> Any:
-    """A decoder of random weights; how its experts are computed, if it has any."""
+    """Return a decoder with random weights; ``experts`` names the implementation of its experts, if any."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**SIZES, **MIXED, norm_topk_prob=True) if experts else Qwen3Config(**SIZES)
     found = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
@@ -75,7 +76,7 @@ def module(experts: str) -> Any:
 
 
 def rows(count: int, tokens: int) -> Batch:
-    """Random rows, all tokens but the first to be learned."""
+    """Return random rows; all tokens but the first are loss tokens."""
     draw = torch.Generator().manual_seed(1)
     drawn = torch.randint(0, 512, (count, tokens), generator=draw).tolist()
     mask = [[False] + [True] * (tokens - 1)] * count
@@ -86,14 +87,14 @@ def rows(count: int, tokens: int) -> Batch:
 
 
 def prompts(count: int) -> Batch:
-    """Random prompts of 16 tokens."""
+    """Return random prompts of 16 tokens."""
     whole = rows(count, 16)
     columns = Ragged.from_text(["{}"] * count)
     return Batch(ids=whole.ids, fields={"tokens": whole.ragged("tokens"), "columns": columns})
 
 
 def in_turn(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median seconds of each, after one round that does not count."""
+    """Return the median seconds of each, after one warm-up round."""
     spent: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds + 1):
         for name, run in runs.items():
@@ -104,7 +105,7 @@ def in_turn(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, flo
 
 
 def lines(rounds: int) -> list[str]:
-    """The table."""
+    """Return the rows of the table."""
     found = []
     for count, tokens in ROWS:
         steps: dict[str, Callable[[], object]] = {}
@@ -129,14 +130,14 @@ def lines(rounds: int) -> list[str]:
 
 
 def replayed() -> list[str]:
-    """What recording routes and taking them again costs, and how near trainer and sampler then are."""
+    """Return the cost of recording and replaying routes, and the gap between trainer and sampler."""
     table = []
     for dtype in (torch.float32, torch.bfloat16):
         made = module("grouped_mm").to(dtype)
         with torch.no_grad():
             for name, weight in made.named_parameters():
                 if weight.dim() > 1 and "embed" not in name:
-                    weight.mul_(3.0)  # fresh weights say nearly the same of every token
+                    weight.mul_(3.0)  # fresh weights give every token nearly the same probability
         seconds, rollouts = dict[bool, float](), dict[bool, Batch]()
         for records in (False, True):
             config = RolloutConfig(max_tokens=64, max_rows=64, replay_routing=records or None)
@@ -163,7 +164,7 @@ def replayed() -> list[str]:
 
 
 def _stepped(ranks: Ranks, ep: int, rounds: int) -> tuple[float, int, int]:
-    """What a rank runs: median seconds of a step, bytes of its weights, bytes it sends for experts."""
+    """Run a rank; return median seconds of a step, bytes of its weights, bytes that it sends for experts."""
     torch.set_num_threads(1)
     register()
     made = module("grouped_mm")
@@ -177,7 +178,7 @@ def _stepped(ranks: Ranks, ep: int, rounds: int) -> tuple[float, int, int]:
 
 
 def shared_out(rounds: int) -> list[str]:
-    """Two ranks with other rows: all experts on each, and half of them."""
+    """Return the rows for two ranks with different rows: all experts on each, or half of them."""
     table = []
     for ep in (1, 2):
         found = together(2, _stepped, ep, rounds)
@@ -188,7 +189,7 @@ def shared_out(rounds: int) -> list[str]:
 
 
 def main() -> None:
-    """Time both; print or write the page."""
+    """Measure all tables; print or write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

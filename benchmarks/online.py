@@ -1,18 +1,22 @@
-"""Online iterations in miniature: which pairs, and whose, over seeds, at equal numbers of pairs and beta.
+"""Online DPO in miniature: which pairs to train on, and which policy samples them, over seeds.
 
-    sft                  a short warm start, from which all others begin
-    offline dpo          all pairs sampled by it, learnt from in one go
-    iterative dpo        as many pairs, a third of them in each of three iterations, by the policy so far
-    selectors            iterative, other rows of a group taken as its pair
-    best of n            one round of it; how far the policy is then from where it began, beside the bound
+All runs use the same number of pairs and the same beta.
+
+    sft                  a short warm start, the base of all other runs
+    offline dpo          all pairs are sampled by it, and trained on in one iteration
+    iterative dpo        as many pairs, a third in each of three iterations, sampled by the current policy
+    selectors            iterative, with other rows of a group as its pair
+    best of n            one round; its divergence from the base, next to the theoretical bound
 
     python benchmarks/online.py                                                  # a quarter of an hour
     python benchmarks/online.py --seeds 0
     python benchmarks/online.py --keep /tmp/online.jsonl --write benchmarks/results/online.md
 
-The gold reward is the share of an answer's characters that are right, in their places: the mean over all
-answers that the policy gives, at temperature 1, to every prompt of the iteration that comes next. So every
-run makes one more iteration than it is judged by. A run that is done is a line of the kept file.
+The gold reward is the share of an answer's characters that are right in their places. Its value is the mean
+over
+all answers of the policy, at temperature 1, to every prompt of the next iteration. Every run therefore makes
+one
+more iteration than the table judges. Each finished run adds a line to the kept file.
 """
 
 from __future__ import annotations
@@ -51,7 +55,7 @@ RECIPE: dict[str, Any] = {
     "rollout": {"max_rows": 512, "max_tokens": 5},
     "evaluate": {"problems": 0},
 }  # fmt: skip
-"""What every run has."""
+"""Settings of every run."""
 GOLD = '''"""The share of the right digits in their places."""
 
 
@@ -69,7 +73,8 @@ BEST_OF = (2, 4, 8)
 
 
 def dpo(iterations: int, **settings: Any) -> dict[str, Any]:
-    """Settings of a run on so many iterations' pairs, of ``ITERATIONS * PROMPTS`` prompts in all."""
+    """Return the settings of a run over this many iterations, with ``ITERATIONS * PROMPTS`` prompts in all.
+    """
     share = ITERATIONS // iterations
     return {
         "name": "online_dpo",
@@ -84,7 +89,7 @@ def dpo(iterations: int, **settings: Any) -> dict[str, Any]:
 
 
 def best_of(n: int) -> dict[str, Any]:
-    """One round, and a second one without an effect on it, whose rows say what became of the first."""
+    """Return the settings of one round and a second one, whose rows measure the effect of the first."""
     return {
         "name": "best_of_n",
         "steps": 2,
@@ -103,11 +108,11 @@ RUNS: dict[str, dict[str, Any]] = {
     **{f"iterative dpo, {name}": dpo(ITERATIONS, selector=name) for name in SELECTORS[1:]},
     **{f"best of {n}": best_of(n) for n in BEST_OF},
 }
-"""By name, what a run's algorithm is."""
+"""Algorithm settings of each run, by its name."""
 
 
 def main() -> None:
-    """Make the runs and print the tables."""
+    """Run everything and print the tables."""
     arguments = _arguments()
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for seed in arguments.seeds:
@@ -124,7 +129,7 @@ def main() -> None:
 
 
 def course(base: Path, name: str, seed: int, keep: str | None) -> dict[str, Any]:
-    """One run from a seed: from the kept file where it stands there, else made."""
+    """Return the result of one run and seed: from the kept file if it is there, else by a run."""
     file = Path(keep) if keep else None
     kept = file.read_text().splitlines() if file is not None and file.is_file() else []
     for line in map(json.loads, kept):
@@ -151,7 +156,7 @@ def course(base: Path, name: str, seed: int, keep: str | None) -> dict[str, Any]
 def run(
     base: Path, folder: Path, seed: int, algorithm: dict[str, Any], *, model: str = "", lr: float = 0.0
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """The metrics of a run's steps, and the gold reward before the first one and after each."""
+    """Return the metrics of a run's steps, and the gold reward before the first step and after each one."""
     policy = {
         **RECIPE["policy"],
         **({"model": {"path": model}} if model else {}),
@@ -166,7 +171,7 @@ def run(
 
 
 def page(found: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> str:
-    """The tables, and how each claim came out."""
+    """Return the page: tables, and the result of each claim."""
     last = {name: [found[name, seed]["gold"][-1] for seed in seeds] for name in RUNS}
     first = [found["iterative dpo", seed]["gold"][0] for seed in seeds]
     lines = [
@@ -217,7 +222,7 @@ def page(found: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> str:
 
 
 def verdicts(found: dict[tuple[str, int], dict[str, Any]], seeds: list[int]) -> list[str]:
-    """The orderings that were expected, each as it came out: difference by seed, and of how many seeds."""
+    """Return the expected orderings with their measured difference and the number of seeds that agree."""
     last = {name: [found[name, seed]["gold"][-1] for seed in seeds] for name in RUNS}
     last["sft"] = [found["iterative dpo", seed]["gold"][0] for seed in seeds]
     expected = [

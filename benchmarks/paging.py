@@ -1,11 +1,12 @@
-"""Bands of memory: equal lengths, one long row among short ones, a budget that is too small.
+"""Memory bands of the KV cache: equal lengths, one long row among short ones, and a too small budget.
 
     python benchmarks/paging.py
     python benchmarks/paging.py --write benchmarks/results/paging.md
 
-Bands are switched off by asking that rows leave more positions free than there are: then all rows have
-one rectangle, as long as the longest. The engines take turns; a figure is the median of the ratios by round.
-A row needs what its tokens take; memory that is made anew counts twice while it is, in the peak.
+The comparison switches bands off by requiring more free positions than exist. Then all rows share one
+rectangle
+that is as long as the longest row. The engines take turns; a figure is the median of the ratios by round.
+The need is the bytes of all tokens. During a reallocation, the peak counts both the old and the new memory.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ SLOW = ["--rounds 1"]  # its rows have a thousand tokens
 
 CONTEXT = 8192
 POSITION_BYTES = 4 * 2 * 2 * 64 * 4
-"""Of the model: 4 layers of 2 heads, keys and values of 64 numbers of 4 bytes."""
+"""Bytes of a position: 4 layers of 2 heads, keys and values of 64 numbers of 4 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Rows by the lengths of their prompts and of their answers."""
+    """Rows with the lengths of their prompts and answers."""
 
     prompts: Rows[int]
-    """Tokens."""
+    """Tokens of each prompt."""
     answers: Rows[int]
-    """New tokens."""
+    """New tokens of each row."""
 
     @property
     def needed_bytes(self) -> int:
-        """Of all rows at once, when each is whole."""
+        """Bytes of all rows at once, when each is complete."""
         return POSITION_BYTES * (sum(self.prompts) + sum(self.answers))
 
     def add_to(self, engine: NativeEngine) -> None:
-        """Let all rows run; random tokens."""
+        """Add all rows with random tokens."""
         random = torch.Generator().manual_seed(len(self.prompts))
         for index, (size, new) in enumerate(zip(self.prompts, self.answers, strict=True)):
             tokens = torch.randint(0, 256, (size,), generator=random).tolist()
@@ -67,16 +68,16 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What a run of a load took."""
+    """Cost and result of running a load."""
 
     seconds: float
-    """Of the processor: on a busy machine the clock says little."""
+    """CPU seconds, because wall-clock time is unreliable on a busy machine."""
     peak_bytes: int
-    """The most that keys and values took."""
+    """Peak bytes of keys and values."""
     taken_back: int
-    """Rows that waited again."""
+    """Number of preempted rows."""
     rollouts: dict[RowId, Rollout]
-    """What was said."""
+    """Sampled rows."""
 
 
 def main() -> None:
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def equal(arguments: argparse.Namespace) -> list[str]:
-    """Rows of equal lengths, and of lengths that differ, by bands and by one rectangle."""
+    """Compare bands with one rectangle for rows of equal and of different lengths."""
     module, lines = _module(), []
     loads = {
         "64 rows of 32 + 64": Load(prompts=[32] * 64, answers=[64] * 64),
@@ -126,7 +127,8 @@ def equal(arguments: argparse.Namespace) -> list[str]:
 
 
 def long_row(arguments: argparse.Namespace) -> list[str]:
-    """One row of 8,192 tokens among 255 of 256: what scheduler and cache do for it, without a module."""
+    """Count the memory of one row of 8,192 tokens among 255 of 256, by scheduler and cache without a module.
+    """
     del arguments
     short, lines = [(32, 224)] * 255, []
     cases = {
@@ -151,7 +153,7 @@ def long_row(arguments: argparse.Namespace) -> list[str]:
 
 
 def counted(rows: Rows[tuple[int, int]]) -> int:
-    """The most bytes that rows take, by the tokens of their prompts and answers."""
+    """Return the peak bytes of rows, given the tokens of their prompts and answers."""
     scheduler, shape = Scheduler(256), LayerShape(heads=1, key_size=1, value_size=1)
     cache = Cache(dict.fromkeys(range(4), shape), torch.device("cpu"), torch.float32)
     for index, (prompt, _) in enumerate(rows):
@@ -169,11 +171,11 @@ def counted(rows: Rows[tuple[int, int]]) -> int:
 
 
 def preempted(arguments: argparse.Namespace) -> list[str]:
-    """A budget of a part of what the rows need: rows wait, and are read again."""
+    """Run with a budget below the need: rows wait, and their prefixes are recomputed."""
     del arguments
     module, lines = _module(), []
     load = Load(prompts=[32] * 64, answers=[224] * 64)
-    for deterministic, shares in ((False, (0.5, 0.25)), (True, (0.5, 0.4))):  # idle rows are fed there too
+    for deterministic, shares in ((False, (0.5, 0.25)), (True, (0.5, 0.4))):  # deterministic mode also computes idle rows
         whole = ran(NativeEngine(module, **_made(64, deterministic=deterministic)), load)
         for share in shares:
             budget = share * load.needed_bytes / 2**30
@@ -196,7 +198,7 @@ def preempted(arguments: argparse.Namespace) -> list[str]:
 
 
 def ran(engine: NativeEngine, load: Load) -> Ran:
-    """One run."""
+    """Run a load once and count preempted rows."""
     (worker,) = engine._workers
     requeue, taken_back = worker._scheduler.requeue, [0]
 
@@ -227,7 +229,7 @@ def _made(rows: int, **more: float) -> dict[str, object]:
 
 @contextmanager
 def _one_band(is_on: bool = True) -> Iterator[None]:
-    """No further band is worth it meanwhile."""
+    """Allow a single band only, by making no further band worthwhile."""
     before = cache_layout.WORTH
     cache_layout.WORTH = sys.maxsize if is_on else before
     try:

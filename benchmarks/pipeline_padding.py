@@ -1,12 +1,12 @@
-"""What pipeline stages compute for nothing: tokens that fill micro-batches up, and stages that wait.
+"""Wasted work of pipeline stages: padding tokens of micro-batches, and idle stages.
 
-    micro-batch 0  ######....      every micro-batch is filled up to the longest one's packed tokens;
-                1  #########.      a shared prompt stands once, so equal budgets pack to unequal lengths
+    micro-batch 0  ######....      every micro-batch is padded to the packed tokens of the longest one;
+                1  #########.      a shared prompt is packed once, so equal budgets give unequal lengths
                 2  ##########
 
     python benchmarks/pipeline_padding.py        # a few seconds
 
-No model runs: rows are drawn, cut and packed as a learner does it.
+No model runs: rows are random, and are split and packed as in a trainer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALLEST = ["--prompts 4 --samples 2 --prompt 16 --answer 16"]
 
 
 def drawn(prompts: int, samples: int, prompt: int, answer: int, seed: int = 0) -> Batch:
-    """Rows whose answers have lengths of an exponential distribution, cut at four times their mean."""
+    """Return rows whose answer lengths are exponential, clamped at four times their mean."""
     generator = torch.Generator().manual_seed(seed)
     texts, masks, ids = [], [], []
     for place in range(prompts):

@@ -1,16 +1,18 @@
 """PPO under every placement: all 15 set partitions of its four roles over pools, on both backends.
 
     one pool, inline, n ranks ─┬─ the same n: rollouts and every metric of every step, bit for bit
-                               └─ one rank: the same tokens and versions; losses within 1e-5 of their size
+                               └─ one rank: the same tokens and versions; losses within 1e-5 (relative)
 
     python benchmarks/placements.py                       # 90 runs: Ray's start 259 processes, half an hour
     python benchmarks/placements.py --backend inline --ranks 1 2
-    python benchmarks/placements.py --write benchmarks/results/placements.md     # rows not measured now stay
+    python benchmarks/placements.py --write benchmarks/results/placements.md     # keeps rows not measured now
 
-Inline and on Ray, 1, 2 and 4 ranks a pool. Deterministic mode, float32, two updates of policy and critic in
-each of two steps, numbers of rows that the ranks do not divide. Steps are few because Adam divides a gradient
-by its own size, so that rounding between different numbers of ranks grows from step to step; between equal
-numbers of ranks there is none.
+Inline and on Ray, with 1, 2 and 4 ranks per pool. Deterministic mode, float32, two updates of policy and
+critic in
+each of two steps, and numbers of rows that the ranks do not divide. There are few steps for this reason: Adam
+divides a gradient by its own size, so rounding differences between numbers of ranks grow from step to step.
+Runs
+with equal numbers of ranks have no such differences.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ SLOW = ["--backend inline --ranks 1"]  # trains PPO under 15 placements
 
 ROLES = ("policy", "critic", "reference", "reward")
 LIMIT = 1e-5
-"""How far a loss may be from that of one rank, as a share of it."""
+"""Largest relative difference of a loss from that of one rank."""
 CLOCKED = ("run/step_seconds/mean",)
-"""Metrics that say how long something took."""
+"""Metrics of time."""
 RECIPE = """
 [run]
 seed = 3
@@ -80,37 +82,37 @@ def small(prompts, completions, **columns):
 """
 
 Partition = tuple[tuple[str, ...], ...]
-"""Roles by pool."""
+"""Roles of each pool."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What a run computed."""
+    """Results of a run."""
 
     rollouts: list[dict[str, Any]]
-    """Every sampled row as the run directory has it: tokens, log probabilities, versions, advantages."""
+    """Every sampled row in the run directory: tokens, log probabilities, versions, advantages."""
     metrics: list[dict[str, Any]]
-    """Every step's metrics, those of the clock aside."""
+    """Metrics of every step, without times."""
 
     @property
     def tokens(self) -> list[Any]:
-        """What was sampled, and by which versions."""
+        """Ids, tokens, versions, finish and reward of every sampled row."""
         names = ("epoch", "prompt_id", "sample", "tokens", "versions", "finish", "reward")
         return [[row[name] for name in names] for row in self.rollouts]
 
     @property
     def losses(self) -> list[float]:
-        """The policy's and the critic's, step by step."""
+        """Loss of the policy and of the critic, step by step."""
         return [step[f"{role}/loss/mean"]["mean"] for step in self.metrics for role in ("policy", "critic")]
 
     def far_from(self, other: Ran) -> float:
-        """The largest difference of two losses as a share of the other's."""
+        """Return the largest relative difference of two losses."""
         pairs = zip(self.losses, other.losses, strict=True)
         return max(abs(one - two) / abs(two) for one, two in pairs)
 
 
 def partitions(items: Sequence[str]) -> Iterator[Partition]:
-    """Every way of cutting ``items`` into sets."""
+    """Yield every partition of ``items`` into sets."""
     if not items:
         yield ()
         return
@@ -122,7 +124,7 @@ def partitions(items: Sequence[str]) -> Iterator[Partition]:
 
 
 def settings(partition: Partition, ranks: int, backend: str) -> list[str]:
-    """What a recipe is told of a placement."""
+    """Return the recipe's settings for a placement."""
     found = [f'placement.backend="{backend}"']
     for index, held in enumerate(partition):
         found.append(f"placement.pools.pool{index}={ranks}")
@@ -131,7 +133,7 @@ def settings(partition: Partition, ranks: int, backend: str) -> list[str]:
 
 
 def ran(folder: Path, placement: Sequence[str]) -> Ran:
-    """Run the recipe in a new folder, with these settings of its placement."""
+    """Run the recipe in a new folder with a placement's settings."""
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(RECIPE)
     (folder / "reward.py").write_text(REWARD)
@@ -153,7 +155,7 @@ def ran(folder: Path, placement: Sequence[str]) -> Ran:
 
 
 def together(ranks: int, folder: Path) -> Ran:
-    """All roles in one pool, in this process: what the others are compared with."""
+    """Run with all roles in one pool, inline; the baseline of the comparison."""
     return ran(folder, settings((ROLES,), ranks, "inline"))
 
 
@@ -172,7 +174,7 @@ def main() -> None:
 
 
 def compared(backends: Sequence[str], counts: Sequence[int], folder: Path) -> Iterator[str]:
-    """A row of the table for every backend and number of ranks."""
+    """Yield a row of the table for every backend and number of ranks."""
     alone = together(1, folder / "alone")
     expected = {ranks: together(ranks, folder / f"together-{ranks}") for ranks in counts}
     for backend in backends:
@@ -194,7 +196,7 @@ def compared(backends: Sequence[str], counts: Sequence[int], folder: Path) -> It
 
 
 def earlier(page: Path, rows: Sequence[str]) -> list[str]:
-    """The rows of a page that measure what none of ``rows`` does."""
+    """Return the rows of a page that ``rows`` do not measure again."""
     measured = {tuple(row.split("|")[1:3]) for row in rows}
     lines = page.read_text().splitlines() if page.exists() else []
     there = [line for line in lines if line.startswith(("| inline |", "| ray |"))]
@@ -202,7 +204,7 @@ def earlier(page: Path, rows: Sequence[str]) -> list[str]:
 
 
 def each(folder: Path, partition: Partition, ranks: int, backend: str) -> Ran:
-    """One run, announced."""
+    """Print a placement and run it."""
     shown = " | ".join("+".join(held) for held in partition)
     print(f"{backend}, {ranks} ranks a pool: {shown}", file=sys.stderr, flush=True)
     return ran(folder, settings(partition, ranks, backend))
@@ -210,7 +212,7 @@ def each(folder: Path, partition: Partition, ranks: int, backend: str) -> Ran:
 
 @contextmanager
 def cluster(backend: str, ranks: int) -> Iterator[None]:
-    """One Ray cluster for all runs; nothing inline."""
+    """Start one Ray cluster for all runs; do nothing inline."""
     if backend == "inline":
         yield
         return
@@ -225,7 +227,7 @@ def cluster(backend: str, ranks: int) -> Iterator[None]:
 
 
 def report(rows: Sequence[str]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     versions = ", ".join(
         [f"{os.cpu_count()} cores", f"Python {platform.python_version()}"]
         + [f"{name} {version(name)}" for name in ("torch", "ray")]

@@ -29,38 +29,38 @@ TEMPERATURE, MAX_TOKENS, EPSILON = 0.7, 6, 1e-6
 
 @dataclass(kw_only=True)
 class Row:
-    """A row as the plain loop sees it; lists are of its loss tokens."""
+    """A row of the plain loop; lists have one entry per loss token."""
 
     tokens: list[int]
-    """All of them."""
+    """All tokens of the row."""
     places: list[int]
-    """Where the loss tokens stand."""
+    """Positions of the loss tokens."""
     sampler: list[float]
-    """Log probabilities when they were sampled."""
+    """Log probabilities at sampling time."""
     group: int
-    """The prompt."""
+    """Prompt id, which names the sample group."""
     reward: float | None = None
-    """None: abstained."""
+    """Reward; None if the row abstained."""
     cost: float = 0.0
-    """What the cost function said."""
+    """Value of the cost function."""
     finish: str = "stop"
-    """Why it ended."""
+    """Reason for the end of the row."""
     text: str = ""
-    """The answer."""
+    """Text of the answer."""
     advantages: list[float] = field(default_factory=list)
-    """Of each loss token."""
+    """Advantage of each loss token."""
     old: list[float] | None = None
-    """Log probabilities of the old policy; None: the policy's own."""
+    """Log probabilities of the old policy; None if it is the current policy."""
     reference: list[float] = field(default_factory=list)
     """Log probabilities of the reference."""
 
 
 Weights = dict[str, Tensor]
-"""By name."""
+"""Tensors by weight name."""
 
 
 def divergence(log_ratio: Any, estimator: str) -> Any:
-    """k1, k2 or k3 of one token, a number or a tensor."""
+    """Return k1, k2 or k3 of one token, as a number or a tensor."""
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
@@ -70,13 +70,13 @@ def divergence(log_ratio: Any, estimator: str) -> Any:
 
 
 def logits_of(model: Any, row: Row) -> Tensor:
-    """[N, V] what predicts each loss token, at the temperature of sampling."""
+    """[N, V] Return the log probabilities that predict each loss token, at the sampling temperature."""
     found = model(torch.tensor([row.tokens]), use_cache=False).logits[0].double() / TEMPERATURE
     return torch.log_softmax(found[[place - 1 for place in row.places]], -1)
 
 
 def logprobs_of(model: Any, row: Row) -> list[float]:
-    """The log probability of each loss token."""
+    """Return the log probability of each loss token."""
     if not row.places:
         return []
     with torch.no_grad():
@@ -84,12 +84,12 @@ def logprobs_of(model: Any, row: Row) -> list[float]:
 
 
 def chosen(table: Tensor, row: Row) -> Tensor:
-    """[N] the entries of the tokens that stand there."""
+    """[N] Return the entries of the loss tokens."""
     return table[torch.arange(len(row.places)), [row.tokens[place] for place in row.places]]
 
 
 def gradient(model: Any, rows: Sequence[Row], loss: PolicyLossConfig) -> Weights:
-    """Of the policy loss over the rows, added up row by row."""
+    """Return the gradient of the policy loss over the rows, accumulated row by row."""
     model.zero_grad()
     total = denominator(rows, loss)
     for row in rows:
@@ -99,7 +99,7 @@ def gradient(model: Any, rows: Sequence[Row], loss: PolicyLossConfig) -> Weights
 
 
 def gradients_of(model: Any) -> Weights:
-    """What backward passes left."""
+    """Return the gradients after the backward passes."""
     return {
         name: torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
         for name, weight in model.named_parameters()
@@ -107,7 +107,7 @@ def gradients_of(model: Any) -> Weights:
 
 
 def denominator(rows: Sequence[Row], loss: PolicyLossConfig) -> float:
-    """What the sum of all rows is divided by."""
+    """Return the divisor of the sum over all rows."""
     if loss.aggregation == "token_mean":
         return sum(len(row.places) for row in rows)
     counted = sum(bool(row.places) for row in rows)
@@ -117,7 +117,7 @@ def denominator(rows: Sequence[Row], loss: PolicyLossConfig) -> float:
 def correction(
     loss: PolicyLossConfig, old: Sequence[float], sampler: Sequence[float], place: int, advantage: float
 ) -> float:
-    """What a token's loss is weighed by; m2po, which judges a whole minibatch, has no place in a row."""
+    """Return the weight of a token's loss; m2po is absent, because it needs a whole minibatch."""
     ratio, row = math.exp(old[place] - sampler[place]), math.exp(sum(old) - sum(sampler))
     match loss.correction:
         case "none":
@@ -134,7 +134,7 @@ def correction(
 
 
 def row_loss(model: Any, row: Row, loss: PolicyLossConfig) -> Tensor:
-    """The sum of a row's token losses; their mean where every row counts alike."""
+    """Return the sum of a row's token losses, or their mean for "sequence_mean"."""
     table = logits_of(model, row)
     now, entropies = chosen(table, row), -(table.exp() * table).sum(-1)
     old = now.detach() if row.old is None else torch.tensor(row.old, dtype=torch.float64)
@@ -159,7 +159,7 @@ def row_loss(model: Any, row: Row, loss: PolicyLossConfig) -> Tensor:
 
 
 def spent(row: Row, loss: PolicyLossConfig) -> list[float]:
-    """What each token's divergence costs, where it is paid in the reward."""
+    """Return the divergence penalty of each token if it is part of the reward, else zeros."""
     if not loss.kl or loss.kl_in != "reward":
         return [0.0] * len(row.places)
     ratios = [mu - ref for mu, ref in zip(row.sampler, row.reference, strict=True)]
@@ -167,12 +167,12 @@ def spent(row: Row, loss: PolicyLossConfig) -> list[float]:
 
 
 def spread(row: Row, advantage: float) -> None:
-    """One advantage for all tokens of a row."""
+    """Set one advantage for all tokens of a row."""
     row.advantages = [advantage] * len(row.places)
 
 
 def group_advantages(rows: Sequence[Row], config: Any) -> list[Row]:
-    """GRPO, Dr.GRPO, DAPO, RLOO: a row against its group; the rows that are trained on."""
+    """Set the advantages of GRPO, Dr.GRPO, DAPO or RLOO within each group; return the rows that train."""
     kept = []
     for name in dict.fromkeys(row.group for row in rows):
         group = [row for row in rows if row.group == name]
@@ -195,7 +195,8 @@ def group_advantages(rows: Sequence[Row], config: Any) -> list[Row]:
 
 
 def shaped(row: Row, config: Any, is_charged: bool = True) -> float:
-    """A row's reward less what a missing end and its length cost, and its divergence if that is charged."""
+    """Return a row's reward minus its penalties for a missing end and length, and optionally its divergence.
+    """
     reward = ended(row, config) - (sum(spent(row, config.loss)) if is_charged else 0.0)
     if config.name == "dapo" and config.overlong_buffer:
         over = (MAX_TOKENS - config.overlong_buffer - len(row.places)) / config.overlong_buffer
@@ -204,17 +205,17 @@ def shaped(row: Row, config: Any, is_charged: bool = True) -> float:
 
 
 def ended(row: Row, config: Any) -> float:
-    """A row's reward less what a missing end costs."""
+    """Return a row's reward minus the penalty for a missing end."""
     return (row.reward or 0.0) - (config.missing_end_penalty if row.finish == "length" else 0.0)
 
 
 def at_the_last(score: float, others: Sequence[float]) -> list[float]:
-    """What each token earns, and a score besides at the last."""
+    """Return each token's reward, with the score added to the last token."""
     return [*others[:-1], others[-1] + score] if others else []
 
 
 def estimates(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """Generalised advantages of one row, from its last token to its first."""
+    """Return the generalised advantage estimates of one row, computed from its last token backwards."""
     found, following, expected = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         following = reward + gamma * expected - value + gamma * lam * following
@@ -224,7 +225,7 @@ def estimates(rewards: list[float], values: list[float], gamma: float, lam: floa
 
 
 def whiten(rows: Sequence[Row]) -> None:
-    """Advantages of scored rows with mean 0 and deviation 1 over all their tokens."""
+    """Scale the advantages of scored rows to mean 0 and deviation 1 over all their tokens."""
     every = [each for row in rows if row.reward is not None for each in row.advantages]
     for row in rows:
         if row.reward is not None:
@@ -233,15 +234,15 @@ def whiten(rows: Sequence[Row]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What a run of two steps left on the disk."""
+    """Files of a run of two steps."""
 
     run: Path
-    """Its directory."""
+    """The run directory."""
     start: Path
-    """The model that it began with."""
+    """The initial model of the run."""
 
     def checkpoint(self, step: int) -> Path:
-        """The one after a step."""
+        """Return the path of the checkpoint after a step."""
         return self.run / "checkpoints" / f"step-{step:06d}"
 
     def rows(self) -> list[Row]:
@@ -250,19 +251,19 @@ class Files:
         return [row_of(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
     def model(self, path: Path) -> Any:
-        """A language model in float64, eager."""
+        """Load a language model in float64 with eager attention."""
         kind = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
         return kind.double().eval()
 
     def critic(self, name: str) -> Any:
-        """A critic as it was before the second step."""
+        """Load a critic from before the second step."""
         model = AutoModelForSequenceClassification.from_pretrained(
             self.checkpoint(1) / name, attn_implementation="eager", dtype=torch.float32
         )
         return model.double().eval()
 
     def moments(self, role: str) -> Weights:
-        """AdamW's first moment after the second step: with beta1 = 0 the gradient."""
+        """Return AdamW's first moment after the second step, which is the gradient if beta1 = 0."""
         tensors = load_file(self.checkpoint(2) / f"{role}.optimizer" / "rank-00000.safetensors")
         marks = ("exp_avg/", ":0")
         return {
@@ -272,7 +273,7 @@ class Files:
         }
 
     def price(self) -> float:
-        """Safe RLHF's multiplier in the second step."""
+        """Return Safe RLHF's multiplier in the second step."""
         state = json.loads((self.checkpoint(1) / "state.json").read_text())
         return math.exp(state["numbers"]["log_multiplier"])
 
@@ -293,11 +294,11 @@ def row_of(line: dict[str, Any]) -> Row:
 
 
 Trained = dict[str, Weights]
-"""The gradients of every role that learns."""
+"""Gradients of every role that trains."""
 
 
 def plain_step(files: Files, config: Any) -> Trained:
-    """The gradients of a run's second step, from its files."""
+    """Return the gradients of a run's second step, computed from its files."""
     rows, policy = files.rows(), files.model(files.checkpoint(1) / "policy")
     if config.loss.kl:
         reference = files.model(files.start)
@@ -319,12 +320,12 @@ def plain_step(files: Files, config: Any) -> Trained:
 
 
 def learnt_from(rows: Sequence[Row], config: Any) -> list[Row]:
-    """The rows that losses are taken over."""
+    """Return the rows that losses include."""
     return [row for row in rows if config.truncated != "mask" or row.finish != "length"]
 
 
 def unscored_at_rest(rows: Sequence[Row]) -> Sequence[Row]:
-    """Rows that abstained have no advantage, whatever was computed on the way."""
+    """Set the advantages of abstained rows to 0."""
     for row in rows:
         if row.reward is None:
             spread(row, 0.0)
@@ -332,7 +333,7 @@ def unscored_at_rest(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def over_greedy(files: Files, policy: Any, rows: Sequence[Row], config: Any) -> None:
-    """ReMax: a row against the answer of likeliest tokens, which is decoded here."""
+    """Set ReMax's advantages: reward minus that of the greedy answer, which is decoded here."""
     tokenizer = AutoTokenizer.from_pretrained(files.start)
     for row in rows:
         prompt = row.tokens[: row.places[0]]
@@ -350,7 +351,7 @@ def over_greedy(files: Files, policy: Any, rows: Sequence[Row], config: Any) -> 
 
 
 def with_critics(files: Files, config: Any, rows: Sequence[Row], policy: Any) -> Trained:
-    """PPO and Safe RLHF: one critic or two, and the policy by what they did not expect."""
+    """Return the gradients of PPO or Safe RLHF: one critic or two, and the policy."""
     names = ("critic", "cost_critic") if config.name == "safe_rlhf" else ("critic",)
     learnt = learnt_from(rows, config)
     tokens = sum(len(row.places) for row in learnt)
@@ -386,7 +387,7 @@ def with_critics(files: Files, config: Any, rows: Sequence[Row], policy: Any) ->
 
 
 def earnings(row: Row, config: Any, critic: str) -> list[float]:
-    """What a row's tokens earn; with costs the divergence is paid half by the reward, half by the cost."""
+    """Return the rewards of a row's tokens; with costs, reward and cost each carry half of the divergence."""
     share = 0.5 if config.name == "safe_rlhf" else 1.0
     prices = [share * each for each in spent(row, config.loss)]
     if critic == "cost_critic":

@@ -1,13 +1,15 @@
-"""Factors of one processor core: what training, scoring and generating take at many sizes, and a fit to all.
+"""Cost factors of one CPU core: seconds of training, scoring and generation at many sizes, and a fit to all.
 
     models x rows ─ Trainer.update, Trainer.logprobs, NativeEngine.generate ─> seconds ─┐
-    the same as problems ─ cost model, factors as guess ────────────────────────────────┴─ calibrate
+    the same as problems ─ cost model, initial factors ─────────────────────────────────┴─ calibrate
 
     python benchmarks/processor.py                              # some minutes, one thread
 
-One run of a recipe has too few sizes to tell products from what surrounds them; its fit starts from the
-factors found here (``rillflow`` of ``plugins/planner/rillflow_planner/stacks.toml``). Sizes take turns,
-so that a machine whose speed drifts is as fast for one as for the other; seconds are medians of the rounds.
+One run of a recipe has too few sizes to separate matrix products from overheads. Its fit starts from the
+factors
+found here (``rillflow`` of ``plugins/planner/rillflow_planner/stacks.toml``). Sizes take turns, so that a
+drift of
+the machine's speed affects all of them; seconds are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ FITTED = (
     "decode_row_s",
     "row_s",
 )
-"""All that one core has; links and calls take several."""
+"""All factors of one core; links and calls need several cores."""
 STAGES = ("generate", "logprobs", "update")
 DIGITS = "0123456789+-="
 PROMPT = 6
@@ -69,18 +71,18 @@ PROMPT = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A model and the rows it is given."""
+    """A model and its rows."""
 
     hidden: int
-    """Its width."""
+    """Hidden size of the model."""
     layers: int
-    """Its depth."""
+    """Layers of the model."""
     prompts: int
-    """Different prompts."""
+    """Number of different prompts."""
     samples: int
-    """Rows of each."""
+    """Rows of each prompt."""
     answer: int
-    """Tokens of each answer; of half of the rows half as many."""
+    """Tokens of each answer; half of the rows have half as many."""
 
     def __str__(self) -> str:
         return (
@@ -134,7 +136,9 @@ class Case:
                 self._trainer.update(self._rows, SupervisedLoss())
 
     def observations(self, seconds: dict[str, float]) -> Iterator[Observation]:
-        """What was measured: generation of answers as long as they can be, the rest of the rows."""
+        """Yield the measured stages: generation with full answer lengths, and the others with the actual
+        rows.
+        """
         lengths = (self._rows.ragged("tokens").lengths - PROMPT).tolist()
         read = self._rows.ragged("tokens").lengths - 1
         cut = Ragged.from_rows([row[:-1] for row in self._rows.ragged("tokens").rows()])
@@ -198,7 +202,7 @@ def main() -> int:
 
 
 def measured(cases: list[Case], rounds: int) -> dict[Size, dict[str, float]]:
-    """Seconds of every stage of every case, by turns."""
+    """Return seconds of every stage of every case, measured in turn."""
     found: dict[Size, dict[str, list[float]]] = {case.size: {stage: [] for stage in STAGES} for case in cases}
     for number in range(rounds + WARM_UP):
         for case in cases:
@@ -212,11 +216,11 @@ def measured(cases: list[Case], rounds: int) -> dict[Size, dict[str, float]]:
 
 
 WARM_UP = 5
-"""Rounds not looked at: in the fifth at the latest the sampler has recorded its passes."""
+"""Warm-up rounds; the sampler records its passes by the fifth at the latest."""
 
 
 def page(fitted: Calibration) -> str:
-    """The tables."""
+    """Return the page with its tables."""
     values = ((name, getattr(fitted.factors, name)) for name in FITTED)
     lines = [
         "# Factors of one processor core",

@@ -1,14 +1,18 @@
-"""Seconds of a publish to a sampler on ranks of its own, beside the same weights by way of the disk.
+"""Seconds of a publish to a sampler on its own ranks, compared with a transfer of the same weights by disk.
 
     trainer's rank ── digests, packed buckets as references ──> sampler's rank ── digests compared ──> served
     weights ── safetensors on the disk, SHA-256 ──────────────> read again, SHA-256 compared       (the peer)
 
     python benchmarks/publish.py
     python benchmarks/publish.py --sizes 7M 85M --steps 5 --write results.md
-    python benchmarks/publish.py --exposed --sizes 85M     what of it holds up a step: in step, and ahead
+    python benchmarks/publish.py --exposed --sizes 85M     seconds that a publish delays a step: in step,
+    ahead
 
-Whole runs by the command's own path (GRPO, one rank trains, one answers), in one process and on Ray; seconds
-are those of the run's spans: from the first digest until the last rank has compared its own. Medians.
+Every figure comes from whole runs through the code of `rillflow run` (GRPO; one rank trains, one samples), in
+one
+process and on Ray. Seconds are medians of the runs' spans: from the first digest until the last rank has
+compared
+its own.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ SMALLEST = ["--sizes tiny --backends inline --steps 2"]
 SLOW = ["--sizes tiny --backends ray --steps 2"]  # starts Ray
 
 SIZES = {"tiny": (32, 2), "7M": (256, 8), "85M": (768, 12)}
-"""Hidden size and layers."""
+"""Hidden size and layers of each model."""
 RECIPE = """
 [run]
 threads = 1
@@ -62,7 +66,10 @@ pools = { main = 1, answers = 1 }
 roles = { sampler = "answers" }
 """
 TRAINER, SAMPLER = ("policy.publish", "policy.send"), ("sampler.receive", "sampler.serve")
-"""The parts of a publish ahead, on either side: digests and packing, receiving and comparing."""
+"""Stages of a publish ahead on either side.
+
+The trainer computes digests and packs; the sampler receives and compares.
+"""
 EXPOSED: dict[str, tuple[str, ...]] = {
     "in step": (),
     "one version ahead": ("algorithm.freshness=1",),
@@ -134,11 +141,13 @@ def _run(name: str, folder: Path, steps: int, *settings: str) -> Path:
 
 
 def _exposed(sizes: Sequence[str], steps: int) -> Iterator[str]:
-    """Seconds in which a publish keeps the trainer from training and the sampler from sampling.
+    """Yield the seconds in which a publish keeps the trainer from training and the sampler from sampling.
 
-    In step both wait from the first digest until the last is compared. Ahead each is kept for what it does
-    itself, and the sampler for as long as it has nothing to do until what it asks for is packed; of two
-    replicas that take weights in turn each is kept half of the time that both together are.
+    In step, both wait from the first digest until the last comparison. Ahead, each side waits for its own
+    work. The
+    sampler also waits while it has no rows until the version that it needs is packed. With two replicas that
+    take
+    weights in turn, each one waits half of their joint time.
     """
     yield "| parameters | | trainer | sampler | a step |"
     yield "|---|---|---|---|---|"
@@ -163,7 +172,7 @@ def _exposed(sizes: Sequence[str], steps: int) -> Iterator[str]:
 
 
 def _busy(spans: Sequence[SpanRecord], stages: Sequence[str]) -> float:
-    """The median seconds of a step in which ranks did these."""
+    """Return the median seconds of a step in which ranks worked on these stages."""
     by_step: dict[int, float] = defaultdict(float)
     for span in spans:
         if span.stage in stages:
@@ -172,7 +181,8 @@ def _busy(spans: Sequence[SpanRecord], stages: Sequence[str]) -> float:
 
 
 def _kept_waiting(spans: Sequence[SpanRecord]) -> float:
-    """The median seconds from the sampler's last work, or the end of the update, to the first bucket."""
+    """Return the median seconds from the sampler's last work, or the end of the update, to the first bucket.
+    """
     found = []
     for span in (one for one in spans if one.stage == "sampler.receive"):
         before = [
@@ -190,7 +200,7 @@ def _seconds(spans: list[SpanRecord]) -> float:
 
 
 def _by_disk(weights: Path, copy: Path) -> float:
-    """Seconds to write these weights and hash the file, flushed, and to read it and hash it again."""
+    """Return the seconds to write the weights to disk, hash the file, read it and hash it again."""
     tensors = load_file(weights)
     began = time.perf_counter()
     save_file(tensors, copy)

@@ -3,11 +3,12 @@
     python benchmarks/quickstart.py --seeds 0 1 2
     python benchmarks/quickstart.py --seeds 0 --set warm_start.steps=175 --set algorithm.steps=110
 
-Each seed is one `rillflow run` of its own process. Prints a markdown table; --write writes it to a file.
-Processor seconds, children's too, compare settings on a machine that is busy with other things.
+Each seed is one `rillflow run` in its own process. Prints a markdown table; --write also writes it to a file.
+CPU seconds, including children, allow a comparison of settings on a busy machine.
 
-What checkpoints cost is read from the run's own records: what lies between the end of a step and the
-beginning of the next, where a checkpoint was written and nothing evaluated, less what lies there elsewhere.
+The cost of checkpoints comes from the run's records. It is the mean time between a step with a checkpoint and
+the
+next step, minus the median of that time after steps without one. Steps with an evaluation do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import measured_at
 
 from rillflow.app.recipe import load_recipe
 
-# Trains in a process of its own, which imports everything.
+# trains in a separate process, which imports everything
 SMALLEST = []
 SLOW = ["--seeds 0 --set warm_start.steps=1 --set algorithm.steps=1 --set policy.warmup_steps=0"]
 
@@ -39,7 +40,7 @@ RECIPE = ROOT / "recipes" / "arithmetic" / "run.toml"
 
 
 def run_seed(seed: int, folder: Path, settings: list[str]) -> str:
-    """One run; a row of the table."""
+    """Run one seed and return its row of the table."""
     run = folder / f"seed-{seed}"
     command = [sys.executable, "-m", "rillflow.cli.main", "run", str(RECIPE), "--dir", str(run), "--quiet"]
     settings = [f"run.seed={seed}", *settings]
@@ -58,13 +59,13 @@ def run_seed(seed: int, folder: Path, settings: list[str]) -> str:
 
 
 def children_cpu_s() -> float:
-    """Processor seconds of the processes that have ended."""
+    """Return the CPU seconds of ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def stolen_s() -> float:
-    """Seconds, of all processors, for which the host of a virtual machine ran others; 0 where nobody says."""
+    """Return the seconds, over all cores, that the host gave to other virtual machines; 0 if unknown."""
     counts = Path("/proc/stat")
     if not counts.exists():
         return 0.0
@@ -72,7 +73,7 @@ def stolen_s() -> float:
 
 
 def checkpoints_s(run: Path, evaluated: list[int], settings: list[str]) -> float:
-    """Seconds that the run's checkpoints took."""
+    """Return the seconds of the run's checkpoints."""
     every = load_recipe(RECIPE, settings).recipe.run.checkpoint_every
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     with_one, without = [], []

@@ -1,4 +1,4 @@
-"""Do the tests notice small faults? Random mutants of package and plugins, each against its line's tests.
+"""Mutation testing: random mutants of the package and plugins, each run against the tests of its line.
 
     python benchmarks/mutation --mutants 300 --seed 20261124
 
@@ -7,10 +7,11 @@
     mutant ─ in a copy of the repository ─> its tests until one fails (study.py)
           └─> a line in results/mutation.jsonl ─> the page results/mutation.md (page.py)
 
-Started again with the same seed on the same commit, the study continues where it stopped. The JSONL keeps one
-study: its commit and seed stand in every line. `--again` tries survivors on the code as it is now and leaves
-the JSONL as it is. `--page` writes the page alone. Equivalent mutants are argued in
-results/mutation_equivalent.toml.
+Started again with the same seed on the same commit, the study continues where it stopped. The JSONL holds one
+study: every line has its commit and seed. `--again` tries survivors on the current code and does not change
+the
+JSONL. `--page` only writes the page. results/mutation_equivalent.toml gives the reasons for equivalent
+mutants.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LINES, PAGE = RESULTS / "mutation.jsonl", RESULTS / "mutation.md"
 
 
 def main() -> None:
-    """Try mutants until so many were tried, and write the page."""
+    """Try mutants until the given number is reached, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--mutants", type=int, default=300, help="how many")
     parser.add_argument("--seed", type=int, default=1, help="of the draw")
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    """Try the mutants of one part that have no line yet; with ``--again`` the survivors."""
+    """Try the mutants of one part that have no line yet, or the survivors with ``--again``."""
     commit = commit_of(given.source)
     part, parts = map(int, given.part.split("/"))
     copy = make_copy(given.source, given.folder.resolve() / f"copy-{part}")
@@ -93,14 +94,14 @@ def run(given: argparse.Namespace) -> None:
 
 
 def write(line: dict[str, object], path: Path) -> None:
-    """Append a line in one write: parts share the file."""
+    """Append a line in one write, because parts share the file."""
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.write(file, (json.dumps(line) + "\n").encode())
     os.close(file)
 
 
 def found_again(known: list[dict[str, object]], texts: dict[str, str]) -> list[Mutant]:
-    """Return the survivors whose line still stands in the code."""
+    """Return the survivors whose line is still in the code."""
     names = {line["name"] for line in known if not line["seen_by"]}
     files = {line["file"] for line in known if not line["seen_by"]} & texts.keys()
     return [
@@ -112,7 +113,7 @@ def found_again(known: list[dict[str, object]], texts: dict[str, str]) -> list[M
 
 
 def commit_of(source: Path) -> str:
-    """Return the commit that is studied; refuse code that no commit has."""
+    """Return the studied commit; exit if the code has uncommitted changes."""
     words = ["git", "-C", str(source)]
     if subprocess.check_output([*words, "status", "--porcelain", "--", *FOLDERS], text=True):
         raise SystemExit(

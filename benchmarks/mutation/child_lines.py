@@ -1,8 +1,8 @@
-"""Measure which lines a Python process runs that a test starts: loaded by copy.pth where WATCH_LINES is set.
+"""Record the lines that a test's child process runs; copy.pth loads this module if WATCH_LINES is set.
 
     test ── WATCH_LINES, WATCH_TEST in the environment ──> child ── at its end ──> a data file in WATCH_LINES
 
-A child that is killed leaves nothing.
+A killed child leaves no file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from studied import packages
 
 
 def begin() -> None:
-    """Measure from here to the end of the process."""
+    """Record from here to the end of the process."""
     folder = Path(os.environ["WATCH_LINES"])
     measured = Coverage(
         data_file=folder / "child",
@@ -33,7 +33,7 @@ def begin() -> None:
 
     def save() -> None:
         measured.stop()
-        with contextlib.suppress(OSError, CoverageException):  # in a sandbox nothing can be written
+        with contextlib.suppress(OSError, CoverageException):  # a sandbox allows no writes
             measured.save()
 
     atexit.register(save)

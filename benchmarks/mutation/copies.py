@@ -1,7 +1,7 @@
-"""Copies of the repository in which faults are put, each with a virtual environment of its own.
+"""Copies of the repository for mutants, each with its own virtual environment.
 
-The environment borrows the installed packages of the one that runs the study, and finds ``rillflow`` and the
-plugins in the copy, also where a child process drops PYTHONPATH.
+The environment uses the installed packages of the one that runs the study. It finds ``rillflow`` and the
+plugins in the copy, even if a child process drops PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COPIED = (
 
 
 def make_copy(source: Path, copy: Path) -> Path:
-    """Copy the repository's files into ``copy``, with an environment; what was there goes."""
+    """Copy the repository's files into ``copy`` with an environment, and delete what was there."""
     copy_files(source, copy)
     make_environment(copy)
     folders = ("rillflow", "plugins", "tests")
@@ -32,7 +32,7 @@ def make_copy(source: Path, copy: Path) -> Path:
 
 
 def copy_files(source: Path, copy: Path) -> None:
-    """Copy the repository's files into ``copy``; what was there goes."""
+    """Copy the repository's files into ``copy``, and delete what was there."""
     shutil.rmtree(copy, ignore_errors=True)
     copy.mkdir(parents=True)
     for name in COPIED:
@@ -43,12 +43,12 @@ def copy_files(source: Path, copy: Path) -> None:
 
 
 def interpreter(copy: Path) -> Path:
-    """Return a copy's own Python."""
+    """Return the Python of a copy."""
     return copy / ".venv" / "bin" / "python"
 
 
 def make_environment(copy: Path) -> None:
-    """Give a copy a virtual environment in which its own code is installed."""
+    """Create a virtual environment in a copy, with the copy's code installed."""
     venv.create(copy / ".venv", with_pip=False, symlinks=True)
     site_packages = next((copy / ".venv" / "lib").glob("python*/site-packages"))
     installed = [folder for folder in site.getsitepackages() if Path(folder).is_dir()]

@@ -1,15 +1,17 @@
-"""Which tests run which line: measured once, and again for test files that have changed.
+"""Tests by line: measured once, and again for test files that have changed.
 
     test file ── run under coverage ──> record: lines by test, seconds, red tests, digests of files it runs
-    record ── kept while the test file and its conftests are the same
-    code changes ── difference of old and new text ──> lines keep their tests, new ones take their neighbours'
+    record ── kept while the test file and its conftests are unchanged
+    code changes ── diff of old and new text ──> lines keep their tests, new lines get their neighbours' tests
 
-Children that a test starts are measured as well. Their lines belong to the test that started them and, as a
-fixture's process outlives it, to the other tests of the file after that.
+Child processes of a test are measured as well. Their lines belong to the test that started them. A fixture's
+process can outlive its test, so the lines also belong to later tests of the file.
 
-A carried line can name a test that no longer runs it: such a test costs time and sees nothing. Tests that
-fail here, on code without a fault, are no witnesses. A test that takes more than CPU_LIMIT_S processor
-seconds ends there; it keeps the lines that it has run, as a witness that comes after the fast ones.
+A carried line can name a test that no longer runs it: such a test costs time and detects nothing. Tests that
+fail
+on unchanged code are no witnesses. A test that takes more than CPU_LIMIT_S CPU seconds is stopped. It keeps
+the
+lines that it ran, as a witness that comes after the fast ones.
 """
 
 from __future__ import annotations
@@ -31,16 +33,16 @@ from studied import files as files_of_code
 from studied import is_studied, own_tests
 
 CPU_LIMIT_S = {"tests/unit": 2.5, "plugins": 2.5, "tests/flows": 15.0, "tests/distributed": 15.0}
-"""Processor seconds, under coverage, after which a test of a folder is a slow witness."""
+"""CPU seconds under coverage after which a test of a folder is a slow witness."""
 SLOW = 2.0
-"""Processor time assumed of a slow witness, in limits."""
+"""Assumed CPU time of a slow witness, in limits."""
 CONTRACTS = (
     "tests/unit/config/test_public_settings.py",
     "plugins/service/tests/test_public_settings.py",
 )
 """Tests of declarations, which run when a module is imported."""
 WALL_LIMIT_S = 60
-"""Seconds of the clock, likewise: a test may wait for its children."""
+"""The same limit in wall-clock seconds: a test may wait for its children."""
 
 
 @dataclass(kw_only=True)
@@ -52,18 +54,21 @@ class CoverageMap:
     )
     """Tests by file and line."""
     started: dict[str, dict[int, set[str]]] = field(default_factory=lambda: defaultdict(dict))
-    """Test files by file and line, where a child ran it."""
+    """Test files by file and line, for lines that a child ran."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Processor seconds of every witness."""
+    """CPU seconds of every witness."""
     in_functions: dict[str, set[int]] = field(default_factory=dict)
     """Lines of function bodies by file; the others run when a module is imported."""
 
     def tests(self, path: str, line: int) -> list[str]:
-        """Return the witnesses of a line: those that run it, then others of test files whose children do.
+        """Return the witnesses of a line: the tests that run it, then other tests of files whose children run
+        it.
 
-        Declarations run at import, in whichever test comes first, so the tests of declarations are added to
-        theirs. Lines that no test runs have the tests of their file, or else of their package. Among equals,
-        tests of the own package come first, then fast ones.
+        Declarations run at import, in whichever test comes first, so the tests of declarations are also their
+        witnesses.
+        A line that no test runs gets the tests of its file, or else of its package. Among equals, tests of
+        the own
+        package come first, then fast ones.
         """
         own, known = own_tests(path), self.lines.get(path, {})
         exact = set(known.get(line, ()))
@@ -87,10 +92,11 @@ class CoverageMap:
 
 
 def measured(runner: Runner, files: Sequence[str], folder: Path, *, backwards: bool = False) -> CoverageMap:
-    """Return the map of test files; records in ``folder`` that still hold are used.
+    """Return the map of test files; valid records in ``folder`` are reused.
 
-    Two processes measure for each other: one begins with the last folder of tests (``backwards``), and each
-    leaves out what the other has recorded meanwhile.
+    Two processes can share the work. One starts with the last folder of tests (``backwards``), and each skips
+    the
+    files that the other has recorded meanwhile.
     """
     (folder / "texts").mkdir(parents=True, exist_ok=True)
     for path in files_of_code(runner.copy):
@@ -133,7 +139,7 @@ def measure(runner: Runner, files: Sequence[str], folder: Path) -> None:
             "red": red,
             "lines": {test: paths for test, paths in own.items() if test not in red},
         }
-        part = folder / f"{os.getpid()}.part"  # the other process reads whole records
+        part = folder / f"{os.getpid()}.part"  # the other process must read whole records
         part.write_text(json.dumps(record))
         part.replace(record_path(file, folder))
         if red or not own:
@@ -141,17 +147,17 @@ def measure(runner: Runner, files: Sequence[str], folder: Path) -> None:
 
 
 def added(*lines: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Return the lines of several runs together, by file."""
+    """Return the lines of several runs in one dict by file."""
     paths = {path for each in lines for path in each}
     return {path: sorted({line for each in lines for line in each.get(path, ())}) for path in sorted(paths)}
 
 
 def merged(records: Iterable[dict[str, Any]], root: Path, folder: Path) -> CoverageMap:
-    """Return the map of records, for the code as it is below ``root``."""
+    """Return the map of records for the current code below ``root``."""
 
     @cache
     def moves(path: str, known: str) -> dict[int, list[int]] | None:
-        """Return the lines of a file by what they were; None where it is the same."""
+        """Return a file's new line numbers by old one, or None if the file is unchanged."""
         if digest(root / path) == known:
             return None
         return carried(text_of(known, folder).read_text(), (root / path).read_text())
@@ -187,7 +193,9 @@ def lines_in_functions(text: str) -> set[int]:
 
 
 def carried(old: str, new: str) -> dict[int, list[int]]:
-    """Return the new lines of each old one, from 1; changed lines go with those before, within and after."""
+    """Return the new lines of each old one, from 1; changed lines map from the old lines before, within and
+    after.
+    """
     one, other = old.splitlines(), new.splitlines()
     found: dict[int, list[int]] = defaultdict(list)
     for kind, i1, i2, j1, j2 in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
@@ -211,7 +219,7 @@ def holds(record: dict[str, Any] | None, root: Path, folder: Path) -> bool:
 
 
 def text_of(known: str, folder: Path) -> Path:
-    """Return the place of the kept text that has a digest."""
+    """Return the path of the stored text with a digest."""
     return folder / "texts" / known
 
 
@@ -227,7 +235,7 @@ def digest(path: Path) -> str:
 
 
 def record_path(file: str, folder: Path) -> Path:
-    """Return the place of a test file's record."""
+    """Return the path of a test file's record."""
     return folder / f"{file.removesuffix('.py').replace('/', '.')}.json"
 
 

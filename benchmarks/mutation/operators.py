@@ -1,10 +1,10 @@
-"""Operators: small faults of a file that still parses, each as the text that replaces a place.
+"""Operators: small faults that change a file's code, each as a replacement text for a place.
 
     values   comparison, operator, and or, sign, constant, min max, return value
     parts    operand dropped, argument dropped, arguments swapped
     flow     condition negated, statement removed, call deleted, break continue, except body
 
-Messages for people (errors, logs, f-strings), annotations and decorators stay as they are.
+Messages for people (errors, logs, f-strings), annotations and decorators stay unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OPERATORS: dict[type[ast.operator], str] = {
 _SPOKEN = ("logger", "warnings")
 """Objects whose calls write messages for people."""
 _UNHEARD = ("description", "device")
-"""Arguments whose loss no test on a processor can see: words, and the device where there is only one."""
+"""Arguments that no CPU test can miss: texts, and the device if there is only one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,30 +53,30 @@ class Mutant:
     """One change of one file."""
 
     path: str
-    """File, from the repository's root."""
+    """File, relative to the repository's root."""
     line: int
     """Line where the change begins, from 1."""
     kind: str
     """The operator."""
     start: int
-    """First character of the file that goes."""
+    """First character of the file that is replaced."""
     stop: int
-    """First character after it that stays."""
+    """First character of the file that is kept after it."""
     old: str
-    """Text before."""
+    """Replaced text."""
     new: str
-    """Text after."""
+    """New text."""
     within: str
-    """The line's text, and which characters of it change."""
+    """The text of the line, and the range of its characters that changes."""
 
     @property
     def package(self) -> str:
-        """The package; a file of the root has its own name."""
+        """The package; for a file of the root, the file's name."""
         return self.path.split("/")[1].removesuffix(".py")
 
     @property
     def name(self) -> str:
-        """A name that stays as long as the line's text stays."""
+        """A name that stays the same while the text of the line stays the same."""
         return f"{self.path}: {self.within}: {' '.join(self.new.split())}"
 
     def applied(self, text: str) -> str:
@@ -85,7 +85,7 @@ class Mutant:
         return text[: self.start] + self.new + text[self.stop :]
 
     def parses(self, text: str) -> bool:
-        """Whether the file with the change is still Python."""
+        """Return whether the changed file is still valid Python."""
         try:
             ast.parse(self.applied(text))
         except SyntaxError:
@@ -96,7 +96,8 @@ class Mutant:
 def draw(texts: Mapping[str, str], count: int, seed: int) -> list[Mutant]:
     """Draw lines uniformly without replacement, then an operator of the line, then one of its mutants.
 
-    Lines whose drawn mutant does not parse are left out. A draw of more begins with the draw of fewer.
+    Lines whose drawn mutant does not parse are skipped. A larger draw begins with the smaller draw of the
+    same seed.
     """
     lines: dict[tuple[str, int], dict[str, list[Mutant]]] = defaultdict(lambda: defaultdict(list))
     for path, text in texts.items():
@@ -113,13 +114,13 @@ def draw(texts: Mapping[str, str], count: int, seed: int) -> list[Mutant]:
 
 
 def mutants_of(path: str, text: str) -> list[Mutant]:
-    """Return every mutant of a file, in the order of its text; a few do not parse."""
+    """Return every mutant of a file, in text order; a few do not parse."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     lines = text.splitlines()
 
-    def place(line: int, column: int) -> int:  # columns are bytes of UTF-8
+    def place(line: int, column: int) -> int:  # columns are UTF-8 bytes
         return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
     found = {}
@@ -144,12 +145,12 @@ def mutants_of(path: str, text: str) -> list[Mutant]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Change:
-    """Text in the place of one node or of a run of statements."""
+    """A replacement text for one node or a run of statements."""
 
     first: Any
     """The node where the place begins."""
     last: Any
-    """The node where it ends."""
+    """The node at which it ends."""
     kind: str
     """The operator."""
     new: str
@@ -239,7 +240,7 @@ def _flow(node: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _other_value(value: Any, annotation: str) -> str | None:
-    """Return another value of a returned one's type; nothing where another operator changes the value."""
+    """Return another value of the returned value's type, or None if another operator changes the value."""
     if value is None or isinstance(value, ast.Constant | ast.JoinedStr) or annotation in ("None", "NoReturn"):
         return None
     text = ast.unparse(value)
@@ -256,7 +257,7 @@ def _other_value(value: Any, annotation: str) -> str | None:
 
 
 def _returns(function: ast.AST) -> Iterator[ast.Return]:
-    """Yield a function's own returns, not those of functions inside it."""
+    """Yield a function's own returns, without those of nested functions."""
     for child in ast.iter_child_nodes(function):
         if isinstance(child, ast.Return):
             yield child
@@ -265,7 +266,7 @@ def _returns(function: ast.AST) -> Iterator[ast.Return]:
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of code that computes, not annotations, and not words of errors and logs."""
+    """Yield the nodes of code that computes, without annotations and the texts of errors and logs."""
     yield tree
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list"):
@@ -280,7 +281,7 @@ def _code(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _says(node: ast.AST) -> bool:
-    """Whether a node makes words for people: an f-string, an error, a line of a log."""
+    """Return whether a node makes a text for people: an f-string, an error, a log line."""
     match node:
         case ast.JoinedStr():
             return True
@@ -294,7 +295,7 @@ def _says(node: ast.AST) -> bool:
 
 
 def _computes(node: ast.BinOp) -> bool:
-    """Whether an operation is arithmetic, not text or a list put together."""
+    """Return whether an operation is arithmetic, not a concatenation of texts or lists."""
     return type(node.op) in _OPERATORS and not (_is_text(node.left) or _is_text(node.right))
 
 

@@ -1,4 +1,4 @@
-"""The page of a study, written from its lines alone."""
+"""The page of a study, written from its lines only."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ HEAD = """# Mutation study
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a study, the last one of each mutant."""
+    """Return the lines of a study, with the last one of each mutant."""
     found = map(json.loads, path.read_text().splitlines() if path.exists() else ())
     return list({line["name"]: line for line in found}.values())
 
 
 def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str]) -> str:
-    """Return the page: the figure, packages, operators, survivors, and mutants argued equivalent."""
+    """Return the page: the share of detected mutants, packages, operators, survivors, and equivalent mutants.
+    """
     if not lines:
         return HEAD + "\nNo mutant was tried yet.\n"
     lines, ahead = in_turn(lines)
@@ -66,14 +67,14 @@ def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str]) -> str:
 
 
 def in_turn(lines: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines up to the first mutant of the draw without one, and how many lines follow it."""
+    """Return the lines up to the first mutant of the draw without one, and the number of lines after it."""
     by_place = {line["place"]: line for line in lines}
     first_gap = next(place for place in range(len(by_place) + 1) if place not in by_place)
     return [by_place[place] for place in range(first_gap)], len(by_place) - first_gap
 
 
 def shares(title: str, lines: Sequence[dict[str, Any]], key: Any) -> list[str]:
-    """Return a table of mutants and how many were seen, by a key of the line."""
+    """Return a table of mutants and detected mutants, by a key of the line."""
     out = [f"| {title} | mutants | seen | share |\n|---|---|---|---|"]
     for name in sorted({key(line) for line in lines}):
         own = [bool(line["seen_by"]) for line in lines if key(line) == name]
@@ -92,6 +93,6 @@ def interval(seen: int, count: int) -> tuple[float, float]:
 
 
 def code(text: str) -> str:
-    """Return code as a cell of a table, at most 80 characters."""
+    """Return code as a table cell of at most 80 characters."""
     line = " ".join(text.split()).replace("|", "\\|").replace("`", "'")
     return f"`{line if len(line) <= 80 else line[:77] + '...'}`"

@@ -1,4 +1,4 @@
-"""Run tests in a copy, and tell which passed, which failed, and which was running when time ran out."""
+"""Run tests in a copy; report passed and failed tests, and the one that ran when the time ended."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from studied import packages
 FLAGS = ("-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "watch_plugin")
 
 TOOLS = ("hypothesis", "coverage")
-"""Libraries of the tests that are loaded once, beside those that the package imports."""
+"""Libraries that are loaded once, in addition to the imports of the package."""
 NOT_TWICE = ("ray", "__main__")
-"""Left out beside what mutants change: Ray, whose import fixes settings of the tests that start it."""
+"""Modules that are not loaded in advance, in addition to the mutated code.
+
+Importing Ray fixes settings of the tests that start it.
+"""
 _PROBE = """
 import contextlib, importlib, json, sys
 from pathlib import Path
@@ -36,10 +39,10 @@ print(json.dumps(list(sys.modules)))
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one pytest run did."""
+    """The result of one pytest run."""
 
     seconds: dict[str, float]
-    """Processor seconds of every test that ended."""
+    """CPU seconds of every test that ended."""
     failed: tuple[str, ...]
     """Tests and files that failed, in order."""
     ended: str
@@ -47,12 +50,12 @@ class Outcome:
 
     @property
     def first_red(self) -> str:
-        """The first test that failed or, where none did, how the run ended; "" where all passed."""
+        """The first test that failed; if none did, the way the run ended; "" if all passed."""
         return self.failed[0] if self.failed else "" if self.ended == "passed" else self.ended
 
 
 class Runner:
-    """One warm pytest process of one copy."""
+    """One warm pytest process for one copy."""
 
     def __init__(self, copy: Path) -> None:
         self.copy = copy
@@ -75,7 +78,7 @@ class Runner:
         )
 
     def run(self, tests: Sequence[str], limit_s: float, *more: str) -> Outcome:
-        """Run tests in their order with ``more`` flags for pytest, for so many seconds of the clock."""
+        """Run tests in their order, with ``more`` flags for pytest and a limit in wall-clock seconds."""
         assert self._server.stdin and self._server.stdout
         events = self.copy / "events.jsonl"
         events.unlink(missing_ok=True)
@@ -94,7 +97,7 @@ class Runner:
         status = int(self._server.stdout.readline())
         timer.cancel()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process, signal.SIGKILL)  # children that the tests left behind
+            os.killpg(process, signal.SIGKILL)  # children that the tests left running
         return read(events, "time limit" if late.is_set() else ended(status))
 
     def close(self) -> None:
@@ -105,7 +108,7 @@ class Runner:
 
 
 def libraries(copy: Path) -> list[str]:
-    """Return every module that the package's own modules import, in the order of their first import."""
+    """Return every module that the package's modules import, in the order of their first import."""
     text = subprocess.check_output([interpreter(copy), "-W", "ignore", "-c", _PROBE], cwd=copy, text=True)
     found: list[str] = json.loads(text.splitlines()[-1])
     left_out = {*NOT_TWICE, *(package.name for package in packages(copy))}
@@ -120,7 +123,7 @@ def ended(status: int) -> str:
 
 
 def read(events: Path, how: str) -> Outcome:
-    """Return the outcome that a run's events tell."""
+    """Return the outcome from a run's events."""
     seconds: dict[str, float] = {}
     failed: dict[str, None] = {}
     running = ""

@@ -1,4 +1,4 @@
-"""The code that a study draws from, and the tests that are its own: the package's and each plugin's.
+"""The code of a study and its tests: the package and each plugin, with the tests that mirror them.
 
 rillflow/PACKAGE/...                   tests/unit/PACKAGE/
 plugins/NAME/rillflow_NAME/...         plugins/NAME/tests/
@@ -20,7 +20,7 @@ def files(root: Path) -> list[Path]:
 
 
 def is_studied(path: str) -> bool:
-    """Return whether a path from the root is one of a file of code, not of a test."""
+    """Return whether a path from the root belongs to a code file, not to a test."""
     parts = path.split("/")
     return parts[0] == "rillflow" or (parts[0] == "plugins" and parts[2].startswith("rillflow_"))
 

@@ -1,6 +1,6 @@
-"""Try a mutant: run tests that would notice it, and say which one did.
+"""Try a mutant: run the tests that may detect it, and report the first one that does.
 
-    coverage ─ tests of its line, fast before slow ─ up to BUDGET_S processor seconds ─> the first red one
+    coverage ─ tests of its line, fast before slow ─ up to BUDGET_S CPU seconds ─> the first red test
 
 A red test counts only if it passes without the fault: each witness runs once on clean code, in the same way.
 A run that dies or exceeds its time counts only if the same tests do neither without the fault.
@@ -20,9 +20,9 @@ from pytest_runs import Runner
 from studied import files
 
 BUDGET_S = 30.0
-"""Processor seconds, as measured under coverage, of the tests that a mutant gets."""
+"""CPU seconds, measured under coverage, of the tests that a mutant gets."""
 LIMIT_S = 60.0
-"""Seconds that a mutant's run may take where the machine has a core for it."""
+"""Largest seconds of a mutant's run on a free core."""
 
 
 @dataclass(kw_only=True)
@@ -34,12 +34,12 @@ class Study:
     coverage: CoverageMap
     """Tests by line."""
     patience: float
-    """How many times longer than on a free core a run may take by the clock."""
+    """Factor on time limits for a busy machine."""
     sound: dict[str, bool] = field(default_factory=dict)
-    """Witnesses that were run on clean code, and whether they passed."""
+    """True for witnesses that passed on clean code, by test."""
 
     def witness(self, mutant: Mutant) -> str:
-        """Return the test that notices the mutant, or how the run ended; "" if nothing does."""
+        """Return the test that detects the mutant, or the way the run ended; "" if nothing does."""
         tests = within_budget(self.coverage, self.coverage.tests(mutant.path, mutant.line), BUDGET_S)
         while tests:
             red = self._red(mutant, tests)
@@ -62,7 +62,7 @@ class Study:
             os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
     def _is_sound(self, red: str, tests: Sequence[str]) -> bool:
-        """Whether the witness passes without the fault; a run that ended early is run whole."""
+        """Return whether the witness passes without the fault; a run that ended early is repeated whole."""
         alone = [red] if "::" in red else list(tests)
         if "::" not in red or red not in self.sound:
             self.sound[red] = not self.runner.run(alone, LIMIT_S * self.patience, "-x").first_red
@@ -70,7 +70,7 @@ class Study:
 
 
 def within_budget(coverage: CoverageMap, ranked: Sequence[str], budget_s: float) -> list[str]:
-    """Return the first tests whose seconds add up to a budget, one at least."""
+    """Return the first tests whose seconds fit in a budget, at least one."""
     chosen: list[str] = []
     spent = 0.0
     for test in ranked:

@@ -1,11 +1,13 @@
-"""A pytest plugin that serves runs: libraries are loaded once, and every run is a fork of that process.
+"""A pytest plugin that serves runs: libraries load once, and every run is a fork of that process.
 
     python -m pytest -p warm_plugin --serve-runs modules.json
         stdin:  one JSON list of pytest arguments a line
         stdout: the fork's process id, then its exit status
 
-A fork's main module, working directory and interpreter are those of a plain ``python -m pytest``, so children
-that a test spawns and sandboxes that it enters behave as usual. The package under test is not loaded before
+A fork's main module, working directory and interpreter are those of a plain ``python -m pytest``. Children
+that a
+test spawns and sandboxes that it enters therefore behave as usual. The package under test is not loaded
+before
 the fork. A fork leads its own process group, which its caller can kill.
 """
 
@@ -22,7 +24,7 @@ from pathlib import Path
 import pytest
 
 CPU_LIMIT_S = 300
-"""Processor seconds after which a fork is killed: a fault may loop for ever."""
+"""CPU seconds after which a fork is killed, because a fault may loop forever."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,11 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Serve runs until stdin ends, in place of running tests."""
+    """Serve runs until stdin ends, instead of running tests."""
     if not config.option.serve_runs:
         return None
     for name in json.loads(Path(config.option.serve_runs).read_text()):
-        with contextlib.suppress(ImportError):  # names under which a library keeps a copy of another one
+        with contextlib.suppress(ImportError):  # some names are a library's copy of another library
             importlib.import_module(name)
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     for line in requests:
@@ -51,7 +53,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def _run(arguments: list[str]) -> None:
-    """Be the fork: run pytest with its own output file, and end."""
+    """Run pytest in the fork with its own output file, and exit."""
     try:
         os.setpgid(0, 0)
         resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
@@ -62,4 +64,4 @@ def _run(arguments: list[str]) -> None:
         sys.stdout.flush()
         os._exit(status)
     finally:
-        os._exit(70)  # the server's life is not the fork's, whatever was raised
+        os._exit(70)  # no exception may return to the server's loop

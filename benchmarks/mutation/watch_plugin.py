@@ -1,9 +1,10 @@
-"""A pytest plugin: write down every test's start, outcome and seconds, and optionally the lines it runs.
+"""A pytest plugin: record every test's start, outcome and seconds, and optionally the lines that it runs.
 
-The lines of processes that a test starts come from child_lines.py.
+child_lines.py records the lines of processes that a test starts.
 
-The record survives a killed process: every event is one JSON line, written at once. A test that started and
-has no outcome is the one that was running when the process died.
+The record survives a killed process: every event is one JSON line, written at once. A test with a start but
+no
+outcome is the one that ran when the process died.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from studied import packages
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the two files to pytest's command line."""
+    """Add the plugin's options to pytest's command line."""
     parser.addoption("--watch-events", help="JSON lines of starts and outcomes")
     parser.addoption("--watch-lines", help="JSON of the lines that each test runs; slow")
     parser.addoption("--watch-cpu", type=float, default=0.0, help="processor seconds a test may take; 0: any")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start watching before anything of the package is imported."""
+    """Start watching before any import of the package."""
     if config.option.watch_events:
         watch = Watch(Path(config.option.watch_events), config.option.watch_lines, config.rootpath)
         watch.limit_s = config.option.watch_cpu
@@ -37,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Watch:
-    """Events of one pytest process, and its coverage where a file for lines is given."""
+    """Events of one pytest process, and its coverage if a file for lines is given."""
 
     def __init__(self, events: Path, lines: str | None, root: Path) -> None:
         self._events = events.open("a")
@@ -88,23 +89,23 @@ class Watch:
 
 
 def processor_s() -> float:
-    """Return the processor seconds of this process and its ended children: load does not change them."""
+    """Return the CPU seconds of this process and its ended children, which machine load does not change."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 def stop_test(*_: object) -> None:
-    """Fail the running test: the study has no time for it."""
+    """Fail the running test because it exceeds its CPU limit."""
     pytest.fail("takes more processor seconds than --watch-cpu allows", pytrace=False)
 
 
 def nodeid(report: Any) -> str:
-    """Return a report's test, in a type that mypy knows."""
+    """Return a report's test id as a str, for mypy."""
     return str(report.nodeid)
 
 
 def lines_by_test(data: Any, root: Path) -> dict[str, dict[str, list[int]]]:
-    """Return the lines of every file by the test that runs them; "" stands for import time."""
+    """Return the lines of every file by the test that runs them; "" is import time."""
     found: dict[str, dict[str, list[int]]] = {}
     for file in data.measured_files():
         path = str(Path(file).relative_to(root))
@@ -122,7 +123,7 @@ def lines_of_children(folder: Path, root: Path) -> dict[str, dict[str, list[int]
         try:
             data.read()
         except CoverageException:
-            continue  # its process was killed while it wrote
+            continue  # its process was killed during the write
         for test, paths in lines_by_test(data, root).items():
             for path, lines in paths.items():
                 found.setdefault(test, {}).setdefault(path, set()).update(lines)

@@ -1,9 +1,10 @@
-"""TransferQueue's put and get, for ``benchmarks/data_plane.py``; run by the Python of its environment.
+"""TransferQueue's put and get, for ``benchmarks/data_plane.py``; runs in the Python of its environment.
 
     python benchmarks/peers/queue_storage.py ROWS FIELDS LENGTH ROUNDS dense|ragged
 
-The calls and fields of its own ``scripts/performance_test``: kv_batch_put, kv_batch_get, kv_clear; its own
-storage, two units. One line of JSON on the last line: seconds of each round's put and get.
+Uses the calls and fields of TransferQueue's ``scripts/performance_test`` (kv_batch_put, kv_batch_get,
+kv_clear)
+and its own storage with two units. The last line of output is JSON: seconds of each round's put and get.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tensordict import TensorDict
 
 
 def fields(rows: int, count: int, length: int, *, is_ragged: bool) -> TensorDict:
-    """As its performance test makes them: dense, or ragged with lengths from 1 to ``length``."""
+    """Return the fields of its performance test: dense, or ragged with lengths from 1 to ``length``."""
     torch.manual_seed(1)
     found = TensorDict(batch_size=(rows,))
     lengths = torch.linspace(1, length, rows).round().to(torch.int64).tolist()
@@ -35,10 +36,10 @@ def fields(rows: int, count: int, length: int, *, is_ragged: bool) -> TensorDict
 
 
 def main() -> None:
-    """Measure."""
+    """Measure put and get."""
     rows, count, length, rounds = map(int, sys.argv[1:5])
     data = fields(rows, count, length, is_ragged=sys.argv[5] == "ragged")
-    ray.init(num_cpus=8, include_dashboard=False)  # it waits for ever where its three actors find no CPU each
+    ray.init(num_cpus=8, include_dashboard=False)  # hangs unless each of its three actors gets a CPU
     storage = {"total_storage_size": rows * (rounds + 1), "num_data_storage_units": 2}
     tq.init(OmegaConf.create({"backend": {"storage_backend": "SimpleStorage", "SimpleStorage": storage}}))
     keys = [f"key{row}" for row in range(rows)]

@@ -1,10 +1,11 @@
-"""TRL's own formulas over the batches of ``benchmarks/differential.py``; run by it with ``--trl-python``.
+"""TRL's own formulas on the batches of ``benchmarks/differential.py``, which starts it with ``--trl-python``.
 
 child (this)   IN.safetensors: ``batch/name`` [B], [B, L] or a number
                OUT.safetensors: ``batch/quantity``, and ``batch/quantity/gradient`` of the log probabilities
 
-``GRPOTrainer._compute_loss`` runs on an object that has what it reads; the blocks in which both trainers
-make advantages are no functions: their lines are taken from the installed source and become functions.
+``GRPOTrainer._compute_loss`` runs on a stand-in object with the attributes that it reads. The advantages of
+both
+trainers are blocks inside methods. Their lines are copied from the installed source and become functions.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ READ = (
     "ref_per_token_logps",
     "completion_mask",
 )
-"""What the blocks read of their methods."""
+"""Names that the blocks read in their methods."""
 
 
 def block(folder: Path, method: Any, first: str) -> Callable[..., Tensor]:
-    """The lines of a method from the one that begins so to the one that ends every block of advantages.
+    """Return a function with the lines of a method from one that starts with ``first`` to the line LAST.
 
-    They become the body of a function, in a file of its own, in the place of the module they are from.
+    The function is in a separate file, with the imports of the method's module.
     """
     lines = textwrap.dedent(inspect.getsource(method)).splitlines()
     start = next(place for place, line in enumerate(lines) if line.strip().startswith(first))
@@ -63,7 +64,7 @@ def block(folder: Path, method: Any, first: str) -> Callable[..., Tensor]:
 
 
 def advantages(batch: Tensors, grpo: Callable[..., Tensor], rloo: Callable[..., Tensor]) -> Tensors:
-    """Of rows; the reward of one without a score is NaN there."""
+    """Return row advantages; a row without a score has the reward NaN."""
     rewards = batch["rewards"].masked_fill(~batch["valid"], torch.nan)
     given = {
         "num_generations": SAMPLES,
@@ -91,7 +92,7 @@ def advantages(batch: Tensors, grpo: Callable[..., Tensor], rloo: Callable[..., 
 
 
 def losses(batch: Tensors) -> Tensors:
-    """With their gradients."""
+    """Return losses with their gradients."""
     found: Tensors = {}
     for (name, kind), high in product(TYPES.items(), (0.2, 0.28)):
         found |= loss(f"PPO, clip {high}, dual 0, rows, {name}", batch, kind, 0.2, high)
@@ -117,7 +118,7 @@ def loss(
     use_vllm: bool = False,
     entropy: float = 0.0,
 ) -> Tensors:
-    """``_compute_loss`` of one setting."""
+    """Run ``_compute_loss`` with one setting."""
     now = batch["now"].clone().requires_grad_()
     mask = batch["mask"].to(now.dtype)
     args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
@@ -168,7 +169,7 @@ def loss(
 
 
 def main() -> None:
-    """From one file to the other."""
+    """Read the batches of one file and write the quantities to the other."""
     given, made = map(Path, sys.argv[1:])
     batches: dict[str, Tensors] = {}
     for name, tensor in load_file(given).items():

@@ -1,8 +1,9 @@
-"""verl's single controller doing what ``benchmarks/controller.py`` times; run by it with ``--verl-python``.
+"""verl's single controller for the timings of ``benchmarks/controller.py``, which starts it with
+``--verl-python``.
 
 child (this)   workers of two groups of 4 ranks, CPU
-  "call"   100 calls of a method that gives its row back      ──> seconds
-  "pass"   64 MiB made by one group, taken by the other       ──> seconds
+  "call"   100 calls of a method that returns its row           ──> seconds
+  "pass"   64 MiB made by one group, received by the other      ──> seconds
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MARK = "verl_controller:"
 
 
 class Peer(Worker):
-    """Gives back what it gets, or a large batch that was made before, or one number of one."""
+    """A worker that returns its input, a large batch, or one number of a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Peer(Worker):
 
 
 def main() -> None:
-    cpus = 2 * RANKS * 10  # a bundle of a pool takes 10
+    cpus = 2 * RANKS * 10  # a bundle of a pool claims 10
     ray.init(num_cpus=cpus, include_dashboard=False, logging_level="WARNING")
     first, second = (
         RayWorkerGroup(

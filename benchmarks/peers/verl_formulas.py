@@ -1,10 +1,11 @@
-"""verl's own formulas over the batches of ``benchmarks/differential.py``; run by it with ``--verl-python``.
+"""verl's own formulas on the batches of ``benchmarks/differential.py``, which starts it with
+``--verl-python``.
 
 child (this)   IN.safetensors: ``batch/name`` [B], [B, L] or a number
                OUT.safetensors: ``batch/quantity``, and ``batch/quantity/gradient`` of the log probabilities
 
-Every number is made by verl's functions; the subtraction of a priced divergence from a reward is one line
-of its trainer and stands here.
+verl's functions compute every number. One line of its trainer is repeated here: it subtracts the weighted
+divergence from a reward.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from verl.workers.config import ActorConfig
 
 Tensors = dict[str, Tensor]
 UNBOUNDED = 1e9
-"""A bound that never binds, where a peer knows no switch."""
+"""A bound that never applies, for clipping that verl cannot switch off."""
 AGGREGATIONS = {
     "token_mean": "token-mean",
     "sequence_mean": "seq-mean-token-mean",
@@ -33,7 +34,7 @@ AGGREGATIONS = {
 
 
 def advantages(batch: Tensors) -> Tensors:
-    """Of rows that have a score; verl knows no other."""
+    """Return advantages of the rows that have a score; verl has no other rows."""
     scored, mask = batch["valid"], batch["mask"][batch["valid"]].to(batch["rewards"].dtype)
     paid, groups = batch["paid"][scored], batch["groups"][scored].numpy()
     found = {}
@@ -62,7 +63,7 @@ def advantages(batch: Tensors) -> Tensors:
 
 
 def losses(batch: Tensors) -> Tensors:
-    """With their gradients."""
+    """Return losses with their gradients."""
     mask = batch["mask"].to(batch["rewards"].dtype)
     known = {"rows": batch["advantages"][:, None].expand_as(mask), "tokens": batch["token_advantages"]}
     found: Tensors = {}
@@ -108,7 +109,7 @@ def losses(batch: Tensors) -> Tensors:
 
 
 def actor(batch: Tensors, low: float, high: float, dual: float) -> ActorConfig:
-    """An actor's settings, and the divisor of the constant aggregation."""
+    """Return an actor's settings with the divisor of the constant aggregation."""
     config = ActorConfig(
         strategy="fsdp",
         clip_ratio_low=low,
@@ -122,7 +123,7 @@ def actor(batch: Tensors, low: float, high: float, dual: float) -> ActorConfig:
 
 
 def main() -> None:
-    """From one file to the other."""
+    """Read the batches of one file and write the quantities to the other."""
     given, made = map(Path, sys.argv[1:])
     batches: dict[str, Tensors] = {}
     for name, tensor in load_file(given).items():
