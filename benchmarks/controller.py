@@ -8,9 +8,8 @@
     python benchmarks/controller.py --write benchmarks/results/controller.md
 
 All of them take turns in one process on one cluster; verl has its own process and cluster. Figures are
-medians
-of the rounds. A step of PPO with scripted roles and 64 MiB of rollouts follows. It reports the bytes that
-pass through the controller's process in three ways: the backend's count, the kernel's count for its TCP
+medians of the rounds. A step of PPO with scripted roles and 64 MiB of rollouts follows. It reports the bytes
+that pass through the controller's process in three ways: the backend's count, the kernel's count for its TCP
 sockets, and the object-store memory that the process reads.
 """
 

@@ -5,10 +5,8 @@
     python benchmarks/controller_ranks.py step         # PPO on 64 real ranks of this machine: many minutes
 
 In `calls`, one Ray actor serves all ranks: each place is that actor. The controller does the same work
-(describe,
-pack, submit) as for as many processes. The clock does not count the work of the ranks. Seconds are CPU
-seconds of
-the calling thread.
+(describe, pack, submit) as for as many processes. The clock does not count the work of the ranks. Seconds are
+CPU seconds of the calling thread.
 """
 
 from __future__ import annotations

@@ -9,9 +9,8 @@
 *transfer*: the shapes of TransferQueue's own performance test in its setting "Small" (1,024 rows, 9 fields,
 8,192 values): dense as there, and ragged with the lengths of its nested fields, 1 to 8,192. A put ends when
 another process can get the columns of this one. A get ends when a process has them as tensors. For Rillflow
-and
-Ray these are views of shared memory, so the table also lists a get that copies them. Every round checks the
-values.
+and Ray these are views of shared memory, so the table also lists a get that copies them. Every round checks
+the values.
 
 *exactly-once*: groups of rows pass four stages, and each stage adds 1. Producers and consumers are processes.
 Consumers are killed at random and restarted. This process counts the rows that arrive.

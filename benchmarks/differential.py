@@ -12,10 +12,9 @@
     python benchmarks/differential.py --only updates       # the plain loop alone, no peer: three minutes
 
 Compares values, and gradients of the log probabilities, in float64 and float32. The batches have gaps,
-abstained
-rows, flat groups and clipped tokens. A difference is divided by the largest entry if that is above 1. Where
-definitions differ, EXPLAINED states the difference and the comparison removes it. Exit status 1 means that
-a difference exceeds 1e-6.
+abstained rows, flat groups and clipped tokens. A difference is divided by the largest entry if that is above
+1. Where definitions differ, EXPLAINED states the difference and the comparison removes it. Exit status 1
+means that a difference exceeds 1e-6.
 """
 
 from __future__ import annotations

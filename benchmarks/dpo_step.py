@@ -12,18 +12,15 @@ Steps alternate, so that both see the same machine; only one of them computes at
     python benchmarks/dpo_step.py --trl .trl/bin/python --write benchmarks/results/dpo_step.md
     python benchmarks/dpo_step.py --trl .trl/bin/python --only gradients
 
-Setting: Qwen2 with 3.3 million parameters (hidden 256, 4 layers, 4 heads, 2 key/value heads, vocabulary
-256), 8 new pairs in every step, float32, AdamW. A long prompt has 512 tokens and completions of at most 32. A
-short prompt has 16 tokens and completions of at most 64. The reference is a separate model. In one case the
-step
+Setting: Qwen2 with 3.3 million parameters (hidden 256, 4 layers, 4 heads, 2 key/value heads, vocabulary 256),
+8 new pairs in every step, float32, AdamW. A long prompt has 512 tokens and completions of at most 32. A short
+prompt has 16 tokens and completions of at most 64. The reference is a separate model. In one case the step
 computes its log probabilities, as in TRL's default and in Rillflow's first epoch. In the other case they are
-known
-before the step: TRL's ``precompute_ref_log_probs``, and Rillflow in every later epoch.
+known before the step: TRL's ``precompute_ref_log_probs``, and Rillflow in every later epoch.
 
 Gradients are compared in float64 before clipping, over pairs whose answers differ in length. The figure is
-the
-norm of the difference divided by the norm of TRL's gradient. The decoder's norms and TRL's log probabilities
-compute in float32.
+the norm of the difference divided by the norm of TRL's gradient. The decoder's norms and TRL's log
+probabilities compute in float32.
 """
 
 from __future__ import annotations
@@ -139,8 +136,7 @@ def pairs_of(step: int, case: Case) -> list[tuple[list[int], list[int], list[int
 
 
 def batch_of(step: int, case: Case, *, single: bool = False) -> Any:
-    """Return a step's rows: pairs, or with ``single`` one answer per prompt and the answer of the row before.
-    """
+    """Return a step's rows: pairs, or with ``single`` an answer per prompt and that of the row before."""
     import torch
 
     from rillflow.records.batch import Batch, row_ids

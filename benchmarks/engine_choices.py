@@ -3,13 +3,10 @@
     python benchmarks/engine_choices.py
 
 1. Attention of one query per row over a KV cache, in microseconds per layer. The timing cycles through the
-   caches
-   of four layers, as a forward pass does.
-2. Drawing one token for each of 16 rows from a large vocabulary, in CPU milliseconds of one thread. Other
-   ways are shares of plain sampling, measured in turn. Logits range from nearly flat to those of a trained
-   model.
-3. Log probabilities of 64 tokens of that vocabulary and their gradients, in CPU milliseconds, by rows per
-   chunk.
+   caches of four layers, as a forward pass does.
+2. Drawing one token for each of 16 rows from a large vocabulary: CPU milliseconds of one thread. Other ways
+   are shares of plain sampling, measured in turn. Logits range from nearly flat to those of a trained model.
+3. Log probabilities of 64 tokens of that vocabulary and their gradients, by rows per chunk: CPU milliseconds.
 4. Whether a row of a matrix product gets the same bits in every place, next to any other rows, on 1 and 2
    threads, and with any number of rows.
 """

@@ -5,16 +5,13 @@
 HANGS    the reward of one of 160 prompts never returns; its time limit is 20 times the length of a step
 DIES     one of two sampler replicas on Ray is killed; a new process replaces it while training continues
 MINUTES  one fault per minute for ten minutes: the two replicas are killed and stopped in turn, and the
-trainer's
-         rank is killed once; the same run without faults precedes it
+         trainer's rank is killed once; the same run without faults precedes it
 CUT      two nodes and a spare node (network namespaces): the node of a replica loses its network for good
 
 Each run trains the same recipe: a small model, additions, 16 prompts with 8 answers per step, two versions
 ahead, two reward processes. Steps count from the tenth on. Their times come from metrics.jsonl; MINUTES and
-CUT
-watch that file grow. EFFECTIVE is the share of undisturbed training that remains: steps per minute over the
-whole
-time of faults, with restarts and repeated steps, divided by the rate without faults.
+CUT watch that file grow. EFFECTIVE is the share of undisturbed training that remains: steps per minute over
+the whole time of faults, with restarts and repeated steps, divided by the rate without faults.
 """
 
 from __future__ import annotations

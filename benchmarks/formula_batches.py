@@ -28,9 +28,8 @@ SPREAD = {"plain": 0.3, "holes": 0.3, "edge": 0.3, "wide": 2.0, "small": 0.002}
 """Standard deviation of log pi - log old in each scenario.
 
 holes: tool tokens inside rows, at the beginning of one row and the end of another. edge: holes, a group of
-equal
-rewards, a group with a single scored row, a group with none, an abstained row, a row of one token, and a row
-without a loss token.
+equal rewards, a group with a single scored row, a group with none, an abstained row, a row of one token, and
+a row without a loss token.
 """
 CREDIT = ((1.0, 1.0), (1.0, 0.95), (0.97, 0.9), (0.9, 0.0))
 GSPO = {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": 0.0, "ratio": "sequence"}

@@ -9,13 +9,11 @@
 
 Setting: Qwen2 with 3.3 million random parameters (hidden 256, 4 layers, 4 heads, 2 key/value heads,
 vocabulary 256); prompts of 32 tokens; temperature 1 over the whole vocabulary; only its length ends a row. 64
-rows
-run at once. Lengths are 64 for all, or log-normal with the longest 8 times the median of 32, for 64 rows and
-for 256. ``generate`` runs batches of 64, each until its longest row ends; only requested tokens count.
+rows run at once. Lengths are 64 for all, or log-normal with the longest 8 times the median of 32, for 64 rows
+and for 256. ``generate`` runs batches of 64, each until its longest row ends; only requested tokens count.
 
 The floor is the time that this machine needs for the module's matrix products at these shapes, and for
-reading
-the cache's bytes once per step. No engine that does this arithmetic can be faster.
+reading the cache's bytes once per step. No engine that does this arithmetic can be faster.
 """
 
 from __future__ import annotations

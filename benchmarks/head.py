@@ -6,8 +6,8 @@
     python benchmarks/head.py --tokens 2048 --write benchmarks/results/head.md
 
 Each way runs in its own process. Its peak is the growth of resident memory (VmHWM) above what the process
-holds
-before: hidden states, head and the head's gradient. float32, one thread, seconds are medians. Linux only.
+holds before: hidden states, head and the head's gradient. float32, one thread, seconds are medians. Linux
+only.
 """
 
 from __future__ import annotations

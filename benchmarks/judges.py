@@ -1,8 +1,7 @@
 """Judges: the effect of reading both orders, and the cost of trusting a small reward model.
 
     position   a judge of two answers (56 thousand parameters) trains on pairs of 90 sums and judges those of
-    10
-               others: how often its verdict changes with the order, and how often it is right
+               10 others: how often its verdict changes with the order, and how often it is right
     believed   a reward model that saw few wrong answers (8 per sum) scores a policy: its score (the proxy)
                and the share of right answers (gold) over the steps, at several KL weights
     averaged   the same without KL, scored by one of three reward models that were trained separately from one

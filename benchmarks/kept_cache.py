@@ -3,8 +3,7 @@
     python benchmarks/kept_cache.py
 
 The quickstart trains for some steps. Then 256 of its prompts sample four tokens with one checkpoint and
-continue
-with a newer one. The KV cache is kept (``rollout.keep_cache``) or recomputed.
+continue with a newer one. The KV cache is kept (``rollout.keep_cache``) or recomputed.
 """
 
 from __future__ import annotations

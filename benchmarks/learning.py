@@ -11,11 +11,9 @@
     python benchmarks/learning.py --keep /tmp/learning.jsonl --write benchmarks/results/learning.md
 
 Each finished run adds a line to the kept file. The same command continues after the last one, and two
-commands
-with different ``--only`` may share the file. Apart has the data-parallel size of inline, so every metric of
-every
-step must be bit-identical. The script fails if one differs, if a reward does not rise for some seed, or if
-Safe RLHF's cost ends above its limit.
+commands with different ``--only`` may share the file. Apart has the data-parallel size of inline, so every
+metric of every step must be bit-identical. The script fails if one differs, if a reward does not rise for
+some seed, or if Safe RLHF's cost ends above its limit.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
     python benchmarks/loading.py --write benchmarks/results/loading.md
 
 Ranks are processes of this machine on gloo. The model is a Qwen2 in float32, in files of 256 MB as
-save_pretrained
-writes them. They are read once before, so that the page cache holds them. A rank's peak is the growth of its
-resident memory (VmHWM, with pages of files) from the moment when all ranks have met. Linux only.
+save_pretrained writes them. They are read once before, so that the page cache holds them. A rank's peak is
+the growth of its resident memory (VmHWM, with pages of files) from the moment when all ranks have met. Linux
+only.
 """
 
 from __future__ import annotations

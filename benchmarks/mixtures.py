@@ -8,8 +8,7 @@
     prompts ── NativeEngine ─> rows, with and without routes ── Scorer ─> |trainer - sampler| of their tokens
 
 The three take turns; figures are medians. A token uses two of 16 experts, each half as wide as the dense
-layer. In
-generation, few rows already read nearly all experts' weights, and grouping cannot avoid that.
+layer. In generation, few rows already read nearly all experts' weights, and grouping cannot avoid that.
 """
 
 from __future__ import annotations

@@ -13,10 +13,8 @@ All runs use the same number of pairs and the same beta.
     python benchmarks/online.py --keep /tmp/online.jsonl --write benchmarks/results/online.md
 
 The gold reward is the share of an answer's characters that are right in their places. Its value is the mean
-over
-all answers of the policy, at temperature 1, to every prompt of the next iteration. Every run therefore makes
-one
-more iteration than the table judges. Each finished run adds a line to the kept file.
+over all answers of the policy, at temperature 1, to every prompt of the next iteration. Every run therefore
+makes one more iteration than the table judges. Each finished run adds a line to the kept file.
 """
 
 from __future__ import annotations
@@ -73,8 +71,7 @@ BEST_OF = (2, 4, 8)
 
 
 def dpo(iterations: int, **settings: Any) -> dict[str, Any]:
-    """Return the settings of a run over this many iterations, with ``ITERATIONS * PROMPTS`` prompts in all.
-    """
+    """Return the settings of a run over this many iterations; all runs use the same number of prompts."""
     share = ITERATIONS // iterations
     return {
         "name": "online_dpo",

@@ -4,9 +4,9 @@
     python benchmarks/paging.py --write benchmarks/results/paging.md
 
 The comparison switches bands off by requiring more free positions than exist. Then all rows share one
-rectangle
-that is as long as the longest row. The engines take turns; a figure is the median of the ratios by round.
-The need is the bytes of all tokens. During a reallocation, the peak counts both the old and the new memory.
+rectangle that is as long as the longest row. The engines take turns; a figure is the median of the ratios by
+round. The need is the bytes of all tokens. During a reallocation, the peak counts both the old and the new
+memory.
 """
 
 from __future__ import annotations
@@ -127,8 +127,7 @@ def equal(arguments: argparse.Namespace) -> list[str]:
 
 
 def long_row(arguments: argparse.Namespace) -> list[str]:
-    """Count the memory of one row of 8,192 tokens among 255 of 256, by scheduler and cache without a module.
-    """
+    """Count the memory of one row of 8,192 tokens among 255 of 256, without running a model."""
     del arguments
     short, lines = [(32, 224)] * 255, []
     cases = {
@@ -175,7 +174,7 @@ def preempted(arguments: argparse.Namespace) -> list[str]:
     del arguments
     module, lines = _module(), []
     load = Load(prompts=[32] * 64, answers=[224] * 64)
-    for deterministic, shares in ((False, (0.5, 0.25)), (True, (0.5, 0.4))):  # deterministic mode also computes idle rows
+    for deterministic, shares in ((False, (0.5, 0.25)), (True, (0.5, 0.4))):  # computes idle rows
         whole = ran(NativeEngine(module, **_made(64, deterministic=deterministic)), load)
         for share in shares:
             budget = share * load.needed_bytes / 2**30

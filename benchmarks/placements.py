@@ -8,11 +8,9 @@
     python benchmarks/placements.py --write benchmarks/results/placements.md     # keeps rows not measured now
 
 Inline and on Ray, with 1, 2 and 4 ranks per pool. Deterministic mode, float32, two updates of policy and
-critic in
-each of two steps, and numbers of rows that the ranks do not divide. There are few steps for this reason: Adam
-divides a gradient by its own size, so rounding differences between numbers of ranks grow from step to step.
-Runs
-with equal numbers of ranks have no such differences.
+critic in each of two steps, and numbers of rows that the ranks do not divide. There are few steps for this
+reason: Adam divides a gradient by its own size, so rounding differences between numbers of ranks grow from
+step to step. Runs with equal numbers of ranks have no such differences.
 """
 
 from __future__ import annotations

@@ -195,8 +195,7 @@ def group_advantages(rows: Sequence[Row], config: Any) -> list[Row]:
 
 
 def shaped(row: Row, config: Any, is_charged: bool = True) -> float:
-    """Return a row's reward minus its penalties for a missing end and length, and optionally its divergence.
-    """
+    """Return a row's reward minus the penalties for a missing end, its length and optionally divergence."""
     reward = ended(row, config) - (sum(spent(row, config.loss)) if is_charged else 0.0)
     if config.name == "dapo" and config.overlong_buffer:
         over = (MAX_TOKENS - config.overlong_buffer - len(row.places)) / config.overlong_buffer

@@ -6,10 +6,8 @@
     python benchmarks/processor.py                              # some minutes, one thread
 
 One run of a recipe has too few sizes to separate matrix products from overheads. Its fit starts from the
-factors
-found here (``rillflow`` of ``plugins/planner/rillflow_planner/stacks.toml``). Sizes take turns, so that a
-drift of
-the machine's speed affects all of them; seconds are medians of the rounds.
+factors found here (``rillflow`` of ``plugins/planner/rillflow_planner/stacks.toml``). Sizes take turns, so
+that a drift of the machine's speed affects all of them; seconds are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -136,8 +134,9 @@ class Case:
                 self._trainer.update(self._rows, SupervisedLoss())
 
     def observations(self, seconds: dict[str, float]) -> Iterator[Observation]:
-        """Yield the measured stages: generation with full answer lengths, and the others with the actual
-        rows.
+        """Yield the measured stages.
+
+        Generation counts with full answer lengths, the other stages with the lengths of the actual rows.
         """
         lengths = (self._rows.ragged("tokens").lengths - PROMPT).tolist()
         read = self._rows.ragged("tokens").lengths - 1

@@ -5,14 +5,11 @@
 
     python benchmarks/publish.py
     python benchmarks/publish.py --sizes 7M 85M --steps 5 --write results.md
-    python benchmarks/publish.py --exposed --sizes 85M     seconds that a publish delays a step: in step,
-    ahead
+    python benchmarks/publish.py --exposed --sizes 85M     seconds that a publish delays a step
 
 Every figure comes from whole runs through the code of `rillflow run` (GRPO; one rank trains, one samples), in
-one
-process and on Ray. Seconds are medians of the runs' spans: from the first digest until the last rank has
-compared
-its own.
+one process and on Ray. Seconds are medians of the runs' spans: from the first digest until the last rank has
+compared its own.
 """
 
 from __future__ import annotations
@@ -144,10 +141,8 @@ def _exposed(sizes: Sequence[str], steps: int) -> Iterator[str]:
     """Yield the seconds in which a publish keeps the trainer from training and the sampler from sampling.
 
     In step, both wait from the first digest until the last comparison. Ahead, each side waits for its own
-    work. The
-    sampler also waits while it has no rows until the version that it needs is packed. With two replicas that
-    take
-    weights in turn, each one waits half of their joint time.
+    work. The sampler also waits while it has no rows until the version that it needs is packed. With two
+    replicas that take weights in turn, each one waits half of their joint time.
     """
     yield "| parameters | | trainer | sampler | a step |"
     yield "|---|---|---|---|---|"
@@ -181,8 +176,7 @@ def _busy(spans: Sequence[SpanRecord], stages: Sequence[str]) -> float:
 
 
 def _kept_waiting(spans: Sequence[SpanRecord]) -> float:
-    """Return the median seconds from the sampler's last work, or the end of the update, to the first bucket.
-    """
+    """Return the median seconds from the sampler's last work, or the update's end, to the first bucket."""
     found = []
     for span in (one for one in spans if one.stage == "sampler.receive"):
         before = [

@@ -7,8 +7,7 @@ Each seed is one `rillflow run` in its own process. Prints a markdown table; --w
 CPU seconds, including children, allow a comparison of settings on a busy machine.
 
 The cost of checkpoints comes from the run's records. It is the mean time between a step with a checkpoint and
-the
-next step, minus the median of that time after steps without one. Steps with an evaluation do not count.
+the next step, minus the median of that time after steps without one. Steps with an evaluation do not count.
 """
 
 from __future__ import annotations

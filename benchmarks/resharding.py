@@ -1,17 +1,17 @@
-"""From training's mesh to generation's: ours against the designs that gather, and against a checkpoint.
+"""Resharding from training to generation: ours against designs that gather, and against a checkpoint.
 
-    ours                   WeightSwitch.to_generation: the missing slices, training's memory given back
-    gather the model       all ranks gather all weights, then cut out what they generate with
+    ours                   WeightSwitch.to_generation: receive the missing slices, free training's memory
+    gather the model       all ranks gather all weights, then cut their generation shards
     plain grouping         the ranks of a replica gather its weights, then cut; groups of consecutive ranks
-    plain, slices alone    consecutive groups too, but only slices cross (by our own resharding)
-    full_tensor            DTensor.full_tensor() of every parameter, then cut; sent on between stages
-    checkpoint             write one under training's mesh, read it under generation's
+    plain, slices alone    consecutive groups too, but ranks exchange only slices (with our resharding)
+    full_tensor            DTensor.full_tensor() of every parameter, then cut; broadcast between stages
+    checkpoint             write one under the training mesh, read it under the generation mesh
 
     python benchmarks/resharding.py                                    # some minutes
     python benchmarks/resharding.py --write benchmarks/results/resharding.md
 
-Eight processes on gloo, bfloat16, tp 2 in generation. The designs run in turn, round by round; the time of a
-round is that of its slowest rank, and figures are medians.
+Eight processes on gloo, bfloat16, tp 2 in generation. The designs take turns, round by round. The time of a
+round is that of its slowest rank; figures are medians.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a design took on one rank."""
+    """Bytes that a design needs on one rank."""
 
     received: int
-    """Bytes over the wire."""
+    """Bytes received from other ranks."""
     peak: int
-    """Bytes of parameters at their most: training's, generation's and what lies between."""
+    """Peak bytes of parameters: training's, generation's and temporary copies."""
 
 
 def model() -> tuple[dict[str, Weight], dict[str, Part]]:
-    """The weights of a decoder of 288 MiB, and how tp cuts them."""
+    """Return the weights of a decoder of 288 MiB, and the split of each under tp."""
     shapes: dict[str, tuple[tuple[int, ...], Part]] = {
         name: ((WORDS, HIDDEN), Split(0)) for name in ("embed", "head")
     }
@@ -95,7 +95,7 @@ def model() -> tuple[dict[str, Weight], dict[str, Part]]:
 
 
 class Rank:
-    """One process, its training weights, and the designs."""
+    """One process with its training weights; every design is a method."""
 
     def __init__(self, ranks: ProcessRanks, p: int, t: int, folder: Path) -> None:
         self.ranks, self.p, self.t, self.folder = ranks, p, t, folder
@@ -125,7 +125,7 @@ class Rank:
         self.found: dict[str, dict[str, int]] = {}
 
     def empty(self, layout: Layout) -> dict[str, Tensor]:
-        """This rank's tensors of a layout."""
+        """Return this rank's uninitialised tensors of a layout."""
         return {
             name: torch.empty(local_shape(layout[name], weight.shape, self.ranks.rank), dtype=DTYPE)
             for name, weight in self.weights.items()
@@ -133,7 +133,7 @@ class Rank:
         }
 
     def note(self, design: str, generation: Mapping[str, Tensor]) -> None:
-        """Remember what generation would run with; in the first round, which is not timed."""
+        """Record the digests of the generation weights, in the first round, which is not timed."""
         self.found[design] = {
             name: int(slice_digest(tensor.view(-1), _line(tensor), DTYPE))
             for name, tensor in generation.items()
@@ -153,7 +153,7 @@ class Rank:
         return self.gathered("plain grouping", self.plain, check)
 
     def gathered(self, design: str, layout: Layout, check: bool) -> Cost:
-        """All weights whole on every rank, bucket by bucket, then what the layout wants of them."""
+        """Gather all weights on every rank, bucket by bucket, then cut the shards of the layout."""
         whole: dict[str, Tensor] = {}
         received = 0
         for names in self.portions():
@@ -179,7 +179,7 @@ class Rank:
         return self.ranks.rank // self.t
 
     def portions(self) -> Iterator[tuple[list[str], ...]]:
-        """The weights of every stage, a layer at a time; all stages have as many, and of the same sizes."""
+        """Yield the weights of every stage, a layer at a time; all stages have as many, of the same sizes."""
         by_stage: list[dict[str, list[str]]] = [{} for _ in range(self.p)]
         for name, (stage,) in self.stages.items():
             by_stage[stage].setdefault(name.rpartition(".")[0] or name, []).append(name)
@@ -191,7 +191,7 @@ class Rank:
         return torch.Size(local_shape(self.source[name], weight.shape, rank)).numel()
 
     def joined(self, name: str, shards: Tensor) -> Tensor:
-        """A whole weight from the shards of all tp ranks, one a row."""
+        """Return a whole weight from the shards of all tp ranks, given one per row."""
         part, shape = self.parts[name], self.weights[name].shape
         if isinstance(part, Broadcast):
             return shards[0].clone()
@@ -200,7 +200,7 @@ class Rank:
         return shards.reshape(self.t, shape[0], -1).transpose(0, 1).reshape(shape)
 
     def cut(self, name: str, whole: Tensor, layout: Layout) -> Tensor:
-        """What this rank generates with, in memory of its own."""
+        """Return a copy of this rank's generation shard of a weight."""
         part = self.parts[name]
         if isinstance(part, Broadcast):
             return whole.clone()
@@ -209,7 +209,7 @@ class Rank:
         return whole.chunk(TP, part.dim)[place].clone(memory_format=torch.contiguous_format)
 
     def slices(self, check: bool) -> Cost:
-        """Consecutive groups; what is missing crosses, and training's tensors stay beside it."""
+        """Exchange missing slices in consecutive groups; training's tensors stay in memory."""
         plan = reshard_plan(self.weights, self.source, self.plain)
         generation = self.empty(self.plain)
         resharding = Resharding(plan, self.ranks)
@@ -275,11 +275,11 @@ DESIGNS: dict[str, tuple[Callable[[Rank, bool], Cost], str]] = {
     "full_tensor": (Rank.full_tensor, "(tp - 1)/(tp) M"),
     "checkpoint": (Rank.checkpoint, "0, by way of the disk"),
 }
-"""What is measured, and the bytes a rank should receive."""
+"""The measured designs, with the bytes that a rank should receive."""
 
 
 def on_rank(said: Any, rank: int, rendezvous: str, sizes: tuple[int, int], rounds: int, folder: str) -> None:
-    """One process: every design once to see that all agree, then the rounds."""
+    """Run every design once to check that all agree, then time the rounds."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     ranks = ProcessRanks.join(rank, RANKS, dist.FileStore(rendezvous, RANKS))
@@ -307,7 +307,7 @@ def on_rank(said: Any, rank: int, rendezvous: str, sizes: tuple[int, int], round
 
 
 def measured(sizes: tuple[int, int], rounds: int) -> tuple[dict[str, list[float]], dict[str, Cost]]:
-    """Seconds by design, and what the most loaded rank took."""
+    """Return the seconds of each design, and the largest costs of any rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.tensor"])
     said = context.Queue()
@@ -333,7 +333,7 @@ def measured(sizes: tuple[int, int], rounds: int) -> tuple[dict[str, list[float]
 
 
 def table(title: str, sizes: tuple[int, int], rounds: int) -> list[str]:
-    """A mesh's part of the page."""
+    """Return the section of one mesh."""
     seconds, costs = measured(sizes, rounds)
     ours = statistics.median(seconds["ours"])
     rows = []
@@ -354,7 +354,7 @@ def table(title: str, sizes: tuple[int, int], rounds: int) -> list[str]:
 
 
 def digest_speed() -> list[str]:
-    """How fast one core digests."""
+    """Return the section with digest speeds on one core."""
     lines = ["## Digests, on one core", "", "| elements | GB/s | SHA-256, GB/s |", "|---|---|---|"]
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.bfloat16):
@@ -371,7 +371,7 @@ def digest_speed() -> list[str]:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Of this process alone, whatever else runs."""
+    """Return the CPU seconds of a call in this process."""
     begin = time.process_time()
     work()
     return time.process_time() - begin

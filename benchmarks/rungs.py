@@ -1,4 +1,4 @@
-"""Rungs: runs with more and more work side by side, each predicted before any of them is run.
+"""Rungs of a ladder: runs with more and more overlap, each predicted before any of them runs.
 
 rungs ─ predict ─> seconds of their steps, printed ─ run ─> seconds measured ─> a line of the table each
 """
@@ -27,10 +27,12 @@ LADDER = {
     "4 ahead, ready first": ("algorithm.freshness=4", READY),
     "4 ahead, late dropped": ("algorithm.freshness=4", READY, "algorithm.on_stale=drop"),
 }
-"""The settings of each rung; the sampler has a pool of its own."""
+"""Settings of each rung; the sampler has its own pool."""
 ASYNCFLOW = {"in sequence": 1.0, "by parts": 2.01, "1 ahead, by parts": 2.74}
-"""Relative throughput that AsyncFlow (arXiv 2507.01663) publishes for 7B on 512 devices: its baseline, rows
-streamed between tasks, and the same one version ahead."""
+"""Relative throughput that AsyncFlow (arXiv 2507.01663) publishes for 7B on 512 devices.
+
+The entries are its baseline, rows that stream between tasks, and the same one version ahead.
+"""
 STAGES = ("policy.generate", "reward.score", "policy.update")
 UNDER_WAY = 2
 """First steps of a run, in which memory is first allocated."""
@@ -43,25 +45,25 @@ class Rung:
     name: str
     """Key of the rung in ``LADDER``."""
     parts: int
-    """Parts in which a step's rows move on; 1 if whole."""
+    """Parts into which a step splits its rows; 1 if they stay whole."""
     settings: tuple[str, ...]
-    """Settings beside those of the recipe."""
+    """Settings in addition to those of the recipe."""
     counted: int
-    """Least number of steps that are measured."""
+    """Least number of measured steps."""
 
     @property
     def bound(self) -> int:
-        """Versions that its rows may be old."""
+        """Freshness: the largest staleness of its rows, in versions."""
         return 4 if "4 ahead" in self.name else int("1 ahead" in self.name)
 
     @property
     def skipped(self) -> int:
-        """Steps before the measured ones: until as many steps as may be in flight have passed four times."""
+        """Steps before the measured ones: the first steps, and four times the steps in flight."""
         return UNDER_WAY + 4 * self.bound
 
     @property
     def steps(self) -> int:
-        """All steps: measured are whole bursts of those in flight."""
+        """All steps; the measured ones are a multiple of the steps in flight."""
         return self.skipped + -(-self.counted // (self.bound + 1)) * (self.bound + 1)
 
 
@@ -85,9 +87,9 @@ def climb(
     """Print the predictions of all rungs, then run them; return the table.
 
     Args:
-        rungs: the first is the one that others are compared with.
-        predict: the seconds of all steps of a rung.
-        run: makes the run; returns its directory.
+        rungs: the first one is the baseline of the speedups.
+        predict: returns the seconds of all steps of a rung.
+        run: runs a rung and returns its run directory.
     """
     told = {rung.name: statistics.fmean(predict(rung)[rung.skipped :]) for rung in rungs}
     for name, seconds in told.items():
@@ -115,25 +117,25 @@ def climb(
 
 
 def say(text: str) -> None:
-    """Print a line with the time of day, at once."""
+    """Print a line with the time of day, and flush."""
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 def run_of(recipe: Path, folder: Path, *settings: str, algorithms: Sequence[Algorithm] = ()) -> Path:
-    """Run a recipe; the run directory."""
+    """Run a recipe; return the run directory."""
     loaded = load_recipe(recipe, [f"run.dir='{folder}'", *settings], algorithms)
     launch(loaded.recipe, loaded.base, quiet=True)
     return folder
 
 
 def step_seconds(run: Path, skipped: int) -> float:
-    """The mean step after the first ones."""
+    """Return the mean seconds of a step, without the first ones."""
     every = [each.metrics["run/step_seconds/mean"].value for each in read_metrics(run)]
     return statistics.fmean(every[skipped:])
 
 
 def stage_seconds(run: Path, stage: str, skipped: int) -> float:
-    """The mean seconds of a stage after the first steps."""
+    """Return the mean seconds of a stage, without the first steps."""
     spans: list[SpanRecord] = [
         each for each in read_spans(run) if each.stage == stage and each.step > skipped
     ]
@@ -141,11 +143,11 @@ def stage_seconds(run: Path, stage: str, skipped: int) -> float:
 
 
 def busy_seconds(run: Path, stage: str, skipped: int) -> float:
-    """The median seconds in which a stage's rank works, all parts of a step together."""
+    """Return the median seconds per step in which a stage's ranks work, summed over the parts of the step."""
     spans = [each for each in read_spans(run) if each.stage == stage and each.step > skipped]
     return statistics.median(sum(rank.duration_s for rank in each.ranks) for each in spans)
 
 
 def told(seconds: Mapping[str, float]) -> str:
-    """Seconds by name, as a line says them."""
+    """Format seconds by name as one line."""
     return ", ".join(f"{name or 'no stage'} {spent:.3f} s" for name, spent in seconds.items())

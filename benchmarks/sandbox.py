@@ -1,16 +1,16 @@
-"""The sandbox, measured: what one scored row costs at every level that this machine gives.
+"""Cost of the sandbox: milliseconds for one scored row at every level that this machine supports.
 
     plain        a reward that compares two texts
     run_python   a reward that runs each completion by run_python
     subprocess   a reward that runs each completion by subprocess.run
-    none         reward.sandbox = false: the row's own work, and for subprocess the start of a Python
+    none         reward.sandbox = false: the row's own work; for subprocess it includes the start of a Python
 
-    each round: every reward at every level scores the same rows, one after the other, so that other work on
-    the machine slows all of them
+    in each round, every reward at every level scores the same rows in turn, so that other work on the machine
+    slows all of them
 
     python benchmarks/sandbox.py --write benchmarks/results/sandbox.md     # some minutes
 
-Processor time is that of the whole tree of processes, which other work on the machine changes less.
+CPU time is that of the whole process tree. Other work on the machine changes it less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from rillflow.rewards.workers import RewardWorkers
 SMALLEST = ["--rounds 1 --rows 2"]
 
 ASKED_MS = 5.0
-"""Most that a row may cost at the default level beyond its own work."""
+"""Largest allowed cost of a row at the default level in addition to its own work, in milliseconds."""
 LEAST_ROWS = 16
-"""Rows of a program that starts a whole sandbox."""
+"""Rows that suffice for a program that starts a whole sandbox."""
 PROGRAM, PRINTED = "print(6 * 7)", "42\n"
 SOURCE = f"""
 import subprocess, sys
@@ -65,7 +65,7 @@ REWARDS = {
     "by_subprocess": "runs the completion by `subprocess.run`",
 }
 OWN_WORK = {"plain": "plain", "by_run_python": "by_subprocess", "by_subprocess": "by_subprocess"}
-"""Which reward without a sandbox is a row's own work."""
+"""The reward that does the same work as the key; without a sandbox it is a row's own work."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,7 @@ class Case:
     """One reward at one level."""
 
     reward: str
-    """The function."""
+    """Name of the function."""
     level: Level
     """The sandbox level."""
     num_workers: int
@@ -81,24 +81,24 @@ class Case:
     workers: RewardWorkers
     """The workers that call the function."""
     wall_ms: list[float] = field(default_factory=list)
-    """A row's share of each round."""
+    """Milliseconds per row of each round."""
     processor_s: float = 0.0
-    """Processor time of all rounds."""
+    """CPU seconds of all rounds."""
     num_rows: int = 0
     """Rows of all rounds."""
 
     @property
     def processor_ms(self) -> float:
-        """Processor time of a row: the mean of all, for the kernel tells it in steps of 10 ms."""
+        """CPU milliseconds per row: a mean over all rows, because the kernel counts in steps of 10 ms."""
         return 1000 * self.processor_s / self.num_rows
 
     @property
     def is_own_sandbox(self) -> bool:
-        """Whether each program starts a whole sandbox: such a case is slow, and few rounds measure it."""
+        """True if each program starts a whole sandbox; such a case is slow, so few rounds measure it."""
         return self.reward == "by_run_python" and self.level is Level.NONE
 
     def measure(self, num_rows: int) -> None:
-        """Score one round."""
+        """Score one round and record its cost."""
         completions = [PROGRAM] * num_rows
         processor_s, began = processor_time(), time.perf_counter()
         scores = self.workers.score(["p"] * num_rows, completions, {})
@@ -110,7 +110,7 @@ class Case:
 
 
 def processor_time() -> float:
-    """Seconds of this process and of all below it, those that have ended included."""
+    """Return the CPU seconds of this process and all its descendants, including ended ones."""
     parents, seconds = dict[int, int](), dict[int, float]()
     tick = os.sysconf("SC_CLK_TCK")
     for entry in Path("/proc").iterdir():
@@ -118,7 +118,7 @@ def processor_time() -> float:
             continue
         try:
             known = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         parents[int(entry.name)] = int(known[1])
         seconds[int(entry.name)] = sum(map(int, known[11:15])) / tick
@@ -129,7 +129,7 @@ def processor_time() -> float:
 
 
 def cases(folder: Path, num_workers: int, stack: ExitStack) -> Iterator[Case]:
-    """Every reward at every level that this machine gives."""
+    """Yield every reward at every level that this machine supports."""
     (folder / "rewards.py").write_text(SOURCE)
     for reward in REWARDS:
         seen: set[Level] = set()
@@ -148,7 +148,7 @@ def cases(folder: Path, num_workers: int, stack: ExitStack) -> Iterator[Case]:
 
 
 def page(found: Sequence[Case], arguments: argparse.Namespace, load: float) -> str:
-    """The table, and what it says about the figure that is asked for."""
+    """Return the page: the table and the verdict on the allowed cost."""
     workers = " ".join(map(str, arguments.workers))
     lines = [
         "# The sandbox: cost of a scored row",
@@ -179,7 +179,7 @@ def _shown(values: Sequence[float]) -> str:
 
 
 def own_work(case: Case, found: Sequence[Case]) -> Case:
-    """The case without a sandbox that does the same work."""
+    """Return the case without a sandbox that does the same work."""
     (own,) = (
         each
         for each in found
@@ -191,7 +191,7 @@ def own_work(case: Case, found: Sequence[Case]) -> Case:
 
 
 def beyond(case: Case, found: Sequence[Case]) -> str:
-    """Format the cost of a level beyond the row's own work."""
+    """Format the cost of a level in addition to the row's own work."""
     own = own_work(case, found)
     if case is own:
         return ""
@@ -201,7 +201,7 @@ def beyond(case: Case, found: Sequence[Case]) -> str:
 
 
 def verdict(found: Sequence[Case]) -> list[str]:
-    """Say for each reward whether its fastest round is within the figure."""
+    """Return for each reward whether its fastest round stays within the allowed cost."""
     lines = [
         f"Asked: at most {ASKED_MS:g} ms a row beyond its own work at the machine's strongest level.",
         "",

@@ -1,19 +1,21 @@
-"""How far predictions are off on this machine: calibrated on one run, other sizes, batches and placements.
+"""Prediction errors on this machine: calibrated on one run, tested on other sizes, batches and placements.
 
     one run ─ rillflow calibrate ─> factors ─┬─ predicted step of another model, batch, placement ─┐
-                                             └─ each of them run ──────── measured ────────────────┴─> error
+                                             └─ a run of each of them ────────── measured ─────────┴─> error
 
     python benchmarks/self_prediction.py                        # 3 x 5 pairs of short runs, 8 minutes
     python benchmarks/self_prediction.py --only batch --rounds 1
 
-The recipe is recipes/arithmetic with 64 prompts, answers up to 16 tokens and a reward that tells every two
-rows apart, on one thread; it learns nothing after its warm start, so that all its steps are alike. Seconds
-are medians of the steps after the second. A machine is not always equally fast, so each variant stands
-between two runs of the recipe itself, and is predicted from each of them alone; the mean of the two (of
-their logarithms) is the prediction of a machine halfway between. Of several rounds the median counts. How
-long a variant's rows are is given: a model of another size ends its answers elsewhere. What other programs
-took of the cores during those two runs, which leave all but one idle, stands beside each round: where they
-took a core, two ranks had not two, and no prediction knows.
+The recipe is recipes/arithmetic with 64 prompts, answers of up to 16 tokens and a reward that gives different
+rows different values, on one thread. Its learning rate is near zero, so that all steps are alike. Seconds are
+medians of the steps after the second.
+
+The speed of a machine drifts, so each variant runs between two runs of the recipe itself. Each of the two
+gives a prediction; their geometric mean counts, and of several rounds the median. The lengths of a variant's
+rows are given, because a model of another size ends its answers elsewhere.
+
+The page also lists the cores that other programs used during those two runs, which leave all but one core
+idle. If they used a core, two ranks did not have two cores, and no prediction accounts for that.
 """
 
 from __future__ import annotations
@@ -69,14 +71,14 @@ LIMIT = 0.15
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One stage, or the step, of a variant."""
+    """Prediction and measurement of one stage, or of the step, of a variant."""
 
     name: str
-    """Which."""
+    """Name of the stage, or "step"."""
     predicted_s: float
-    """By the model, from the run before and the run after."""
+    """Seconds by the cost model: geometric mean of the predictions from the runs before and after."""
     measured_s: float
-    """Of a usual step."""
+    """Seconds of a typical step."""
 
     @property
     def error(self) -> float:
@@ -89,36 +91,36 @@ class Row:
     """One variant in one round."""
 
     name: str
-    """Which."""
+    """Name of the variant."""
     step: Stage
-    """Its step."""
+    """The whole step."""
     stages: tuple[Stage, ...]
-    """The stages in it that a cost model has."""
+    """The stages of the step that the cost model covers."""
     drift: float
-    """Seconds of a step of the run calibrated on, afterwards / before - 1: how much the machine changed."""
+    """Change of the machine's speed: step seconds of the recipe after / before - 1."""
     others: float
-    """Cores that other programs took meanwhile, the more of before and afterwards."""
+    """Cores that other programs used, the larger value of the runs before and after."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One run of a variant."""
+    """One run of the recipe or of a variant."""
 
     loaded: LoadedRecipe
-    """Its recipe."""
+    """The recipe of the run."""
     phases: Sequence[Observation]
-    """What was observed."""
+    """Observations of each phase."""
     others: float
-    """Cores that other programs of this priority, or the host, took meanwhile; of a run on one rank."""
+    """Cores that other programs of this priority, or the host, used during the run; valid for one rank."""
 
     @property
     def step_s(self) -> float:
-        """Seconds of a usual step of its last phase."""
+        """Seconds of a typical step of the last phase."""
         return self.phases[-1].step_s
 
 
 def main() -> int:
-    """Run, predict, print."""
+    """Run, predict and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--rounds", type=int, default=3)
@@ -133,7 +135,7 @@ def main() -> int:
 
 
 def measured(names: Sequence[str], rounds: int, folder: Path) -> str:
-    """The table of these variants."""
+    """Return the page for these variants."""
     (folder / "reward.py").write_text(REWARD)
     rows: list[Row] = []
     before = ran(CALIBRATED_ON, (), folder)
@@ -155,7 +157,7 @@ def measured(names: Sequence[str], rounds: int, folder: Path) -> str:
 
 
 def compared(name: str, one: Round, sides: Sequence[Factors], *, drift: float, others: float) -> Row:
-    """A run beside what the factors of either side expect of it; its rows' lengths are given."""
+    """Return a run with its prediction by the factors of either side; the lengths of its rows are given."""
     loaded = one.loaded
     problem = state_problem(loaded, this_machine(2), Path(str(loaded.recipe.run.dir))).problem
     plan = plan_of(loaded.recipe, problem.graph, problem.hardware.fleets[0])
@@ -184,7 +186,7 @@ def compared(name: str, one: Round, sides: Sequence[Factors], *, drift: float, o
 
 
 def ran(name: str, settings: tuple[str, ...], folder: Path) -> Round:
-    """Run the recipe with these settings, in a directory of its own."""
+    """Run the recipe with these settings in a new directory."""
     place = folder / f"{name.replace(' ', '_')}-{len(list(folder.iterdir()))}"
     more = (f"run.dir={place}", f"reward.function={folder / 'reward.py'}:spread")
     loaded = load_recipe(RECIPE, [*SETTINGS, *more, *settings])
@@ -197,7 +199,7 @@ def ran(name: str, settings: tuple[str, ...], folder: Path) -> Round:
 
 
 def others_s() -> float:
-    """Core seconds so far that were not idle, nor of this process, its ended children, or lower priority."""
+    """Return busy core seconds so far, without this process, its ended children and low priority programs."""
     user, _, system, _, _, *beside = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:9])
     own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     busy = (user + system + sum(beside)) / os.sysconf("SC_CLK_TCK")
@@ -207,7 +209,7 @@ def others_s() -> float:
 def page(
     names: Sequence[str], rows: Sequence[Row], fitted: Calibration, fitted_to: Sequence[Observation]
 ) -> str:
-    """The table as a page."""
+    """Return the page with its tables."""
     of = {name: [row for row in rows if row.name == name] for name in names}
     errors = {name: median(row.step.error for row in of[name]) for name in names}
     guess = vars(fitted_to[0].problem.hardware.factors)

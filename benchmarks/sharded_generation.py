@@ -1,15 +1,16 @@
-"""Generation by the native engine over tensor-parallel ranks that are processes of this machine.
+"""Generation by the native engine over tensor-parallel ranks, which are processes of this machine.
 
     tp 1    one process, one thread                          recorded, and never recorded
-    tp t    t processes joined by gloo, one thread each      never recorded: collectives cannot be
+    tp t    t processes joined by gloo, one thread each      never recorded, because collectives cannot be
 
     python benchmarks/sharded_generation.py                      # tp 1 and 2
     python benchmarks/sharded_generation.py --tp 1 2 4 --rounds 3 --write results.md
 
-Module and workload are those of benchmarks/generation.py: Qwen2 of 3.3 million parameters, 64 rows of 64
-new tokens. Two shapes more show what a larger model changes. Speaking is the time a rank spends in
-collectives, waiting for the others included. Ranks of one machine share its cores and its memory's
-bandwidth, so tp buys memory here and no time: the point is what it costs.
+Module and workload are those of benchmarks/generation.py: Qwen2 with 3.3 million parameters, 64 rows of 64
+new tokens. A second size, 27 million, shows the effect of a larger model. The column "speaking" is the time
+that a rank spends in collectives, including waits for other ranks. Ranks of one machine share its cores and
+memory bandwidth. Tensor parallelism therefore saves memory per rank here but no time; the table shows its
+cost.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ def main() -> None:
 
 
 class Timed:
-    """Ranks that know how long they spoke.
+    """Ranks that measure the time of their collectives.
 
     Args:
-        ranks: who speaks.
+        ranks: the wrapped ranks.
     """
 
     def __init__(self, ranks: Any) -> None:
@@ -89,7 +90,7 @@ class Timed:
 
 
 def own_weights(whole: Any, plan: Any, ranks: Any) -> dict[str, Any]:
-    """What a rank has of a whole decoder's weights."""
+    """Return a rank's shard of a whole decoder's weights."""
     from rillflow.models.sampling_shard import local_bounds
 
     bounds = local_bounds(whole, plan, ranks.rank, ranks.size) if ranks.size > 1 else {}
@@ -100,7 +101,7 @@ def own_weights(whole: Any, plan: Any, ranks: Any) -> dict[str, Any]:
 
 
 def measure(ranks: Any, name: str, recorded: bool, rounds: int) -> dict[str, Any]:
-    """One rank's figures; a first round warms up and is dropped."""
+    """Return one rank's figures, without the warm-up round."""
     import torch
     from generation import CONTEXT, NEW, PROMPT, SLOTS, VOCABULARY, _batch, workloads
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,10 +1,11 @@
-"""What an update costs when rows share their prompt, against the same rows with prompts of their own.
+"""Cost of an update if rows share their prompt, compared with rows that have their own prompts.
 
     python benchmarks/shared_prompts.py
     python benchmarks/shared_prompts.py --prompt 256 --write benchmarks/results/shared_prompts.md
 
-64 rows of 32 prompt and 64 answer tokens, the model of ``grpo_step.py``, one optimiser step. Settings take
-turns; a cell is the median of processor seconds, which a busy machine disturbs less than the clock.
+64 rows of 32 prompt and 64 answer tokens, a model of the size of ``grpo_step.py``, one optimiser step.
+Settings take turns. A cell is the median of CPU seconds, which vary less than wall-clock time on a busy
+machine.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def make_trainer() -> Trainer:
-    """A trainer of a 3.3-million-parameter Qwen2 with random weights."""
+    """Return a trainer of a Qwen2 with 3.3 million random parameters."""
     register()
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -77,7 +78,7 @@ def make_trainer() -> Trainer:
 
 
 def make_rows(samples: int, prompt: int) -> Batch:
-    """Random rows, each prompt shared by ``samples`` of them."""
+    """Return random rows in groups of ``samples`` that share a prompt."""
     prompts = torch.randint(0, VOCABULARY, (ROWS // samples, prompt)).repeat_interleave(samples, 0)
     tokens = torch.cat([prompts, torch.randint(0, VOCABULARY, (ROWS, ANSWER))], 1)
     mask = torch.zeros_like(tokens, dtype=torch.bool)

@@ -1,18 +1,19 @@
-"""Run the smallest round of every benchmark: the real code with tiny sizes, and no page of results.
+"""Run the smallest round of every benchmark: the real code with tiny sizes, and no results page.
 
     benchmarks/NAME.py   SMALLEST = ["ladder --stages tiny"]   arguments of runs that take seconds
-                         SLOW = ["pools --rounds 1"]          of longer ones: a comment beside it says why
+                         SLOW = ["pools --rounds 1"]          of longer runs; a comment gives the reason
                          NEEDS = ["ray"]                      modules that a plain installation lacks
 
-    name ─ read_round, no import ─> Round ─ run_command ─> one forked process a command line ─> output
+    name ─ read_round, no import ─> Round ─ run_command ─> one forked process per command line ─> output
 
     python benchmarks/smallest.py                  # the smallest round of every benchmark
     python benchmarks/smallest.py ahead publish    # of two of them
     python benchmarks/smallest.py --slow head      # the longer command lines
 
 A new process needs seconds to import PyTorch and Rillflow. One fork server imports both once, and each
-command line runs in a fork of it: it may set threads, signals and the environment, and start processes.
-``tests/architecture/test_benchmarks.py`` runs SMALLEST in the everyday tests and SLOW in the slow ones.
+command line runs in a fork of it. A command line may therefore set threads, signals and the environment, and
+start processes. ``tests/architecture/test_benchmarks.py`` runs SMALLEST in the everyday tests and SLOW in the
+slow ones.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 PRELOADED = ["torch", "transformers", "rillflow.app.launch", "rillflow.rollout.native.engine"]
 LIMIT_S = 600.0
-"""Seconds that one command line may take: many times its own on an idle machine."""
+"""Time limit of one command line in seconds: many times its duration on an idle machine."""
 LOG = "output.txt"
 _ALL = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 
@@ -58,13 +59,13 @@ class Round:
 
 
 def found(folder: Path = FOLDER) -> dict[str, Path]:
-    """Return the benchmarks by name: the modules of a folder that can be run, without this one."""
+    """Return the runnable modules of a folder by name, without this one."""
     files = [path for path in sorted(folder.glob("*.py")) if path.resolve() != Path(__file__).resolve()]
     return {path.stem: path for path in files if '__name__ == "__main__"' in path.read_text("utf-8")}
 
 
 def read_round(path: Path) -> Round:
-    """Read a benchmark's round without importing it; raise LookupError where it states none."""
+    """Read a benchmark's round without importing it; raise LookupError if it states none."""
     stated = dict(_constants(path))
     commands, slow = ([shlex.split(line) for line in stated.get(kind, [])] for kind in ("SMALLEST", "SLOW"))
     if not commands and not slow:
@@ -77,7 +78,7 @@ def read_round(path: Path) -> Round:
 
 
 def _constants(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """The module-level constants that describe a round."""
+    """Yield the module-level constants that describe a round."""
     for node in ast.parse(path.read_text("utf-8")).body:
         match node:
             case ast.Assign(targets=[ast.Name(id="SMALLEST" | "NEEDS" | "SLOW" as name)]):
@@ -91,11 +92,11 @@ class Ran:
     said: str
     """Its standard output and standard error."""
     processor_s: float
-    """Processor time of its process and of all child processes that it waited for."""
+    """CPU time of its process and of all child processes that it waited for."""
 
 
 def run_command(path: Path, command: list[str], folder: Path) -> Ran:
-    """Run one command line in a process group of its own, then kill the group.
+    """Run one command line in its own process group, then kill the group.
 
     Raises:
         RuntimeError: the command line failed or took too long; the message ends with its output.
@@ -122,7 +123,7 @@ def run_command(path: Path, command: list[str], folder: Path) -> Ran:
 
 
 def _call_main(path: Path, command: list[str], folder: Path, given: Connection) -> None:
-    """Call a benchmark's ``main`` as its command line does, in a process group of its own."""
+    """Call a benchmark's ``main`` as its command line does, in its own process group."""
     os.setsid()
     with (folder / LOG).open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -138,7 +139,7 @@ def _call_main(path: Path, command: list[str], folder: Path, given: Connection) 
 
 
 def main() -> int:
-    """Run the rounds; return 1 where one fails."""
+    """Run the rounds; return 1 if one fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks; all if left out")
     parser.add_argument("--slow", action="store_true", help="the command lines of the slow tests")

@@ -1,19 +1,19 @@
-"""What a correction does for rows of old weights: three tasks, two learning rates, eight arms, over seeds.
+"""Off-policy corrections for rows of old weights: three tasks, two learning rates, eight arms, over seeds.
 
-    in step          freshness 0: every row is sampled by the weights that its step begins with
-    none             freshness 4; the ratio is taken against the trainer, and nothing is weighed
+    in step          freshness 0: every row is sampled by the weights with which its step begins
+    none             freshness 4; the ratio is taken against the trainer, without importance weights
     sampler's clip   freshness 4; the ratio is taken against the sampler's own log probabilities
     tis, decoupled   freshness 4; truncated importance weights up to 2, up to 5 (AReaL's decoupled loss)
-    sequence_tis     freshness 4; one truncated weight a row
-    icepop, m2po     freshness 4; tokens far from the sampler are left out
+    sequence_tis     freshness 4; one truncated weight per row
+    icepop, m2po     freshness 4; tokens far from the sampler are masked
 
     python benchmarks/stale.py --keep /tmp/stale.jsonl                       # most of an hour on one core
     python benchmarks/stale.py --keep /tmp/stale.jsonl --write benchmarks/results/stale.md
     python benchmarks/stale.py --smallest                                    # seconds
 
-Each task trains one small model per seed for a few supervised steps; every arm begins with that model. A
-finished run is a line of the kept file, so the same command resumes. ``--write`` makes the page from the kept
-file alone and runs nothing.
+Each task trains one small model per seed for a few supervised steps; every arm begins with that model. Each
+finished run adds a line to the kept file, so the same command resumes. ``--write`` makes the page from the
+kept file and runs nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SMALLEST = []
 SLOW = ["--smallest"]  # runs every arm of three tasks
 
 AHEAD = 4
-"""The freshness bound of every arm but the first."""
+"""Freshness of every arm but the first."""
 ARMS: dict[str, dict[str, Any]] = {
     "in step": {"freshness": 0},
     "none": {"freshness": AHEAD, "loss.correction": "none"},
@@ -54,7 +54,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "icepop": {"freshness": AHEAD, "loss.correction": "icepop"},
     "m2po": {"freshness": AHEAD, "loss.correction": "m2po"},
 }
-"""Each arm's settings of the algorithm."""
+"""Algorithm settings of each arm."""
 PAIRS = (
     ("tis", "none"),
     ("sampler's clip", "none"),
@@ -62,7 +62,7 @@ PAIRS = (
     ("decoupled", "tis"),
     ("sequence_tis", "tis"),
 )
-"""Arms that the page compares with each other."""
+"""Pairs of arms that the page compares."""
 COMMON: dict[str, Any] = {
     "run": {"threads": 1, "checkpoint_minutes": 0, "rollouts_every": 0},
     "task": {"source": "prompts.jsonl", "held_out": 100},
@@ -77,13 +77,13 @@ COMMON: dict[str, Any] = {
     "algorithm": {"name": "grpo", "prompts_per_step": 16, "samples_per_prompt": 8, "loss": {"kl": 0.0}},
     "evaluate": {"every": 10, "problems": 100},
 }
-"""What every run has, the starts too."""
+"""Settings of every run, including the supervised starts."""
 MODEL = {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "context": 24}
 LETTERS = "abcdefgh"
 
 
 def sums() -> list[dict[str, str]]:
-    """Sums of three digits."""
+    """Return prompts for sums of three digits."""
     return [
         {"prompt": f"{a}+{b}+{c}=", "answer": str(a + b + c)}
         for a in range(10)
@@ -93,7 +93,7 @@ def sums() -> list[dict[str, str]]:
 
 
 def letters() -> list[dict[str, str]]:
-    """Requests for one letter, over and over."""
+    """Return prompts that ask for their third letter four times."""
     return [
         {"prompt": f"{first}{second}{letter}:", "answer": letter * 4}
         for first in LETTERS
@@ -103,7 +103,7 @@ def letters() -> list[dict[str, str]]:
 
 
 def reversal() -> list[dict[str, str]]:
-    """Four letters, to be said backwards."""
+    """Return prompts that ask for four letters in reverse order."""
     words = {"".join(Random(place).choices(LETTERS, k=4)) for place in range(6000)}
     return [{"prompt": f"{word}:", "answer": word[::-1]} for word in sorted(words)]
 
@@ -122,7 +122,7 @@ def score(prompts, completions, answer, **_):
 
 
 class Task:
-    """A task with the settings that are its own."""
+    """A task with its own settings."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ TASKS = {
 
 
 def main() -> None:
-    """Make the runs that the kept file lacks, or write the page."""
+    """Run what the kept file lacks, or write the page."""
     arguments = _arguments()
     if arguments.write:
         kept = [json.loads(line) for line in Path(arguments.keep).read_text().splitlines()]
@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def planned(arguments: argparse.Namespace) -> list[tuple[str, float, str, int]]:
-    """Task, rate, arm and seed of every run, seed by seed; the smallest round has each arm once."""
+    """Return task, rate, arm and seed of every run, seed by seed; the smallest round has each arm once."""
     if arguments.smallest:
         return [
             (task, TASKS[task].rates[0], arm, 0)
@@ -217,7 +217,7 @@ def planned(arguments: argparse.Namespace) -> list[tuple[str, float, str, int]]:
 def course(
     base: Path, task: str, rate: float, arm: str, seed: int, steps: int, keep: str | None
 ) -> dict[str, Any]:
-    """One run: from the kept file where it stands there, else made and kept."""
+    """Return the result of one run: from the kept file if it is there, else by a run."""
     key = {"task": task, "rate": rate, "arm": arm, "seed": seed, "steps": steps}
     file = None if keep is None else Path(keep)
     if file is not None and file.is_file():
@@ -233,7 +233,7 @@ def course(
 
 
 def trained(base: Path, task: str, rate: float, arm: str, seed: int, steps: int) -> dict[str, Any]:
-    """The held-out and sampled rewards of one run, and what its correction did."""
+    """Return the held-out and sampled rewards of one run, and the metrics of its correction."""
     one = TASKS[task]
     first = start(base, task, seed, steps)
     recipe = settings_of(task, seed)
@@ -264,7 +264,7 @@ def trained(base: Path, task: str, rate: float, arm: str, seed: int, steps: int)
 
 
 def start(base: Path, task: str, seed: int, steps: int) -> dict[str, Any]:
-    """The section ``policy.model`` that every arm of a seed begins with; the first arm trains it."""
+    """Return the section ``policy.model`` with which every arm of a seed begins; the first call trains it."""
     one = TASKS[task]
     new = {"new": {**MODEL, "alphabet": one.alphabet}}
     if not base.is_dir():
@@ -291,7 +291,7 @@ def start(base: Path, task: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 def settings_of(task: str, seed: int) -> dict[str, Any]:
-    """The common settings, as a copy of their own."""
+    """Return a copy of the common settings for a task and a seed."""
     recipe: dict[str, Any] = json.loads(json.dumps(COMMON))
     recipe["run"]["seed"] = seed
     recipe["rollout"]["max_tokens"] = TASKS[task].max_tokens
@@ -305,14 +305,14 @@ def ran(recipe: Mapping[str, Any], base: Path, run: Path, overrides: Mapping[str
 
 
 def commit() -> str:
-    """The commit that last changed the package."""
+    """Return the commit that last changed the package."""
     root = Path(__file__).parents[1]
     asked = ["git", "-C", str(root), "log", "-1", "--format=%h", "--", "rillflow"]
     return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def collapse(values: Sequence[float]) -> float:
-    """The largest fall from a reward to a later one."""
+    """Return the largest drop from a reward to a later one."""
     best, fall = values[0], 0.0
     for value in values:
         best = max(best, value)
@@ -321,7 +321,7 @@ def collapse(values: Sequence[float]) -> float:
 
 
 def page(kept: Sequence[Mapping[str, Any]]) -> str:
-    """The tables of the runs that are kept."""
+    """Return the page of the kept runs."""
     seeds = sorted({line["seed"] for line in kept})
     commits = sorted({line["commit"] for line in kept})
     arms = " ".join(f'"{arm}"' for arm in ARMS if arm in {line["arm"] for line in kept})
@@ -372,17 +372,17 @@ def page(kept: Sequence[Mapping[str, Any]]) -> str:
 
 
 def key_of(line: Mapping[str, Any]) -> tuple[str, float, str, int]:
-    """What tells the runs of one row of a table from others."""
+    """Return the fields that identify the runs of one table row."""
     return line["task"], line["rate"], line["arm"], line["steps"]
 
 
 def behind(of: Mapping[int, Any], in_step: Mapping[int, Any]) -> dict[int, float]:
-    """The last held-out reward less that of the run in step, by seed."""
+    """Return the last held-out reward minus that of the run in step, by seed."""
     return {seed: of[seed]["held_out"][-1] - in_step[seed]["held_out"][-1] for seed in of if seed in in_step}
 
 
 def cell(runs: Mapping[str, Mapping[int, Any]]) -> list[str]:
-    """The table of a task and a rate: ends, then the curves."""
+    """Return the table of a task and a rate: final rewards, then the curves."""
     lines = ["| arm | seeds | end | less in step | collapse | KL | mean weight | bounded | clipped |"]
     lines += ["|---" * 9 + "|"]
     for arm, of in runs.items():
@@ -413,7 +413,7 @@ def cell(runs: Mapping[str, Mapping[int, Any]]) -> list[str]:
 
 
 def overall(by_arm: Mapping[str, Sequence[Mapping[int, float]]]) -> list[str]:
-    """Every arm over all tasks and rates, of the seeds that have run in all of them."""
+    """Return the table of every arm over all tasks and rates, for seeds that ran in all of them."""
     lines = ["| arm | seeds | less in step, mean of all six | worst of the six |", "|---|---|---|---|"]
     for arm, cells in by_arm.items():
         seeds = set[int].intersection(*map(set, cells)) if cells else set()

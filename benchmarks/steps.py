@@ -1,16 +1,16 @@
-"""Seconds of a step of two versions of this package, taken in turn, and whether their bits are the same.
+"""Step times of two versions of this package, measured in turn, and a bitwise comparison of results.
 
-    commit BEFORE ── checked out beside ──┐
+    commit BEFORE ── separate checkout ───┐
                                           ├─ rillflow run, same recipe and settings, in turn ─> metrics.jsonl
     this tree ────────────────────────────┘     seconds of every step but the first ─> ratio of medians
                                                 weights, metrics ─> equal or not
 
     python benchmarks/steps.py --before a3f53ca --rounds 6 --write benchmarks/results/steps.md
 
-Both versions run in the environment of the interpreter that runs this script, each with its own recipes.
-A round has one run of each; the order changes every round. The ratio is of medians over all rounds, and
-the range of the rounds' own ratios says how much of it is the machine. Compared bit for bit are the weights
-of the last checkpoint of every role, and every metric of every step but times and memory.
+Both versions run with this Python, each with its own recipes. A round has one run of each; the order
+alternates. The ratio is of medians over all rounds. The range of the ratios of single rounds shows the noise
+of the machine. The bit comparison covers the weights of every role in the last checkpoint, and every metric
+of every step except times and memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 COMMAND = "import sys; from rillflow.cli.main import main; sys.exit(main())"
 TIMES = "run/step_seconds/mean"
 NOT_COMPARED = ("seconds", "_s/", "bytes", "memory", "run/")
-"""Parts of the names of metrics that measure the machine."""
+"""Parts of the names of metrics that describe the machine."""
 PAIR = ("placement.pools={ main = 1, answers = 1 }", 'placement.roles={ sampler = "answers" }')
 SMALL = ("run.threads=1", "evaluate.every=0", "policy.warmup_steps=1", "warm_start.warmup_steps=1")
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -81,7 +81,7 @@ def ran(tree: Path, case: str, folder: Path) -> list[float]:
 
 
 def bits(folder: Path) -> str:
-    """Return a digest of a run's last weights and of its metrics without those of the machine."""
+    """Return a digest of a run's last weights and of its metrics, without those of the machine."""
     found = hashlib.sha256()
     for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines():
         said = json.loads(line)
@@ -98,7 +98,7 @@ def bits(folder: Path) -> str:
 
 
 def row(case: str, trees: dict[str, Path], rounds: int, folder: Path) -> str:
-    """One line of the table."""
+    """Return one row of the table."""
     seconds: dict[str, list[list[float]]] = {name: [] for name in trees}
     digests: dict[str, set[str]] = {name: set() for name in trees}
     for number in range(rounds):

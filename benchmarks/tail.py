@@ -1,18 +1,19 @@
-"""What leaving the longest for later gives: the same rows trained, with and without, of log-normal lengths.
+"""Tail cutting with oversampled prompts: the same rows trained with and without it, at log-normal lengths.
 
-    without ─ 16 prompts x 4 a step, all of them sampled to their ends ────────┐
-    with    ─ 20 or 24 prompts begun; 16 trained, the rest in a later step ────┴─> seconds, passes, tokens
+    without ─ 16 prompts x 4 per step, all of them sampled to their ends ──────┐
+    with    ─ 18 or 20 prompts begin; 16 train, the rest in a later step ──────┴─> seconds, passes, tokens
 
     python benchmarks/tail.py --write benchmarks/results/tail.md
-    python benchmarks/tail.py --shares 1 1.25 --steps 5 --pass-ms 0       # does it work?
+    python benchmarks/tail.py --shares 1 1.25 --steps 5 --pass-ms 0       # a quick check
 
-Whole runs of GRPO by the command's own path, in step, on the native engine. Qwen2 with random weights
-(hidden 128, 4 layers); a row's length is its own, whatever its tokens: 48 x exp(z), at most 1,024, z normal
-and half of its variance the prompt's. Every run trains the same rows, so it trains the same number of tokens.
+Whole runs of GRPO through the code of `rillflow run`, without running ahead, on the native engine. Qwen2 with
+random weights (hidden 128, 4 layers). A row's length depends only on its id: 48 x exp(z), at most 1,024,
+where z is normal and half of its variance belongs to the prompt. Every run trains the same rows and therefore
+the same tokens.
 
-What a pass costs decides. On a processor it costs what its rows cost; a device that a few rows do not fill
-takes as long for few as for many. So there are two tables: passes as they are here, and passes that
-sleep until --pass-ms are over.
+The cost of a forward pass decides the gain. On a CPU, a pass costs what its rows cost. On a device that few
+rows do not fill, a pass takes as long for few rows as for many. So there are two tables: passes as they are
+here, and passes that sleep until --pass-ms are over.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ NAMES = (
     *("run/step_seconds/mean", "rollout/length/max", "rollout/tokens/sum"),
     *("tail/passes/sum", "tail/wasted_tokens/sum"),
 )
-"""Metrics of a step that are added up."""
+"""Metrics of a step that are summed."""
 PASS_MS = "TAIL_PASS_MS"
-"""The variable of the environment that says how long a pass takes at least."""
+"""Environment variable with the least milliseconds of a pass."""
 SHORTER = "TAIL_SHORTER"
-"""The variable that says by what every row's length is divided."""
+"""Environment variable with the divisor of every row's length."""
 PROMPTS, SAMPLES, MEDIAN, SIGMA, LONGEST = 16, 4, 48, 1.0, 1024
 RECIPE = """
 [run]
@@ -85,22 +86,22 @@ REWARD = """
 def reward(completions, **columns):
     return [sum(letter < "5" for letter in text) / (1 + len(text)) for text in completions]
 """
-"""A score of nothing in particular."""
+"""An arbitrary score."""
 
 
 def length(row: RowId) -> int:
-    """Tokens of a row."""
+    """Return the tokens of a row."""
     own, prompt = (Random(text).gauss(0, 1) for text in (str(row), f"{row.epoch} {row.prompt}"))
     drawn = min(LONGEST, MEDIAN * exp(SIGMA * (own + prompt) / sqrt(2)))
     return max(1, round(drawn / float(os.environ[SHORTER])))
 
 
 class GivenLengths(NativeEngine):
-    """The native engine, whose rows are as long as they are told to be."""
+    """The native engine with given row lengths."""
 
     can: ClassVar = NativeEngine.can
     computed_s: ClassVar = 0.0
-    """Processor seconds of all passes."""
+    """CPU seconds of all passes."""
 
     def __init__(self, *given: Any, **how: Any) -> None:
         super().__init__(*given, **{**how, "stop_tokens": frozenset(), "stops": None})
@@ -131,26 +132,26 @@ class GivenLengths(NativeEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A run."""
+    """Results of a run."""
 
     seconds: float
-    """Of its steps."""
+    """Seconds of all steps."""
     sampling_s: float
-    """In which rows were sampled."""
+    """Seconds in which rows were sampled."""
     processor_s: float
-    """Of the processor in which passes were computed: other work on the machine changes them less."""
+    """CPU seconds of the passes, which other work on the machine changes less."""
     passes: int
-    """Until the last row that is trained had ended, of all steps."""
+    """Passes until the last trained row has ended, summed over all steps."""
     tokens: int
-    """Trained."""
+    """Trained tokens."""
     wasted: int
-    """Sampled beside them."""
+    """Sampled tokens that no step trains."""
     rows: frozenset[RowId]
-    """That were trained."""
+    """Ids of the trained rows."""
 
 
 def measured(folder: Path, share: float, steps: int) -> Measured:
-    """A run that begins so many times the prompts that it trains."""
+    """Run with ``share`` times as many prompts begun as trained."""
     recipe = folder / "run.toml"
     recipe.write_text(
         RECIPE.replace("STEPS", str(steps)).replace("PROMPTS", str(PROMPTS)).replace("SAMPLES", str(SAMPLES))
@@ -179,7 +180,7 @@ def measured(folder: Path, share: float, steps: int) -> Measured:
 
 
 def table(found: dict[float, list[Measured]]) -> list[str]:
-    """A line for each share; seconds are medians of the rounds."""
+    """Return a line for each share; seconds are medians of the rounds."""
     lines = [
         "| prompts begun for each trained | s, all steps | times as fast | s sampling | times as fast "
         "| processor s sampling | times as fast | passes | times fewer | tokens sampled in vain |",
@@ -202,7 +203,7 @@ def table(found: dict[float, list[Measured]]) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=1, help="runs of each, in turn")
     parser.add_argument("--steps", type=int, default=5, help="of each run")

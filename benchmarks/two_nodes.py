@@ -1,15 +1,15 @@
-"""Two nodes: the quickstart's recipe on one node and on two, by one changed line: the bits, and starting.
+"""The quickstart on one node and on two, by one changed setting: equal bits, and startup times.
 
     python benchmarks/two_nodes.py --write benchmarks/results/two_nodes.md
 
-Nodes are network namespaces of this machine with Ray daemons of their own, which share kernel and processor
-and nothing else but one folder (``tests/distributed/machines.py``): times of starting mean something, times
-between nodes do not.
+Nodes are network namespaces of this machine, each with its own Ray daemons. They share only the kernel, the
+CPU and one folder (``tests/distributed/machines.py``). Startup times are meaningful; times between nodes are
+not.
 
 SETTING   recipes/arithmetic/run.toml, run.threads = 1, a few steps
-          dp 2 on one pool, or the sampler on a pool of its own
-ONE       a cluster that the run starts itself, all ranks in it
-TWO       placement.address: Ray up on both nodes, one core each
+          dp 2 on one pool, or the sampler on its own pool
+ONE       a cluster that the run starts itself, with all ranks
+TWO       placement.address: Ray runs on both nodes, one core each
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ TIMES = "run/step_seconds/mean"
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What a run left."""
+    """Results of a run."""
 
     metrics: str
-    """A digest of every step's metrics, without times."""
+    """Digest of every step's metrics, without times."""
     weights: str
-    """A digest of the last checkpoint's weights."""
+    """Digest of the last checkpoint's weights."""
     nodes: int
-    """Nodes that had a rank."""
+    """Number of nodes with a rank."""
     start_s: float
-    """From the command to the first step's beginning."""
+    """Seconds from the command to the beginning of the first step."""
     all_s: float
-    """From the command to its end."""
+    """Seconds from the command to its end."""
 
 
 def ran(node: Any, folder: Path, name: str, settings: tuple[str, ...]) -> Ran:
-    """One run of the quickstart's recipe, begun on this node."""
+    """Run the quickstart's recipe from this node."""
     from machines import SHARED
 
     words = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
@@ -89,12 +89,12 @@ def ran(node: Any, folder: Path, name: str, settings: tuple[str, ...]) -> Ran:
 
 
 def digest(content: bytes) -> str:
-    """The first digits of a SHA-256."""
+    """Return the first digits of a SHA-256."""
     return hashlib.sha256(content).hexdigest()[:12]
 
 
 def rows(folder: Path, shapes: list[str]) -> list[str]:
-    """A line of the table for every shape and number of nodes."""
+    """Return a line of the table for every shape and number of nodes."""
     from machines import PORT, machines, start_ray
 
     found = []

@@ -1,12 +1,12 @@
-"""WARP's front: reward over divergence from the first start, beside one run of as many steps a policy.
+"""WARP's Pareto front of reward and KL from the first start, compared with one long run.
 
-    start 1 ─┬─ recipes/warp: rounds of policies, merged, drawn back ─> start 2, start 3, ... ─┐
-             └─ one run of the same recipe, held to start 1 ─> checkpoints ────────────────────┴─> reward, KL
+    start 1 ─┬─ recipes/warp: rounds of policies, merged, interpolated ─> start 2, start 3, ... ┐
+             └─ one run of the same recipe, with a KL penalty to start 1 ─> checkpoints ────────┴─> reward, KL
 
     python benchmarks/warp.py --write benchmarks/results/warp.md     # some minutes
 
 Every model answers all 100 sums of one-digit numbers at temperature 1. Reward: the share of right answers.
-Divergence: log pi - log start of whole answers, in nats, their mean.
+Divergence: the mean of log pi - log start over whole answers, in nats.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SLOW = ["--seeds 0"]  # trains seven policies
 RECIPE = Path(__file__).parents[1] / "recipes" / "warp"
 ROUNDS, POLICIES, STEPS, ETA = 3, 2, 20, 0.5
 ANSWERS, LONGEST = 16, 4
-"""Answers to each sum, and their tokens at most."""
+"""Answers to each sum, and their largest number of tokens."""
 
 
 def judged(folder: Path, start: Path) -> dict[str, float]:
-    """Reward and divergence of a model's answers."""
+    """Return reward and divergence of a model's answers."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     policy, first = (AutoModelForCausalLM.from_pretrained(each).eval() for each in (folder, start))
     texts = [f"{one}+{two}=" for one in range(10) for two in range(10)]
@@ -53,7 +53,7 @@ def judged(folder: Path, start: Path) -> dict[str, float]:
             rows = torch.cat([rows, torch.multinomial(chances, 1, generator=generator)], 1)
         answers = rows[:, begin:]
         ends = answers == tokenizer.eos_token_id
-        own = ends.cumsum(1) - ends.long() == 0  # up to the first end, which belongs to the answer
+        own = ends.cumsum(1) - ends.long() == 0  # up to the first end token, which belongs to the answer
         apart = (_logprobs(policy, rows, begin) - _logprobs(first, rows, begin)) * own
     said = tokenizer.batch_decode(answers.masked_fill(~own, tokenizer.eos_token_id), skip_special_tokens=True)
     return {
@@ -63,14 +63,14 @@ def judged(folder: Path, start: Path) -> dict[str, float]:
 
 
 def _logprobs(model: Any, rows: Tensor, begin: int) -> Tensor:
-    """[B, T] of the tokens from ``begin`` on."""
+    """[B, T] Return the log probabilities of the tokens from ``begin`` on."""
     logits = model(rows).logits[:, begin - 1 : -1].log_softmax(-1)
     found: Tensor = logits.gather(2, rows[:, begin:, None]).squeeze(2)
     return found
 
 
 def measured(folder: Path, seed: int) -> dict[str, dict[str, float]]:
-    """Every point of both fronts, by its name."""
+    """Return every point of both fronts, by name."""
     spec = importlib.util.spec_from_file_location("warp_recipe", RECIPE / "warp.py")
     assert spec is not None and spec.loader is not None
     recipe = importlib.util.module_from_spec(spec)
@@ -96,7 +96,7 @@ def measured(folder: Path, seed: int) -> dict[str, dict[str, float]]:
 
 
 def table(every: Sequence[Mapping[str, Mapping[str, float]]]) -> list[str]:
-    """A line a point: means over seeds."""
+    """Return a line for each point, with means over seeds."""
     lines = ["| model | reward | divergence, nats an answer |", "|---|---|---|"]
     for name in sorted(every[0]):
         cells = [interval([each[name][what] for each in every]) for what in ("reward", "kl")]

@@ -1,8 +1,8 @@
-"""Watched runs: a run in a process of its own, with the times of its steps, its processes and its words.
+"""Watched runs: a run in its own process, with the times of its steps, its processes and its output.
 
 command ─> process ─┬─ metrics.jsonl ─> steps at any time ─> steps per minute between two times
-                    ├─ output ─> when it says that a rank is lost
-                    ├─ replicas/PID, by the engine ─> when a new replica has its model
+                    ├─ output ─> the time at which it reports a lost rank
+                    ├─ replicas/PID, written by the engine ─> the time at which a new replica has its model
                     └─ its children ─> ranks to disturb; none may be left after the end
 """
 
@@ -27,17 +27,17 @@ from rillflow.runs.reader import rollout_columns
 
 PROGRAM = "import sys; from rillflow.cli.main import main; sys.exit(main(sys.argv[1:]))"
 REPLICAS = "REPLICAS"
-"""The variable of the environment that names the folder of replicas."""
+"""Environment variable that names the folder of replicas."""
 GONE_S = 5.0
-"""Seconds after the end in which the other processes of a run end."""
+"""Seconds in which the other processes of a run end after the driver."""
 LONG_S = 600.0
-"""Longest wait for anything."""
+"""Longest wait for any condition, in seconds."""
 TAKEN = "its groups are sampled again"
 RESTARTED = "all ranks start again"
 
 
 class Announced(NativeEngine):
-    """The native engine, which leaves a file with the number of its process."""
+    """The native engine; it creates a file that is named after its process id."""
 
     def __init__(self, *given: Any, **how: Any) -> None:
         super().__init__(*given, **how)
@@ -45,13 +45,13 @@ class Announced(NativeEngine):
 
 
 class WatchedRun:
-    """A run of a recipe in a process of its own.
+    """A run of a recipe in its own process.
 
     Args:
         folder: an empty folder with the recipe ``run.toml``.
         settings: further settings.
-        started: starts a command; None for this machine. The run's folder is ``seen`` by the command.
-        seen: where the command sees the folder.
+        started: starts a command, for example on another node; None starts it on this machine.
+        seen: path of the folder as the command sees it.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class WatchedRun:
         self._times, self._steps = [time.monotonic()], [0]
 
     def look(self) -> None:
-        """Note the steps and processes of this moment."""
+        """Record the current steps and processes."""
         steps = self.steps
         if steps != self._steps[-1]:
             now = time.monotonic()
-            if steps < self._steps[-1]:  # steps without a checkpoint are lost at once
+            if steps < self._steps[-1]:  # steps after the last checkpoint are lost at once
                 self._times.append(now)
                 self._steps.append(self._steps[-1])
             self._times.append(now)
@@ -98,7 +98,7 @@ class WatchedRun:
             self.seen.update(self.driver.children(recursive=True))
 
     def until(self, is_so: Callable[[], bool], limit_s: float = LONG_S) -> float:
-        """Watch until something is so; return the time.
+        """Watch until a condition holds; return the time.
 
         Raises:
             RuntimeError: the run has ended, or it took too long.
@@ -119,7 +119,7 @@ class WatchedRun:
 
     @property
     def steps(self) -> int:
-        """Steps that it has finished."""
+        """Finished steps of the run."""
         file = self.run / layout.METRICS
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
@@ -136,18 +136,18 @@ class WatchedRun:
 
     @property
     def replicas(self) -> list[int]:
-        """Processes that have made an engine and run, in the order in which they made it."""
+        """Ids of running processes that have made an engine, in the order in which they made it."""
         files = sorted((self.folder / "replicas").iterdir(), key=lambda file: file.stat().st_mtime_ns)
         return [int(file.name) for file in files if runs(int(file.name))]
 
     @property
     def made(self) -> int:
-        """Engines that were made so far."""
+        """Number of engines made so far."""
         return len(list((self.folder / "replicas").iterdir()))
 
     @property
     def trainer(self) -> int:
-        """The rank that trains: neither a replica, nor one with reward processes."""
+        """Process id of the training rank: the one that is no replica and has no reward processes."""
         found = [
             each.pid
             for each in self.driver.children(recursive=True)
@@ -161,7 +161,7 @@ class WatchedRun:
         return per_minute(self._times, self._steps, first, last)
 
     def end(self, number: int) -> int:
-        """Send the signal that ends a run to its driver; return its exit code."""
+        """Send a signal to the driver; return its exit code."""
         within = self.driver.children() if "nsenter" in title(self.driver) else [self.driver]
         within[0].send_signal(number)
         limit = time.monotonic() + LONG_S
@@ -171,14 +171,14 @@ class WatchedRun:
         return int(self.process.wait(1))
 
     def left(self) -> list[int]:
-        """Return its processes that still run some seconds after its end."""
+        """Return the processes of the run that still exist some seconds after its end."""
         end = time.monotonic() + GONE_S
         while (found := [each.pid for each in self.seen if runs(each.pid)]) and time.monotonic() < end:
             time.sleep(0.1)
         return found
 
     def kill(self) -> None:
-        """End it at once, whatever it does; its cluster ends with it."""
+        """Kill the run at once; its cluster ends with it."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -198,7 +198,7 @@ def title(process: psutil.Process) -> str:
 
 
 def runs(pid: int) -> bool:
-    """Return whether a process runs, or is stopped."""
+    """Return whether a process is running or stopped."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
@@ -207,14 +207,14 @@ def runs(pid: int) -> bool:
 def wrong_rows(run: Path, samples: int, prompts: int, bound: int) -> dict[str, int]:
     """Return how many rows were trained twice, are missing in a trained group, or were never trained.
 
-    A prompt of an epoch is never trained if a later step trains rows of the next epoch but one, and ``bound``
-    steps are less than an epoch.
+    A prompt of an epoch counts as never trained once a step trains rows of the second epoch after it. The
+    count requires that ``bound`` steps are less than an epoch.
 
     Args:
         run: the directory of a run that has ended.
         samples: rows of a prompt.
         prompts: prompts of an epoch.
-        bound: its freshness.
+        bound: freshness of the run.
     """
     rows, steps = Counter[tuple[int, int, int]](), layout.rollout_files(run)
     for step in steps:

@@ -8,9 +8,9 @@
     Trainer.update, rows of an older policy, whole and in micro-batches ──> first moment
     plain loop over the same rows                                       ──> gradient
 
-The first part goes through every algorithm's own program, from the recipe to the files of the run; there
-the policy is the one that sampled. The second has ratios on both sides of every bound.
-``differential.py`` prints what is found.
+The first part runs every algorithm's own program, from the recipe to the files of the run; there the policy
+is the one that sampled. In the second part, ratios lie on both sides of every bound. ``differential.py``
+prints the results.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from rillflow.training.trainer import Trainer
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 LIMIT = 1e-6
-"""What two gradients may differ by."""
+"""Largest allowed difference of two gradients."""
 SCORES = Path(__file__).parent / "peers" / "plain_scores.py"
 RECIPE = f"""
 [run]
@@ -87,18 +87,18 @@ COST = f'[cost]\nfunction = "{SCORES}:cost"\n'
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One update, two ways."""
+    """The gradients of one update, by Rillflow and by the plain loop."""
 
     name: str
     """The algorithm and its settings."""
     difference: float
-    """The largest of all weights' gradients, divided by the largest gradient where that is above 1."""
+    """Largest difference over all weights, divided by the largest gradient if that is above 1."""
     largest: float
-    """The largest gradient of the plain loop."""
+    """Largest gradient of the plain loop."""
 
 
 def make_start(folder: Path) -> None:
-    """A model whose logits are far from uniform, and the files of a recipe beside it."""
+    """Write a model whose logits are far from uniform, and the recipes that use it."""
     new = NewModel(hidden=32, layers=2, heads=4, kv_heads=2, context=16, alphabet="0123456789+=")
     model = load_model(ModelConfig(new=new), seed=5, device=torch.device("cpu"), base=folder)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def make_start(folder: Path) -> None:
 
 
 def algorithm_cases() -> Iterator[tuple[str, list[str]]]:
-    """Every algorithm, and for one of each kind every estimator, place and aggregation."""
+    """Yield every algorithm, and for some of them every estimator, KL placement and aggregation."""
     for name in ("grpo", "dr_grpo", "dapo", "rloo", "remax", "reinforce_pp", "ppo", "gspo", "cispo"):
         yield name, []
     yield "safe_rlhf", ["algorithm.loss.kl=0.1"]
@@ -136,7 +136,7 @@ def algorithm_cases() -> Iterator[tuple[str, list[str]]]:
 
 
 def whole_runs(folder: Path) -> Iterator[Compared]:
-    """The gradients of whole runs against the plain loop over their files."""
+    """Compare the gradients of whole runs with the plain loop over their files."""
     logging.disable_progress_bar()
     make_start(folder)
     for name, settings in algorithm_cases():
@@ -144,7 +144,7 @@ def whole_runs(folder: Path) -> Iterator[Compared]:
 
 
 def whole_run(folder: Path, name: str, settings: Sequence[str]) -> Compared:
-    """One of them."""
+    """Compare one run with the plain loop."""
     path = folder / ("cost.toml" if name == "safe_rlhf" else "run.toml")
     run = folder / "run"
     loaded = load_recipe(path, [f"algorithm.name={name}", f'run.dir="{run}"', *settings])
@@ -158,7 +158,7 @@ def whole_run(folder: Path, name: str, settings: Sequence[str]) -> Compared:
 
 
 def compared(name: str, found: Trained, plain: Trained) -> Compared:
-    """The largest difference of two sets of gradients."""
+    """Return the largest difference of two sets of gradients."""
     pairs = [
         (found[role][weight].double().reshape(expected.shape), expected.double())
         for role in plain
@@ -170,7 +170,7 @@ def compared(name: str, found: Trained, plain: Trained) -> Compared:
 
 
 def loss_cases() -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Losses off the policy; whether advantages are of tokens."""
+    """Yield off-policy losses, and whether their advantages are per token."""
     for aggregation in AGGREGATIONS:
         yield "ppo", {"aggregation": aggregation}, False
         yield "gspo", {"ratio": "sequence", "clip_low": 0.03, "aggregation": aggregation}, False
@@ -191,7 +191,7 @@ def loss_cases() -> Iterator[tuple[str, dict[str, Any], bool]]:
 
 
 def off_policy(cut: Sequence[int] = (16384, 30)) -> Iterator[Compared]:
-    """The gradients of ``Trainer.update`` on rows of an older policy, for each size of micro-batch."""
+    """Compare ``Trainer.update`` on rows of an older policy with the plain loop, per micro-batch size."""
     for (name, settings, of_tokens), tokens in product(loss_cases(), cut):
         config = PolicyLossConfig(**settings)
         rows = older_rows(tiny_qwen2("eager").double(), of_tokens)
@@ -209,7 +209,7 @@ def off_policy(cut: Sequence[int] = (16384, 30)) -> Iterator[Compared]:
 
 
 def tiny_qwen2(attention: str) -> Any:
-    """Two layers with random weights, always the same."""
+    """Return a Qwen2 of two layers with random weights that are always the same."""
     register()
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -226,7 +226,7 @@ def tiny_qwen2(attention: str) -> Any:
 
 
 def older_rows(model: Any, of_tokens: bool) -> list[Row]:
-    """Twelve rows of three prompts, some with a gap that a tool filled, one with nothing to learn."""
+    """Return twelve rows of three prompts, some with a gap of tool tokens, one without loss tokens."""
     numbers = torch.Generator().manual_seed(7)
 
     def ints(high: int, count: int) -> list[int]:
@@ -257,7 +257,7 @@ def older_rows(model: Any, of_tokens: bool) -> list[Row]:
 
 
 def batch_of(rows: Sequence[Row]) -> Batch:
-    """The rows as Rillflow trains on them."""
+    """Return the rows as a batch for Rillflow's trainer."""
     masks = [[place in row.places for place in range(len(row.tokens))] for row in rows]
 
     def aligned(of: Callable[[Row], list[float]]) -> Ragged:

@@ -9,8 +9,7 @@
 
 Started again with the same seed on the same commit, the study continues where it stopped. The JSONL holds one
 study: every line has its commit and seed. `--again` tries survivors on the current code and does not change
-the
-JSONL. `--page` only writes the page. results/mutation_equivalent.toml gives the reasons for equivalent
+the JSONL. `--page` only writes the page. results/mutation_equivalent.toml gives the reasons for equivalent
 mutants.
 """
 

@@ -8,10 +8,8 @@ Child processes of a test are measured as well. Their lines belong to the test t
 process can outlive its test, so the lines also belong to later tests of the file.
 
 A carried line can name a test that no longer runs it: such a test costs time and detects nothing. Tests that
-fail
-on unchanged code are no witnesses. A test that takes more than CPU_LIMIT_S CPU seconds is stopped. It keeps
-the
-lines that it ran, as a witness that comes after the fast ones.
+fail on unchanged code are no witnesses. A test that takes more than CPU_LIMIT_S CPU seconds is stopped. It
+keeps the lines that it ran, as a witness that comes after the fast ones.
 """
 
 from __future__ import annotations
@@ -61,14 +59,11 @@ class CoverageMap:
     """Lines of function bodies by file; the others run when a module is imported."""
 
     def tests(self, path: str, line: int) -> list[str]:
-        """Return the witnesses of a line: the tests that run it, then other tests of files whose children run
-        it.
+        """Return the witnesses of a line: tests that run it, then other tests of files whose children do.
 
         Declarations run at import, in whichever test comes first, so the tests of declarations are also their
-        witnesses.
-        A line that no test runs gets the tests of its file, or else of its package. Among equals, tests of
-        the own
-        package come first, then fast ones.
+        witnesses. A line that no test runs gets the tests of its file, or else of its package. Among equals,
+        tests of the own package come first, then fast ones.
         """
         own, known = own_tests(path), self.lines.get(path, {})
         exact = set(known.get(line, ()))
@@ -95,8 +90,7 @@ def measured(runner: Runner, files: Sequence[str], folder: Path, *, backwards: b
     """Return the map of test files; valid records in ``folder`` are reused.
 
     Two processes can share the work. One starts with the last folder of tests (``backwards``), and each skips
-    the
-    files that the other has recorded meanwhile.
+    the files that the other has recorded meanwhile.
     """
     (folder / "texts").mkdir(parents=True, exist_ok=True)
     for path in files_of_code(runner.copy):
@@ -193,8 +187,9 @@ def lines_in_functions(text: str) -> set[int]:
 
 
 def carried(old: str, new: str) -> dict[int, list[int]]:
-    """Return the new lines of each old one, from 1; changed lines map from the old lines before, within and
-    after.
+    """Return the new line numbers of each old one, from 1.
+
+    Changed lines map from the old lines before, within and after the change.
     """
     one, other = old.splitlines(), new.splitlines()
     found: dict[int, list[int]] = defaultdict(list)

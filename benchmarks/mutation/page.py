@@ -21,8 +21,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def page(lines: Sequence[dict[str, Any]], equivalent: Mapping[str, str]) -> str:
-    """Return the page: the share of detected mutants, packages, operators, survivors, and equivalent mutants.
-    """
+    """Return the page: share of detected mutants, packages, operators, survivors, equivalent mutants."""
     if not lines:
         return HEAD + "\nNo mutant was tried yet.\n"
     lines, ahead = in_turn(lines)

@@ -27,7 +27,7 @@ LIMIT_S = 60.0
 
 @dataclass(kw_only=True)
 class Study:
-    """Mutants tried one after the other in one copy."""
+    """A series of mutants that are tried in one copy."""
 
     runner: Runner
     """The copy and its warm pytest process."""

@@ -5,10 +5,8 @@
         stdout: the fork's process id, then its exit status
 
 A fork's main module, working directory and interpreter are those of a plain ``python -m pytest``. Children
-that a
-test spawns and sandboxes that it enters therefore behave as usual. The package under test is not loaded
-before
-the fork. A fork leads its own process group, which its caller can kill.
+that a test spawns and sandboxes that it enters therefore behave as usual. The package under test is not
+loaded before the fork. A fork leads its own process group, which its caller can kill.
 """
 
 from __future__ import annotations

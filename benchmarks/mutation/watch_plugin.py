@@ -3,8 +3,7 @@
 child_lines.py records the lines of processes that a test starts.
 
 The record survives a killed process: every event is one JSON line, written at once. A test with a start but
-no
-outcome is the one that ran when the process died.
+no outcome is the one that ran when the process died.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/peers/queue_storage.py ROWS FIELDS LENGTH ROUNDS dense|ragged
 
 Uses the calls and fields of TransferQueue's ``scripts/performance_test`` (kv_batch_put, kv_batch_get,
-kv_clear)
-and its own storage with two units. The last line of output is JSON: seconds of each round's put and get.
+kv_clear) and its own storage with two units. The last line of output is JSON: seconds of each round's put and
+get.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""TRL's own formulas on the batches of ``benchmarks/differential.py``, which starts it with ``--trl-python``.
+"""TRL's own formulas on the batches of ``benchmarks/differential.py`` with ``--trl-python``.
 
 child (this)   IN.safetensors: ``batch/name`` [B], [B, L] or a number
                OUT.safetensors: ``batch/quantity``, and ``batch/quantity/gradient`` of the log probabilities
 
 ``GRPOTrainer._compute_loss`` runs on a stand-in object with the attributes that it reads. The advantages of
-both
-trainers are blocks inside methods. Their lines are copied from the installed source and become functions.
+both trainers are blocks inside methods. Their lines are copied from the installed source and become
+functions.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""verl's single controller for the timings of ``benchmarks/controller.py``, which starts it with
-``--verl-python``.
+"""verl's single controller for the timings of ``benchmarks/controller.py`` with ``--verl-python``.
 
 child (this)   workers of two groups of 4 ranks, CPU
   "call"   100 calls of a method that returns its row           ──> seconds

@@ -1,5 +1,4 @@
-"""verl's own formulas on the batches of ``benchmarks/differential.py``, which starts it with
-``--verl-python``.
+"""verl's own formulas on the batches of ``benchmarks/differential.py`` with ``--verl-python``.
 
 child (this)   IN.safetensors: ``batch/name`` [B], [B, L] or a number
                OUT.safetensors: ``batch/quantity``, and ``batch/quantity/gradient`` of the log probabilities
