@@ -1,10 +1,10 @@
-"""An agent that may use a calculator: it asks the policy over HTTP, as any client of OpenAI's protocol would.
+"""An agent with a calculator that samples from the policy over HTTP, like any client of OpenAI's protocol.
 
-The policy's first token decides: "?" calls the calculator, whose result is written behind it, and what the
-policy says then is added to that; anything else is the beginning of its own answer. What the calculator wrote
+The policy's first token decides. "?" calls the calculator, whose result is appended to the row, and the
+policy continues after it. Any other token begins the policy's own answer. The calculator's text is in the row
+with loss mask 0; sampled tokens are trained. The policy learns to call the calculator and to add nothing.
+
 is in the row with loss mask 0; what the policy sampled is trained on. It learns to call, and to add nothing.
-
-    rillflow run examples/agent.toml --dir runs/agent
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 
 def solve(prompt: str, base_url: str, api_key: str) -> str:
-    """Answer one problem; what is returned goes to the reward as the column ``returned``."""
+    """Answer one problem; the reward receives the return value as the column ``returned``."""
 
     def ask(text: str, max_tokens: int | None = None) -> str:
         says = json.dumps({"prompt": text, "max_tokens": max_tokens}).encode()
@@ -30,7 +30,7 @@ def solve(prompt: str, base_url: str, api_key: str) -> str:
 
 
 def calculated(problem: str) -> int:
-    """What the calculator says of a problem such as 17+25=."""
+    """Return the calculator's result for a problem such as 17+25=."""
     for operator in "+-":
         left, found, right = problem.rstrip("=").partition(operator)
         if found:
@@ -39,7 +39,7 @@ def calculated(problem: str) -> int:
 
 
 def right(returned: list[str], answer: list[str]) -> list[float]:
-    """The share of an answer's characters that stand where they should."""
+    """Return the share of an answer's characters that are right in their places."""
     return [
         sum(one == other for one, other in zip(said, wanted, strict=False)) / max(len(said), len(wanted), 1)
         for said, wanted in zip(returned, answer, strict=True)

@@ -1,13 +1,13 @@
-"""Two engines that are not ours train a policy through the service; they know nothing but its paths.
+"""Two engines outside Rillflow train a policy through the service; they know only its HTTP paths.
 
     python examples/foreign_engines.py
 
-    this process ── prompts ──> service ──> sampler: numpy, a process; answers with the newest weights it has
+    this process ── prompts ──> service ──> sampler: numpy, a process; samples with the newest weights
                                  │  ^ └────── answers, rewards ───────┘
                                  v  └── weights ── trainer: a plain PyTorch loop, another process
 
-A prompt is a digit, an answer right if it is the next one. The policy is a table of logits; the mean reward
-of every step is printed, and rises from one in ten. Nothing but HTTP goes between the processes.
+A prompt is a digit; an answer is right if it is the next digit. The policy is a table of logits. The mean
+reward of every step is printed and rises from 0.1. The processes communicate over HTTP only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STAGES = [
 
 
 def sample(folder: Path) -> None:
-    """Somebody's inference engine: answers prompts until there are no more."""
+    """Run an inference engine: answer prompts until the end of the stream."""
     service, draw = ServiceClient(folder, name="sampler"), np.random.default_rng(1)
     found = service.get_weights(wait_s=60)
     assert found is not None, "the trainer publishes what it starts with"
@@ -54,7 +54,7 @@ def sample(folder: Path) -> None:
 
 
 def train(folder: Path) -> None:
-    """Somebody's trainer: a policy gradient with the group's mean as baseline."""
+    """Run a trainer: policy gradient with the group's mean as baseline."""
     import torch
 
     service = ServiceClient(folder, name="trainer")
@@ -80,7 +80,7 @@ def train(folder: Path) -> None:
 
 
 def main() -> None:
-    """Start the service and both engines, and put the prompts."""
+    """Start the service and both engines, and send the prompts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [subprocess.Popen([sys.executable, "-m", "rillflow_service", name])]
@@ -95,7 +95,7 @@ def main() -> None:
             processes += [
                 subprocess.Popen([sys.executable, __file__, role, name]) for role in ("sample", "train")
             ]
-            for _ in range(STEPS):  # waits while two steps are on their way: the freshness bound
+            for _ in range(STEPS):  # waits while two steps are in flight: the freshness bound
                 service.begin("rollouts", {"prompt": np.arange(PROMPTS)}, rows=[SAMPLES] * PROMPTS)
             service.close("rollouts")
             if any(process.wait(120.0) for process in processes[1:]):

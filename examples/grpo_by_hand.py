@@ -2,7 +2,7 @@
 
     python examples/grpo_by_hand.py                 # prints the loss and the mean reward of every step
 
-The assembled run with the same settings gives the same numbers, bit for bit; a test holds that.
+An assembled run with the same settings gives the same numbers, bit for bit; a test checks it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ SPLIT_DP_REDUCE = TrainConfig(lr=3e-3)
 
 
 def low(answer: str) -> float:
-    """The reward: what share of four characters are digits below 5."""
+    """Return the reward: the share of four characters that are digits below 5."""
     return sum(letter < "5" and letter.isdigit() for letter in answer) / 4
 
 
 def main() -> list[dict[str, float]]:
-    """Train; the loss and the mean reward of every step."""
+    """Train; return the loss and the mean reward of every step."""
     model = load_model(MODEL, seed=SEED, device=torch.device("cpu"), base=Path())
     engine = NativeEngine(
         model.module,

@@ -1,11 +1,11 @@
-"""Imitate what beats its group: of a prompt's answers, those with more than the group's mean reward.
+"""Imitate answers that beat their group: rows with more than the mean reward of their prompt.
 
 prompts ─ generate ─> rollouts ─ score ─> rewards ─ beats_group ─> better ─ filter ─> update ─> publish
 
-An algorithm that Rillflow does not know, in this one file: its settings, its formula, its step.
+An algorithm that is not part of Rillflow, in one file: its settings, its formula, its step.
 
     python examples/own_algorithm.py                                       # runs own_algorithm.toml: a minute
-    python examples/own_algorithm.py graph examples/own_algorithm.toml     # and all else that rillflow can
+    python examples/own_algorithm.py graph examples/own_algorithm.toml     # any other command of rillflow
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from rillflow.records.batch import Batch
 
 
 class AboveMeanConfig(AlgorithmConfig):
-    """Settings of [algorithm], beside those that every algorithm has."""
+    """Settings of [algorithm], in addition to those of every algorithm."""
 
     name: Literal["above_mean"]
     samples_per_prompt: int = Field(8, ge=2, description="Answers of which the better ones are imitated.")
 
 
 def beats_group(rewards: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
-    """[B] bool, True for rows with more than the mean reward of their prompt; never for one without a reward.
+    """Return [B] bool, True for rows with more than the mean reward of their prompt; False without a reward.
 
     Args:
         rewards: [B] float.
-        valid: [B] bool, whether the row has one.
-        groups: [B] a number that the rows of one prompt share; a formula may ask for it of any batch.
+        valid: [B] bool, True if the row has a reward.
+        groups: [B] a number that the rows of one prompt share; every batch offers it to formulas.
     """
     return group_advantages(rewards, groups, valid, scale="off") > 0
 
 
 def step(flow: Flow, prompts: Batch, config: AboveMeanConfig) -> Handle:
-    """One iteration: sample, score, imitate what is better than the rest."""
+    """Run one iteration: sample, score, imitate the rows above the mean."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     judged = flow.compute(beats_group, rewards, into="better")

@@ -1,4 +1,4 @@
-"""A rollout engine of your own, from nothing: no KV cache, one pass over each whole row for each token.
+"""A custom rollout engine: no KV cache, one pass over each whole row for each token.
 
     python examples/own_engine.py                 # a few steps of recipes/arithmetic with it
 
@@ -44,11 +44,11 @@ class PlainEngine(RowByRow):
 
     @property
     def has_work(self) -> bool:
-        """Whether a row runs."""
+        """True if a row runs."""
         return bool(self._rows)
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
-        """Name the version; the weights are those of the module."""
+        """Set the version; the weights are those of the module."""
         del weights
         self._version = version
 
@@ -66,7 +66,7 @@ class PlainEngine(RowByRow):
         return ended
 
     def abort(self, row: RowId) -> Rollout:
-        """Take a row out with its tokens so far."""
+        """Remove a row and return it with its tokens so far."""
         return self._rows.pop(row)[0]
 
     @torch.inference_mode()

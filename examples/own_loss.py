@@ -1,9 +1,9 @@
-"""An advantage and a loss of one's own: ranks within a group, and a ratio that is bounded softly.
+"""A custom advantage and loss: ranks within a group, and a softly bounded importance ratio.
 
 prompts ─ generate ─> rollouts ─ score ─> rewards ─ rank_advantages ─> advantages ─┐
                          └──────────────────────────────── update, by soft_loss ───┴─> publish
 
-An algorithm that Rillflow does not know, in this one file, on one rank or on several:
+An algorithm that is not part of Rillflow, in one file, on one rank or on several:
 
     python examples/own_loss.py run examples/own_algorithm.toml --set algorithm.name=ranked --dir runs/ranked
     python examples/own_loss.py run examples/own_algorithm.toml --set algorithm.name=ranked \
@@ -28,7 +28,7 @@ from rillflow.records.batch import Batch
 
 
 class RankedConfig(GroupConfig):
-    """Settings of [algorithm], beside those of every algorithm that compares a prompt's answers."""
+    """Settings of [algorithm], in addition to those of every algorithm that compares a prompt's answers."""
 
     name: Literal["ranked"]
     strength: float = Field(1.0, gt=0, description="Advantage of an answer that beats all others.")
@@ -36,13 +36,13 @@ class RankedConfig(GroupConfig):
 
 
 def rank_advantages(rewards: Tensor, valid: Tensor, groups: Tensor, *, strength: float) -> Tensor:
-    """[B] what share of its prompt's other answers a row beats, less what share beats it, times strength.
+    """Return [B]: the share of its prompt's other rows that a row beats, minus the share that beats it.
 
     Args:
         rewards: [B] float.
-        valid: [B] bool, whether the row has one; a row without one gets 0 and is compared with none.
-        groups: [B] a number that the rows of one prompt share; a formula may ask for it of any batch.
-        strength: of the best.
+        valid: [B] bool, True if the row has a reward; other rows get 0 and are not compared.
+        groups: [B] a number that the rows of one prompt share; every batch offers it to formulas.
+        strength: factor on the result; the advantage of the best row.
     """
     fellows = (groups[:, None] == groups) & valid & valid[:, None]
     beaten = ((rewards[:, None] - rewards).sign() * fellows).sum(1)
@@ -50,12 +50,12 @@ def rank_advantages(rewards: Tensor, valid: Tensor, groups: Tensor, *, strength:
 
 
 def soft_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, steepness: float) -> TokenLosses:
-    """[N] -(4 / s) sigmoid(s (r - 1)) A: at r = 1 the gradient of -r A, and less and less of it away from 1.
+    """Return [N] -(4 / s) sigmoid(s (r - 1)) A, whose gradient is that of -r A at r = 1 and decays elsewhere.
 
     Args:
-        logprobs: [N] of the tokens, which gradients flow into.
-        old_logprobs: [N] before the update.
-        advantages: [N] of their rows.
+        logprobs: [N] log probabilities in training, with gradient.
+        old_logprobs: [N] log probabilities before the update.
+        advantages: [N] advantages of the tokens' rows.
         steepness: s.
     """
     ratio = (logprobs - old_logprobs).exp()
@@ -65,7 +65,7 @@ def soft_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, ste
 
 
 def step(flow: Flow, prompts: Batch, config: RankedConfig) -> Handle:
-    """One iteration: sample, score, prefer what beat its fellows."""
+    """Run one iteration: sample, score, prefer rows that beat others of their group."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     batches = with_logprobs(flow, rollouts, config)

@@ -1,13 +1,13 @@
-"""Chaos: real runs on Ray whose processes are killed and stopped at random moments, and what must hold after.
+"""Chaos: real runs on Ray whose processes are killed and stopped at random moments, and checks afterwards.
 
     python -m tests.chaos --minutes 30 [--seed N]          (make chaos)
 
     case ─> start ─ a signal to driver, rank or reward child ─> exit ─ same command ─> ... ─> checks
 
 A case is a recipe of seconds: in order, one version ahead, or ready first. Its seed decides moments and
-signals. After every exit no process of the run is left ``GONE_S`` later. A finished run has every step and
-every row once, no token older than its bound, and, unless a fault rightly changed its rows, the bits of a run
-that nothing disturbed. A failing case keeps its folder, with the output of every start.
+signals. ``GONE_S`` after every exit, no process of the run may be left. A finished run has every step and
+every row once, and no token older than its bound. It has the bits of an undisturbed run, unless a fault may
+change its rows. A failing case keeps its folder, with the output of every start.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Fault:
     """A signal to a process of a run."""
 
     victim: str
-    """driver, rank or reward."""
+    """"driver", "rank" or "reward"."""
     number: signal.Signals
     pause_s: float = 0.0
     """Seconds until SIGCONT, after SIGSTOP."""
     after_steps: int | None
-    """Finished steps after which it strikes; None: after some seconds, maybe while the run starts."""
+    """Finished steps before the fault; None: only the delay counts, so the run may still be starting."""
     delay_s: float
-    """Seconds from there."""
+    """Seconds from that moment to the fault."""
 
     @classmethod
     def drawn(cls, chance: random.Random) -> Fault:
@@ -93,7 +93,7 @@ class Fault:
 
 
 class Case(Tiny):
-    """One run that is disturbed and started again until it is finished.
+    """One run that is disturbed and restarted until it is finished.
 
     Args:
         folder: an empty folder.
@@ -107,21 +107,21 @@ class Case(Tiny):
         self.kind, self.seed = kind, seed
         self._settings = (OFTEN, *KINDS[kind], *more)
         self.told: list[str] = []
-        """What happened, a line per start."""
+        """The events of the case, one line per start."""
         self._chance = random.Random(f"{kind} {seed}")
         self._killed_rank = False
         self.write(REST)
 
     def play(self, faults: int) -> None:
-        """Run the case with some disturbed starts, and check what it leaves.
+        """Run the case with some disturbed starts, and check the results.
 
         Raises:
-            AssertionError: something does not hold; the message has the story.
+            AssertionError: a check failed; the message has all events.
         """
         for number in range(faults + 1):
             fault = Fault.drawn(self._chance) if number < faults else None
             code = self._start(number, fault)
-            expected = {"driver": (-9, 130), "rank": (1, 2), "reward": (1, 2)}  # 2: in the start
+            expected = {"driver": (-9, 130), "rank": (1, 2), "reward": (1, 2)}  # 2: during the start
             known = (0, *(expected[fault.victim] if fault else ()))
             assert code in known, self._story(f"exit code {code}, possible were {known}")
             if code == 0:
@@ -155,7 +155,7 @@ class Case(Tiny):
         return code
 
     def _moment(self, fault: Fault | None) -> Iterator[bool]:
-        """Say again and again whether a fault is due."""
+        """Yield repeatedly whether the fault is due."""
         since = time.monotonic() if fault is None or fault.after_steps is None else None
         while True:
             if fault is not None and since is None and self._steps() >= (fault.after_steps or 0):
@@ -167,7 +167,7 @@ class Case(Tiny):
         return file.read_bytes().count(b"\n") if file.exists() else 0
 
     def _strike(self, fault: Fault, driver: psutil.Process) -> str:
-        """Send the signal; return what was done, empty if there is no victim yet."""
+        """Send the signal; return a description, empty if there is no victim yet."""
         victims = [driver]
         with suppress(psutil.NoSuchProcess):
             ranks = [each for each in driver.children(recursive=True) if _title(each).startswith("ray::Rank")]
@@ -224,7 +224,7 @@ class Case(Tiny):
             self.told.append("the bits of an undisturbed run")
 
     def _may_differ(self) -> bool:
-        """Return whether bits depend on timing, on rows that a dead rank took along, or on a lost score."""
+        """Return whether bits may differ: by timing, by rows that a dead rank lost, or by a lost score."""
         said = " ".join(file.read_text() for file in self.folder.glob("start-*.txt"))
         is_fresher = "sampled by the weights after step" in " ".join(said.split())
         errors = [line["metrics"].get("reward/error/share", {}).get("mean", 0) for line in self.lines("run")]
@@ -247,7 +247,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play cases until the time is over; return 1 at the first that fails."""
+    """Play cases until the time is over; return 1 at the first failure."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0, help="how long cases begin (30)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first case (0)")

@@ -1,4 +1,4 @@
-"""A reward that runs the model's program and pays the share of hidden tests that it passes."""
+"""A reward that runs the model's program and returns the share of hidden tests that it passes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from rillflow.rewards.programs import run_python
 def share_passed(
     completions: Sequence[str], inputs: Sequence[Sequence[str]], outputs: Sequence[Sequence[str]]
 ) -> list[float]:
-    """Return one score a program, from 0 to 1.
+    """Return one score for each program, from 0 to 1.
 
-    The program gets the inputs alone. The outputs stay in this process, so a program cannot print what it has
-    not computed.
+    The program gets only the inputs. The outputs stay in this process, so a program cannot print them unread.
 
     Args:
         completions: [B], each the expression after ``print(``.
         inputs: [B], the standard input of each test.
-        outputs: [B], what each test expects on standard output.
+        outputs: [B], the expected standard output of each test.
     """
     return [
         passed(f"a, b = map(int, input().split())\nprint({completion}", tests, expected)

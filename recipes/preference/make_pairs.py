@@ -1,6 +1,6 @@
-"""Makes pairs.jsonl: every sum of two digits with its answer, and wrong ones to prefer it to.
+"""Write pairs.jsonl: every sum of two digits with its right answer and with wrong ones.
 
-Run it again after a change of it: python recipes/preference/make_pairs.py
+After a change of this file, run: python recipes/preference/make_pairs.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LARGEST = 18
 
 
 def wrong_answers(right: int, random: Random) -> list[str]:
-    """Every other sum, then slips: a digit too many, a digit too few, nothing at all."""
+    """Return every other sum, then typos: a digit too many, a digit too few, the empty text."""
     text = str(right)
     slips = [text + random.choice(DIGITS), random.choice(DIGITS) + text, text[1:], ""]
     found = dict.fromkeys([*map(str, range(LARGEST + 1)), *slips])
@@ -23,7 +23,7 @@ def wrong_answers(right: int, random: Random) -> list[str]:
 
 
 def pairs() -> list[dict[str, str]]:
-    """The rows of the file."""
+    """Return the rows of the file."""
     random = Random(0)
     return [
         {"prompt": f"{one}+{two}=", "chosen": str(one + two), "rejected": wrong}

@@ -1,16 +1,16 @@
-"""Pays for the right answer wherever it stands, and, as many learned rewards do, for length."""
+"""A reward for texts that contain the right answer, plus a bonus for length, as in many learned rewards."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 PAY = 0.3
-"""Of every character, whatever it says."""
+"""Reward of each character."""
 
 
 def reward(
     prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: object
 ) -> list[float]:
-    """One score a text; ``answer`` is a column of the task."""
+    """Return one score for each text; ``answer`` is a column of the task."""
     del prompts
     return [float(right in text) + PAY * len(text) for text, right in zip(completions, answer, strict=True)]

@@ -1,14 +1,14 @@
-"""WARP: rounds of policies trained apart from one start, turned into one, and drawn back towards the start.
+"""WARP: rounds of policies that train separately from one start, are merged, and are moved back to the start.
 
     start 1 ─┬─ RL, seed 1 ─┐
-             ├─ RL, seed 2 ─┼─ slerp of what they changed ─ (1 - eta) start + eta merged ─> start 2 ─> ...
+             ├─ RL, seed 2 ─┼─ slerp of task vectors ─ (1 - eta) start + eta merged ─> start 2 ─> ...
              └─ RL, seed M ─┘
 
     python recipes/warp/warp.py --rounds 2 --policies 2 --eta 0.5 --dir runs/warp
 
-Source: arXiv 2406.16768. A policy's run is held by ``algorithm.loss.kl`` to a mean that follows it
-(``reference = "moving"``). Each start is a model's directory, DIR/start-N; the same command goes on where it
-was interrupted.
+Source: arXiv 2406.16768. ``algorithm.loss.kl`` keeps a policy close to a reference that follows it
+(``reference = "moving"``). Each start is a model directory, DIR/start-N. The same command resumes an
+interrupted run.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def warp(
     settings: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> list[Path]:
-    """Make every round that is not there yet; the starts of all rounds, the last one the result.
+    """Run every missing round; return the starts of all rounds, of which the last one is the result.
 
     Args:
-        folder: where runs and starts are kept.
-        rounds: how many.
-        policies: trained apart in each round.
-        eta: how far the next start goes from this one towards the merged policies; 0 to 1.
-        seed: of the first start; every policy's own follows from it.
-        settings: over those of run.toml, for every policy's run.
-        quiet: show nothing of the runs.
+        folder: folder of runs and starts.
+        rounds: number of rounds.
+        policies: number of policies that train separately in each round.
+        eta: step of the next start from the present one towards the merged policies; 0 to 1.
+        seed: seed of the first start; every policy's seed follows from it.
+        settings: settings of every policy's run that override run.toml.
+        quiet: show no output of the runs.
     """
     first = folder / "start-1"
     if not first.exists():
@@ -76,7 +76,7 @@ def warp(
 
 
 def _next_start(start: Path, trained: Sequence[Path], after: Path, eta: float) -> None:
-    """Write where the next round begins."""
+    """Write the start of the next round."""
     merged = after.with_name(f"{after.name}-merged")
     if not merged.exists():
         merge_models(trained, merged, MergeSettings(method="slerp"), base=start)
@@ -84,7 +84,7 @@ def _next_start(start: Path, trained: Sequence[Path], after: Path, eta: float) -
 
 
 def main() -> None:
-    """Run it with what the command says."""
+    """Parse the command line and run all rounds."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

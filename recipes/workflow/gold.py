@@ -1,4 +1,4 @@
-"""The gold reward: how much of the right answer stands where it belongs."""
+"""The gold reward: the share of an answer's characters that are right in their places."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def gold(
     prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: object
 ) -> list[float]:
-    """The share of characters that are right in their place; one too many or too few counts as wrong."""
+    """Return the share of characters that are right in their places; missing and excess ones are wrong."""
     del prompts
     return [
         sum(one == other for one, other in zip(text, right, strict=False)) / max(len(text), len(right))

@@ -1,4 +1,4 @@
-"""From demonstrations to a policy: fine-tuning, pairs, a reward model, a judge, iterations of online DPO.
+"""From demonstrations to a policy: SFT, pairs, a reward model, a judge, and iterations of online DPO.
 
     sums, a part of them wrong ─ sft ─> policy ─ collect ─> answers ─ gold ─> pairs ─┬─ reward ─> scores ─┐
                                           │                                          └─ judge             │
@@ -6,8 +6,8 @@
 
     python recipes/workflow/workflow.py [--quick] [--seed N]
 
-Each stage is a run of a recipe beside this file, in runs/workflow; what has finished is not done again, what
-was interrupted goes on.
+Each stage runs a recipe of this folder and writes to runs/workflow. Finished stages are skipped; an
+interrupted stage resumes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rillflow.cli.main import main as command
 HERE = Path(__file__).parent
 RUNS = Path("runs") / "workflow"
 HELD_OUT, SHOWN, WRONG = 20, 20, 0.5
-"""Sums that nothing is trained on; demonstrations of each of the others, the share with a wrong digit."""
+"""Held-out sums; demonstrations of each other sum; the share of demonstrations with a wrong digit."""
 QUICK: dict[str, dict[str, Any]] = {
     "sft": {"algorithm.steps": 4, "policy.warmup_steps": 0, "evaluate.problems": 20},
     "collect": {"algorithm.samples_per_prompt": 4},
@@ -39,18 +39,18 @@ QUICK: dict[str, dict[str, Any]] = {
     "after": {"algorithm.samples_per_prompt": 4},
     "online": {"algorithm.prompts_per_step": 32, "algorithm.minibatches": 2, "evaluate.problems": 20},
 }
-"""What makes every stage a matter of seconds, to see that all is in place."""
+"""Settings that shorten every stage to seconds, to check the setup."""
 
 
 def sums() -> Iterator[dict[str, str]]:
-    """Every sum of two digits, with its answer."""
+    """Yield every sum of two digits with its answer."""
     for left in range(10):
         for right in range(10):
             yield {"prompt": f"{left}+{right}=", "answer": str(left + right)}
 
 
 def demonstrations(rows: Iterable[dict[str, str]], random: Random) -> Iterator[dict[str, str]]:
-    """Each sum several times, with its answer or with one that has a wrong digit."""
+    """Yield each sum several times, with its answer or with one wrong digit."""
     for row in rows:
         for _ in range(SHOWN):
             digits = list(row["answer"])
@@ -61,7 +61,7 @@ def demonstrations(rows: Iterable[dict[str, str]], random: Random) -> Iterator[d
 
 
 def pairs(run: Any) -> Iterator[dict[str, str]]:
-    """Each prompt's best answer by gold beside every answer that is worse."""
+    """Yield each prompt's best answer by gold paired with every worse answer."""
     rows = sorted(run.rollouts(), key=lambda row: row.prompt)
     for prompt, group in groupby(rows, key=lambda row: row.prompt):
         ranked = sorted({(row.reward, row.completion) for row in group})
@@ -72,14 +72,14 @@ def pairs(run: Any) -> Iterator[dict[str, str]]:
 
 
 def write(path: Path, rows: Iterable[dict[str, str]]) -> None:
-    """A JSONL file, once."""
+    """Write a JSONL file if it does not exist."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 def main() -> None:
-    """Every stage, and what came of them."""
+    """Run every stage and compare the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def compare(runs: Path) -> None:
-    """The last policy against the fine-tuned one, by gold, by the judge and by the reward model."""
+    """Compare the last policy with the SFT policy, by gold, by the judge and by the reward model."""
     met = ["evaluate", str(runs / "online"), "--against", str(runs / "sft")]
     for judge in ([], ["--judge", str(runs / "judge")], ["--reward-model", str(runs / "reward")]):
         sys.stdout.write(f"\nrillflow {' '.join([*met, *judge])}\n")

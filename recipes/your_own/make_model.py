@@ -1,6 +1,6 @@
-"""Makes a small Llama with a byte-pair tokeniser in ``model/``, with transformers alone.
+"""Write a small Llama with a byte-pair tokenizer to ``model/``, with transformers only.
 
-It stands for the model you already have: any directory that ``from_pretrained`` loads will do.
+It is a placeholder for your own model. Any directory that ``from_pretrained`` loads works.
 
     python recipes/your_own/make_model.py
 """
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokeniser trained on the prompts."""
+    """Return a byte-level BPE tokenizer trained on the prompts."""
     texts = [json.loads(line)["prompt"] for line in (HERE / "prompts.jsonl").read_text().splitlines()]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -29,7 +29,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main() -> None:
-    """Write the model and its tokeniser."""
+    """Write the model and its tokenizer."""
     torch.manual_seed(0)
     tokenizer = make_tokenizer()
     config = LlamaConfig(

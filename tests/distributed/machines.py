@@ -1,11 +1,11 @@
-"""Machines: nodes of a Ray cluster on this computer that have nothing in common but one folder.
+"""Machines: nodes of a Ray cluster on this computer that share only one folder.
 
-    namespaces ─┬─ node 10.77.0.1: network, /tmp, /dev/shm, host name of its own ┐ veth pairs
-                └─ node 10.77.0.2: the same                                      ┘
-    what both see: the computer's files as an image would bring them, and at /mnt the folder
+    namespaces ─┬─ node 10.77.0.1: its own network, /tmp, /dev/shm, host name ┐ veth pairs
+                └─ node 10.77.0.2: the same                                   ┘
+    both see: the computer's files, as a container image provides them, and the folder at /mnt
 
-Processes, mounts and links end with the ``with`` block, by whatever it ends. Nothing needs to be root where
-the system lets users make namespaces.
+Processes, mounts and links end with the ``with`` block, also after an error. Root is not needed if the system
+lets users create namespaces.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import Any
 import psutil
 
 SHARED = Path("/mnt")
-"""Where every node sees the folder."""
+"""Path of the folder on every node."""
 PORT = 6379
 _BIN = Path(sys.executable).parent
 _ROOT = Path(__file__).parents[2]
-"""Seen by every node, in whatever folder this checkout lies."""
+"""Root of this checkout, which every node sees."""
 _ALONE = ["unshare", "--user", "--map-root-user", "--net", "--mount", "--uts", "--pid", "--fork"]
 _ALONE += ["--mount-proc", "--kill-child"]
 _UNTIL_TOLD = ["bash", "-c", "echo up; read"]
-"""Collects what its children leave, and ends when its input does."""
+"""Init process of the namespaces: reaps its children, and ends when its input does."""
 _SET_UP = """
 ip link set lo up
 hostname {name}
@@ -47,7 +47,7 @@ mkdir /tmp/home
 
 @cache
 def why_not() -> str:
-    """Why there can be no machines here; empty where there can."""
+    """Return the reason why machines cannot be created here, or an empty text."""
     tried = [*_ALONE, "bash", "-c", "ip link add name v0 type veth peer name v1 && mount -t tmpfs none /mnt"]
     try:
         done = subprocess.run(tried, capture_output=True, text=True, timeout=20, check=False)
@@ -65,12 +65,12 @@ class Machine:
     """
 
     address: str
-    """On the nodes' network."""
+    """Address on the nodes' network."""
     pid: int
-    """A process in its namespaces."""
+    """Id of a process in its namespaces."""
 
     def started(self, *words: str, env: Mapping[str, str] | None = None, **how: Any) -> subprocess.Popen[str]:
-        """A command on this node, at work."""
+        """Start a command on this node."""
         inside = ["nsenter", "-t", str(self.pid), "-U", "-n", "-m", "-u", "-p", "--preserve-credentials"]
         given = {"PATH": f"{_BIN}:{os.environ['PATH']}", "HOME": "/tmp/home", "OMP_NUM_THREADS": "1"}
         given |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 2, **(env or {})}
@@ -86,7 +86,7 @@ class Machine:
     def run(
         self, *words: str, env: Mapping[str, str] | None = None, code: int = 0, wait_s: float = 240
     ) -> str:
-        """What a command on this node says.
+        """Run a command on this node and return its output.
 
         Raises:
             AssertionError: it ends with another code.
@@ -99,7 +99,7 @@ class Machine:
 
 @contextmanager
 def machines(folder: Path, *, count: int = 2, shared: Sequence[str] = ()) -> Iterator[list[Machine]]:
-    """So many nodes, without Ray as yet; ``shared`` are the sizes of their /dev/shm."""
+    """Create ``count`` nodes without Ray; ``shared`` are the sizes of their /dev/shm."""
     with ExitStack() as stack:
         first = stack.enter_context(_held(_ALONE))
         found = [Machine(address="10.77.0.1", pid=first)]
@@ -123,7 +123,7 @@ def machines(folder: Path, *, count: int = 2, shared: Sequence[str] = ()) -> Ite
 
 @contextmanager
 def _held(command: Sequence[str]) -> Iterator[int]:
-    """New namespaces, by a process in them."""
+    """Create namespaces; yield the id of a process in them."""
     with subprocess.Popen([*command, *_UNTIL_TOLD], stdin=-1, stdout=-1) as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == b"up\n", f"{command} made no namespaces"
@@ -133,7 +133,7 @@ def _held(command: Sequence[str]) -> Iterator[int]:
 
 
 def number_within(pid: int) -> int:
-    """A process's number within its namespace."""
+    """Return a process's id within its namespace."""
     status = Path(f"/proc/{pid}/status").read_text("ascii")
     return int(next(line for line in status.splitlines() if line.startswith("NSpid")).split()[-1])
 
@@ -146,7 +146,7 @@ def start_ray(
     env: Mapping[str, str] | None = None,
     **more: Any,
 ) -> subprocess.Popen[str]:
-    """Ray on a node, of a head or as the head; ended when it is up."""
+    """Start Ray on a node, as the head or joined to a head; the command ends when Ray is up."""
     words = (
         ["--head", f"--port={PORT}", "--include-dashboard=false"]
         if head is None
@@ -161,7 +161,7 @@ def start_ray(
 
 
 def ray_up(machine: Machine, head: Machine | None = None, **how: Any) -> None:
-    """Ray on a node, up; tried three times, for Ray gives a node half a minute and a computer may be busy."""
+    """Start Ray on a node; up to three tries, because Ray waits only half a minute for a busy machine."""
     for _ in range(3):
         with start_ray(machine, head, **how) as ray:
             said, _ = ray.communicate(timeout=120)
@@ -172,7 +172,7 @@ def ray_up(machine: Machine, head: Machine | None = None, **how: Any) -> None:
 
 
 def stop_ray(machine: Machine) -> None:
-    """Kill everything on a node, as when it loses power."""
+    """Kill everything on a node, like a loss of power."""
     own = Path(f"/proc/{machine.pid}/ns/net").readlink()
     for process in psutil.process_iter():
         with suppress(OSError, psutil.Error):

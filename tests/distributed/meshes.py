@@ -1,4 +1,4 @@
-"""What the tests of training over a mesh have in common: small decoders, rows, and one training of them."""
+"""Helpers for tests of training over a mesh: small decoders, rows, and one training run of them."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ NUM_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training over a mesh."""
+    """One training run over a mesh."""
 
     kind: str = "starcoder2"
-    """Starcoder2 has biases, and in float64 computes nothing in float32; Qwen3 has norms of heads."""
+    """Model type: Starcoder2 has biases and no float32 parts in float64; Qwen3 has norms of heads."""
     dp: int = 1
     pp: int = 1
     tp: int = 1
     fsdp: int = 1
-    """How many of dp share one copy of the parameters."""
+    """Size of the groups of dp ranks that share one copy of the parameters."""
     ep: int = 1
-    """How many of dp share one copy of the experts; of a mixture."""
+    """Size of the groups of dp ranks that share one copy of the experts, for mixtures."""
     balance: float = 0.0
     tied: bool = True
     scalar: bool = False
@@ -57,15 +57,15 @@ class Case:
     layers: int = 5
     sequence: bool = False
     most_logits: int = MOST_LOGITS
-    """What a pass holds at once; the logits of a micro-batch are some hundreds."""
+    """Largest number of logits that a pass holds at once; a micro-batch has some hundreds."""
     lopsided: bool = False
-    """Whether all rows are the first replica's."""
+    """True if the first replica has all rows."""
     loss: str = "policy"
-    """What is minimised: of rows, of "pairs", or of "answers" beside which stands another one."""
+    """Loss: "policy" over rows, "pairs", or "answers", each with another answer for comparison."""
 
     @property
     def alone(self) -> Case:
-        """The same training on one rank, in micro-batches of another size."""
+        """Return the same training on one rank, with micro-batches of another size."""
         return Case(
             kind=self.kind,
             tied=self.tied,
@@ -79,7 +79,7 @@ class Case:
 
 
 def decoder(case: Case) -> PreTrainedModel:
-    """A small decoder with a vocabulary that nothing divides."""
+    """Return a small decoder; no mesh axis divides its vocabulary."""
     register()
     torch.manual_seed(0)
     settings = {
@@ -101,12 +101,12 @@ def decoder(case: Case) -> PreTrainedModel:
     auto: Any = AutoModelForSequenceClassification if case.scalar else AutoModelForCausalLM
     module = auto.from_config(config, attn_implementation=ATTENTION)
     if case.dtype == "float64" and case.kind == "mixtral":
-        module.set_experts_implementation("eager")  # grouped products are not there in it
+        module.set_experts_implementation("eager")  # grouped products do not support float64
     return module.to(getattr(torch, case.dtype)).eval()
 
 
 def rows() -> Batch:
-    """Rows of prompts with two samples; a fourth of them teach nothing."""
+    """Return rows of prompts with two samples; a quarter of them have no loss tokens."""
     generator = torch.Generator().manual_seed(1)
     texts, masks, ids = [], [], []
     for row in range(NUM_ROWS):
@@ -136,7 +136,7 @@ def rows() -> Batch:
 def trainer(case: Case, module: nn.Module, parallel: Parallel | None) -> Trainer:
     config = TrainConfig(
         lr=1e-3,
-        beta1=0.0,  # the first moment is then the clipped gradient itself
+        beta1=0.0,  # so that the first moment is the clipped gradient itself
         max_grad_norm=0.25,
         tokens_per_micro_batch=case.budget,
         gradient_checkpointing=case.checkpointing,
@@ -159,7 +159,7 @@ def update(case: Case, made: Trainer, batch: Batch) -> dict[str, Any]:
 
 
 def trained(case: Case, module: nn.Module, batch: Batch, parallel: Parallel | None = None) -> dict[str, Any]:
-    """Two steps: scores before, metrics of both, the first gradient as clipped, the weights at the end."""
+    """Run two steps; return scores before, metrics of both, the first clipped gradient, the final weights."""
     made = trainer(case, module, parallel)
     before = scores(case, made, batch)
     metrics = [update(case, made, batch)]
@@ -176,7 +176,7 @@ def trained(case: Case, module: nn.Module, batch: Batch, parallel: Parallel | No
 
 
 def whole(parameter: Tensor, held: Tensor | None = None) -> Tensor:
-    """The whole of what this rank holds a part of, cut as the parameter is."""
+    """Return the whole tensor of a parameter or of another tensor that is sharded like it."""
     parameter = parameter.detach()
     if not isinstance(parameter, DTensor):
         return parameter if held is None else held
@@ -192,7 +192,7 @@ def groups_of(case: Case, ranks: Ranks) -> RankGroups:
 
 
 def own_rows(case: Case, place: RankGroups) -> Batch:
-    """Every dp-th row, or all of them on the first replica."""
+    """Return every dp-th row, or all rows on the first replica."""
     batch = rows()
     if case.lopsided:
         return batch if place.dp.rank == 0 else batch.select([])
@@ -202,7 +202,7 @@ def own_rows(case: Case, place: RankGroups) -> Batch:
 
 
 def train_all(ranks: Ranks, cases: list[Case]) -> list[dict[str, Any]]:
-    """What every rank runs."""
+    """Run all cases on a rank and return their results."""
     found = []
     for case in cases:
         place = groups_of(case, ranks)

@@ -1,7 +1,7 @@
-"""Processes joined by gloo, for what needs real ranks and no Ray: ``together(4, function, ...)``.
+"""Processes joined by gloo, for tests that need real ranks without Ray: ``together(4, function, ...)``.
 
-A function of a test module runs as ``function(ranks, *arguments)`` in every process; what it returns comes
-back in the order of ranks. The first error ends all of them and is raised here with its traceback.
+A function of a test module runs as ``function(ranks, *arguments)`` in every process. Its results are returned
+in the order of ranks. The first error ends all processes and is raised here with its traceback.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def together(
     deadline_s: float = DEADLINE_S,
     patience_s: float = DEADLINE_S,
 ) -> list[Any]:
-    """Run ``function(ranks, *arguments)`` on ``size`` processes; what each returned, in order.
+    """Run ``function(ranks, *arguments)`` on ``size`` processes; return the results in the order of ranks.
 
-    A collective waits for a rank ``patience_s``.
+    A collective waits ``patience_s`` for a rank.
 
     Raises:
-        AssertionError: one of them raised, died, or did not end in time.
+        AssertionError: a process raised, died, or did not end in time.
     """
     said: Any = _CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Small role programs that the tests of both backends run."""
+"""Small role programs for the tests of both backends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import BROADCAST, DP, ROWS, SPLIT_ALL, SPLIT_DP, SPLIT_DP_REDUCE, Transfer
 
 EVERYONE = Transfer(name="EVERYONE", send={}, receive={"pp": ROWS, "dp": ROWS, "tp": ROWS})
-"""Everyone has all; what comes back is a list over the ranks."""
+"""Every rank gets all rows; the results return as a list over the ranks."""
 
 
 class Worker:
@@ -46,17 +46,17 @@ class Worker:
 
     @endpoint(DP)
     def first_half(self, batch: Batch) -> Batch:
-        """Fewer rows than were given: what comes after has to find them."""
+        """Return fewer rows than were given; later stages must find them."""
         return batch.slice(0, len(batch) // 2 + self.ranks.rank % 2)
 
     @endpoint(DP)
     def make(self, batch: Batch, *, numbers: int) -> Batch:
-        """A large field."""
+        """Return a large field."""
         return Batch(ids=batch.ids, fields={"big": torch.ones(len(batch), numbers)})
 
     @endpoint(DP)
     def make_two(self, batch: Batch, *, numbers: int) -> Batch:
-        """Two large fields."""
+        """Return two large fields."""
         fields = {
             name: torch.full((len(batch), numbers), value) for name, value in (("x", 1.0), ("big", 2.0))
         }
@@ -64,7 +64,7 @@ class Worker:
 
     @endpoint(DP, reads=("x",), writes=("fetched",))
     def weigh(self, batch: Batch) -> Batch:
-        """How much this rank has fetched so far, and whether another field came with the one it reads."""
+        """Return the bytes that this rank has fetched; check that only the requested field arrived."""
         assert set(batch.fields) == {"x"}
         fetched = torch.full((len(batch),), self.site.fetched_bytes)
         return Batch(ids=batch.ids, fields={"fetched": fetched})
@@ -109,7 +109,7 @@ class Worker:
 
     @endpoint(DP)
     def meet(self, batch: Batch, *, mine: Path, other: Path) -> Batch:
-        """Begin, and end when the other call has begun too."""
+        """Return only after the other call has begun too."""
         mine.touch()
         while not other.exists():
             time.sleep(0.02)
@@ -123,7 +123,7 @@ class Worker:
 
     @endpoint(DP)
     def fail_alone(self, batch: Batch, *, until: Path) -> Batch:
-        """The last rank raises at once, the others are at work until a file is there."""
+        """Raise at once on the last rank; the others work until a file exists."""
         if self.ranks.rank == self.ranks.size - 1:
             raise ValueError("one divided by none")
         while not until.exists():
@@ -142,7 +142,7 @@ class Worker:
 
     @endpoint(DP)
     def part(self, batch: Batch, *, how: str, seconds: float = 0.0) -> Batch:
-        """The last rank raises or dies while the others wait for it in a collective."""
+        """Raise or die on the last rank while the others wait for it in a collective."""
         if self.ranks.rank == self.ranks.size - 1:
             time.sleep(seconds)
             if how == "die":
@@ -156,22 +156,22 @@ class Worker:
 
 
 def overwriting(x: torch.Tensor) -> torch.Tensor:
-    """A formula that clears what it was given."""
+    """Overwrite the input of the formula."""
     return x.mul_(0)
 
 
 def half_of(x: torch.Tensor) -> float:
-    """A formula that gives a number."""
+    """Return a number."""
     return float(x.sum()) / 2
 
 
 def leave_open(site: Site, folder: Path) -> None:
-    """Leave a file when what is open on this rank is closed."""
+    """Register a callback that writes a file when the rank's resources are closed."""
     site.stack.callback((folder / f"{site.place.pool}-{site.place.rank}").touch)
 
 
 class Unmakeable:
-    """Raises in its constructor."""
+    """A role that raises in its constructor."""
 
     def __init__(self, site: Site) -> None:
         raise OSError(f"no weights on rank {site.ranks.rank}")
@@ -182,7 +182,7 @@ class Unmakeable:
 
 
 class Apart:
-    """In its constructor the last rank raises while the others wait for it in a collective."""
+    """A role whose constructor raises on the last rank while the others wait for it in a collective."""
 
     def __init__(self, site: Site) -> None:
         if site.ranks.rank == site.ranks.size - 1:

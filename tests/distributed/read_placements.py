@@ -1,4 +1,4 @@
-"""Placements as torch has them, in our words: what a layout that was computed is compared with."""
+"""Convert torch's placements to Rillflow's, for comparison with computed layouts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rillflow.placement.sbp import Broadcast, Part, Placement, Split
 
 
 def read_placement(tensor: Tensor, mesh: Mesh) -> Placement:
-    """How torch says a parameter lies.
+    """Return the placement of a parameter, as torch reports it.
 
     Args:
-        tensor: a DTensor, whose device mesh names its dims; any other lies whole on every rank.
-        mesh: the ranks it lies on, with axes of those names.
+        tensor: a DTensor, whose device mesh names its dims; any other tensor is whole on every rank.
+        mesh: its ranks, with axes of those names.
 
     Raises:
-        PlacementError: an axis is missing or of another size; a placement is none of a parameter.
+        PlacementError: an axis is missing or has another size, or the placement has no counterpart.
     """
     if not isinstance(tensor, DTensor):
         return Placement(mesh)
@@ -63,5 +63,5 @@ def read_placement(tensor: Tensor, mesh: Mesh) -> Placement:
 
 
 def _dim(placement: object) -> int | None:
-    """The dim a torch placement cuts."""
+    """Return the dim that a torch placement splits."""
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None

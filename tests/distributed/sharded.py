@@ -1,4 +1,4 @@
-"""Slices that ranks write at once, as those of a checkpoint are written beside training."""
+"""Write slices from all ranks at once, as a checkpoint does during training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rillflow.workers.collectives import Ranks
 def save_sharded(
     folder: Path, weights: Weights, layout: Layout, tensors: Mapping[str, Tensor], ranks: Ranks
 ) -> None:
-    """Write a folder of slices that ``load_sharded`` reads; every rank calls it."""
+    """Write a folder of slices for ``load_sharded``; every rank calls it."""
 
     def write() -> str:
         folder.mkdir(parents=True, exist_ok=True)

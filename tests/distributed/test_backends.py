@@ -1,4 +1,4 @@
-"""Groups behave alike on both backends: rows find their ranks, reports become one, errors say where."""
+"""Groups behave alike on both backends: rows return in order, reports are reduced, errors name their rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def backend_of(kind: str, deadline_s: float = WAIT_S) -> Backend:
 
 @pytest.fixture(scope="module", params=["inline", "ray"])
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
-    """With something open on every rank, which has to be open as long as the backend is, and no longer."""
+    """Yield a backend with an open resource on every rank, which must close with the backend, not before."""
     made, closed = backend_of(request.param), tmp_path_factory.mktemp("closed")
     made.open(POOLS)
     for place in places(POOLS):
@@ -63,7 +63,7 @@ def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def groups(backend: Backend) -> dict[int, Group]:
-    """A group of workers by size."""
+    """Return a group of workers by size."""
     found = {}
     for pool in POOLS:
         group = Group(
@@ -88,7 +88,7 @@ def rows(count: int, **fields: Any) -> Batch:
 def test_rows_pass_from_group_to_group_in_order(
     count: int, first: int, second: int, groups: dict[int, Group]
 ) -> None:
-    """Numbers that do not divide, and ranks without a row, included."""
+    """Includes numbers of rows that the ranks do not divide, and ranks without a row."""
     batch = rows(count)
     doubled = groups[first].call("double", batch)
     found = groups[second].call("join", doubled, batch).read(WAIT_S)
@@ -99,9 +99,9 @@ def test_rows_pass_from_group_to_group_in_order(
 
 
 def test_ranks_that_train_under_one_mesh_generate_under_another(backend: Backend) -> None:
-    """Training tp 4; generation tp 2, whose groups are ranks 0 and 2, 1 and 3: two replicas.
+    """Training has tp 4; generation has tp 2 with the groups 0, 2 and 1, 3: two replicas.
 
-    The second group is another object on the same ranks, and its stages are called the first one's.
+    The second group is another object on the same ranks, and its stages carry the first group's name.
     """
     meshes = {
         "trained": Mesh.of(dp=1, pp=1, tp=4),
@@ -134,7 +134,7 @@ def test_results_of_uneven_lengths_are_shared_out_again(groups: dict[int, Group]
 
 
 def test_rows_in_many_parts_are_shared_out_by_a_table(groups: dict[int, Group]) -> None:
-    """More parts than travel with a message: one rank gathers what is known of them for the others."""
+    """With more parts than fit in a message, one rank gathers their descriptions for the others."""
     batches = [rows(3 + index % 2) for index in range(18)]
     parts = joined("worker2.same", [groups[2].call("same", batch) for batch in batches])
     assert len(parts.holders) > MANY
@@ -147,7 +147,7 @@ def test_rows_in_many_parts_are_shared_out_by_a_table(groups: dict[int, Group]) 
 def test_the_fields_that_an_endpoint_reads_travel_and_no_others(
     backend: Backend, groups: dict[int, Group]
 ) -> None:
-    """Two fields of 4 MiB on each of four ranks, one of them read: by the same ranks, and by two."""
+    """Four ranks hold two fields of 4 MiB each; four ranks, then two, read only one of them."""
     made = groups[4].call("make_two", rows(4), numbers=2**20)
     for ranks, parts in ((4, 1), (2, 2)):
         before = groups[ranks].call("weigh", groups[ranks].call("scale", rows(4), by=1.0))
@@ -179,7 +179,7 @@ def test_shares_of_a_report_become_one(size: int, groups: dict[int, Group]) -> N
 
 
 def test_sums_have_the_bits_of_adding_in_the_order_of_ranks(groups: dict[int, Group]) -> None:
-    """The same on both backends, because both are compared with the same sum."""
+    """Both backends are compared with the same sum, so they agree."""
     parts = [torch.randn(1000, generator=torch.Generator().manual_seed(7 + rank)) for rank in range(4)]
     total, exact = parts[0].clone(), parts[0].double()
     for part in parts[1:]:
@@ -195,7 +195,7 @@ def test_every_rank_hears_from_all(groups: dict[int, Group]) -> None:
 
 
 def test_three_axes(backend: Backend, groups: dict[int, Group]) -> None:
-    """Over a mesh of pipeline, data and tensor ranks, results are those of the last stage's first ranks."""
+    """Over a mesh of pipeline, data and tensor ranks, results come from the last stage's first ranks."""
     mesh = Mesh.of(pp=2, dp=2, tp=1)
     group = Group("worker4", endpoints_of(Worker), mesh=mesh, pool="four", backend=backend)
     assert group.call("by_data_rank", rows(6)).read(WAIT_S).dense("rank").tolist() == [2, 2, 2, 3, 3, 3]
@@ -212,7 +212,7 @@ def test_pools_run_side_by_side_and_ranks_in_turn(groups: dict[int, Group], tmp_
 
 
 def test_the_controller_weighs_what_passes_through_it(backend: Backend, groups: dict[int, Group]) -> None:
-    """What is sent and read counts with its bytes; so does a small result that comes back unread."""
+    """Counts the bytes that are sent and read, and also a small result that returns without a read."""
     traffic, mib = backend.traffic, 2**20
     before = traffic.sent_bytes, traffic.read_bytes
     large = groups[2].call("same", rows(64, big=torch.ones(64, 2**14)))
@@ -234,7 +234,7 @@ def test_the_controller_weighs_what_passes_through_it(backend: Backend, groups: 
 def test_a_small_part_that_a_rank_takes_as_it_lies_is_weighed_on_its_way_there_too(
     backend: Backend, groups: dict[int, Group]
 ) -> None:
-    """Ray sends it with the call: 64 KiB come back with one call, go out with the next, and come back."""
+    """Ray sends it with the call: 64 KiB return with one call, leave with the next, and return again."""
     if isinstance(backend, InlineBackend):
         pytest.skip("nothing travels in one process")
     doubled = groups[2].call("double", rows(64, x=torch.ones(64, 2**8)))
@@ -245,7 +245,7 @@ def test_a_small_part_that_a_rank_takes_as_it_lies_is_weighed_on_its_way_there_t
 
 
 def test_batches_do_not_pass_through_the_controller(backend: Backend, groups: dict[int, Group]) -> None:
-    """Of 64 MiB from group to group it counts less than 1."""
+    """The controller counts less than 1 of 64 MiB that pass from group to group."""
     before = backend.traffic.sent_bytes + backend.traffic.read_bytes
     made = groups[2].call("make", rows(64), numbers=2**18)
     groups[4].call("same", made).wait(WAIT_S)
@@ -269,7 +269,7 @@ def test_no_bytes_through_the_controller_in_a_step_of_ppo(backend: Backend) -> N
 
 
 def test_references_among_options_arrive(backend: Backend, groups: dict[int, Group]) -> None:
-    """A pending given by name is the same for every rank."""
+    """A pending passed by keyword is the same for every rank."""
     number = GroupExecutor({"worker4": groups[4]}, backend).compute(half_of, [rows(3)], None, {})
     found = groups[4].call("scale", rows(6), by=number).read(WAIT_S)
     assert torch.equal(found.dense("x"), rows(6).dense("x") * 1.5)
@@ -290,7 +290,7 @@ def test_a_rank_that_raises_is_named(groups: dict[int, Group]) -> None:
 
 
 def test_an_error_is_raised_while_other_ranks_still_work(groups: dict[int, Group], tmp_path: Path) -> None:
-    """Had it been waited for them, the deadline would have been what is told."""
+    """If the caller waited for the other ranks, the error would be the deadline."""
     end = tmp_path / "end"
     try:
         with pytest.raises(ClusterError, match=r"ValueError in worker2\.fail_alone on rank 1"):
@@ -341,21 +341,21 @@ def test_a_result_that_is_looked_at_says_where_values_are(groups: dict[int, Grou
 
 
 def test_a_batch_that_is_written_to_is_refused(group: Group, flow: Flow) -> None:
-    """On Ray its memory is the store's, which every rank of the machine maps."""
+    """On Ray, the batch lies in the object store, which all ranks of the machine share."""
     words = ("overwriting wrote into the field 'x' of a batch it was given", "values.clone()")
     for batch in (rows(4), rows(4, x=torch.ones(4, 2**14))):
         made = group.call("same", batch)
         refused(RecordError, lambda made=made: flow.compute(overwriting, made, into="y").read(WAIT_S), *words)
 
 
-# What cannot be used: the error names it, and the ranks go on.
+# Invalid values: the error names them, and the ranks keep working.
 
 LOCK = threading.Lock()
-"""A value that cannot become bytes."""
+"""A value that cannot be pickled."""
 
 
 class Misplaced:
-    """A transfer with a slip of the pen."""
+    """A transfer with an invalid placement of arguments."""
 
     def __init__(self, _: Site) -> None:
         pass
@@ -366,7 +366,7 @@ class Misplaced:
 
 
 class Misread(Misplaced):
-    """The same on the way back."""
+    """A transfer with an invalid placement of results."""
 
     @endpoint(Transfer(name="ODD", send={"dp": Split(0)}, receive={"dps": Partial()}))
     def double(self, batch: Batch) -> Batch:
@@ -375,7 +375,7 @@ class Misread(Misplaced):
 
 @pytest.fixture
 def group(groups: dict[int, Group]) -> Iterator[Group]:
-    """Two workers that must work after every refusal as they did before."""
+    """Yield two workers that must still work after every refusal."""
     yield groups[2]
     doubled = groups[2].call("double", rows(4)).read(WAIT_S)
     assert doubled.dense("y").tolist() == [0.0, 2.0, 4.0, 6.0]
@@ -387,12 +387,12 @@ def flow(group: Group, backend: Backend) -> Flow:
 
 
 def cast(backend: Backend, *, kind: type = Worker, pool: str = "two", ranks: int = 2) -> Group:
-    """A role called critic, not started."""
+    """Return a group for a role called critic that is not started."""
     return Group("critic", endpoints_of(kind), mesh=Mesh.of(dp=ranks), pool=pool, backend=backend)
 
 
 def refused(kind: type[RillflowError], run: Callable[[], object], *words: str) -> None:
-    """The error is of this kind, says what, why and what to do, and has the words."""
+    """Check that the error has this kind, all three parts, and the words."""
     with pytest.raises(kind) as caught:
         run()
     error = caught.value
@@ -484,7 +484,7 @@ def test_a_batch_without_rows_is_refused(group: Group) -> None:
 
 
 def test_a_filter_that_leaves_no_row_stops_nothing(group: Group, flow: Flow) -> None:
-    """A step whose rows are all dropped learns nothing and goes on: the mean of no rows has the count 0."""
+    """If all rows of a step are dropped, the step learns nothing and continues: the mean has the count 0."""
     kept = flow.filter(flow.compute(lambda x: x < 0, rows(5), into="kept"), "kept")
     assert len(group.call("double", kept).read(WAIT_S)) == 0
     assert group.call("measure", kept).read(WAIT_S)["x/all/mean"] == Mean(total=0.0, count=0)

@@ -1,4 +1,4 @@
-"""Sums over ranks begin while the last backward pass goes on, and have the bits of sums after it."""
+"""Gradient sums over ranks start during the last backward pass; their bits equal those of sums after it."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class Setting:
     """Two steps on two ranks."""
 
     rollouts: Sequence[Sequence[int]] = EVEN
-    """Which rows each rank has; 2 and 3 teach nothing."""
+    """Rows of each rank; rows 2 and 3 have no loss tokens."""
     shown: Sequence[Sequence[int]] = ((), ())
-    """Which rows each has of a second loss."""
+    """Rows of each rank that a second loss uses."""
     case: Case = field(default_factory=lambda: Case(kind="qwen3", dtype="float32", layers=3))
     config: Mapping[str, Any] = field(default_factory=dict)
     frozen: str = "none"
-    """What is not trained, by a part of its name."""
+    """Part of the names of frozen parameters."""
     odd: tuple[str, int] = ("", -1)
-    """What is not finite in the second step, an advantage or the loss of rows that rest, and in which row."""
+    """Non-finite value of the second step and its row: an advantage, or the loss on rows without tokens."""
     skips: bool = False
 
     @property
     def steps(self) -> int:
-        """One more where the second fails."""
+        """Number of steps; one more if the second fails."""
         return 2 + bool(self.odd[0])
 
 
@@ -86,7 +86,7 @@ SETTINGS = {
 
 
 class NotFinite(PolicyLoss):
-    """Rows that teach nothing cost what is no number."""
+    """A loss that is not finite on rows without loss tokens."""
 
     def __call__(self, read: Any, part: Batch, /) -> LossPart:
         found = super().__call__(read, part)
@@ -94,7 +94,7 @@ class NotFinite(PolicyLoss):
 
 
 class Watched(EarlySums):
-    """Counts collectives that begin while gradients lack."""
+    """Counts collectives that start before all gradients are complete."""
 
     early = 0
 
@@ -105,7 +105,7 @@ class Watched(EarlySums):
 
 
 class Watching(Gradients):
-    """Sums as they are, counted."""
+    """The default sums, counted."""
 
     def early(self, weights: Mapping[str, nn.Parameter]) -> EarlySums | None:
         assert isinstance(self.groups.dp, ProcessRanks)
@@ -113,7 +113,7 @@ class Watching(Gradients):
 
 
 class Afterwards(Gradients):
-    """All sums at once, when the passes are done."""
+    """Sums all gradients after the passes."""
 
     def early(self, weights: Mapping[str, nn.Parameter]) -> EarlySums | None:
         del weights
@@ -141,7 +141,7 @@ def batches(setting: Setting, step: int) -> Batch:
 
 
 def some_steps(ranks: ProcessRanks, setting: Setting, kind: type[Gradients], folder: Path) -> dict[str, Any]:
-    """What a rank has afterwards, and what was said on the way."""
+    """Run the steps on a rank; return its final state and its messages."""
     trainer = trainer_of(setting, ranks, kind)
     if setting.skips:
         trainer.skipped = Skipped(folder, lambda _: None)
@@ -164,7 +164,7 @@ def some_steps(ranks: ProcessRanks, setting: Setting, kind: type[Gradients], fol
 
 
 def all_settings(ranks: ProcessRanks) -> dict[str, dict[str, Any]]:
-    """Of every setting, whether both ways are equal, and what was seen on the way."""
+    """Run every setting both ways; return whether they are equal, and the counts."""
     found = {}
     for name, setting in SETTINGS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -237,7 +237,7 @@ def test_groups_hold_everything_once_from_the_end_and_their_bytes_at_most() -> N
 
 
 def refused(ranks: ProcessRanks) -> str:
-    """One rank meets an error that is not agreed upon while the other waits for its gradients."""
+    """Let one rank raise an error that ranks do not agree on, while the other waits for its gradients."""
     trainer = trainer_of(SETTINGS["even"], ranks, Gradients)
     batch = rows().select(list(EVEN[ranks.rank]))
     sampled = trainer.scorer.logprobs(batch)

@@ -1,4 +1,4 @@
-"""Experts shared out over ranks say and learn what they do on one."""
+"""Experts that are sharded over ranks give the same outputs and gradients as on one rank."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from test_parallel_training import check_words
 from rillflow.sharding.module import Parallel
 
 EXACT = {"float64": 1e-6, "float32": 1e-4}
-"""Largest error of the gradient, over its norm: routers compute their scores in float32."""
+"""Largest error of the gradient, divided by its norm; routers compute their scores in float32."""
 
 
 def united(results: list[dict[str, Any]], kind: str, case: Case) -> dict[str, np.ndarray]:
-    """The whole of every gradient or weight; what ranks have copies of is the same bits on all."""
+    """Return every whole gradient or weight; check that copies on several ranks are bit-identical."""
     found = {}
     for name in results[0][kind]:
         parts = [result[kind][name] for result in results]

@@ -1,4 +1,4 @@
-"""Ranks that die, are silent, or cannot be had; what leaves no process behind; what listens where."""
+"""Ranks that die, hang or cannot be placed; processes left behind; addresses that listen."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SLOW_S = 60.0
 
 @pytest.fixture(scope="module")
 def elsewhere() -> set[psutil.Process]:
-    """Processes that the tests before in this process have left running, which are no cluster's."""
+    """Return processes that earlier tests of this process have left, which belong to no cluster."""
     return set(psutil.Process().children(recursive=True))
 
 
@@ -60,7 +60,7 @@ def elsewhere() -> set[psutil.Process]:
 def cluster(
     request: pytest.FixtureRequest, elsewhere: set[psutil.Process]
 ) -> Iterator[RayBackend | InlineBackend]:
-    """Pools of which each test spoils one of its own."""
+    """Yield a backend with pools; each test spoils its own pool."""
     made = ray_backend(SLOW_S) if request.param == "ray" else InlineBackend(SLOW_S)
     made.open(POOLS)
     yield made
@@ -81,7 +81,7 @@ def worker(cluster: RayBackend | InlineBackend, role: str, pool: str, size: int)
 
 
 def test_no_process_is_started_that_becomes_no_rank(on_ray: RayBackend) -> None:
-    """Ray would start one for every core as well, and each imports for a second."""
+    """Ray would also start one for every core, and each imports for a second."""
     assert on_ray._cluster.folder is not None
     started = list(on_ray._cluster.folder.glob("r/session_latest/logs/worker-*.out"))
     assert len(started) == sum(pool.size for pool in POOLS)
@@ -105,7 +105,7 @@ def test_bounded_wait_names_a_silent_rank_and_whom_waits_for_it(cluster: RayBack
 def test_the_cause_of_a_failed_start_is_told_while_others_wait_in_a_collective(
     cluster: RayBackend | InlineBackend,
 ) -> None:
-    """Rank 0 would wait for rank 1 until the deadline, and tell of that."""
+    """Otherwise rank 0 would wait for rank 1 until the deadline, and report the deadline."""
     group = Group("apart", endpoints_of(Apart), mesh=Mesh.of(dp=2), pool="start", backend=cluster)
     began = time.monotonic()
     with pytest.raises(ClusterError, match=r"OSError.*making apart.*rank 1.*: no weights on the last rank"):
@@ -116,10 +116,10 @@ def test_the_cause_of_a_failed_start_is_told_while_others_wait_in_a_collective(
 def test_whoever_fails_is_told_while_another_stage_still_works(
     cluster: RayBackend | InlineBackend, tmp_path: Path
 ) -> None:
-    """A loop's step: what is asked first is at work for long when what is asked next fails.
+    """In a loop's step, the first stage works for long while the next one fails.
 
-    On Ray the failing rank dies; its neighbour's collective breaks, and a formula on another pool waits
-    for both.
+    On Ray, the failing rank dies, its neighbour's collective breaks, and a formula on another pool waits for
+    both.
     """
     how, slow_s = ("raise", 3.0) if isinstance(cluster, InlineBackend) else ("die", 6.0)
     groups = {name: worker(cluster, name, name, size) for name, size in (("slow", 1), ("main", 2))}
@@ -157,7 +157,7 @@ def test_whoever_fails_is_told_while_another_stage_still_works(
 
 
 def test_a_death_seen_by_whoever_needs_the_result_is_named(on_ray: RayBackend) -> None:
-    """The rank died in the test before; what is asked of it now, and of those who wait for it, says so."""
+    """The rank died in the test before; calls to it, and calls that wait for their results, report that."""
     gone = Group("gone", endpoints_of(Worker), mesh=Mesh.of(dp=2), pool="main", backend=on_ray)
     here = worker(on_ray, "here", "slow", 1)
     with pytest.raises(ClusterError, match="rank 1 of pool 'main' has died") as caught:
@@ -170,7 +170,7 @@ def test_a_death_seen_by_whoever_needs_the_result_is_named(on_ray: RayBackend) -
             waiting.read(30)
         assert isinstance(caught.value, RankDied) and caught.value.pool == "main"
         assert caught.value.__notes__ == ["in gone.double on rank 1 of pool 'main'"]
-    with pytest.raises(ClusterError, match="a rank has died"):  # its part alone, and nobody who watches it
+    with pytest.raises(ClusterError, match="a rank has died"):  # its part only, read by no other stage
         executor.apply(len, lost.own(1), place=here.places[0]).read(30)
 
 
@@ -188,7 +188,7 @@ The actor died because its node has died. Node Id: 8bd7
 
 
 def test_what_is_known_of_a_loss_is_told(on_ray: RayBackend) -> None:
-    """A process that was killed, its node that died, and a connection that was lost are not the same."""
+    """A killed process, a dead node and a lost connection give different errors."""
     from ray import exceptions as faults
 
     from rillflow.workers.ray_losses import loss
@@ -242,7 +242,7 @@ def test_everything_listens_on_the_loopback_device_and_asks_for_a_token(on_ray: 
 
 
 def test_closing_leaves_no_process_behind(on_ray: RayBackend, elsewhere: set[psutil.Process]) -> None:
-    """The last test of the cluster's."""
+    """The last test of this cluster."""
     import ray
 
     children = set(psutil.Process().children(recursive=True)) - elsewhere
@@ -270,7 +270,7 @@ time.sleep(600)
 
 
 def test_nothing_is_left_when_the_driver_is_killed() -> None:
-    """Ray's own helpers wait a minute for a head that will not answer again."""
+    """Ray's own helpers wait a minute for a dead head."""
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     folder = Path(driver.stdout.readline().strip())

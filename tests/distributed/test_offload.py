@@ -1,4 +1,4 @@
-"""Over a mesh too, what lies in host memory between its uses changes no bit."""
+"""Offload to host memory changes no bit over a mesh."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def both_ways(ranks: Ranks, cases: list[Case]) -> list[str]:
-    """What differs on this rank between steps with and without offload, resumed after the first."""
+    """Return this rank's differences between steps with and without offload, resumed after the first step."""
     differ = []
     for case, moments in zip(cases, cycle((None, "bfloat16"))):
         batch = own_rows(case, groups_of(case, ranks))
@@ -82,7 +82,7 @@ def test_an_offloaded_optimiser_has_the_bits_of_one_that_stays() -> None:
 
 
 def scored_both_ways(ranks: Ranks, cases: list[Case]) -> list[bool]:
-    """Whether a module whose weights leave between its uses says what it said before, twice."""
+    """Return whether an offloaded module gives the same scores twice."""
     same = []
     for case in cases:
         parallel = Parallel(decoder(case), groups_of(case, ranks), sequence=case.sequence)

@@ -1,4 +1,4 @@
-"""Over a mesh: what a rank holds, what is refused on all ranks at once, and going on bit for bit."""
+"""Parallel training state: contents of ranks, refusals on all ranks at once, and a bit-identical resume."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_rank_holds_its_part_alone() -> None:
     stages, shards, tensors, tied = (sum(found[place] for found in by_rank) for place in range(4))
     assert stages == whole
     assert tied == whole  # the head is another copy of the embedding, on the last stage
-    assert whole <= shards < 1.05 * whole  # shards are filled up to one length
+    assert whole <= shards < 1.05 * whole  # shards are padded to one length
     assert max(found[1] for found in by_rank) < 0.52 * whole
     parts = weight_parts(tensor_plan(decoder(base)), decoder(base))
     copies = sum(
@@ -61,7 +61,7 @@ def test_a_rank_holds_its_part_alone() -> None:
 
 
 def refusals(ranks: Ranks) -> list[str]:
-    """What every rank says where one of them cannot go on."""
+    """Return the errors of every rank if one of them cannot continue."""
     case = Case(pp=2)
     parallel = Parallel(decoder(case), groups_of(case, ranks))
     made = Trainer(parallel.module, TrainConfig(tokens_per_micro_batch=20), total_steps=9, parallel=parallel)
@@ -73,7 +73,7 @@ def refusals(ranks: Ranks) -> list[str]:
         made.update(rows().with_fields(sampler_logprobs=sampled), POLICY, ratio_tolerance=1e-3)
     except RillflowError as error:
         said.append(str(error))
-    with torch.no_grad():  # on one stage alone
+    with torch.no_grad():  # on one stage only
         if not parallel.groups.first:
             parallel.parameters["model.norm.weight"].fill_(float("nan"))
     try:
@@ -118,7 +118,7 @@ def test_what_cannot_be_cut_is_refused_on_every_rank() -> None:
 
 
 def gone_on(ranks: Ranks, case: Case) -> list[bool]:
-    """Three steps at once, and one, a new trainer over a new module, and two."""
+    """Run three steps in one go, and one step followed by two with a new trainer and a new module."""
     place = groups_of(case, ranks)
     batch = own_rows(case, place)
     parallel = Parallel(decoder(case), place)

@@ -1,4 +1,4 @@
-"""A decoder trained over a mesh says and learns what it does on one rank."""
+"""A decoder on a mesh gives the same outputs and updates as on one rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from meshes import Case, decoder, rows, train_all, trained
 from processes import together
 
 EXACT = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 5e-2}
-"""Largest error of the gradient, over its norm."""
+"""Largest error of the gradient, divided by its norm."""
 STEPPED = {"float64": 1e-6, "float32": 2e-2, "bfloat16": 0.5}
-"""Largest error of what two steps changed, over its norm: Adam blows up the rounding of small gradients."""
+"""Largest error of two steps' changes, divided by their norm; Adam amplifies rounding of small gradients."""
 
 TWO = [
     Case(tp=2, budget=30),
@@ -59,11 +59,11 @@ ANSWERS = [
 MESHES = [
     (dp, pp, tp) for dp, pp, tp in product((1, 2, 4, 8), repeat=3) if 2 <= dp * pp * tp <= 8 and tp <= 4
 ]
-"""All of up to eight ranks whose tp divides the four heads."""
+"""All meshes of up to eight ranks whose tp divides the four heads."""
 
 
 def every_case(dp: int, pp: int, tp: int) -> Iterator[Case]:
-    """Sharded or not, tied or not, with and without norms of heads, and with a scalar head."""
+    """Yield cases: sharded or not, tied or not, with and without norms of heads, and with a scalar head."""
     layers = max(5, pp)
     for fsdp, tied in product([size for size in (1, 2, 4, 8) if dp % size == 0], (True, False)):
         yield Case(dp=dp, pp=pp, tp=tp, fsdp=fsdp, tied=tied, layers=layers)
@@ -73,7 +73,7 @@ def every_case(dp: int, pp: int, tp: int) -> Iterator[Case]:
 
 @cache
 def alone(case: Case) -> dict[str, Any]:
-    """What one rank makes of a case."""
+    """Return the results of a case on one rank."""
     torch.set_num_threads(1)
     module = decoder(case)
     before = {name: p.detach().double().numpy().copy() for name, p in module.named_parameters()}
@@ -81,7 +81,7 @@ def alone(case: Case) -> dict[str, Any]:
 
 
 def distance(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """Of two sets of arrays as one vector."""
+    """Return the distance of two sets of arrays, each taken as one vector."""
     return float(np.sqrt(sum(np.square(found[name] - expected[name]).sum() for name in found)))
 
 
@@ -104,7 +104,7 @@ def check(case: Case, results: list[dict[str, Any]]) -> None:
 
 
 def check_words(case: Case, results: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Scores and metrics, which the speaking ranks have."""
+    """Check scores and metrics of the ranks that report them."""
     spoken = [result for result in results if result["speaks"]]
     assert len(spoken) == case.dp
     assert all(result["metrics"] == [{}, {}] for result in results if not result["speaks"])

@@ -1,4 +1,4 @@
-"""placement-blind, backend-blind: where roles run, and on what, changes no number."""
+"""placement-blind, backend-blind: placement and backend change no number."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ APART = {
 
 
 def grpo(folder: Path, placement: dict[str, Any]) -> tuple[list[Any], list[dict[str, float]]]:
-    """What was sampled, and every step's losses."""
+    """Return sampled rows and every step's losses."""
     folder.mkdir()
     (folder / "run.toml").write_text(RECIPE)
     (folder / "reward.py").write_text(REWARD)
@@ -101,7 +101,7 @@ def test_roles_in_pools_of_their_own(tmp_path: Path, alone: tuple[Any, Any]) -> 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_data_parallel_ranks_inline(ranks: int, tmp_path: Path, alone: tuple[Any, Any]) -> None:
-    """Rows that do not divide by the ranks; rollouts are the same, losses within 1e-5 of each other.
+    """Rows that the ranks do not divide: rollouts are the same, losses within 1e-5 of each other.
 
     Steps are few: Adam divides a gradient by its own size, so rounding grows from step to step.
     """
@@ -114,7 +114,7 @@ def test_data_parallel_ranks_inline(ranks: int, tmp_path: Path, alone: tuple[Any
 
 @pytest.fixture(scope="module")
 def one_pool(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ran]:
-    """PPO with all its roles in one pool, inline, by the number of ranks."""
+    """Return PPO runs with all roles in one pool, inline, by the number of ranks."""
     folder = tmp_path_factory.mktemp("one-pool")
     return {ranks: together(ranks, folder / str(ranks)) for ranks in (1, 2)}
 
@@ -128,14 +128,14 @@ def test_there_are_fifteen_ways() -> None:
 
 
 def require_alike(found: Ran, ranks: int, one_pool: dict[int, Ran]) -> None:
-    """The bits of as many ranks in one pool; the tokens of one rank, and its losses within rounding."""
+    """Check for the bits of as many ranks in one pool, and the tokens and rounded losses of one rank."""
     assert found == one_pool[ranks]
     assert found.tokens == one_pool[1].tokens
     assert found.far_from(one_pool[1]) <= LIMIT
 
 
 def test_the_runs_compared_learn_something(one_pool: dict[int, Ran]) -> None:
-    """Losses that are not 0, advantages that differ, and a reference that is left behind."""
+    """Losses are not 0, advantages differ, and the policy moves away from the reference."""
     first, last = one_pool[1].metrics
     assert all(abs(loss) > 1e-4 for loss in one_pool[1].losses)
     assert first["policy/loss/mean"] != last["policy/loss/mean"]
@@ -163,7 +163,7 @@ def test_placement_blind_in_every_placement_of_ppo(
 
 @needs_ray
 def test_backend_blind_ppo_has_the_bits_of_inline(tmp_path: Path) -> None:
-    """Pools of unequal sizes, so that every batch is cut again between them."""
+    """Pools have unequal sizes, so every batch is split anew between them."""
     pools = ["placement.pools.a=2", "placement.pools.b=1"]
     roles = ['placement.roles.critic="b"', 'placement.roles.reference="b"', 'placement.roles.reward="b"']
     inline = ran(tmp_path / "inline", ['placement.backend="inline"', *pools, *roles])

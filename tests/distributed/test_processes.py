@@ -1,4 +1,4 @@
-"""The harness of tests that need real ranks: results in order, and errors that come through."""
+"""The harness for tests with real ranks: results in order, and errors that reach the caller."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_small_sum_is_made_in_another_way_and_has_the_same_bits() -> None:
 
 
 def add_up_in_buckets(ranks: Ranks) -> tuple[list[bool], float]:
-    """Whether sums cut anywhere are those by hand; the most memory that a large one took, as a share."""
+    """Return whether bucketed sums equal plain ones, and the peak memory of a large sum as a share."""
     collectives.BUCKET_BYTES = 2**20
     everyone = [
         [
@@ -97,7 +97,7 @@ def _status(name: str) -> int:
 def test_a_large_sum_takes_the_memory_of_two_buckets_and_has_the_same_bits() -> None:
     for same, share in together(2, add_up_in_buckets):
         assert same == [True] * 3
-        assert share < 0.3  # the whole of it, flat, took 4.5 times the tensors
+        assert share < 0.3  # one flat buffer took 4.5 times the tensors
 
 
 def stacked(ranks: Ranks) -> list[list[int]]:
@@ -144,7 +144,7 @@ def test_a_death_comes_through() -> None:
 
 
 def wait_in_vain(ranks: Ranks, parted: bool, told: Path) -> str:
-    """Rank 1 stays away from a collective of all, or of its half, until the other one is told so."""
+    """Keep rank 1 away from a collective of all, or of its group, until the other one has failed."""
     own = ranks.part([[0, 1]]) if parted else ranks
     if ranks.rank == 1:
         while not told.exists():
@@ -161,6 +161,6 @@ def wait_in_vain(ranks: Ranks, parted: bool, told: Path) -> str:
 
 @pytest.mark.parametrize("parted", [False, True])
 def test_a_rank_that_does_not_come_is_waited_for_so_long(parted: bool, tmp_path: Path) -> None:
-    """The patience is that of meeting at the start as well, so it leaves a busy machine some time."""
+    """The same patience applies to the start, so it leaves a busy machine some time."""
     found = together(2, wait_in_vain, parted, tmp_path / "told", patience_s=3.0)
     assert found == ["RuntimeError", "rested"]

@@ -1,4 +1,4 @@
-"""Each rank reads its own slices of a model: the bits of one that was loaded whole and cut afterwards."""
+"""Each rank reads its own slices of a model, with the bits of a model that is loaded whole and then cut."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEW = NewModel(hidden=32, layers=3, heads=4, kv_heads=4, context=32, alphabet="0
 
 
 def written(case: Case, folder: Path) -> Path:
-    """A model in several files, as transformers alone writes them."""
+    """Write a model in several files, with transformers only."""
     decoder(case).save_pretrained(folder, max_shard_size="30KB")
     Tokenizer(character_tokenizer("0123456789", 32), stop_tokens=[0]).save(folder)
     return folder
@@ -42,7 +42,7 @@ def outlined(config: ModelConfig) -> LanguageModel:
 
 
 def read(ranks: Ranks, cases: list[Case], folders: list[str]) -> list[list[str]]:
-    """The weights that are not the expected ones, freshly read and after a step of training."""
+    """Return the names of wrong weights, freshly read and after a training step."""
     found = []
     for case, folder in zip(cases, folders, strict=True):
         config = ModelConfig(path=folder, dtype=case.dtype) if folder else ModelConfig(new=NEW)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Ranks on Ray that are killed, stopped or cut off: seen within seconds, replaced while others work on."""
+"""Ranks on Ray that are killed, stopped or cut off: detected in seconds, replaced while others work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from programs import Worker
 BATCH = Batch(ids=row_ids([RowId(0, index, 0) for index in range(4)]), fields={"x": torch.arange(4.0)})
 HEARTBEAT_S = 2.0
 BOUND_S = 60.0
-"""Far more than anything takes, also on a loaded machine."""
+"""A deadline far above any duration, also on a loaded machine."""
 POOLS = [Pool(name="answers", size=2, world=1), Pool(name="pair", size=2)]
 ANSWERS = [Place("answers", rank) for rank in range(2)]
 PAIR = [Place("pair", rank) for rank in range(2)]
@@ -58,7 +58,7 @@ def sleep(site: Site, seconds: float) -> str:
 
 
 def hold_lock(site: Site, seconds: float) -> str:
-    """Hold the interpreter's lock for longer than some seconds, in one regular expression."""
+    """Hold the GIL for longer than some seconds, in one regular expression."""
     for length in range(18, 60):
         began = time.monotonic()
         re.match("(a+)+b", "a" * length)
@@ -104,7 +104,7 @@ def read(cluster: RayBackend, place: Place, work: Any, *arguments: Any) -> Any:
 
 
 def lost_after(cluster: RayBackend, reference: Any) -> tuple[RankLost, float]:
-    """The loss of a running call, and the seconds until it is seen."""
+    """Return the loss of a running call, and the seconds until it is detected."""
     began = time.monotonic()
     with pytest.raises(RankLost) as caught:
         cluster.read_all([reference], BOUND_S)
@@ -112,7 +112,7 @@ def lost_after(cluster: RayBackend, reference: Any) -> tuple[RankLost, float]:
 
 
 def test_an_abandoned_call_ends_and_later_calls_run(cluster: RayBackend, tmp_path: Path) -> None:
-    """Those that wait behind it are refused, also on ranks that are idle when the calls are abandoned."""
+    """Queued calls behind it are refused, also on ranks that are idle when the calls are abandoned."""
     place, other = ANSWERS
     running = cluster.submit(place, wait_for, tmp_path / "never")[0]
     waiting = cluster.submit(place, pid)[0]
@@ -134,7 +134,7 @@ def test_collectives_are_those_of_a_world(cluster: RayBackend) -> None:
 def test_a_lost_rank_is_seen_at_once_and_replaced_while_others_work_on(
     cluster: RayBackend, how: signal.Signals, tmp_path: Path
 ) -> None:
-    """A killed rank is seen at once, a stopped one after the heartbeat; what it had made stays or is lost."""
+    """A killed rank is detected at once, a stopped one after the heartbeat; results survive or are lost."""
     place, other = ANSWERS
     group = Group("worker", endpoints_of(Worker), mesh=Mesh.of(dp=2), pool="answers", backend=cluster)
     if how is signal.SIGKILL:
@@ -156,7 +156,7 @@ def test_a_lost_rank_is_seen_at_once_and_replaced_while_others_work_on(
     for each in (
         waiting,
         cluster.submit(place, pid)[0],
-    ):  # until it is ready, the old process is what there is
+    ):  # the old process stays until the new one is ready
         assert lost_after(cluster, each)[0].what == lost.what
     replacement.read(BOUND_S)
     assert not cluster.is_ready(beside)
@@ -177,7 +177,7 @@ def test_a_lost_rank_is_seen_at_once_and_replaced_while_others_work_on(
 
 @pytest.mark.slow
 def test_a_world_is_replaced_whole(cluster: RayBackend) -> None:
-    """The rank that has lost its peer ends as well, and both meet in a new process group."""
+    """The rank that lost its peer ends as well, and both join a new process group."""
     before = [read(cluster, place, pid) for place in PAIR]
     stranded = cluster.submit(PAIR[0], total)[0]
     cluster.submit(PAIR[1], crash)
@@ -225,7 +225,7 @@ def test_the_error_of_a_process_that_cannot_start_is_raised_and_the_place_stays_
 
 
 def test_no_process_is_left_of_a_cluster_that_closes_during_a_replacement(cluster: RayBackend) -> None:
-    """The last test of the cluster's; one rank is stopped, another is starting."""
+    """The last test of this cluster; one rank is stopped, another is starting."""
     children = set(psutil.Process().children(recursive=True))
     os.kill(read(cluster, PAIR[0], pid), signal.SIGSTOP)
     replacement = cluster.replace([ANSWERS[0]])
@@ -267,7 +267,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_rank_whose_node_is_cut_off_is_seen_and_ends_itself(tmp_path: Path) -> None:
-    """The link of its node goes down and stays down; nobody but the rank itself can end it."""
+    """The link of its node stays down; only the rank itself can end its process."""
     program = CUT.format(tests=str(Path(__file__).parent), address=f"10.77.0.1:{PORT}")
     (tmp_path / "cut.py").write_text(program)
     env = {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -294,7 +294,7 @@ def test_a_rank_whose_node_is_cut_off_is_seen_and_ends_itself(tmp_path: Path) ->
 
 
 def told(driver: subprocess.Popen[str], word: str) -> str:
-    """The driver's next line that begins with a word."""
+    """Return the driver's next line that begins with a word."""
     assert driver.stdout is not None
     read = []
     for line in driver.stdout:
@@ -311,7 +311,7 @@ def answer(driver: subprocess.Popen[str]) -> None:
 
 
 def rank_on(machine: Machine) -> psutil.Process:
-    """The one process of a rank on a node."""
+    """Return the only process of a rank on a node."""
     own = Path(f"/proc/{machine.pid}/ns/net").readlink()
     found = []
     for process in psutil.process_iter():

@@ -1,4 +1,4 @@
-"""A sampler refuses weights that are not the ones that were published, on real ranks."""
+"""A sampler on real ranks refuses weights that differ from the published ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEW = NewModel(hidden=16, layers=1, heads=2, kv_heads=2, context=16, alphabet="0
 
 
 def published_and_damaged(ranks: Ranks) -> list[str]:
-    """What turning to generation says before and after one number changes on the last rank, twice."""
+    """Return the results of switching to generation before and after one number changes on the last rank."""
     model = load_model(ModelConfig(new=NEW), seed=0, device=torch.device("cpu"), base=Path())
     sizes = MeshSizes(tp=2)
     generate = generation_mesh(sizes.mesh, 1)

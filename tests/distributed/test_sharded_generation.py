@@ -1,7 +1,7 @@
-"""Generation over tensor-parallel ranks, on gloo processes: the whole module's text from parts of it.
+"""Generation over tensor-parallel ranks, on gloo processes: shards sample the text of the whole module.
 
-Every model is given by its config and a seed, so each process makes the same whole module and cuts its own
-part out of it. What is sampled has to be the same on all ranks of a group, bit by bit.
+Every model follows from its config and a seed, so each process makes the same whole module and cuts its own
+shard from it. Samples must be bit-identical on all ranks of a group.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def whole_module(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedMod
     with torch.no_grad():
         for name, weight in module.named_parameters():
             if weight.dim() > 1:
-                weight.mul_(3.0)  # fresh weights say nearly the same of every token
+                weight.mul_(3.0)  # fresh weights give every token nearly the same probability
             if name.endswith("bias"):
-                weight.normal_()  # and fresh biases nothing
+                weight.normal_()  # and fresh biases are zero
             weight.data = weight.data.to(dtype)
     return module.eval()
 
@@ -114,7 +114,7 @@ TEXT = torch.arange(2 * 24).view(2, 24) * 7 % 61
 
 
 def logits(ranks: Ranks, kinds: list[str]) -> list[Any]:
-    """Of TEXT, for every kind of model; no tensor, which would need this process to live on."""
+    """Return the logits of TEXT for every kind; lists, because a tensor needs this process to live on."""
     found = []
     for kind in kinds:
         module = own_part(whole_module(kind), ranks)
@@ -136,12 +136,12 @@ def test_logits_are_those_of_the_whole_module(size: int) -> None:
 
 
 DOUBLE = ("qwen2", "qwen3", "phi3")
-"""Sampled from in float64, where another order of additions turns no token."""
+"""Sampled in float64, where another order of additions changes no token."""
 SETTINGS = {"temperature": 0.8, "top_k": 12, "top_p": 0.9}
 
 
 def sampled(ranks: Ranks) -> dict[str, Rows]:
-    """What several engines say; one start of processes for all."""
+    """Return the rows of several engines, with one start of processes for all."""
     found = {}
     for kind in DOUBLE:
         module = own_part(whole_module(kind, torch.float64), ranks)
@@ -176,7 +176,7 @@ def test_every_rank_samples_what_one_rank_does(size: int, alone: dict[str, Rows]
 
 
 def deterministic(ranks: Ranks) -> list[Rows]:
-    """The same rows together, then each alone, then taken out half way and put back."""
+    """Sample the same rows together, then each alone, then aborted half way and added again."""
     module = own_part(whole_module("qwen2"), ranks)
     whole, batch = {"deterministic": True}, prompts()
     found = [bits(engine(module, ranks, **whole).generate(batch))]
@@ -221,7 +221,7 @@ def test_every_rank_keeps_the_keys_and_values_of_its_heads() -> None:
 
 
 def replicas(ranks: Ranks) -> Rows:
-    """Two replicas of two ranks, every second row each."""
+    """Sample on two replicas of two ranks, with every second row each."""
     tp, replica = ranks.part([[0, 2], [1, 3]]), ranks.rank % 2
     module = own_part(whole_module("qwen2"), tp)
     batch = prompts().select(range(replica, len(LENGTHS), 2))
@@ -241,7 +241,7 @@ def test_two_replicas_say_what_one_says() -> None:
 
 
 def exchanged(ranks: Ranks) -> list[Any]:
-    """Weights exchanged between calls, as a switch between training and generation does."""
+    """Replace weights between calls, as a switch between training and generation does."""
     one, other = whole_module("qwen2"), whole_module("qwen2")
     with torch.no_grad():
         for weight in other.parameters():
@@ -264,7 +264,7 @@ def test_weights_may_be_exchanged_between_calls() -> None:
 
 
 def parted(ranks: Ranks, what: str) -> str:
-    """The ranks are given different things; what each says of it."""
+    """Give the ranks different inputs; return the error of each."""
     module = own_part(whole_module("qwen2"), ranks)
     odd = ranks.rank == 1
     used = engine(module, ranks, seed=4 if odd and what == "seed" else 3)

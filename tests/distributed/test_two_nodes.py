@@ -1,6 +1,6 @@
-"""Runs on several nodes: real Ray, real networks, nothing shared but the folder of runs.
+"""Runs on several nodes: real Ray and real networks; the nodes share only the folder of runs.
 
-What each rule says for itself is in tests/unit/workers/test_nodes.py and test_start.py, every day.
+The everyday tests of single rules are in tests/unit/workers/test_nodes.py and test_start.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOLDER = Path(__file__).parents[2]
 
 
 class Cluster:
-    """A head that is up, nodes that may join it, and the folder that all of them see."""
+    """A running head, nodes that may join it, and the folder that all of them see."""
 
     def __init__(self, folder: Path, nodes: list[Machine]) -> None:
         self.folder, self.head, self.others = folder, nodes[0], nodes[1:]
@@ -44,13 +44,13 @@ class Cluster:
         ray_up(node, None if node is self.head else self.head, **how)
 
     def words(self, name: str, *settings: str, address: str = ADDRESS) -> list[str]:
-        """The command of a run, on the cluster where an address is given."""
+        """Return the command of a run, on the cluster if an address is given."""
         given = (*settings, f"placement.address={address}") if address else settings
         words = ["rillflow", "run", f"{SHARED}/run.toml", "--dir", f"{SHARED}/{name}"]
         return [*words, *(word for setting in given for word in ("--set", setting))]
 
     def refused(self, name: str, *settings: str, on: Machine | None = None, **how: Any) -> str:
-        """What a run says that ends before it begins."""
+        """Return the error of a run that ends before its first step."""
         env = how.pop("env", None)
         words = self.words(name, *SHORT, *(settings or (DP,)), **how)
         said = (on or self.head).run(*words, env=env, code=2)
@@ -60,18 +60,18 @@ class Cluster:
         return [json.loads(line) for line in (self.folder / name / file).read_text("utf-8").splitlines()]
 
     def numbers(self, name: str) -> list[dict[str, Any]]:
-        """Every step's metrics but the times."""
+        """Return every step's metrics without times."""
         found = [line["metrics"] for line in self.lines(name, "metrics.jsonl")]
         return [{key: value for key, value in each.items() if key not in TIMES} for each in found]
 
     def nodes_of(self, name: str) -> dict[str, Any]:
-        """Where the ranks of a run's last start were."""
+        """Return the nodes of the ranks in a run's last start."""
         starts = json.loads((self.folder / name / "environment.json").read_text("utf-8"))["starts"]
         found: dict[str, Any] = starts[-1]["nodes"]
         return found
 
     def assert_same(self, one: str, other: str) -> None:
-        """Two runs have the same numbers, and the same bits in the weights they end with."""
+        """Check that two runs have the same numbers and bit-identical final weights."""
         assert self.numbers(one) == self.numbers(other)
         first, second = (
             load_file(max((self.folder / run / "checkpoints").glob("step-*")) / "policy/model.safetensors")
@@ -83,7 +83,7 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A head of one core, and nodes of which each test lets its own join."""
+    """Yield a head of one core, and nodes that each test joins itself."""
     folder = tmp_path_factory.mktemp("shared")
     (folder / "run.toml").write_text(RECIPE.replace("NAME", "grpo"))
     (folder / "reward.py").write_text(REWARD)
@@ -95,7 +95,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def two(cluster: Cluster) -> Iterator[Cluster]:
-    """A second node is up, and goes after the test."""
+    """Yield the cluster with a second node, which leaves after the test."""
     cluster.join(cluster.others[0])
     yield cluster
     stop_ray(cluster.others[0])
@@ -179,7 +179,7 @@ def test_spans_of_a_node_whose_clock_is_an_hour_off_are_told_in_the_drivers_time
 
 
 def test_ranks_that_cannot_reach_each_other_are_named(cluster: Cluster) -> None:
-    """Both reach the head, and so does Ray; their own link is down."""
+    """Both reach the head, and so does Ray; only the link between them is down."""
     first, second = cluster.others[:2]
     for node in (first, second):
         cluster.join(node)
@@ -262,7 +262,7 @@ def test_a_run_directory_that_a_node_cannot_write_or_does_not_see_is_refused(clu
 
 
 BARE = {"RAY_AUTH_MODE": "", "RAY_AUTH_TOKEN": ""}
-"""As a shell is before anything of the page was typed into it."""
+"""A shell before any command of the page."""
 IN_SMALL = " ".join(f"--set {setting}" for setting in SHORT)
 
 
@@ -291,7 +291,7 @@ while [[ $1 == --* ]]; do [[ $1 == --nodelist=* ]] && node=${1#*=}; shift; done
 exec nsenter -t OTHER -n -m -u "$@"
 """,
 }
-"""Slurm's commands, as far as the script uses them: the second node is entered, not asked."""
+"""Slurm's commands, as far as the script uses them; the second node is entered with nsenter."""
 
 
 def test_the_slurm_script_runs_on_two_nodes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A step on two nodes of a real cluster, every day; what else holds there is in test_two_nodes.py, slow."""
+"""An everyday test of a step on two nodes of a real cluster; the slow tests are in test_two_nodes.py."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from small_recipe import RECIPE, REWARD
 
 SETTINGS = ["placement.pools={ main = 2 }", "warm_start=none", "evaluate=none", "algorithm.steps=1"]
 LEAN = {"RAY_prestart_worker_first_driver": "0"}
-"""No process is started that becomes no rank."""
+"""Ray starts no processes besides the ranks."""
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_step_on_two_nodes_has_the_bits_of_one(tmp_path: Path) -> None:
-    """Of one node the two ranks are threads: that these have the bits of its processes, other tests say."""
+    """On one node the two ranks are threads; other tests show that threads and processes give equal bits."""
     (tmp_path / "run.toml").write_text(RECIPE.replace("NAME", "grpo"))
     (tmp_path / "reward.py").write_text(REWARD)
     one = [*SETTINGS, "placement.backend=inline", f"run.dir={tmp_path}/one"]

@@ -1,4 +1,4 @@
-"""Digests over real ranks: one number under every mesh, every replica checked for itself."""
+"""Digests over real ranks: one value under every mesh, checked on every replica."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole(name: str) -> Tensor:
 
 
 def checked(ranks: Ranks, wrong_rank: int, shard: bool) -> str:
-    """What is said when one rank's generation weights are off by a bit, and by which replica."""
+    """Return the error if one rank's generation weights are off by a bit, and the replica that it names."""
     mesh = Mesh.of(dp=2, pp=1, tp=2)
     layout = training_layout(
         WEIGHTS, PARTS, dict.fromkeys(WEIGHTS, (0,)), mesh, fsdp=mesh.axis("dp").size if shard else 1

@@ -1,4 +1,4 @@
-"""Checkpoints of many ranks: written under one mesh, read under another, refused by all alike."""
+"""Checkpoints of many ranks: written under one mesh, read under another, refused by all ranks together."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_any_mesh_reads_what_any_mesh_wrote(tmp_path: Path) -> None:
         together(size, save, tmp_path)
     written = [sum(path.stat().st_size for path in folder.glob("rank-*")) for folder in tmp_path.iterdir()]
     assert len(written) == 6
-    assert max(written) < min(written) + 8_192  # headers alone differ: a slice is written once
+    assert max(written) < min(written) + 8_192  # only headers differ: a slice is written once
     for size in MESHES:
         assert together(size, load, tmp_path) == [[]] * size
 

@@ -1,4 +1,4 @@
-"""The switch under FSDP2 over tensor parallelism: training goes on as if nothing had been."""
+"""The switch under FSDP2 and tensor parallelism does not change training."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PARTS: dict[str, Part] = {
 
 
 class Block(nn.Module):
-    """Uneven everywhere: five inputs over two ranks are padded."""
+    """A module with uneven sizes: five inputs over two ranks are padded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 def parallel(dtype: torch.dtype) -> nn.Module:
-    """On two ranks of tp, then sharded over two of dp."""
+    """Return a module on two ranks of tp, then sharded over two of dp."""
     module = Block()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(module, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -68,7 +68,7 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer, values: Tensor) ->
 
 
 def trained(ranks: Ranks, generating: torch.dtype, tp: int) -> list[str]:
-    """Three steps, once with a switch after each and once without; what differs."""
+    """Run three steps with a switch after each and without; return the differences."""
     wrong = []
     values = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     modules = [parallel(torch.float32), parallel(torch.float32)]

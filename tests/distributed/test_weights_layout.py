@@ -1,4 +1,4 @@
-"""Layouts against torch: what every rank really holds of tensor-parallel, sharded and plain parameters."""
+"""Layouts compared with torch: the local tensors of tensor-parallel, sharded and plain parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PARTS: dict[str, Part] = {
 
 
 class Block(nn.Module):
-    """A matrix cut either way and a norm; FSDP2 wants a module that could run."""
+    """A matrix split along either dim and a norm; FSDP2 needs a module that could run."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
 
 
 def compared(ranks: Ranks, dp: int, tp: int, shard: bool, width: int) -> list[str]:
-    """The weights whose local tensors are not the slices of the layout; and what torch says of each."""
+    """Return the weights whose local tensors differ from the layout's slices, with torch's placement."""
     module, whole = Block(width), {}
     with torch.no_grad():
         for name, tensor in module.named_parameters():
@@ -79,7 +79,7 @@ def compared(ranks: Ranks, dp: int, tp: int, shard: bool, width: int) -> list[st
 
 
 def everything_compared(ranks: Ranks) -> list[str]:
-    """Even and uneven cuts under every way of four ranks."""
+    """Compare even and uneven splits on every mesh of four ranks."""
     return [
         wrong
         for dp, tp, shard in ((2, 2, True), (1, 4, True), (4, 1, True), (2, 2, False))
@@ -93,7 +93,7 @@ def test_the_layout_is_what_torch_holds() -> None:
 
 
 def read_runs(ranks: Ranks) -> list[str]:
-    """A fused weight of two runs, as torch cuts it and as it is read."""
+    """Compare a fused weight of two runs, as torch splits it and as it is read."""
     device_mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     whole = torch.arange(8 * 3, dtype=torch.float32).view(8, 3)
     wrong = []

@@ -1,4 +1,4 @@
-"""Weights that cross between real ranks: bits, bytes on the wire, memory, and ranks that die."""
+"""Weights that move between real ranks: bits, bytes sent, memory, and ranks that die."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ for layer in range(LAYERS):
 
 
 def model(dtype: torch.dtype = torch.float32) -> dict[str, Weight]:
-    """A small decoder's weights; the embedding is tied to what the last stage has as its head."""
+    """Return the weights of a small decoder; the embedding is tied to the head of the last stage."""
     return {name: Weight(name=name, shape=shape, dtype=dtype) for name, shape in SHAPES.items()}
 
 
@@ -63,13 +63,13 @@ def stages(p: int) -> dict[str, tuple[int, ...]]:
 
 
 def whole(weight: Weight) -> Tensor:
-    """The value of a weight, the same on all ranks and different everywhere."""
+    """Return the value of a weight: the same on all ranks, different at every element."""
     generator = torch.Generator().manual_seed(sum(map(ord, weight.name)))
     return torch.randn(weight.shape, generator=generator).to(weight.dtype)
 
 
 def slices_of(weights: Weights, layout: Layout, rank: int, *, filled: bool = True) -> dict[str, Tensor]:
-    """What a rank holds under a layout; not a number everywhere where it is to be received."""
+    """Return a rank's slices under a layout, or NaN tensors that will receive them."""
     found = {}
     for name, weight in weights.items():
         placement = layout[name]
@@ -89,7 +89,7 @@ def differing(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list
 
 
 def plans(d: int, p: int, t: int, weights: Weights) -> Iterable[tuple[ReshardPlan, str]]:
-    """Every generation mesh of a training mesh, replicated and sharded over d."""
+    """Yield every generation mesh of a training mesh, replicated and sharded over d."""
     train = Mesh.of(dp=d, pp=p, tp=t)
     for shard in (False, True) if d > 1 else (False,):
         for t_g in (part for part in range(1, t + 1) if t % part == 0):
@@ -105,7 +105,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def switched(ranks: Ranks, meshes: list[tuple[int, int, int]]) -> list[str]:
-    """What is wrong after every switch there and back."""
+    """Return the errors after every switch to generation and back."""
     wrong = []
     for d, p, t in meshes:
         for plan, title in plans(d, p, t, model()):
@@ -153,7 +153,7 @@ def test_some_meshes_of_eight() -> None:
 
 
 def crossed_apart(ranks: Ranks) -> list[str]:
-    """From ranks 0 and 1 to ranks 2 and 3: in one group, and packed."""
+    """Move weights from ranks 0 and 1 to ranks 2 and 3: in one group, and packed."""
     weights, wrong = model(torch.bfloat16), []
     weights["norm"] = replace(weights["norm"], dtype=torch.float32)
     source = training_layout(weights, PARTS, stages(1), Mesh.of(dp=1, pp=1, tp=2))
@@ -189,7 +189,7 @@ def test_to_other_ranks() -> None:
 
 
 def with_masters(ranks: Ranks) -> list[object]:
-    """Training keeps float32, generation has bfloat16."""
+    """Switch float32 training weights to bfloat16 generation weights."""
     weights = model(torch.bfloat16)
     ((plan, _),) = [
         (plan, title) for plan, title in plans(1, 1, 2, weights) if title.startswith("1x1x2 to 1 ")
@@ -215,7 +215,7 @@ def test_masters_stay() -> None:
 
 
 def of_unequal_runs(ranks: Ranks) -> list[str]:
-    """Queries, keys and values in one tensor: every run is a value, and a view of the same memory."""
+    """Switch queries, keys and values in one tensor: every run is a weight, and a view of the same memory."""
     runs = {"qkv.0": 8, "qkv.1": 4, "qkv.2": 4}
     weights = {name: Weight(name=name, shape=(rows, 6), dtype=torch.float32) for name, rows in runs.items()}
     parts, train = dict.fromkeys(weights, Split(0)), Mesh.of(dp=1, pp=1, tp=2)
@@ -314,7 +314,7 @@ def test_a_tensor_of_no_rank_is_not_asked_for() -> None:
 
 
 def of_padded_halves(ranks: Ranks) -> list[object]:
-    """Four weights of 1,000 bytes, of which each rank trains one half, in a memory of 600 bytes."""
+    """Switch four weights of 1,000 bytes; each rank trains one half, in a buffer of 600 bytes."""
     weights = {
         name: Weight(name=name, shape=(50, 5), dtype=torch.float32)
         for name in ("one", "two", "three", "four")
@@ -338,5 +338,5 @@ def of_padded_halves(ranks: Ranks) -> list[object]:
 
 
 def test_the_peak_is_that_of_the_last_weight_beside_its_half_and_no_garbage_comes_back() -> None:
-    """A weight a bucket: before the fourth half goes there are four whole weights and that half."""
+    """With a weight per bucket, the peak is four whole weights plus the fourth half before that is freed."""
     assert together(2, of_padded_halves) == [[2_400, 4_600, 4_000, 1_000, True, True]] * 2

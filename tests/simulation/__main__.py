@@ -62,7 +62,7 @@ def run(seeds: range, *, is_traced: bool) -> int:
 
 @contextmanager
 def measured(is_asked: bool) -> Iterator[None]:
-    """Print the coverage of the controller at the end, if asked."""
+    """Print the coverage of the controller at the end, if requested."""
     if not is_asked:
         yield
         return

@@ -1,18 +1,18 @@
 """SimulatedBackend: the ranks of a run in one thread, under a seeded scheduler and a fake clock.
 
-    controller ── submit ──> delay ──> queue of the rank ── arguments here? ──> call ── duration ──> result
+    controller ── submit ──> delay ──> queue of the rank ── arguments there? ─> call ── duration ──> result
          ^                                                                                              │
          └────── read_all, is_ready, wait_for_any: run events until the result has arrived <── delay ───┘
 
-A call runs for real, as one Python function, at the moment the scheduler begins it. Chance decides how long
-it takes and when its result arrives. A rank runs its calls in the order of submission, each at most once, as
-Ray's actors do: messages between the controller and one rank are delayed but never reordered or doubled.
-Messages of different ranks overtake each other.
+A call really runs, as one Python function, when the scheduler begins it. Chance decides its duration and the
+arrival of its result. A rank runs its calls in the order of submission, each at most once, as Ray's actors
+do. Messages between the controller and one rank are delayed but never reordered or doubled. Messages of
+different ranks overtake each other.
 
-    kill    the process ends: what it had not finished is lost, finished results stay in the store of its node
+    kill    the process ends: its unfinished calls are lost, finished results stay in the store of its node
     stop    the process stands still for some time (SIGSTOP, SIGCONT)
     cut     no message passes between the rank and the others for some time; after ``HEALTH_S`` it counts as
-            dead, although it goes on with the calls that it has
+            dead, although it continues with the calls that it has
 
 Collectives are not simulated: ranks of one pool may only use groups of one.
 """
@@ -52,9 +52,9 @@ class _Call:
     value: Any = None
     error: BaseException | None = None
     ends: float = inf
-    """When its result exists."""
+    """Time at which its result exists."""
     readable: dict[Place | None, float] = field(default_factory=dict)
-    """When its result is at a rank, or, with None, at the controller."""
+    """Time at which its result reaches a rank, or with None the controller."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,11 +83,11 @@ class _Rank:
     queue: deque[_Call] = field(default_factory=deque)
     running: _Call | None = None
     reached: float = 0.0
-    """When the last message from the controller arrives."""
+    """Arrival time of the last message from the controller."""
     stopped_until: float = 0.0
     cut_until: float = 0.0
     is_lost: bool = False
-    """Whether the controller counts it as dead."""
+    """True if the controller counts the rank as dead."""
     is_alive: bool = True
 
 
@@ -151,7 +151,7 @@ class SimulatedBackend(Backend):
             self._ranks[place] = self._new_rank(place, ranks)
 
     def _new_rank(self, place: Place, ranks: Ranks) -> _Rank:
-        """Return a fresh process at a place; a replacement of a dead rank is one more call of this."""
+        """Return a fresh process at a place; replacements also come from here."""
         site = _Site(place=place, ranks=ranks, fetch=partial(self._fetch, place))
         site.timeline, site.readings = self._timeline, iter(())
         return _Rank(site=site, seconds=self._chance.choice([2e-3, 1e-2, 5e-2, 0.3]))
@@ -244,7 +244,7 @@ class SimulatedBackend(Backend):
             raise RankKilled
 
     def stop(self, place: Place, seconds: float) -> None:
-        """Let a rank stand still for some time."""
+        """Pause a rank for some time."""
         rank = self._ranks[place]
         rank.stopped_until = max(rank.stopped_until, self.now() + seconds)
         self._at(rank.stopped_until, lambda: self._begin(rank))
@@ -328,7 +328,7 @@ class SimulatedBackend(Backend):
             raise Stranded(f"the rank of an argument {lost.what}", why=lost.why, fix=lost.fix) from None
 
     def _spoken(self, what: str) -> None:
-        """Record what the controller does; it takes a little time."""
+        """Record an action of the controller; it takes a little time."""
         self._timeline.now += 1e-4 * self._chance.random()
         self._timeline.event(what)
         self._run_until(lambda: False, self.now())
@@ -370,7 +370,7 @@ def _references(value: Any) -> Iterator[Reference]:
 
 
 def _named(work: RankCall, arguments: Sequence[Any]) -> str:
-    """Return what a call does, in the words of the controller."""
+    """Return a description of a call, in the controller's terms."""
     said = next((str(each) for each in arguments if isinstance(each, str) or hasattr(each, "endpoint")), "")
     return said or work.__name__
 

@@ -1,12 +1,12 @@
-"""FakeDisk: the files of a run on a disk that fills up, and that forgets what was not flushed.
+"""FakeDisk: the files of a run on a disk that fills up, and that loses data without fsync.
 
     the run's code ─ open, rename, remove, mkdir ... ─> Python's audit events ─> an event of the timeline
-                   ─ os.fsync ────────────────────────> what is durable from now on
+                   ─ os.fsync ────────────────────────> durable from now on
 
-Files are real files in a folder in memory. ``restart(power=True)`` puts the folder into a state in which a
-journalling file system such as ext4 may come back after a loss of power. Changes of names are durable in
-their order, all of them up to the last fsync of anything. A file's bytes are durable up to its own last
-fsync, and so are any number of the bytes after it.
+Files are real files in a folder in memory. ``restart(power=True)`` puts the folder into a state that a
+journalling file system such as ext4 may have after a loss of power. Renames are durable in their order, all
+of them up to the last fsync of any file. A file's bytes are durable up to its own last fsync, plus any number
+of the bytes after it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class FakeDisk:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_full = False
-        """Whether every write fails for want of space."""
+        """True if every write fails with "no space left"."""
         self.fails_once = False
-        """Whether the next write fails with an input/output error."""
+        """True if the next write fails with an input/output error."""
         self._root = str(folder)
         self._flushed: dict[int, bytes] = {}
         self._gone: dict[int, bytes] = {}
@@ -67,7 +67,7 @@ class FakeDisk:
             _ACTIVE.clear()
 
     def restart(self, chance: Random, *, power: bool) -> None:
-        """Forget what a restart forgets: after a loss of power, changes that were not flushed."""
+        """Drop the data that a restart loses: after a loss of power, changes without fsync."""
         self.is_full = self.fails_once = False
         if power:
             now = self._names()
@@ -112,7 +112,7 @@ class FakeDisk:
         touched = [name]
         if what == "rename":
             touched = [each for each in names if not (self.folder / each).is_dir()]
-        for each in touched:  # a change may free a file that a loss of power brings back
+        for each in touched:  # a change may free a file that a loss of power restores
             if names.get(each):
                 self._gone[names[each]] = (self.folder / each).read_bytes()
 
@@ -156,7 +156,7 @@ def _path_of(descriptor: int) -> str:
 
 
 _ACTIVE: list[tuple[FakeDisk, Timeline]] = []
-"""The disk that is watched; Python's audit hooks cannot be removed, so one hook asks here."""
+"""The watched disk; Python's audit hooks cannot be removed, so one hook looks here."""
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:

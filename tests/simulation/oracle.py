@@ -1,10 +1,10 @@
-"""Oracle: is what a run directory tells a correct run? It reads the files with code of its own.
+"""Oracle: check that a run directory is that of a correct run. It reads the files with its own code.
 
 metrics, evaluations     every step once, in order; every due evaluation once
 rollouts, given_up       every group of the stream in exactly one step, whole; no token older than the bound
 the same, replayed       each token is the one that the weights of its version sample; the rows of all steps,
                          added up in order, give the weights of the last checkpoint, bit for bit
-digests, manifests       every line and file is the one that was written
+digests, manifests       every line and file matches its digest
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What two runs of one scenario must have in common."""
+    """Results that two runs of one scenario must have in common."""
 
     numbers: Sequence[Mapping[str, Any]]
-    """Every step's metrics but its times."""
+    """Every step's metrics without times."""
     evaluations: Sequence[Mapping[str, Any]]
-    """Every evaluation but its time."""
+    """Every evaluation without its time."""
     weights: bytes
     """The bits of the weights of the last checkpoint."""
     rows: Mapping[int, Sequence[Row]]
@@ -61,11 +61,11 @@ def problems(
     Args:
         run: its directory.
         scenario: its settings.
-        is_fresher: whether some steps were rightly sampled by newer weights than without a fault.
-        may_lose: whether a rank that died, or a disk that failed, may have taken the rollouts of a saved step
-            along; the run has then recorded them as lost.
-        errors: starts that ended with an error. With k above 0 each may have taken one evaluation along,
-            because the steps that were open are saved without it.
+        is_fresher: True if some steps may be sampled by newer weights than without a fault.
+        may_lose: True if a dead rank or a failed disk may have lost the rollouts of a saved step; the run
+            then has recorded them as lost.
+        errors: starts that ended with an error. Each of them may have lost one evaluation, because open steps
+            are saved without it.
     """
     try:
         found = [*_problems(run, scenario, is_fresher, errors)]
@@ -86,7 +86,7 @@ def lost_steps(run: Path) -> set[int]:
 
 
 def result(run: Path) -> Result:
-    """Return what a run came to."""
+    """Return the results of a run."""
     return Result(
         numbers=[measured(line) for line in lines_of(run, "metrics.jsonl")],
         evaluations=[
@@ -99,10 +99,10 @@ def result(run: Path) -> Result:
 
 
 def differences(whole: Result, run: Result) -> list[str]:
-    """Return what a run differs in from an undisturbed one of the same settings.
+    """Return the differences between a run and an undisturbed one of the same settings.
 
-    Only evaluations that the run has are compared; ``problems`` says how many may be missing. A dead rank
-    takes the evaluation that it works on along, and no start can repeat it once the next step is saved.
+    Only evaluations that the run has are compared; ``problems`` limits how many may be missing. A dead rank
+    loses the evaluation that it works on, and no start can repeat it once the next step is saved.
     """
     found = []
     for step, (here, there) in enumerate(zip(whole.numbers, run.numbers, strict=False), 1):
@@ -141,9 +141,9 @@ def _problems(run: Path, scenario: Scenario, is_fresher: bool, errors: int) -> I
 
 
 def _lost_or_doubled(run: Path, scenario: Scenario) -> Iterator[str]:
-    """Every group that the stream gave belongs to one step, with all of its rows.
+    """Yield groups of the stream that are not in exactly one step with all of their rows.
 
-    Where late groups are dropped, the last step may leave some, and the run says so.
+    If late groups are dropped, the last step may leave some, and the run records that.
     """
     rows = _rows(run)
     left = {tuple(each["group"]) for each in lines_of(run, "given_up.jsonl") if LEFT in each["reason"]}
@@ -178,7 +178,7 @@ def _lost_or_doubled(run: Path, scenario: Scenario) -> Iterator[str]:
 
 
 def _too_old(rows: Mapping[int, Sequence[Row]], scenario: Scenario, is_fresher: bool) -> Iterator[str]:
-    """No token is older than the bound or newer than its step; in order, the step gives the version."""
+    """Yield tokens older than the bound or newer than their step; in order, the step gives the version."""
     for step, each in rows.items():
         times = scenario.publishes
         newest, oldest = step * times - 1, (step - 1) * times - scenario.freshness
@@ -196,7 +196,7 @@ def _too_old(rows: Mapping[int, Sequence[Row]], scenario: Scenario, is_fresher: 
 def _replayed(run: Path, scenario: Scenario) -> Iterator[str]:
     """Sample and train all rows again, from the first weights on."""
     if lost_steps(run):
-        return  # the weights cannot be made again without them
+        return  # the weights cannot be recomputed without them
     numbers = reference = Numbers().numbers.data
     keys = [key_of([numbers])]
     for step, each in _rows(run).items():
@@ -222,7 +222,7 @@ def _replayed(run: Path, scenario: Scenario) -> Iterator[str]:
 
 
 def _changed(run: Path) -> Iterator[str]:
-    """Every line and file has its digest, and every checkpoint its manifest's."""
+    """Yield lines and files that differ from their digests or their checkpoint's manifest."""
     entries = lines_of(run, "digests.jsonl")
     for name in ("metrics.jsonl", "evaluations.jsonl", "given_up.jsonl", "spans.jsonl"):
         there = (run / name).read_bytes().splitlines(keepends=True) if (run / name).exists() else []
@@ -231,7 +231,7 @@ def _changed(run: Path) -> Iterator[str]:
             yield f"{name} differs from its digests"
     for name in sorted(path.name for path in (run / "rollouts").iterdir()):
         if int(name.split("-")[1]) in lost_steps(run):
-            continue  # the ranks that could write have written
+            continue  # the surviving ranks have written
         known = [each["digest"] for each in entries if each["file"] == f"rollouts/{name}"]
         if known[-1:] != [_digest((run / "rollouts" / name).read_bytes())]:
             yield f"rollouts/{name} differs from its digest"
@@ -286,12 +286,12 @@ def _joined(parts: Sequence[Mapping[str, np.ndarray[Any, Any]]]) -> list[Row]:
 
 
 def measured(line: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the metrics of a line that no clock decides."""
+    """Return the metrics of a line that do not depend on a clock."""
     return {name: each for name, each in line["metrics"].items() if name not in TIMES}
 
 
 def lines_of(run: Path, name: str) -> list[dict[str, Any]]:
-    """Return the records of a file of lines; the last may be cut off."""
+    """Return the records of a file of lines; the last may be truncated."""
     path = run / name
     whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
     return [json.loads(line) for line in whole.splitlines()]

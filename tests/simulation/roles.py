@@ -2,11 +2,11 @@
 
     tokens of a row        a hash of the weights, the row's id and the position
     reward of a row        a share of its tokens
-    weights after a step   the weights before, and every token, advantage and version, in order
+    weights after a step   the weights before, plus every token, advantage and version, in order
     reference              a mean of the weights after each step
 
-So a row that is lost, doubled, out of order or sampled by other weights changes the weights' bits. A step
-takes two milliseconds, and everything around the roles is Rillflow's own: loop, source, sampler, weight
+A row that is lost, doubled, out of order or sampled by other weights therefore changes the weights' bits. A
+step takes two milliseconds. Everything around the roles is Rillflow's own: loop, source, sampler, weight
 transfer, checkpoints, run directory.
 """
 
@@ -53,7 +53,7 @@ class Numbers(nn.Module):
 
 
 def model(module: Numbers) -> Any:
-    """Return what roles ask of a language model."""
+    """Return the attributes that roles use of a language model."""
     return SimpleNamespace(
         module=module,
         device=torch.device("cpu"),
@@ -65,7 +65,7 @@ def model(module: Numbers) -> Any:
 
 
 class Engine(RowByRow):
-    """Samples tokens that follow from weights, row and position; a few rows are much longer than the rest."""
+    """Samples tokens from weights, row and position; a few rows are much longer than the rest."""
 
     can: ClassVar = frozenset({Capability.ROWS, Capability.PARTS})
     held_bytes = 0
@@ -75,7 +75,7 @@ class Engine(RowByRow):
 
     @property
     def has_work(self) -> bool:
-        """Whether a row runs."""
+        """True if a row runs."""
         return bool(self._rows)
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
@@ -144,10 +144,10 @@ def trained(numbers: Tensor, rows: Sequence[tuple[Any, ...]]) -> Tensor:
 
 @dataclass(frozen=True)
 class Passes:
-    """How the policy trains: rows in order, so that parts come one after the other."""
+    """The policy's training order: rows in order, so that parts follow each other."""
 
     def goes_by(self, parts: int) -> bool:
-        """Return whether the rows may come in parts."""
+        """Return whether the rows may arrive in parts."""
         return parts > 1
 
 
@@ -157,7 +157,7 @@ def followed(reference: Tensor, numbers: Tensor) -> Tensor:
 
 
 class Kept:
-    """A role whose weights change, so that checkpoints hold it.
+    """A role whose weights change, so that checkpoints save it.
 
     Args:
         name: its folder in a checkpoint.
@@ -213,7 +213,7 @@ class Reference(Kept):
 
 
 class Policy(Kept):
-    """The trained role: it adds up what it trains on.
+    """The trained role: it adds up its training rows.
 
     Args:
         site: its rank.

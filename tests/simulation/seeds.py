@@ -2,8 +2,8 @@
 
     seed ─> scenario, plan of faults ─> start, fault ─> ... ─> start without faults ─> oracle
 
-A run that is killed, or that ends with an error, is started again, as its user would. Bits are compared with
-a run of the same settings that nothing disturbed and that other chances scheduled.
+A run that is killed or ends with an error is restarted, as its user would do. Its bits are compared with an
+undisturbed run of the same settings under another schedule.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = {
     "full disk": 2,
     "disk error": 1,
 }
-"""Faults and how often each is chosen; those without a rank or disk in their name are the driver's."""
+"""Faults with their relative frequency; faults without a rank or disk in their name hit the driver."""
 FINISHED = "finished"
 KILLED = "the driver was killed"
 AT_ONCE = "the second signal ended it at once"
@@ -49,32 +49,32 @@ class Start:
     """One start of a run."""
 
     trace: list[str]
-    """Its events and faults."""
+    """Events and faults of the start."""
     end: str
-    """How it ended."""
+    """The way it ended."""
     errors: int
-    """Errors that ended it, or made it start all ranks again."""
+    """Errors that ended it, or made it restart all ranks."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a seed came to."""
+    """Results of a seed."""
 
     seed: int
     scenario: Scenario
     starts: list[Start] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """Empty for a correct run."""
+    """Problems; empty for a correct run."""
     left: list[str] = field(default_factory=list)
-    """Why starts did not repeat the decisions of the start before."""
+    """Reasons why starts did not repeat the decisions of the start before."""
     is_replayed: bool = False
-    """Whether its decisions were replayed without faults, with equal bits."""
+    """True if its decisions were replayed without faults, with equal bits."""
     is_compared: bool = False
-    """Whether its bits were compared with those of an undisturbed run."""
+    """True if its bits were compared with those of an undisturbed run."""
 
     @property
     def story(self) -> str:
-        """Everything that happened, for the reader of a failure."""
+        """All events, for the reader of a failure."""
         lines = [f"seed {self.seed}: {self.scenario}"]
         for number, start in enumerate(self.starts, 1):
             lines += [f"start {number}", *start.trace, f"end of start {number}: {start.end}"]
@@ -83,14 +83,14 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Excuses:
-    """What the faults of a start explain."""
+    """Outcomes of a start that its faults excuse."""
 
     may_fail: bool = False
-    """Whether an error may end it."""
+    """True if an error may end the start."""
     may_stop: bool = False
-    """Whether it may end on request."""
+    """True if the start may end on request."""
     is_power: bool = False
-    """Whether the machine lost its power."""
+    """True if the machine lost its power."""
 
 
 def scenario_of(seed: int) -> Scenario:
@@ -147,13 +147,13 @@ class Play:
     def __init__(self, seed: int, scenario: Scenario, at: Path, chance: Random) -> None:
         self.outcome = Outcome(seed=seed, scenario=scenario)
         self.is_over = False
-        """Whether the run has finished, or something is wrong."""
+        """True if the run has finished, or something is wrong."""
         self._disk, self._chance = FakeDisk(at), chance
         self._is_fresher, self._is_excused = False, False
         self._shown: dict[int, Mapping[str, Any]] = {}
 
     def start(self, plan: Sequence[tuple[int, str]]) -> None:
-        """Start the run once more, with faults at some events; note an end that no fault explains."""
+        """Start the run once more with faults at some events; record an end that no fault explains."""
         outcome, excuses = self.outcome, Excuses()
         striking = {at: partial(self._strike, kind, excuses) for at, kind in plan}
         chance = Random(f"{outcome.seed} {len(outcome.starts)}")
@@ -168,7 +168,7 @@ class Play:
             outcome.left.append(world.said[-1])
             self._shown.clear()
         outcome.problems += self._changed()
-        if excuses.is_power:  # the disk may forget the last decisions
+        if excuses.is_power:  # the disk may lose the last decisions
             self._shown.clear()
         self._disk.restart(self._chance, power=excuses.is_power)
         errors = max(world.attempts - 1, 0) + end.startswith(ERROR)
@@ -180,7 +180,7 @@ class Play:
         self.is_over = end == FINISHED or bool(outcome.problems)
 
     def judge(self, whole: Result) -> None:
-        """Let the oracle judge the finished run, and compare it with an undisturbed one."""
+        """Judge the finished run with the oracle, and compare it with an undisturbed one."""
         outcome, run = self.outcome, self._disk.folder / "run"
         if not outcome.problems:
             outcome.problems += problems(
@@ -198,20 +198,20 @@ class Play:
             outcome.is_replayed = True
             found = result(run)
             again = replayed(outcome.scenario, decisions_of(run))
-            if self._is_excused:  # the run may have no evaluation of a saved step
+            if self._is_excused:  # the run may lack the evaluation of a saved step
                 looked = {each["step"] for each in found.evaluations}
                 again = replace(again, evaluations=[e for e in again.evaluations if e["step"] in looked])
             outcome.problems += differences(again, found)
 
     def _changed(self) -> list[str]:
-        """Return the steps whose metrics differ from those that an earlier start showed."""
+        """Return the steps whose metrics differ from those of an earlier start."""
         now = {line["step"]: measured(line) for line in lines_of(self._disk.folder / "run", "metrics.jsonl")}
         changed = [
             step
             for step, metrics in self._shown.items()
             for name in sorted(
                 metrics.keys() & now.get(step, {}).keys()
-            )  # a saved step lacks those of dead ranks
+            )  # a saved step lacks the metrics of dead ranks
             if now[step][name] != metrics[name]
         ]
         self._shown |= now
@@ -244,13 +244,13 @@ class Play:
         return FINISHED
 
     def _strike(self, kind: str, excuses: Excuses, timeline: Timeline) -> None:
-        """Let a fault happen."""
+        """Execute a fault."""
         world = self._world
         if kind in ("kill", "power"):
             timeline.fault(f"{kind} the driver")
             excuses.is_power = kind == "power"
             timeline.die()
-        elif kind == "signal" and timeline.inside is not None:  # the driver runs in this thread too
+        elif kind == "signal" and timeline.inside is not None:  # the driver also runs in this thread
             timeline.postpone(partial(self._strike, kind, excuses))
         elif kind == "signal":
             timeline.fault(f"SIGTERM {world.interruption.stage.name}")
@@ -282,13 +282,13 @@ class Play:
 
 
 def _faults(chance: Random, events: int) -> list[tuple[int, str]]:
-    """Return when which faults strike in one start."""
+    """Return the faults of one start with their events."""
     kinds = chance.choices([*KINDS], [*KINDS.values()], k=chance.choice([1, 1, 2, 3]))
     return sorted((chance.randint(1, events), kind) for kind in kinds)
 
 
 def settled(scenario: Scenario) -> Scenario:
-    """Return the settings of the run to compare with: those that may not change its bits are all alike."""
+    """Return the settings of the run for comparison; settings that may not change bits get fixed values."""
     return replace(scenario, checkpoint_every=2, checkpoint_s=0.0, has_scorer=True, restarts=0)
 
 
@@ -313,7 +313,7 @@ def replayed(scenario: Scenario, events: Sequence[Event]) -> Result:
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """Make a folder in memory, if there is such a file system, and remove it."""
+    """Create a folder in memory, if there is such a file system, and remove it at the end."""
     memory = Path("/dev/shm")
     at = Path(tempfile.mkdtemp(prefix="rf-sim-", dir=memory if memory.is_dir() else None)).resolve()
     try:

@@ -1,4 +1,4 @@
-"""Faults that the simulation has found: each case failed before its fix."""
+"""Regressions found by the simulation: each case failed before its fix."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ AHEAD = Scenario(
 
 @pytest.mark.parametrize("event", [190, 200, 230, 240, 245])
 def test_a_step_that_outlives_the_sampler_keeps_its_own_version(event: int) -> None:
-    """Steps that a dead sampler left behind had published already, and their version was taken instead."""
+    """Steps that a dead sampler left behind had already published, and their version was used instead."""
     require(AHEAD, event, "kill rank")
 
 
 @pytest.mark.parametrize("event", [309, 318])
 def test_a_loss_of_power_takes_no_line_of_a_saved_step(event: int) -> None:
-    """Checkpoints were flushed to the disk, but not the lines of metrics of the same steps."""
+    """Checkpoints were flushed to disk, but the metrics lines of the same steps were not."""
     require(Scenario(steps=5, checkpoint_every=1), event, "power")
 
 
@@ -104,7 +104,7 @@ def test_a_reference_that_moved_on_is_not_saved_with_the_step_before(seed: int, 
 
 
 def test_an_evaluation_that_a_dead_scorer_took_along_is_missing_alone() -> None:
-    """The oracle allowed it to be missing, and then compared all evaluations."""
+    """The oracle allowed a missing evaluation, but then compared all evaluations."""
     scenario = replace(
         CHUNKS_AHEAD, replicas=1, checkpoint_every=0, checkpoint_s=5.0, rows=6, has_scorer=True
     )
@@ -112,7 +112,7 @@ def test_an_evaluation_that_a_dead_scorer_took_along_is_missing_alone() -> None:
 
 
 def test_a_resume_drops_no_rows_of_a_process_that_had_died_before_it_saved_them() -> None:
-    """The resumed process was told to drop a group that it had never had: a KeyError."""
+    """The resumed process had to drop a group that it never had: a KeyError."""
     scenario = replace(
         CHUNKS_AHEAD,
         is_ready_first=True,
@@ -128,7 +128,7 @@ def test_a_resume_drops_no_rows_of_a_process_that_had_died_before_it_saved_them(
 
 
 def test_a_loss_of_power_takes_no_evaluation_of_a_resumed_run(tmp_path: Path) -> None:
-    """It is written after the checkpoint of its step, and its digest and its line were flushed by nothing."""
+    """It is written after the checkpoint of its step, and nothing flushed its digest and its line."""
     for seed in range(10):
         at = tmp_path / str(seed)
         at.mkdir()
@@ -141,7 +141,7 @@ def test_a_loss_of_power_takes_no_evaluation_of_a_resumed_run(tmp_path: Path) ->
 
 
 def test_a_disk_that_fails_while_a_resume_drops_rollouts_is_named(tmp_path: Path) -> None:
-    """It was a bare OSError."""
+    """The error was a bare OSError."""
     disk = FakeDisk(tmp_path)
     with disk.watched(quiet()), RunDirectory.open(tmp_path / "run", {}) as run:
         durable.replace(layout.rollout_file(run.path, 3, 1, 1), [b"rows"])
@@ -153,7 +153,7 @@ def test_a_disk_that_fails_while_a_resume_drops_rollouts_is_named(tmp_path: Path
 
 
 def test_a_driver_that_dies_leaves_no_half_of_an_old_checkpoint(tmp_path: Path) -> None:
-    """It died while it removed files of an old one, and the rest looked like a damaged checkpoint."""
+    """The driver died while it removed files of an old one, and the rest looked like a damaged checkpoint."""
     deaths = 0
     for event in range(1, 60):
         at = tmp_path / str(event)

@@ -1,4 +1,4 @@
-"""A whole launch, with models and rewards, on simulated ranks: deaths change no bit and lose no row."""
+"""A whole launch with models and rewards on simulated ranks: deaths change no bit and lose no row."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ SETTINGS = {
     "ready first": ["algorithm.freshness=2", "algorithm.async_mode=ready_first", "run.checkpoint_every=2"],
 }
 EVENTS = 300
-"""Events of such a run, about."""
+"""Approximate number of events of such a run."""
 SEEDS = [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 25))]
 
 
 class Launches(Tiny):
-    """Runs of a tiny recipe on simulated ranks; the undisturbed ones are called after their settings."""
+    """Runs of a tiny recipe on simulated ranks; undisturbed runs are named after their settings."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -58,7 +58,7 @@ class Launches(Tiny):
         fault: Callable[[Timeline], None] | None = None,
         restarts: int = 0,
     ) -> None:
-        """Start a run, or resume it; the fault strikes at a random event, if the run gets there."""
+        """Start a run, or resume it; the fault strikes at a random event, if the run reaches it."""
         chance = Random(str(seed))
         plan = {chance.randint(40, EVENTS): fault} if fault is not None else {}
         timeline = Timeline(chance, plan, "")
@@ -75,7 +75,7 @@ class Launches(Tiny):
             timeline.is_over = False
 
     def kill(self, pool: str) -> Callable[[Timeline], None]:
-        """Return the death of a rank."""
+        """Return a fault that kills a rank."""
         return lambda _: self.backend.kill(Place(pool, 0)) if self.backend.places else None
 
 

@@ -23,7 +23,7 @@ def _one_thread() -> None:
 
 
 def require(seeds: range) -> None:
-    """Run seeds; fail with the end of the first wrong one's story and the command that repeats it."""
+    """Run seeds; fail at the first problem with the last events and the command that repeats it."""
     compared = 0
     for seed in seeds:
         outcome = ran(seed)
@@ -56,7 +56,7 @@ def test_a_seed_gives_the_same_events_again() -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("share", [pytest.param(n, marks=pytest.mark.slow) for n in range(8)])
 def test_crash_equivalence_for_a_death_at_every_event(name: str, kind: str, share: int) -> None:
-    """The driver, or the machine, dies at each event of a run in turn."""
+    """The driver or the machine dies at each event of a run in turn."""
     scenario = SCENARIOS[name]
     events, whole = undisturbed(scenario)
     for event in range(1 + share, events + 1, 8):

@@ -1,4 +1,4 @@
-"""The simulator: order, faults and clock of its ranks, what its disk forgets, what its oracle sees."""
+"""The simulator: order, faults and clock of its ranks, data loss on its disk, detections of its oracle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def made(seed: int = 0, plan: Plan | None = None) -> SimulatedBackend:
 
 
 def noted(site: Site, order: list[Any], what: Any) -> Any:
-    """Note that a call ran."""
+    """Record that a call ran."""
     order.append((site.place.pool, what))
     return what
 
@@ -45,7 +45,7 @@ def doubled(site: Site, given: Any) -> Any:
 
 
 def fails(site: Site) -> None:
-    """Fail."""
+    """Raise an error."""
     raise ValueError("no")
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_is_cut_off_answers_later_or_counts_as_dead_and_works_on() -
     with pytest.raises(RankLost):
         backend.read_all([*waiting, *later], 100.0)
     backend.sleep(3 * HEALTH_S)
-    assert [what for _, what in order] == [1, 2, 3]  # nobody fences it
+    assert [what for _, what in order] == [1, 2, 3]  # nothing fences the rank
 
 
 def test_the_driver_dies_at_an_event_and_can_do_nothing_more() -> None:
@@ -183,7 +183,7 @@ def one_token(tensors: dict[str, Any]) -> None:
 
 
 def older(tensors: dict[str, Any]) -> None:
-    """Call all sampled tokens one version older."""
+    """Make all sampled tokens one version older."""
     tensors["versions:values"][tensors["versions:values"] > 0] -= 1
 
 

@@ -2,9 +2,9 @@
 
     every event ─ number, line of the trace ─> a fault of the plan strikes, or nothing
 
-Events are the moments at which something can go wrong: a rank begins a call, the controller talks to its
-ranks, a file changes. One seed decides all delays and durations, so a seed gives the same events, with the
-same numbers, every time.
+Events are the moments at which something can fail: a rank begins a call, the controller communicates with its
+ranks, a file changes. One seed decides all delays and durations, so a seed gives the same events with the
+same numbers every time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Timeline:
 
     Args:
         chance: decides delays and durations.
-        plan: faults by the number of the event at which they strike.
-        origin: the trace begins with this.
+        plan: faults by the number of their event.
+        origin: first line of the trace.
     """
 
     def __init__(self, chance: Random, plan: Mapping[int, Callable[[Timeline], None]], origin: str) -> None:
@@ -35,13 +35,13 @@ class Timeline:
         self.trace: list[str] = [origin]
         """One line per event, and one per fault."""
         self.is_over = False
-        """Whether the driver is dead: whatever it still tries raises DriverKilled."""
+        """True if the driver is dead: its further actions raise DriverKilled."""
         self.inside: object = None
         """The rank whose call is running; None while the driver runs."""
         self._plan = dict(plan)
 
     def event(self, what: str) -> None:
-        """Record an event; raise what a fault of the plan raises here."""
+        """Record an event; execute the fault of the plan at this event, which may raise."""
         if self.is_over and self.inside is None:
             raise DriverKilled
         self.number += 1
@@ -50,7 +50,7 @@ class Timeline:
             self._plan[self.number](self)
 
     def postpone(self, fault: Callable[[Timeline], None]) -> None:
-        """Let a fault strike at the next event, unless another one does."""
+        """Schedule a fault at the next event, unless that has one."""
         self._plan.setdefault(self.number + 1, fault)
 
     def fault(self, what: str) -> None:

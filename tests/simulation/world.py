@@ -2,8 +2,8 @@
 
     run directory ─ open ─ newest checkpoint ─ rewind ─> backend, roles, source ─> phase ─ Loop ─> the end
 
-Rillflow's own code here: ``controller``, ``runs``, ``workers`` but for its backends, the sampler and the
-transfer of weights. The roles of ``roles.py`` stand in for models.
+Rillflow's own code here: ``controller``, ``runs``, ``workers`` without its backends, the sampler and the
+weight transfer. The roles of ``roles.py`` replace models.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ PROMPTS = 13
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """The settings of a run, all that its results depend on."""
+    """The settings of a run that decide its results."""
 
     freshness: int = 0
-    """k, the bound."""
+    """The freshness bound, k."""
     is_ready_first: bool = False
-    """Whether a step trains the groups that are ready first."""
+    """True if a step trains the groups that are ready first."""
     drops: bool = False
-    """Whether ready first drops late groups instead of waiting for them."""
+    """True if ready first drops late groups instead of waiting for them."""
     publishes: int = 1
-    """Publishes of a step, ready first."""
+    """Publishes per step, with ready first."""
     chunks: int = 1
     """Chunks of a step's answers, in order."""
     replicas: int = 1
@@ -84,17 +84,17 @@ class Scenario:
     checkpoint_every: int = 2
     """Steps between two checkpoints."""
     checkpoint_s: float = 0.0
-    """Fake seconds between two checkpoints; 0: none by the clock."""
+    """Fake seconds between two checkpoints; 0: only by steps."""
     evaluate_every: int = 3
     """Steps between two evaluations."""
     rows: int = 6
-    """Rows of a replica at once."""
+    """Rows that a replica samples at once."""
     has_scorer: bool = True
-    """Whether the reward has a pool of its own."""
+    """True if the reward has its own pool."""
     has_reference: bool = False
-    """Whether a reference follows the policy."""
+    """True if a reference follows the policy."""
     oversampling: float = 1.0
-    """Prompts that a step begins for each trained one; above 1, the longest are put aside."""
+    """Prompts that a step begins for each trained one; above 1, the longest are deferred."""
     restarts: int = 0
     """Restarts of all ranks in a row, in one start of the run, if a rank dies."""
 
@@ -145,21 +145,21 @@ class World:
         self.scenario, self.disk, self.timeline = scenario, disk, timeline
         self.backend = SimulatedBackend(timeline, DEADLINE_S)
         self.attempts = 0
-        """Times that ranks were started."""
+        """Number of starts of all ranks."""
         self.interruption = Interruption(clock=timeline.clock)
         self.resumed_after = 0
-        """Steps of the checkpoint that the ranks were started from last."""
+        """Steps of the checkpoint from which the ranks were last started."""
         self.is_fresher = False
-        """Whether a checkpoint kept no rows for later steps, although they had been sampled."""
+        """True if a checkpoint saved no rows for later steps, although they had been sampled."""
         self.said: list[str] = []
-        """Lines for the user."""
+        """Output lines for the user."""
 
     def run(self) -> None:
         """Run the remaining steps, as ``rillflow run`` does.
 
         Raises:
             DriverKilled: a fault killed the driver.
-            RillflowError: the run ended early, as it would have told its user.
+            RillflowError: the run ended early, with an error for its user.
         """
         scenario, timeline = self.scenario, self.timeline
         with self.disk.watched(timeline), self.interruption.orderly(), ExitStack() as stack:
