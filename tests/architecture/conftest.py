@@ -1,4 +1,4 @@
-"""The parsed sources that every scan of the architecture reads."""
+"""Parsed sources for the scans of the architecture tests."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(kw_only=True)
 class Source:
-    """One file of Python."""
+    """One Python file."""
 
     path: str
-    """Its path from the repository's root."""
+    """Path relative to the repository's root."""
     text: str
-    """Its content."""
+    """Text of the file."""
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Its content, parsed; not every scan asks."""
+        """The parsed text; computed only for scans that use it."""
         return ast.parse(self.text, self.path)
 
 
 def parsed(path: str, text: str) -> Source:
-    """A source from its text, as the self-tests of the scans make them."""
+    """Return a source from its text, for self-tests of the scans."""
     return Source(path=path, text=text)
 
 
@@ -56,19 +56,19 @@ def docs_script(name: str) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def size() -> ModuleType:
-    """The module that counts lines of code."""
+    """Return the module that counts lines of code."""
     return docs_script("size")
 
 
 @pytest.fixture(scope="session")
 def drawing() -> ModuleType:
-    """The module that draws the graphs of pages."""
+    """Return the module that draws the graphs of pages."""
     return docs_script("draw_graphs")
 
 
 @pytest.fixture(scope="session")
 def package(everything: list[Source]) -> list[Source]:
-    """Every file of rillflow itself."""
+    """Return every file of rillflow itself."""
     found = [source for source in everything if source.path.startswith("rillflow/")]
     assert len(found) > 40, "the scan found too little to mean anything"
     return found
@@ -76,7 +76,7 @@ def package(everything: list[Source]) -> list[Source]:
 
 @pytest.fixture(scope="session")
 def plugins(everything: list[Source]) -> list[Source]:
-    """Every file of the plugins' own packages."""
+    """Return every file of the plugins' own packages."""
     found = [source for source in everything if re.match(r"plugins/\w+/rillflow_", source.path)]
     assert len(found) > 40, "the scan found too little to mean anything"
     return found
@@ -84,11 +84,11 @@ def plugins(everything: list[Source]) -> list[Source]:
 
 @pytest.fixture(scope="session")
 def everything() -> list[Source]:
-    """Every file of Python in the repository."""
+    """Return every Python file of the repository."""
     return sources_of("rillflow", "plugins", "tests", "benchmarks", "recipes", "examples")
 
 
 @pytest.fixture(scope="session")
 def source():
-    """Makes a source from a path and a text, for a scan's self-test."""
+    """Return a function that makes a source from a path and a text, for a scan's self-test."""
     return parsed

@@ -1,5 +1,7 @@
-"""Contract data-is-not-code, by fuzzing: whatever bytes a file or a pipe holds, the answer is a value or an
-error of ours, and nothing in them is executed."""
+"""Contract data-is-not-code, by fuzzing: any bytes of a file or a pipe give a value or a Rillflow error.
+
+Nothing in the bytes is executed.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ _BRANDS = ("executed-by-pickle", "executed-by-python", "executed-by-a-shell")
 
 
 class Brand:
-    """Leaves a mark where it is unpickled."""
+    """Writes a file when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
         return os.system, (f"touch {_BRANDS[0]}",)
@@ -63,7 +65,7 @@ JSON = st.recursive(
 
 
 def damaged(whole: bytes) -> st.SearchStrategy[bytes]:
-    """Anything, what a trusting reader executes, JSON of another shape, and a good file with a wrong part."""
+    """Draw any bytes, content that a naive reader executes, wrong JSON, or a good file with a wrong part."""
     part = st.binary(max_size=6) | st.sampled_from(
         [b"null", b"-1", b"1e999", b"{}", b"[]", b'"\\ud800"', b"\0"]
     )
@@ -84,13 +86,13 @@ fuzzed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthC
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which whatever is executed leaves its mark."""
+    """Return the folder in which executed content leaves its mark."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def understood(read: Callable[[], object]) -> None:
-    """A value, or an error of ours; and nothing was executed."""
+    """Check that a read returns a value or raises a Rillflow error, and that nothing was executed."""
     try:
         read()
     except (RillflowError, FrameError) as error:
@@ -133,7 +135,7 @@ def test_a_manifest_without_the_state_is_refused(here: Path) -> None:
 @fuzzed
 @given(data=st.data(), whole=st.booleans())
 def test_the_list_of_a_sharded_file(here: Path, data: st.DataObject, whole: bool) -> None:
-    """With a hash that fits, too: then the content is looked at."""
+    """A correct hash makes the reader parse the content too."""
     folder = here / "model"
     save_sharded(folder, WEIGHTS, LAYOUT, {"up": torch.ones(2, 3)}, SingleRank())
     content = data.draw(damaged((folder / "weights.json").read_bytes()))

@@ -1,4 +1,4 @@
-"""What benchmarks compute besides running Rillflow: predictions of rungs, counts of wrong rows."""
+"""Computations of benchmarks outside Rillflow's runs: predictions of rungs, counts of wrong rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZE = computing.SIZES["computing"]
 
 @pytest.fixture
 def told(tmp_path: Path) -> dict[str, float]:
-    """Predicted seconds of a step by rung."""
+    """Return the predicted seconds of a step by rung."""
     recipe = computing.written(tmp_path, SIZE, "ray")
     every = rungs.rungs_of(computing.RUNGS, computing.MINIBATCHES, 5)
     predicted = {rung.name: computing.simulated(recipe, KNOWN, SIZE, rung) for rung in every}
@@ -78,7 +78,7 @@ def test_steps_per_minute_of_a_watched_run_are_those_between_two_times() -> None
 
 
 def test_repeated_steps_count_once() -> None:
-    """Ten steps, a restart from the fifth, ten again: five steps of progress after the tenth second."""
+    """Ten steps, a restart from the fifth and ten more are five steps of progress after the tenth second."""
     times, steps = [0.0, 10.0, 10.1, 20.0, 30.0], [0, 10, 5, 10, 15]
     assert watched.per_minute(times, steps, 10.0, 30.0) == pytest.approx(15.0)
 
@@ -88,7 +88,7 @@ def _rows(*ids: tuple[int, int, int]) -> list[dict[str, int]]:
 
 
 def test_rows_that_are_doubled_missing_or_never_trained_are_counted(tmp_path: Path) -> None:
-    """Epochs of two prompts with two rows; prompt 1 of the first epoch is left out, long ago."""
+    """Epochs of two prompts with two rows; no step trains prompt 1 of the first epoch."""
     (tmp_path / "rollouts").mkdir()
     write_rollouts(tmp_path, 1, _rows((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)))
     write_rollouts(tmp_path, 2, _rows((1, 1, 0), (1, 1, 1), (2, 0, 0), (2, 0, 1)))

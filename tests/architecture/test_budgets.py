@@ -1,4 +1,4 @@
-"""Limits: lines of a file and of a function; every setting has a description."""
+"""Limits on the lines of a file and of a function; every setting has a description."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FUNCTION_LINES = 60
 
 
 def over_budget(source: Any) -> list[str]:
-    """The file and the functions in it that are too long."""
+    """Return the file and its functions that are too long."""
     lines = len(source.text.splitlines())
     found = [f"{source.path} has {lines} lines"] if lines > FILE_LINES else []
     for node in ast.walk(source.tree):

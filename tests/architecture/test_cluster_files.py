@@ -1,4 +1,4 @@
-"""What examples/cluster ships: a script that bash can read, a cluster whose pods have what a run needs."""
+"""Files of examples/cluster: bash can parse the script, and the cluster's pods have what a run needs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_pod_shares_the_runs_and_has_memory_for_the_store(spec: dict[str, 
         shared = mounts["/dev/shm"]["emptyDir"]
         memory = container["resources"]["limits"]["memory"]
         assert shared["medium"] == "Memory"
-        # Ray's store takes 30% of a pod's memory; less room than that and it is in files.
+        # Ray's object store takes 30% of a pod's memory; with less shared memory it uses files.
         assert int(shared["sizeLimit"].removesuffix("Gi")) >= 0.3 * int(memory.removesuffix("Gi"))
         assert container["resources"]["limits"] == container["resources"]["requests"]
         images.add(container["image"])

@@ -16,7 +16,7 @@ NAMED = re.compile(r"^\| ([a-z]+(?:-[a-z]+)+) \|", re.MULTILINE)
 
 
 def contracts() -> list[str]:
-    """The first column of the page's table."""
+    """Return the first column of the page's table."""
     return NAMED.findall((ROOT / "docs/architecture.md").read_text("utf-8"))
 
 

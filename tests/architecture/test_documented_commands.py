@@ -1,6 +1,6 @@
-"""Every command that a page shows runs: the rules are in CONTRIBUTING.md.
+"""Every command that a page shows runs; CONTRIBUTING.md has the rules.
 
-page ─ commands_of ─> each line that begins with $ ─ in_small ─> what runs, in a copy of the repository
+page ─ commands_of ─> each line that begins with $ ─ in_small ─> small commands, in a copy of the repository
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _GENERATED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A command as a page shows it."""
+    """A command of a page."""
 
     line: int
-    """Where."""
+    """Line number."""
     text: str
-    """What comes after the $."""
+    """Text after the $."""
     is_run: bool
-    """False where the page says why it is not."""
+    """False if the page gives a reason not to run it."""
 
 
 def commands_of(page: str) -> Iterator[Shown]:
-    """The commands of a page's console blocks; a backslash at the end continues one."""
+    """Yield the commands of a page's console blocks; a backslash at the end continues a command."""
     inside, marked, lines = False, False, page.splitlines()
     for number, line in enumerate(lines, 1):
         if line.strip().startswith("```"):
@@ -57,7 +57,7 @@ def commands_of(page: str) -> Iterator[Shown]:
 
 
 def in_small(text: str, folder: Path) -> list[str]:
-    """What is run for a shown command."""
+    """Return the small commands that run in place of a shown one."""
     words = shlex.split(text, comments=True)
     match words:
         case ["make", *targets]:
@@ -72,7 +72,7 @@ def in_small(text: str, folder: Path) -> list[str]:
 
 
 def _of_make(target: str, folder: Path) -> list[str]:
-    """A target exists; the rillflow commands among what it would do run in small."""
+    """Check that a target exists; return small versions of its rillflow commands."""
     done = subprocess.run(["make", "-n", target], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"make {target}: {done.stderr}"
     lines = [line for line in done.stdout.splitlines() if "bin/rillflow " in line]
@@ -80,7 +80,7 @@ def _of_make(target: str, folder: Path) -> list[str]:
 
 
 def _small_settings(arguments: list[str], folder: Path) -> list[str]:
-    """Settings that make a run one step of a few rows, laid over the shown ones."""
+    """Return settings that reduce a run to one step of a few rows, in addition to the shown ones."""
     given = [value for flag, value in itertools.pairwise(arguments) if flag == "--set"]
     recipe = load_recipe(folder / arguments[0], given).recipe
     small = ["algorithm.steps=1", "policy.warmup_steps=0", "evaluate.problems=8"]
@@ -95,22 +95,22 @@ def _small_settings(arguments: list[str], folder: Path) -> list[str]:
 
 
 def _left_out(folder: str, names: list[str]) -> set[str]:
-    """Return what a copy goes without; ``runs`` in the root holds runs, ``rillflow/runs`` is code."""
+    """Return the names that a copy omits; ``runs`` in the root holds runs, ``rillflow/runs`` is code."""
     runs = {"runs"} if Path(folder) == ROOT else set()
     return _GENERATED(folder, names) | runs
 
 
 def pages() -> list[Path]:
-    """Every page of the repository."""
+    """Return every page of the repository."""
     folders = [ROOT / name for name in ("docs", "plugins", "recipes", "examples", "benchmarks")]
     return sorted([*ROOT.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))])
 
 
 WITH_COMMANDS = [str(page.relative_to(ROOT)) for page in pages() if any(commands_of(page.read_text("utf-8")))]
 ALIKE = ("best_of_n", "cispo", "dapo", "dr_grpo", "gspo", "online_dpo", "reinforce_pp", "remax", "rloo")
-"""Recipes whose pages differ in a name: together they take a minute."""
+"""Recipes whose pages differ only in a name; together they take a minute."""
 ELSEWHERE = ("arithmetic", "pairwise", "preference", "safe_rlhf", "warp", "your_own")
-"""Recipes that tests/flows runs every day, or the front page's commands."""
+"""Recipes that tests/flows or the front page's commands run every day."""
 LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "docs/algorithms/README.md",
     "docs/cli.md",
@@ -122,8 +122,11 @@ LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "plugins/merging/docs/merging.md",
     "plugins/planner/docs/commands.md",
 ]
-"""Pages whose commands are run with the slow tests: each command of the command line's once more, and those
-of ranks and meshes, which start many processes."""
+"""Pages whose commands run with the slow tests.
+
+They are each command of the command line once more, and the commands of ranks and meshes, which start many
+processes.
+"""
 
 
 @pytest.mark.timeout(900)

@@ -1,4 +1,4 @@
-"""Every algorithm's page shows the graph of its step as its command draws it."""
+"""Every algorithm's page shows the graph of its step as `rillflow graph` draws it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python of the documents runs: a page's blocks, a notebook's cells, in order, in a folder of its own."""
+"""The Python code of documents runs: blocks of a page and cells of a notebook, in order, in a new folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGES = ("docs/python.md", *(pytest.param(name, marks=pytest.mark.slow) for name
 
 @pytest.fixture(scope="module")
 def run(root: Path) -> Callable[[list[str]], int]:
-    """``python docs/run_python.py``, in this process."""
+    """Return ``python docs/run_python.py`` as a function of this process."""
     spec = spec_from_file_location("run_python", root / "docs/run_python.py")
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
@@ -37,7 +37,7 @@ def test_a_page_and_a_notebook_run_and_give_what_is_shown(
 
 
 def test_the_front_page_runs_as_printed(root: Path, tmp_path: Path, run: Callable[[list[str]], int]) -> None:
-    """The blocks run where the commands above them have run: the recipe's model is made."""
+    """The blocks run after the commands above them, which make the recipe's model."""
     pattern = tmp_path / "recipes/your_own"
     shutil.copytree(root / "recipes/your_own", pattern, ignore=shutil.ignore_patterns("model"))
     subprocess.run([sys.executable, pattern / "make_model.py"], check=True, capture_output=True)

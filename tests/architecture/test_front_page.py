@@ -1,4 +1,4 @@
-"""The tables of the front page have the numbers of the result pages."""
+"""The tables of the front page match the numbers of the result pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no file may do: run data as code, be a drawer called utils, print, name an algorithm."""
+"""Rules for every file: do not run data as code, no utils module, no print, no name of an algorithm."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ BANNED_OPTIONS = {
     "shell": True,
 }
 MESSAGES = {"rillflow/workers/messages.py"}
-"""What ranks of one run say to each other is cloudpickle, inside the run's own cluster; never a file."""
+"""Messages between ranks of one run use cloudpickle, inside the run's own cluster, never in a file."""
 DRAWERS = {"utils", "util", "common", "base", "types", "manager", "experimental", "helpers", "misc"}
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 ORDINARY_WORDS = {"preference", "pairwise", "dpo"}
-"""Names of algorithms that are words of the trade too: records, losses and formulas are called so, and a
-function of itertools."""
+"""Names of algorithms that are also common terms.
+
+Records, losses and formulas use them, and so does a function of itertools.
+"""
 PRINTING = re.compile(r"rillflow/cli/|plugins/\w+/rillflow_\w+/(commands|plugin)\.py$")
 """Files of commands."""
 ALGORITHM_FILES = {f"rillflow/algorithms/{name}.py" for name in ("registry", *ALGORITHMS)}
 
 
 def dotted(node: ast.AST) -> str:
-    """``torch.load`` of the tree of torch.load, or nothing."""
+    """Return ``torch.load`` for the syntax tree of torch.load, or an empty text."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
@@ -86,7 +88,7 @@ def is_unfinished(source: Any) -> Iterator[str]:
 
 
 def names_an_algorithm(source: Any) -> Iterator[str]:
-    """Identifiers and texts that hold an algorithm's name; what documents it, a docstring, may."""
+    """Yield identifiers and texts that contain an algorithm's name; docstrings may contain it."""
     if source.path in ALGORITHM_FILES:
         return
     documentation = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}

@@ -1,6 +1,6 @@
-"""One direction: a package imports lower layers, and packages listed before it in its own.
+"""Layers: a package imports lower layers, and packages listed before it in its own layer.
 
-The table is the one of docs/architecture.md, so the page cannot say what the code does not do.
+The table is the one of docs/architecture.md, so the page and the code cannot differ.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ADAPTERS = {
     "ot": ("plugins/merging/rillflow_merging/transport.py",),
     **{f"rillflow_{name}": (f"plugins/{name}/",) for name in SHIPPED},
 }
-"""Where a third-party name, or a plugin, may be imported within the package and the plugins."""
+"""Paths of the package and the plugins that may import a third-party module or a plugin."""
 HEAVY = ("torch", "transformers", "tokenizers", "rich", "pyarrow", "reasoning_gym", "safetensors", "numpy")
 
 
 def ranks(page: str) -> dict[str, int]:
-    """The packages of the architecture page's table in order; a package imports those of a smaller rank."""
+    """Return the rank of each package in the architecture page's table; a package imports smaller ranks."""
     rows = re.findall(r"^\| \d \w+ \| ([^|]+) \|", page, flags=re.MULTILINE)
     return {
         name: rank for rank, name in enumerate(name for row in rows for name in re.findall(r"`(\w+)`", row))
@@ -52,7 +52,7 @@ def order(root: Path) -> dict[str, int]:
 
 
 def modules(tree: ast.AST) -> Iterator[str]:
-    """The dotted names a file imports, wherever in it."""
+    """Yield the dotted names that a file imports anywhere."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -67,7 +67,7 @@ def package_of(path: str) -> str:
 
 
 def upward(source: Any, order: dict[str, int]) -> list[str]:
-    """The imports of a file that go to a later package."""
+    """Return the imports of a file that go to a later package."""
     own = package_of(source.path)
     if own == "__init__":
         return []
@@ -77,7 +77,7 @@ def upward(source: Any, order: dict[str, int]) -> list[str]:
 
 
 def misplaced(source: Any) -> list[str]:
-    """The third-party imports of a file that belong into an adapter elsewhere."""
+    """Return the third-party imports of a file that belong in an adapter elsewhere."""
     found = {name.split(".")[0] for name in modules(source.tree)} & set(ADAPTERS)
     return [
         f"{source.path} imports {name}"
@@ -120,7 +120,7 @@ def test_every_module_says_what_lives_there(package: list[Any], plugins: list[An
 
 
 def test_settings_import_nothing_heavy(root: Path) -> None:
-    """All config files and the recipe, in a fresh interpreter."""
+    """Imports all config files and the recipe in a new interpreter."""
     files = [file.relative_to(root) for file in (root / "rillflow").rglob("config.py")]
     names = [".".join(file.with_suffix("").parts) for file in files] + ["rillflow.app.recipe"]
     assert len(names) >= 7

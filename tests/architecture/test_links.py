@@ -1,4 +1,4 @@
-"""Every relative link of every Markdown file resolves: the file is there, and the heading that it names."""
+"""Every relative link of every Markdown file resolves to an existing file and heading."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken(page: Path, text: str) -> list[str]:
-    """Return a page's links that lead nowhere."""
+    """Return a page's broken links."""
     found = []
     for target in targets(text):
         path, _, anchor = unquote(target).partition("#")

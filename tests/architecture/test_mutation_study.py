@@ -1,4 +1,4 @@
-"""The mutation study: operators make the faults they are named for, and only sound tests count."""
+"""The mutation study: operators make the faults of their name, and only sound tests count."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def made(text: str) -> set[tuple[str, str]]:
-    """Kinds and lines that change, of a snippet's mutants."""
+    """Return kinds and changed lines of a snippet's mutants."""
     found = set()
     for mutant in mutants_of("snippet.py", text):
         if not mutant.parses(text):
@@ -306,7 +306,7 @@ def test_arguments_of_equivalence_are_of_code_that_the_study_had() -> None:
 
 
 def package_at(commit: str) -> Iterator[tuple[str, str]]:
-    """Yield path and text of the package's files at a commit; skip the test where git does not know it."""
+    """Yield path and text of the package's files at a commit; skip the test if git does not know it."""
     listed = subprocess.run(
         ["git", "ls-tree", "-r", "--name-only", commit, "rillflow", "plugins"],
         cwd=ROOT,
@@ -329,7 +329,7 @@ def package_at(commit: str) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.xfail(strict=True, reason="a new study is due: it takes hours; then remove this mark")
 def test_the_study_is_not_older_than_a_third_of_the_package(size: ModuleType) -> None:
-    """Added and removed lines of code; docstrings, comments and lines that only moved do not count."""
+    """Counts added and removed lines of code; docstrings, comments and moved lines do not count."""
     (commit,) = {line["commit"] for line in lines_of(RESULTS / "mutation.jsonl")}
     then = sum((size.code(text) for _, text in package_at(commit)), Counter[str]())
     texts = (path.read_text("utf-8") for path in files(ROOT))

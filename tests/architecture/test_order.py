@@ -1,4 +1,4 @@
-"""The files that the everyday tests begin with are there, and come first."""
+"""The first files of the everyday tests exist and run first."""
 
 from __future__ import annotations
 

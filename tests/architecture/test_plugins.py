@@ -1,4 +1,4 @@
-"""The core works without any plugin: a copy of the repository loses one plugin's folder and goes on.
+"""The core works without any plugin: a copy of the repository loses one plugin's folder and still works.
 
     repository ─ copy, with an environment ─ remove plugins/NAME ─> imports, commands, collected tests
 
@@ -57,7 +57,7 @@ class Without:
 
 @pytest.fixture(scope="module", params=sorted(SHIPPED))
 def without(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Without:
-    """The copy without each plugin in turn."""
+    """Return a copy of the repository without each plugin in turn."""
     plugin, copy = str(request.param), tmp_path_factory.mktemp("copies") / "copy"
     copy_files(ROOT, copy)
     make_environment(copy)
@@ -112,7 +112,7 @@ def test_no_test_of_the_core_imports_a_plugin(everything: list[Any]) -> None:
 
 
 def imports_of_plugins(source: Any) -> list[str]:
-    """Return the imports of a file that only a plugin's folder can answer."""
+    """Return the imports of a file that only a plugin's folder provides."""
     found = [name for name in modules(source.tree) if re.match(r"rillflow_|plugins\.", name)]
     return [f"{source.path} imports {name}" for name in found]
 

@@ -1,4 +1,4 @@
-"""Every recipe that is shipped parses, and stands in a folder with a README."""
+"""Every shipped recipe parses and has a README in its folder."""
 
 from __future__ import annotations
 

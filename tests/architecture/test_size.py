@@ -1,4 +1,4 @@
-"""The table of sizes counts what it says, and the page shows it."""
+"""The table of sizes is correct, and the page shows it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_plugin_counts_without_its_tests(size: ModuleType, tmp_path: Path) -> 
 def test_the_page_shows_every_package_and_nearly_todays_lines(
     size: ModuleType, table: str, sizes: str
 ) -> None:
-    """Within a twentieth, so that not every change touches the page."""
+    """A tolerance of 5% avoids an update of the page with every change."""
     shown = vars(size)[table].search(size.PAGE.read_text("utf-8"))
     assert shown is not None
     rows = [line.strip("| ").split(" | ") for line in shown[0].splitlines()[2:-1]]

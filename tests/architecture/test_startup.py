@@ -1,4 +1,4 @@
-"""The command line is there at once: half a second, and nothing heavy imported."""
+"""The command line starts within half a second and imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ HEAVY = (
 HELP_S = 0.5
 ERROR_S = 2.0
 CHECK_S = 2.0
-"""Of a whole recipe with its rows as tokens: half of it on an idle core."""
+"""Limit for checking a recipe with all rows as tokens; an idle core needs half of it."""
 
 
 def imported_by(code: str) -> set[str]:
-    """The modules of a fresh interpreter after some code."""
+    """Return the modules of a new interpreter after some code."""
     script = f"{code}\nimport sys\nprint('MODULES', *sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return set(done.stdout.split("MODULES", 1)[1].split())
 
 
 def best_of(times: int, *arguments: str, code: int) -> float:
-    """Least processor seconds that a command took; what else runs on the machine only ever adds to them."""
+    """Return the least CPU seconds of several runs of a command; other load can only add to them."""
     command = [str(Path(sys.executable).with_name("rillflow")), *arguments]
     taken = []
     for _ in range(times):
@@ -48,7 +48,7 @@ def best_of(times: int, *arguments: str, code: int) -> float:
 
 
 def processor_s() -> float:
-    """Seconds of a processor that ended children have taken."""
+    """Return the CPU seconds of ended children."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
 
@@ -90,7 +90,7 @@ def test_a_graph_is_drawn_without_torch(root: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_recipe_of_a_new_model_is_checked_without_torch_and_transformers(root: Path) -> None:
-    """Its rows become tokens by the ``tokenizers`` library alone."""
+    """The ``tokenizers`` library alone tokenizes its rows."""
     arguments = ["check", str(root / "recipes/arithmetic/run.toml")]
     there = imported_by(f"from rillflow.cli.main import main\nassert main({arguments}) == 0")
     assert "tokenizers" in there and there & {"torch", "transformers"} == set()

@@ -1,8 +1,8 @@
-"""A process that runs ``rillflow check`` in forks of its own, so that a hundred folders import nothing anew.
+"""A process that runs ``rillflow check`` in forks, so that a hundred folders share one import.
 
-    test ─ [folder, words] a line ─> this ─ fork: limits, main(words) > folder/said ─> [exit code, bytes]
+    test ─ line [folder, words] ─> this ─ fork: limits, main(words) > folder/said ─> [exit code, bytes]
 
-The bytes are the most that the fork, or a child that it waited for, held.
+The bytes are the peak memory of the fork, or of a child that it waited for.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import resource
 import signal
 import sys
 
-from rillflow.app import check  # noqa: F401  what every fork needs
+from rillflow.app import check  # used by every fork
 from rillflow.cli.main import main
 
 CPU_S, DEADLINE_S = 20, 120
-"""Processor time and seconds after which the kernel ends a fork."""
+"""CPU seconds and wall-clock seconds after which the kernel ends a fork."""
 
 
 def run(folder: str, words: list[str]) -> int:
-    """The command's exit code, within the fork."""
+    """Run the command within the fork and return its exit code."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.alarm(DEADLINE_S)
@@ -40,7 +40,7 @@ def serve() -> None:
     for line in sys.stdin:
         folder, words = json.loads(line)
         if (pid := os.fork()) == 0:
-            code = 99  # what escaped ``main``
+            code = 99  # if an exception leaves ``main``
             try:
                 code = run(folder, words)
             finally:

@@ -1,4 +1,4 @@
-"""Recipes small enough to run end to end in seconds, and what tests of a whole run look at."""
+"""Recipes that run end to end in seconds, and helpers for tests of whole runs."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ every = 3
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """The path of a recipe in a folder of its own."""
+    """Return the path of a recipe in a new folder."""
     return written(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def shared_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of the same recipe, for all tests of a file."""
+    """Return the path of the same recipe, shared by all tests of a file."""
     return written(tmp_path_factory.mktemp("shared"))
 
 
 def written(folder: Path) -> Path:
-    """The recipe as a file."""
+    """Write the recipe as a file; return its path."""
     path = folder / "tiny" / "run.toml"
     path.parent.mkdir()
     path.write_text(RECIPE)
@@ -88,7 +88,7 @@ name = "grpo"
 prompts_per_step = 4
 samples_per_prompt = 2
 """
-"""The head of a recipe whose runs take a second; more of its algorithm and the task follow."""
+"""The head of a recipe whose runs take a second; the rest of its algorithm and the task follow."""
 SUMS = """[task]
 source = "arithmetic"
 digits = 1
@@ -96,26 +96,26 @@ operators = "+"
 size = 60
 held_out = 10
 """
-"""Its task, where that is one of sums."""
+"""Its task, for recipes with sums."""
 SAMPLER_ON_RAY = """[placement]
 backend = "ray"
 pools = { main = 1, answers = 1 }
 roles = { sampler = "answers" }
 """
-"""Its placement, where the sampler has a rank of its own on Ray."""
+"""Its placement, for a sampler on its own rank on Ray."""
 REWARD = "def reward(prompts, completions, **_):\n    return [len(text) / 3 for text in completions]\n"
 TIMES = {"run/step_seconds/mean"}
 
 
 class Tiny:
-    """A folder with a tiny recipe, its reward and its runs by their names."""
+    """A folder with a tiny recipe, its reward, and its runs by name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.recipe = folder / "run.toml"
 
     def write(self, rest: str, reward: str = REWARD) -> None:
-        """Write the recipe, ``rest`` after its head, and the reward."""
+        """Write the recipe with ``rest`` after its head, and the reward."""
         self.recipe.write_text(TINY + rest)
         (self.folder / "scores.py").write_text(reward)
 
@@ -126,31 +126,31 @@ class Tiny:
         (self.folder / "prompts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
     def run(self, name: str, *settings: str) -> int:
-        """The exit code of ``rillflow run`` in a directory of its own."""
+        """Return the exit code of ``rillflow run`` in the run's directory."""
         words = [word for setting in settings for word in ("--set", setting)]
         return main(["run", str(self.recipe), "--dir", str(self.folder / name), *words])
 
     def lines(self, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        """The records of a run's file."""
+        """Return the records of a run's file."""
         return [json.loads(line) for line in (self.folder / name / file).read_text().splitlines()]
 
     def numbers(self, name: str) -> list[dict[str, Any]]:
-        """Every step's metrics but the times."""
+        """Return every step's metrics without times."""
         found = [line["metrics"] for line in self.lines(name)]
         return [{key: value for key, value in each.items() if key not in TIMES} for each in found]
 
     def steps_kept(self, name: str) -> list[int]:
-        """The steps of a run's checkpoints."""
+        """Return the steps of a run's checkpoints."""
         found = (self.folder / name / "checkpoints").glob("step-*")
         return sorted(int(path.name.removeprefix("step-")) for path in found)
 
     def assert_same(self, one: str, other: str) -> None:
-        """Two runs have the same numbers, and the same bits in the weights and moments they end with."""
+        """Check that two runs have the same numbers, and bit-identical final weights and moments."""
         assert self.numbers(one) == self.numbers(other)
         self.assert_same_weights(one, other)
 
     def assert_same_weights(self, one: str, other: str) -> None:
-        """Two runs end with the same bits in weights and moments."""
+        """Check that two runs end with bit-identical weights and moments."""
         newest = [max((self.folder / run / "checkpoints").glob("step-*")) for run in (one, other)]
         assert newest[0].name == newest[1].name
         for file in ("policy/model.safetensors", "policy.optimizer/rank-00000.safetensors"):
@@ -161,5 +161,5 @@ class Tiny:
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Tiny:
-    """A folder for tiny runs."""
+    """Return a folder for tiny runs."""
     return Tiny(tmp_path)

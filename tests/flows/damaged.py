@@ -1,4 +1,4 @@
-"""What may happen to weights on their way into an engine that keeps a copy of its own."""
+"""Damage to weights on their way into an engine with its own copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = ("missing", "stale", "transposed", "scaled")
 
 
 def damaged(kind: str, version: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights that arrive, from the first publish on."""
+    """Return the weights that arrive, from the first publish on."""
     arrived = dict(weights)
     if version == 0 or not kind:
         return arrived

@@ -1,4 +1,4 @@
-"""A reward to give in Python; its children load this file, which imports nothing."""
+"""A reward function for Python's API; children load this file, so it imports nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that their reward function holds in the middle of a step, so that what ends them ends them there.
+"""Runs that their reward function holds in the middle of a step, so that they end there.
 
 hold: a file with the number of a call ─> that call touches the file held, and waits until hold is gone
 """
@@ -34,7 +34,7 @@ def cost(prompts, completions, answer, **_):
 
 
 def write_scores(folder: Path) -> None:
-    """Write scores.py, with a reward that can be held and a cost, beside a recipe."""
+    """Write scores.py next to a recipe, with a reward that can be held and a cost."""
     paths = {"hold": str(folder / "hold"), "held": str(folder / "held")}
     (folder / "scores.py").write_text(SCORES.format(**paths))
 
@@ -42,12 +42,12 @@ def write_scores(folder: Path) -> None:
 def ended_in_the_middle(
     recipe: Path, run: Path, call: int, *how: signal.Signals, more: tuple[str, ...] = ()
 ) -> str:
-    """Start a real run, end it by signals in a call of the reward, and return what it said.
+    """Start a real run, end it by signals in a call of the reward, and return its output.
 
-    One signal that asks lets the step end; a second one, or one that kills, does not.
+    SIGTERM or SIGINT once lets the step end; a second signal or SIGKILL does not.
 
     Args:
-        recipe: a recipe whose reward is that of ``write_scores``.
+        recipe: a recipe with the reward of ``write_scores``.
         run: the run's directory.
         call: number of the call, from 1.
         how: the signals.
@@ -66,7 +66,7 @@ def ended_in_the_middle(
     assert children, "the reward runs in a child"
     for each in how:
         os.kill(process.pid, each)
-        time.sleep(0.2)  # two signals at once would be one
+        time.sleep(0.2)  # two signals at once would count as one
     if signal.SIGKILL in how or len(how) > 1:
         process.wait(60)
     hold.unlink()

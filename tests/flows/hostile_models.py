@@ -1,7 +1,7 @@
-"""Hostile model folders: what a stranger may put beside a recipe, and what ``check --no-code`` says of it.
+"""Hostile model folders next to a recipe, and the answers of ``check --no-code``.
 
-Every entry spoils a sound folder (``tests.unit.cli.test_bad_inputs``) and names words of the refusal. Large
-sizes are only claimed, or files are sparse: a folder takes kilobytes of disk.
+Every entry damages a sound folder (``tests.unit.cli.test_bad_inputs``) and has words of the refusal. Large
+sizes are only claimed, or files are sparse, so a folder takes kilobytes of disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Hostile:
     """One folder."""
 
     spoil: Spoil
-    """What makes it hostile."""
+    """Function that makes the folder hostile."""
     words: str
     """Words of the refusal."""
 
@@ -54,7 +54,7 @@ def link(name: str, target: str) -> Spoil:
 
 
 def loop(name: str) -> Spoil:
-    """Two links that lead to each other."""
+    """Make two links that point to each other."""
     return also(link(name, Path(name).name + ".b"), link(f"{name}.b", Path(name).name))
 
 
@@ -68,14 +68,14 @@ def special(name: str, make: Callable[[Path], object]) -> Spoil:
 
 def unix_socket(path: Path) -> None:
     here = Path.cwd()
-    os.chdir(path.parent)  # a socket's path has 107 bytes at most
+    os.chdir(path.parent)  # a socket's path has at most 107 bytes
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(path.name)
     os.chdir(here)
 
 
 def header(said: Any, size: int | None = None, length: int | None = None) -> Spoil:
-    """A weight file with this header; ``size``: bytes of data that follow, none of them written."""
+    """Make a weight file with this header and ``size`` bytes of sparse data."""
 
     def spoil(folder: Path) -> None:
         told = said if isinstance(said, bytes) else json.dumps(said).encode()
@@ -87,7 +87,7 @@ def header(said: Any, size: int | None = None, length: int | None = None) -> Spo
 
 
 def late(make: Callable[[], Spoil]) -> Spoil:
-    """Make a large value when its case runs: every worker of pytest imports this file."""
+    """Build a large value only when its case runs, because every pytest worker imports this file."""
     return lambda folder: make()(folder)
 
 
@@ -96,7 +96,7 @@ def entry(dtype: str = "F32", shape: Any = (2, 2), offsets: Any = (0, 16)) -> di
 
 
 def many(count: int) -> dict[str, Any]:
-    """Names without data."""
+    """Return names without data."""
     return {f"w{at}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for at in range(count)}
 
 
@@ -109,7 +109,7 @@ def template(said: str) -> Spoil:
 
 
 def normalizer(*parts: tuple[dict[str, str], str]) -> Spoil:
-    """A tokeniser that replaces patterns before it cuts a text."""
+    """Make a tokenizer that replaces patterns before it splits a text."""
     made = [{"type": "Replace", "pattern": pattern, "content": content} for pattern, content in parts]
     return tokenizer(normalizer={"type": "Sequence", "normalizers": made})
 
@@ -120,7 +120,7 @@ def split(pattern: str) -> Spoil:
 
 
 def adapter(**said: Any) -> Spoil:
-    """The folder as an adapter's."""
+    """Make the folder an adapter's."""
     plain = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "."}
     return text("model/adapter_config.json", json.dumps({**plain, **said}))
 
@@ -135,7 +135,7 @@ SPIN = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 REPLACE = ({"String": "a"}, "a" * 100)
 
 FOLDERS: dict[str, Hostile] = {
-    # headers of weights
+    # headers of weight files
     "header of 2^63 bytes": refused(header({}, length=2**63), "model.safetensors claims"),
     "header of 2^64 - 1 bytes": refused(header({}, length=2**64 - 1), "model.safetensors claims"),
     "header of 1 TiB in a sparse file": refused(header({}, 2**40, 2**40), "model.safetensors claims"),
@@ -163,7 +163,7 @@ FOLDERS: dict[str, Hostile] = {
         ),
         "has no weight",
     ),
-    # what a header says of a weight
+    # descriptions of weights in headers
     "offsets that overlap": refused(
         header(
             {
@@ -203,7 +203,7 @@ FOLDERS: dict[str, Hostile] = {
     "an embedding of one dim": refused(header(entry(shape=(4,)), 16), "has the shape [4]"),
     "metadata of a megabyte": refused(header({"__metadata__": {"a": "x" * 2**20}}), "has no weight"),
     "metadata no text": refused(header({"__metadata__": {"a": 1}}), "model.safetensors"),
-    # weights that are no weights
+    # weight files of other formats
     "a pickle called safetensors": refused(text(WEIGHTS, PICKLE), "model.safetensors"),
     "a pickle alone": refused(also(gone(WEIGHTS), text("model/pytorch_model.bin", PICKLE)), "a pickle"),
     "a .pt alone": refused(also(gone(WEIGHTS), text("model/model.pt", PICKLE)), "model.pt, a pickle"),
@@ -211,7 +211,7 @@ FOLDERS: dict[str, Hostile] = {
     "an empty file": refused(text(WEIGHTS, b""), "model.safetensors"),
     "four bytes": refused(text(WEIGHTS, b"\x08\0\0\0"), "model.safetensors"),
     "1 TiB of zeros": refused(sparse(WEIGHTS, 2**40), "model.safetensors"),
-    # files that are none
+    # special files
     "weights a folder": refused(special(WEIGHTS, Path.mkdir), "model.safetensors is not a regular file"),
     "weights a FIFO": refused(special(WEIGHTS, os.mkfifo), "model.safetensors is not a regular file"),
     "weights a socket": refused(special(WEIGHTS, unix_socket), "model.safetensors is not a regular file"),
@@ -236,7 +236,7 @@ FOLDERS: dict[str, Hostile] = {
     "template a FIFO": refused(special("model/chat_template.jinja", os.mkfifo), "chat_template.jinja"),
     "added tokens a FIFO": refused(special("model/added_tokens.json", os.mkfifo), "added_tokens.json"),
     "index a FIFO": refused(special(INDEX, os.mkfifo), "model.safetensors.index.json is not a regular file"),
-    # sizes of files
+    # file sizes
     "config of 1 TiB": refused(sparse(CONFIG, 2**40), "config.json has"),
     "tokeniser of 1 GiB": refused(sparse(TOKENS, GIB), "tokenizer.json has"),
     "tokeniser's settings of 1 GiB": refused(sparse(SETTINGS, GIB), "tokenizer_config.json has"),
@@ -277,7 +277,7 @@ FOLDERS: dict[str, Hostile] = {
     "index of 10^5 shards": refused(
         late(lambda: index(*(f"{at}.safetensors" for at in range(10**5)))), "lacks"
     ),
-    # tokenisers
+    # tokenizers
     "tokeniser nested": refused(text(TOKENS, DEEP), "tokeniser"),
     "tokeniser half": refused(text(TOKENS, '{"version": "1.0", "model": {'), "tokeniser"),
     "tokeniser a list": refused(text(TOKENS, "[]"), "tokeniser"),
@@ -344,7 +344,7 @@ BOUNDED: dict[str, Spoil] = {
     ),
     "a pickle beside the weights": text("model/pytorch_model.bin", PICKLE),
 }
-"""What the sound folder may hold: it ends within bounds, and nothing runs."""
+"""Contents that a sound folder may have: the check ends within bounds, and nothing runs."""
 EVERY_DAY = (
     "header of 1 TiB in a sparse file",
     "offsets that overlap",
@@ -357,4 +357,4 @@ EVERY_DAY = (
     "an adapter beside itself",
     "quantised",
 )
-"""A sample of every kind that takes the least time."""
+"""The fastest case of every kind."""

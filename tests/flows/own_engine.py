@@ -1,4 +1,4 @@
-"""An engine of one's own, as another package would bring it: the native one, noting what it is asked."""
+"""A custom engine, as from another package: the native engine, with a log of its calls."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from damaged import damaged
 
 ASKED: list[str] = []
-"""What any engine of this file was asked."""
+"""Calls to any engine of this file."""
 
 
 class Noting(NativeEngine):
-    """Samples with copies of the weights that it was given last."""
+    """The native engine with a log of its calls."""
 
     can = frozenset({Capability.GREEDY})
 
@@ -44,17 +44,17 @@ class Noting(NativeEngine):
 
 
 class Halting(Noting):
-    """Always draws."""
+    """An engine that cannot sample greedily."""
 
     can = frozenset({Capability.ROWS})
 
 
 class NoEngine:
-    """Has no method of one."""
+    """A class without any engine method."""
 
 
 class Copying(NativeEngine):
-    """Samples with a copy of its own, which a canary proves; something may happen to it on the way."""
+    """Samples with its own copy of the weights, which a canary verifies; the copy may get damaged."""
 
     can = frozenset({Capability.GREEDY, Capability.SCORE})
     damage = ""

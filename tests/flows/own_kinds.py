@@ -1,4 +1,4 @@
-"""A kind of data and a kind of loss from outside the package: ranked lists, by Plackett and Luce."""
+"""A data kind and a loss kind from outside the package: ranked lists with the Plackett-Luce loss."""
 
 from __future__ import annotations
 
@@ -78,20 +78,20 @@ class ListwiseConfig(AlgorithmConfig):
 
 
 def step(flow: Flow, lists: Batch, config: ListwiseConfig) -> Handle:
-    """One iteration: raise each answer over those behind it."""
+    """Run one iteration: raise each answer above those ranked below it."""
     report = flow.policy.update(lists, flow.reference.totals(lists), loss=config.loss, passes=config)
     flow.publish(flow.policy)
     return report
 
 
 def score(flow: Flow, lists: Batch, config: ListwiseConfig) -> Handle:
-    """The scores of held-out answers."""
+    """Return the scores of held-out answers."""
     del config
     return flow.compute(as_rewards, flow.policy.totals(lists), into="rewards")
 
 
 def as_rewards(policy_totals: Tensor) -> Tensor:
-    """[B] log probabilities."""
+    """Return the log probabilities, [B]."""
     return policy_totals
 
 

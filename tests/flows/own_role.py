@@ -1,4 +1,4 @@
-"""An algorithm of one's own that brings a role of its own: a verifier, whose verdict is the reward."""
+"""A custom algorithm with its own role: a verifier, whose verdict is the reward."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ class VerifiedConfig(GroupConfig):
 
     name: Literal["verified"]
     digit: str = "1"
-    """What the verifier looks for."""
+    """The digit that the verifier searches for."""
 
 
 def verdict_metrics(verdicts: Batch) -> Mapping[str, Metric]:
-    """How many it found."""
+    """Return the share of answers with the digit."""
     return {"verifier/found/share": mean_of(verdicts.dense("rewards").double())}
 
 
 class Verifier:
-    """Says whether an answer has a digit."""
+    """Checks whether an answer has a digit."""
 
     def __init__(self, setting: RoleSetting) -> None:
         self._tokenizer = setting.tokenizer
 
     @endpoint(DP, reads=("tokens", "loss_mask"), writes=("rewards", "valid"), measures=verdict_metrics)
     def verify(self, rollouts: Batch, digit: str) -> Batch:
-        """The field ``rewards`` [B]: 1 where an answer has it."""
+        """Return the field ``rewards`` [B]: 1 if the answer has the digit."""
         texts = [self._tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
         found = torch.tensor([float(digit in text) for text in texts])
         return Batch(
@@ -52,7 +52,7 @@ class Verifier:
 
 
 def step(flow: Flow, prompts: Batch, config: Any) -> Handle:
-    """One iteration: sample, verify, prefer what has the digit."""
+    """Run one iteration: sample, verify, prefer answers with the digit."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     verdicts = flow.verifier.verify(rollouts, digit=config.digit)
     advantages = flow.compute(group_advantages, verdicts, into="advantages", scale="off")

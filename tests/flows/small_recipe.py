@@ -1,4 +1,4 @@
-"""A recipe of seconds, with a warm start and a reward of its own; NAME is the algorithm's."""
+"""A recipe of seconds, with a warm start and its own reward; NAME is the algorithm's."""
 
 from __future__ import annotations
 

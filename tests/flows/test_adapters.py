@@ -1,4 +1,4 @@
-"""Runs that train an adapter beside a frozen base: the same by every placement, resumed, small on disk."""
+"""Runs that train an adapter with a frozen base: equal on every placement, resumable, small on disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Ran = tuple[list[object], dict[str, bytes]]
 
 
 def written(folder: Path, name: str = "grpo") -> None:
-    """A recipe beside a base of its own."""
+    """Write a recipe, and a base next to it."""
     folder.mkdir(exist_ok=True)
     new = next(line for line in RECIPE.splitlines() if line.startswith("model.new"))
     (folder / "run.toml").write_text(RECIPE.replace("NAME", name).replace(new, 'model.path = "../base"'))
@@ -43,7 +43,7 @@ def written(folder: Path, name: str = "grpo") -> None:
 
 
 def ran(folder: Path, *settings: str, name: str = "grpo") -> Ran:
-    """Every rollout as it was written, and the files of the last checkpoint's weights."""
+    """Run; return every written rollout, and the weight files of the last checkpoint."""
     written(folder, name)
     run = folder / "run"
     words = [f"run.dir={json.dumps(str(run))}", "policy.lr=1e-2", "warm_start.lr=3e-2", ADAPTER, *settings]
@@ -59,7 +59,7 @@ def digest(folder: Path) -> str:
 
 
 def test_an_adapter_alone_is_trained_saved_and_published(tmp_path: Path) -> None:
-    """Sampled with at ratio 1, apart too: the run would stop else."""
+    """The run checks that it samples at ratio 1."""
     written(tmp_path / "a")
     before = digest(tmp_path / "base")
     rows, files = ran(tmp_path / "a")
@@ -77,7 +77,7 @@ def test_an_adapter_alone_is_trained_saved_and_published(tmp_path: Path) -> None
 @pytest.mark.parametrize("base", ["full", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
 def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, name: str, base: str) -> None:
-    """Its reference is the policy's own module with the adapter that the phase began with."""
+    """The reference is the policy's module with the adapter from the start of the phase."""
     how = ("run.checkpoint_every=1", f"policy.model.adapter.base={base}", "algorithm.steps=3")
     whole = ran(tmp_path / "a", *how, name=name)
     first = ran(tmp_path / "b", *how[:2], "algorithm.steps=1", name=name)
@@ -111,7 +111,7 @@ def test_a_reference_takes_the_policy_s_adapter_as_it_is_and_goes_on_with_the_sa
 @pytest.mark.parametrize("mesh", ["dp = 2", "fsdp = 2", "tp = 2", "pp = 2"])
 @pytest.mark.parametrize("base", ["full", "int8"])
 def test_every_mesh_trains_what_one_rank_trains(tmp_path: Path, mesh: str, base: str) -> None:
-    """But for rounding, which AdamW's first steps make larger."""
+    """Up to rounding, which AdamW's first steps amplify."""
     how = f"policy.model.adapter.base={base}"
     ran(tmp_path / "a", how)
     ran(

@@ -1,4 +1,4 @@
-"""Agents in training: what a calculator says is in the row, and not learnt; one that fails loses no step."""
+"""Agents in training: tool text is in the row but not trained; a failing agent loses no step."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_calculator_s_answer_is_in_the_row_and_learns_nothing(tmp_path: Path) 
 def test_agents_write_the_same_rows_on_every_placement_and_resumed(
     settings: dict[str, object], tmp_path: Path
 ) -> None:
-    """The recipe's rows are its own: whoever samples them, and whenever the run was stopped."""
+    """The rows do not depend on the sampling rank or on a stop of the run."""
     cut = {name: value for name, value in settings.items() if name.startswith("algorithm")}
     exact = {"rollout.deterministic": "true", "evaluate.problems": 4}
     whole = run(EXAMPLES / "agent.toml", tmp_path / "whole", **exact, **cut)

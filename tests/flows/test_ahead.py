@@ -1,4 +1,4 @@
-"""A sampler that runs k versions ahead: the seed alone says what is sampled by which version, and learnt."""
+"""A sampler that runs k versions ahead: the seed alone decides which version samples which rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from small_recipe import RECIPE, REWARD
 STEPS = 5
 INLINE = ('placement.backend="inline"', "placement.pools={ main = 1, answers = 1 }")
 APART = 'placement.roles={ sampler = "answers" }'
-"""The same by one line: what scores is with the policy."""
+"""The same with one changed line: scoring stays with the policy."""
 SCORED_THERE = 'placement.roles={ sampler = "answers", reward = "answers" }'
 COUNTED = """
 from pathlib import Path
@@ -55,7 +55,7 @@ def ran(
     is_quiet: bool = True,
     **how: Any,
 ) -> dict[str, Any]:
-    """What a run leaves that must not depend on how it ran: rows, metrics, judgements, weights."""
+    """Run; return the results that must not depend on placement: rows, metrics, evaluations, weights."""
     folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text(RECIPE.replace("NAME", name))
     (folder / "reward.py").write_text(reward)
@@ -77,13 +77,13 @@ def ran(
 
 
 def versions(found: dict[str, Any]) -> list[set[int]]:
-    """Of every sampled step, the versions of its tokens."""
+    """Return the versions of the tokens of every sampled step."""
     return [{v for row in step["versions"] for v in row if v >= 0} for step in found["rows"]]
 
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Runs whose sampler is apart and 0, 1 or 2 versions ahead."""
+    """Return runs with a separate sampler that is 0, 1 or 2 versions ahead."""
     folder = tmp_path_factory.mktemp("apart")
     return {freshness: ran(folder / str(freshness), freshness, *INLINE, APART) for freshness in (0, 1, 2)}
 
@@ -101,7 +101,7 @@ def test_every_step_samples_with_the_version_that_is_k_steps_old(
 
 
 class Late(NativeEngine):
-    """The native engine, late by as much as its rows say."""
+    """The native engine with a delay that depends on its rows."""
 
     def generate_parts(self, parts: Sequence[Batch], *given: Any) -> Iterator[Batch]:
         for rows in super().generate_parts(parts, *given):
@@ -120,14 +120,14 @@ def small(prompts, completions, **columns):
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_what_takes_how_long_changes_no_bit(tmp_path: Path, parts: int) -> None:
-    plain = 'algorithm.loss.correction="none"'  # an engine that is not the native one is corrected else
+    plain = 'algorithm.loss.correction="none"'  # without this, a foreign engine gets a correction
     settings = (*INLINE, SCORED_THERE, f"rollout.stream_chunks={parts}", "algorithm.loss.kl=0", plain)
     prompt = ran(tmp_path / "a", 2, *settings)
     late = ran(tmp_path / "b", 2, *settings, f'rollout.engine="{__name__}:Late"', reward=LATE)
     for step in (
         *prompt["metrics"],
         *late["metrics"],
-    ):  # an engine that is not the native one is not held to be on-policy
+    ):  # a foreign engine is not checked for being on-policy
         step.pop("mismatch/first_ratio/max", None)
         step.pop("mismatch/first_gap/mean", None)
     assert late == prompt
@@ -154,9 +154,9 @@ def test_where_roles_are_changes_no_bit_of_a_step_of_more(tmp_path: Path, name: 
 
 @pytest.mark.parametrize("name", ["dapo", "remax"])
 def test_rows_that_come_part_by_part_are_the_same_rows(tmp_path: Path, name: str) -> None:
-    """What scores is asked for each part alone; no bit of rows, weights or reports changes.
+    """Scoring stages run on each part alone; no bit of rows, weights or reports changes.
 
-    No model computes anything of parts here: what one does of fewer rows at once is equal but for rounding.
+    No model computes on parts here, because a model's result on fewer rows is equal only up to rounding.
     """
     pools = "placement.pools={ main = 1, answers = 1, scores = 1 }"
     alone = SCORED_ALONE.replace(', reference = "scores"', "")
@@ -171,7 +171,7 @@ def test_rows_that_come_part_by_part_are_the_same_rows(tmp_path: Path, name: str
 
 
 def test_minibatches_are_trained_as_their_rows_come(tmp_path: Path) -> None:
-    """In the order in which rows are sampled an update is by part, with the bits of one over all rows."""
+    """With the sampling order as training order, an update by parts has the bits of one over all rows."""
     order = ("algorithm.shuffle=false", "algorithm.minibatches=5", "algorithm.old_logprobs=sampler")
     settings = (*INLINE, APART, *order, "algorithm.loss.kl=0")
     whole = ran(tmp_path / "a", 1, *settings)
@@ -181,7 +181,7 @@ def test_minibatches_are_trained_as_their_rows_come(tmp_path: Path) -> None:
 
 
 def test_what_models_say_of_parts_is_what_they_say_of_all_but_for_rounding(tmp_path: Path) -> None:
-    """PPO: reference, old policy and critic are asked part by part, and the critic learns so."""
+    """PPO: reference, old policy and critic score part by part, and the critic trains on parts."""
     settings = (*INLINE, APART, "algorithm.shuffle=false", "algorithm.minibatches=5")
     whole, parted = (
         ran(tmp_path / name, 1, *settings, f"rollout.stream_chunks={parts}", name="ppo")["metrics"]
@@ -202,9 +202,9 @@ def test_parts_that_would_cut_minibatches_are_refused(tmp_path: Path) -> None:
 def test_a_run_that_was_cut_goes_on_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, freshness: int, cuts: list[int]
 ) -> None:
-    """What was sampled ahead is in the checkpoint; steps of versions that are gone are not sampled again.
+    """Rows sampled ahead are in the checkpoint; steps of versions that are gone are not sampled again.
 
-    Files take longer to write than a step: a checkpoint is of its own step however many were begun since.
+    Writing files takes longer than a step: a checkpoint belongs to its own step, whatever begins meanwhile.
     """
     monkeypatch.setattr(saving, "SMALL_BYTES", 0)
     monkeypatch.setattr(saving, "write_tensors", lambda *given: time.sleep(0.15) or write_tensors(*given))
@@ -223,7 +223,7 @@ def test_a_run_that_was_cut_goes_on_with_the_same_bits(
 
 
 def goes_on(folder: Path, freshness: int) -> None:
-    """Extend a finished run of a folder by the command."""
+    """Extend a finished run of a folder with the command."""
     settings = [f"algorithm.steps={STEPS}", f"algorithm.freshness={freshness}", "evaluate.every=2"]
     settings += ["policy.model.new.layers=1", *INLINE, APART]
     words = [word for each in settings for word in ("--set", each)]
@@ -233,7 +233,7 @@ def goes_on(folder: Path, freshness: int) -> None:
 def test_a_finished_run_goes_on_with_its_last_weights_and_says_so(
     tmp_path: Path, apart: dict[int, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has sampled nothing ahead: the next k steps are fresher than those of a run that was longer."""
+    """It has sampled nothing ahead: the next k steps are fresher than those of a longer run."""
     ran(tmp_path / "a", 2, *INLINE, APART, "algorithm.steps=2")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     goes_on(tmp_path / "b", 2)
@@ -277,7 +277,7 @@ def test_every_correction_runs_ahead(tmp_path: Path, correction: str) -> None:
 
 
 MOVING = (*INLINE, APART, "policy.lr=0.02", "evaluate=none")
-"""Learning fast enough for a bound on weights to act within a few steps."""
+"""A learning rate at which a bound on weights acts within a few steps."""
 
 
 def test_a_stale_run_clips_the_ratio_to_the_sampler_by_default(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_processes_of_their_own_sample_and_learn_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize("freshness", [2, 4])
 def test_several_processes_that_are_cut_and_go_on_learn_the_same(tmp_path: Path, freshness: int) -> None:
-    """Two ranks train, two answer; then resumed in the middle."""
+    """Two ranks train, two sample; the run is resumed in the middle."""
     sizes = ('placement.backend="ray"', "placement.pools={ main = 2, answers = 2 }", SCORED_THERE)
     steps = f"algorithm.steps={freshness + 3}"
     settings = (*sizes, steps, "run.checkpoint_every=1", "run.keep_checkpoints=9")

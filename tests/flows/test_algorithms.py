@@ -1,4 +1,4 @@
-"""Every algorithm's recipe learns, inline and on Ray; Safe RLHF's limit is in test_safe_rlhf.py."""
+"""Every algorithm's recipe learns, inline and on Ray; test_safe_rlhf.py checks Safe RLHF's limit."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rillflow.runs.reader import read_rollouts
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 IMITATES = "best_of_n"
-"""Has its own test below: what it learns from is no advantage, and no table of rises has it."""
+"""Tested separately below: it trains without advantages, and no table of rises includes it."""
 OTHERWISE = {"sft", "preference", "pairwise", "dpo", "kto", "online_dpo", IMITATES}
-"""Those that learn by no advantage; tests/flows has a file for each kind."""
+"""Algorithms that train without advantages; tests/flows has a file for each kind."""
 SAMPLED = sorted(ALGORITHMS.keys() - OTHERWISE)
 WHERE = ("inline", "together", "apart")
 """One process; Ray with every role on one pool of two ranks; Ray with a pool of one rank for each role."""
 EVERY_DAY = {("dapo", "inline"), ("ppo", "inline")}
 STEPS, LONGER = 14, 24
 BOUND, BOUND_STEPS = "safe_rlhf", 44
-"""Held back by its limit it rises more slowly."""
+"""The cost limit slows its rise."""
 MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "learning.md"
 FEW = ("algorithm.prompts_per_step=4", "algorithm.samples_per_prompt=2")
 
@@ -51,12 +51,12 @@ def cases(where: Sequence[str]) -> list[Any]:
 
 
 def recipe_of(name: str) -> Path:
-    """GRPO's own recipe is a long one; it runs Dr.GRPO's with its own defaults."""
+    """Return an algorithm's recipe; GRPO uses Dr.GRPO's with its own defaults, because its own is long."""
     return RECIPES / ("dr_grpo" if name == "grpo" else name) / "run.toml"
 
 
 def placed(path: Path, where: str) -> list[str]:
-    """The settings that put a recipe's roles there."""
+    """Return the settings of a placement for a recipe's roles."""
     if where == "inline":
         return []
     if find_spec("ray") is None:
@@ -70,7 +70,7 @@ def placed(path: Path, where: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Lines]:
-    """An algorithm's run in a place; each is run once."""
+    """Return a function that runs an algorithm under a placement, each only once."""
     known: dict[tuple[str, str], Lines] = {}
 
     def lines(name: str, where: str) -> Lines:
@@ -84,7 +84,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Lines]
 
 
 def run(recipe: Path, folder: Path, *settings: str) -> Lines:
-    """The metrics of every step that sampled."""
+    """Run a recipe; return the metrics of every step that sampled."""
     options = [word for setting in settings for word in ("--set", setting)]
     assert main(["run", str(recipe), "--dir", str(folder), "--quiet", *options]) == 0
     lines = [json.loads(line)["metrics"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -105,7 +105,7 @@ def rise(lines: Sequence[dict[str, Any]]) -> float:
 
 
 def expected_rise(name: str, steps: int) -> float:
-    """Three deviations below the mean of five seeds, after as many steps or the next fewer measured."""
+    """Return the mean minus three deviations of five seeds, at this or the next smaller measured step."""
     until = max(each for each in (STEPS, LONGER) if each <= steps)
     table = MEASURED.read_text().split(f"## After {until} steps")[1].split("##")[0]
     (row,) = (line for line in table.splitlines() if line.startswith(f"| {name} |"))
@@ -175,7 +175,7 @@ def test_a_step_whose_groups_are_all_alike_learns_nothing_and_goes_on(tmp_path: 
 def test_groups_that_agree_are_replaced_from_further_prompts_and_a_resume_draws_the_same(
     recipe: Path,
 ) -> None:
-    """Every step trains on its full number of groups that differ; the stream goes on where refills ended."""
+    """Every step trains its full number of varied groups; the stream continues where refills ended."""
     text = "def low(prompts, completions, **_):\n    return [float(text[:1] < '5') for text in completions]\n"
     (recipe.parent / "reward.py").write_text(text)
     options = {

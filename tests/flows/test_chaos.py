@@ -1,4 +1,4 @@
-"""Chaos on real processes, the short forms: see ``tests.chaos``."""
+"""Chaos on real processes, in short form: see ``tests.chaos``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not inst
 
 
 def test_crash_equivalence_of_a_run_whose_driver_is_killed(tmp_path: Path) -> None:
-    """In one process: test_dead_sampler.py kills a rank on Ray every day."""
+    """In one process; test_dead_sampler.py kills a rank on Ray every day."""
     case = Case(tmp_path, "ahead", 8, [INLINE])
     case.play(faults=1)
     assert "SIGKILL to driver" in case.told[0] and case.told[-1] == "the bits of an undisturbed run"

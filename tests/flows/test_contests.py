@@ -1,4 +1,4 @@
-"""rillflow evaluate: two models answer what a run held out, and functions, models and judges compare them."""
+"""rillflow evaluate: two models answer held-out prompts; functions, models and judges compare them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampler that dies on Ray takes no step of the trainer along."""
+"""A sampler that dies on Ray loses no step of the trainer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def die_once(tokens: Tensor, *, calls: str) -> float:
 
 
 def step(flow: Flow, prompts: Batch, config: GRPOConfig) -> Handle:
-    """GRPO whose sampler dies between an update and its publication; with ALWAYS set, before every update."""
+    """Run GRPO with a sampler that dies between update and publish; with ALWAYS set, before every update."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     if "ALWAYS" in os.environ:
         flow.number(die_once, rollouts, calls=os.environ["CALLS"])
@@ -61,7 +61,7 @@ ALGORITHM = Algorithm(config=GRPOConfig, step=step)
 
 
 def command(tiny: Tiny, name: str, *settings: str) -> list[str]:
-    """The words of this file's command line that run the recipe."""
+    """Return the words of this file's command line that run the recipe."""
     words = [word for setting in settings for word in ("--set", setting)]
     return ["run", str(tiny.recipe), "--dir", str(tiny.folder / name), *words]
 

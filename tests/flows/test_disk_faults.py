@@ -1,4 +1,4 @@
-"""Any write may fail, or be the last thing a driver does: resumed, the run has the bits of one left alone.
+"""Any write may fail or be a driver's last action; the resumed run has the bits of an undisturbed one.
 
 test ── "the 3rd write on metrics.jsonl fails" ──> a process that runs recipes, disk_faults.c in front of libc
 """
@@ -100,7 +100,7 @@ WRITES = {
         f"{BEGUN}/policy.optimizer/weights.json",
     ],
 }
-"""What a run does with each of its files and folders, a call or more."""
+"""Calls of a run on each of its files and folders."""
 KILL = -1
 EVERY_DAY = {
     ("write", "metrics.jsonl", errno.ENOSPC),
@@ -114,7 +114,7 @@ EVERY_DAY = {
 
 
 def cases() -> Iterator[Any]:
-    """A full disk stays full; an error of a device comes once; a driver is killed where it would write."""
+    """Yield faults: a full disk stays full, a device error comes once, a driver is killed at the write."""
     for calls, files in WRITES.items():
         for call in calls.split():
             kinds = {errno.ENOSPC: call not in ("flush", "cut"), errno.EIO: call not in ("create", "folder")}
@@ -127,7 +127,7 @@ def cases() -> Iterator[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a run ended."""
+    """Exit code and output of a run."""
 
     code: int
     out: str
@@ -142,7 +142,7 @@ class Faulty(Tiny):
         self._process = process
 
     def failing(self, name: str, turn: int = 0, error: int = 0, lasts: bool = False, tell: str = "") -> Ended:
-        """Run the recipe; the ``turn``-th write below its directory fails, and all later ones if it lasts."""
+        """Run the recipe; its ``turn``-th write below its directory fails, with ``lasts`` all later ones."""
         words = ["run", str(self.recipe), "--dir", str(self.folder / name), "--set", OFTEN]
         order = {"folder": str(self.folder / name), "turn": turn, "error": error, "lasts": lasts}
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -177,7 +177,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
 
 @pytest.fixture(scope="module")
 def writes(faulty: Faulty) -> list[str]:
-    """Every write of a run that nothing stopped, as ``call file``; the run is called ``whole``."""
+    """Return every write of an undisturbed run named ``whole``, as ``call file``."""
     assert faulty.failing("whole", tell=str(faulty.folder / "told")).code == 0
     return (faulty.folder / "told").read_text().splitlines()
 
@@ -187,7 +187,7 @@ def plain(what: str) -> str:
 
 
 def last_of_the_start(writes: list[str]) -> int:
-    """What fails until then has started nothing: that is exit code 2."""
+    """Return the number of the last write of the start; a failure before it gives exit code 2."""
     return len(writes) - writes[::-1].index("rename environment.json") + 1
 
 
@@ -210,7 +210,7 @@ def test_a_run_survives_a_write_that_fails(
 
 
 def assert_said(ended: Ended, error: int, turn: int, writes: list[str]) -> None:
-    """The error is ours, with the system's reason; its code says how far the run was."""
+    """Check that the error is Rillflow's with the system's reason, and that its code matches the progress."""
     said = ended.err if ended.code else ended.out
     assert re.search(r"cannot (write|be written)", said) and os.strerror(error) in said, ended
     assert "Traceback" not in said and "correct that line" not in said, ended
@@ -227,7 +227,7 @@ def test_the_table_has_every_write_of_a_run(writes: list[str]) -> None:
 
 
 def assert_whole(faulty: Faulty, name: str) -> None:
-    """A run is as the one that nothing stopped, to the last file."""
+    """Check that a run equals the undisturbed one, to the last file."""
     faulty.assert_same("whole", name)
     whole, run = faulty.folder / "whole", faulty.folder / name
     for file in (whole / "rollouts").iterdir():

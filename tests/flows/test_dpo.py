@@ -1,4 +1,4 @@
-"""Learning from pairs without a reward: whole runs, with and without a reference."""
+"""Training on pairs without a reward: whole runs, with and without a reference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ every = 3
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """Twenty-five sums, each with its answer and the one that is off by one."""
+    """Write twenty-five sums, each with its answer and one that is off by one; return the recipe."""
     pairs = [
         {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)}
         for a in range(5)
@@ -54,7 +54,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_a_run_computes_every_row_s_reference_once_and_resumes_bit_for_bit(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """21 pairs in 5 steps of 8 are two epochs; the second part of the run reads what the first computed."""
+    """21 pairs in 5 steps of 8 are two epochs; the second part of the run reads the first part's totals."""
     assert check(loaded(recipe, "whole")).problems == []
     whole = ran(recipe, "whole")
     kept = [tuple(row) for line in lines(whole, "reference_totals.jsonl") for row in line["rows"]]
@@ -93,7 +93,7 @@ def test_a_kind_without_a_reference_makes_none(recipe: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_share_the_pairs_and_take_the_same_steps(recipe: Path, ranks: int) -> None:
-    """Pairs that do not divide by the ranks; rows come to other ranks in the second epoch."""
+    """The ranks do not divide the pairs; rows move to other ranks in the second epoch."""
     few = ("algorithm.prompts_per_step=5", "policy.lr=1e-4", "evaluate.problems=0")
     alone = numbers(ran(recipe, "alone", *few))
     run = ran(recipe, "ranks", *few, 'placement.backend="inline"', f"placement.pools.main={ranks}")

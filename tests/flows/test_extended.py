@@ -1,4 +1,4 @@
-"""A run goes on in its directory under settings that may change, and says which did, from which step on."""
+"""A run continues in its directory under changed settings, and reports which changed and from which step."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_edited_data_and_other_settings_are_refused(tiny: Tiny, capsys: pytest.C
 
 
 def prompts_of(tiny: Tiny, name: str, step: int) -> list[tuple[int, int]]:
-    """Epoch and place of the prompts that a step sampled."""
+    """Return epoch and index of the prompts that a step sampled."""
     return [row.row.group for row in read_rollouts(tiny.folder / name, step) if row.row.sample == 0]
 
 
@@ -120,7 +120,7 @@ def test_rows_that_were_added_join_at_the_next_epoch_and_change_nothing_before_i
     assert tiny.run("grown", "algorithm.steps=9") == 0
     assert "changed: from step 5 on, data.rows: 12 -> 15" in capsys.readouterr().out
     assert tiny.numbers("grown")[:4] == before
-    # 10 rows to train on and 4 prompts a step: epoch 0 ends within the third of them
+    # 10 rows to train on and 4 prompts per step: epoch 0 ends within the third step
     grown, left = ([prompts_of(tiny, name, step) for step in range(3, 12)] for name in ("grown", "left"))
     first = [row for step in left for row in step if row[0] == 0]
     assert [row for step in grown for row in step][:10] == first

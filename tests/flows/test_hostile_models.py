@@ -1,4 +1,4 @@
-"""``check --no-code`` of hostile model folders: refused in words, within bounds, and nothing runs."""
+"""``check --no-code`` on hostile model folders: refused with an error, within bounds, and nothing runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.flows.hostile_models import BOUNDED, EVERY_DAY, FOLDERS, template
 from tests.unit.cli.test_bad_inputs import REWARD, TOML, rows, set_json, text, write_model, write_rows
 
 RESIDENT_BYTES = 2 * 2**30
-"""Of the command, and of each child that it waits for."""
+"""Limit for the command, and for each child that it waits for."""
 OWNED = "open({!r}, 'w')\n"
 CASES = [pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.slow, id=name) for name in FOLDERS]
 Checked = Callable[..., tuple[int, str]]
@@ -22,7 +22,7 @@ Checked = Callable[..., tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def checked() -> Iterator[Checked]:
-    """The exit code of ``rillflow check`` and what it said; fails where it exceeds its bounds."""
+    """Yield a function that returns exit code and output of ``rillflow check`` and fails above its bounds."""
     command = [sys.executable, "-m", "tests.flows.checking"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         asks, answers = process.stdin, process.stdout
@@ -75,7 +75,7 @@ def test_what_a_sound_folder_may_hold_ends_and_runs_nothing(
 
 
 def test_no_code_of_a_recipe_or_a_model_runs(folder: Path, checked: Checked) -> None:
-    """Each place that could hold code would leave a file of its own; without --no-code the reward does."""
+    """Each place that could hold code would write its own file; without --no-code the reward does."""
     marks = {name: folder / f"{name}.ran" for name in ("reward", "agent", "engine", "server", "model", "os")}
     code = {name: OWNED.format(str(mark)) for name, mark in marks.items()}
     text("reward.py", f"{code['reward']}{REWARD}")(folder)
@@ -96,6 +96,6 @@ def test_no_code_of_a_recipe_or_a_model_runs(folder: Path, checked: Checked) -> 
         _, said = checked(folder, *(word for each in settings for word in ("--set", each)), "--no-code")
         assert "not run (--no-code)" in said and "reward: reward.py:brief" in said, said
         assert [name for name, mark in marks.items() if mark.exists()] == []
-        write_rows(folder, rows())  # once is enough for the template, which transformers renders
+        write_rows(folder, rows())  # the template once, because transformers renders it
     assert checked(folder)[0] == 0
     assert [name for name, mark in marks.items() if mark.exists()] == ["reward"], "the trap would catch"

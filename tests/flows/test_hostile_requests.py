@@ -1,6 +1,6 @@
-"""Hostile requests: each is refused in words that name the value, and a polite client keeps its tokens.
+"""Hostile requests: each is refused with an error that names the value, and a normal client keeps its tokens.
 
-The door is ``rillflow serve`` in a process of its own. Every case sends its request while a polite one runs.
+The server is ``rillflow serve`` in its own process. Every case sends its request while a normal one runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.flows.warm import Command
 
 NEW = NewModel(hidden=32, layers=1, heads=2, kv_heads=1, context=128, alphabet="0123456789+=:asut ")
 MORE_BYTES = 2**30
-"""What the server's peak may grow by, over all cases; a request of 10 MiB is parsed meanwhile."""
+"""Largest growth of the server's peak over all cases, while it parses a request of 10 MiB."""
 START_S = ANSWER_S = 60.0
 POLITE = {"prompt": "1+2=", "max_tokens": 24, "temperature": 0, "return_token_ids": True}
 P = {"prompt": "1"}
@@ -182,25 +182,25 @@ PARAMETERS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A door in a process of its own."""
+    """A server in its own process."""
 
     url: str
     """Its address."""
     token: str
-    """What a client bears."""
+    """The client's bearer token."""
     pid: int
-    """Its process."""
+    """Its process id."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that its process has held so far."""
+        """Peak bytes of its process so far."""
         status = Path(f"/proc/{self.pid}/status").read_text()
         return 1024 * int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
 
 
 @contextmanager
 def serving(model: Path) -> Iterator[Server]:
-    """``rillflow serve`` of a model's directory; it must still run at the end."""
+    """Run ``rillflow serve`` on a model's directory; it must still run at the end."""
     token = model.parent / "token"
     words = ["serve", str(model), "--port", "0", "--token-file", str(token)]
     command = Command(words, model.parent / "said.txt")
@@ -248,12 +248,12 @@ def polite(door: Server) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Before:
-    """What a polite client was told before any hostile request."""
+    """Results of a normal client before any hostile request."""
 
     tokens: list[int]
     """Its tokens."""
     peak_bytes: int
-    """The server's peak by then."""
+    """The server's peak at that time."""
 
 
 @pytest.fixture(scope="module")
@@ -280,9 +280,9 @@ def test_a_hostile_request_is_refused_and_reaches_no_other_client(
 
 
 def overflowing(model: Path, token: int) -> None:
-    """Let the logits of each row that holds a token overflow, and leave all other rows as they are.
+    """Make the logits of each row with a token overflow, and leave all other rows unchanged.
 
-    No weight but that token's embedding writes a hidden state's first number, and the head multiplies it.
+    Only that token's embedding writes a hidden state's first number, which the head multiplies.
     """
     file = model / "model.safetensors"
     weights = load_file(file)

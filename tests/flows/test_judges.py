@@ -1,4 +1,4 @@
-"""A judge learns from pairs in a run of its own, and another run trains a policy with what it prefers."""
+"""A judge trains on pairs in its own run, and another run trains a policy on its preferences."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_judge_that_cannot_be_asked_is_refused_before_the_run(folder: Path) ->
 
 
 def test_a_function_and_a_judge_score_together_each_with_its_curve(folder: Path) -> None:
-    """By hand: the reward is the weighted sum of what each said, row by row."""
+    """The reward is the weighted sum of both scores, row by row, as computed by hand."""
     ran(folder / "run.toml", "judge", "algorithm.steps=1")
     weights = "reward.weights={function=2.0,judge=0.5}"
     assert check(loaded(folder / "use.toml", "use", weights)).problems == []

@@ -1,4 +1,4 @@
-"""The bound on one token's divergence leaves an ordinary run as it is."""
+"""The bound on one token's divergence does not change an ordinary run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def weights(run: Path) -> list[bytes]:
 
 
 def values(run: Path, name: str) -> list[float]:
-    """A metric of the steps that sampled."""
+    """Return a metric of the steps that sampled."""
 
     def value(metric: dict[str, Any]) -> float:
         return metric["mean"] if "mean" in metric else metric["largest_share"]

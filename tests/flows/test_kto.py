@@ -1,4 +1,4 @@
-"""Learning from single answers: whole runs."""
+"""Training on single labelled answers: whole runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 def test_a_run_tells_good_answers_from_bad_ones_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Six steps of nine are more than one epoch: there a prompt meets another one's answer."""
+    """Six steps of nine are more than one epoch: then a prompt meets another prompt's answer."""
     whole = ran(tmp_path, "whole")
     steps = numbers(whole)
     assert all(step["answers/accuracy/mean"]["count"] == 9 for step in steps)
@@ -72,7 +72,7 @@ def test_a_run_tells_good_answers_from_bad_ones_and_resumes_bit_for_bit(
 
 
 def test_a_warm_start_imitates_good_answers_alone(tmp_path: Path) -> None:
-    """The only good answer is the only one that is learnt, however many bad ones there are."""
+    """Only the one good answer is trained, whatever the number of bad ones."""
     rows = [
         {"prompt": f"1+{n}=", "completion": str(n + 1 if n == 4 else 9), "label": n == 4} for n in range(6)
     ]

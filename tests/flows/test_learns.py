@@ -1,4 +1,4 @@
-"""Whole runs by the documented commands: a reward must rise."""
+"""Whole runs with the documented commands: a reward must rise."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rewards(run: Path) -> list[float]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """The recipe of one's own: another architecture from a directory, a JSONL file, a reward function."""
+    """Copy recipes/your_own: another architecture from a directory, a JSONL file, a reward function."""
     folder = tmp_path / "own"
     shutil.copytree(ROOT / "recipes" / "your_own", folder, ignore=shutil.ignore_patterns("model"))
     subprocess.run([sys.executable, str(folder / "make_model.py")], check=True, timeout=120)
@@ -53,7 +53,7 @@ def own(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_model_prompts_and_reward_of_ones_own(own: Path, tmp_path: Path, seed: int) -> None:
-    """The README's claim: it writes the letter it is asked for, in phrases it was not trained on."""
+    """The README's claim: it writes the requested letter, in phrases that it was not trained on."""
     run = tmp_path / "run"
     rillflow("run", str(own / "run.toml"), "--dir", str(run), "--set", f"run.seed={seed}", "--quiet")
     last = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
@@ -74,7 +74,7 @@ def test_the_same_learns_in_bfloat16(own: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ran(shared_recipe: Path) -> Path:
-    """The directory of a run of 6 steps after a warm start of 6."""
+    """Return the directory of a run of 6 steps after a warm start of 6."""
     run = shared_recipe.parent / "run"
     assert main(["run", str(shared_recipe), "--dir", str(run), "--quiet"]) == 0
     return run

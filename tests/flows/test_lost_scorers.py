@@ -1,4 +1,4 @@
-"""Ranks that score and die: replaced while a ready-first run trains on, and no group is lost or doubled."""
+"""Scoring ranks that die are replaced while a ready-first run trains; no group is lost or doubled."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SCORE = "reward.score_groups"
 
 
 class Killing(InlineBackend):
-    """Kills a rank behind every few of its calls, by default the first one that scores."""
+    """Kills a rank after every few of its calls, by default the first scoring rank."""
 
     def __init__(self, most: int, every: int, call: str = SCORE, pool: str = "scorers") -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Killing(InlineBackend):
 
 
 def assert_whole(run: Path, said: str, deaths: int) -> None:
-    """Each death was survived without a restart of all ranks; a replay without deaths has the same bits."""
+    """Check that no death restarted all ranks, and that a replay without deaths has the same bits."""
     assert said.count("a new process takes its place") == deaths and "all ranks start again" not in said
     assert set(once(run).values()) == {3} and len(once(run)) == STEPS * 5
     lines = [json.loads(line) for line in (run / layout.DECISIONS).read_text().splitlines()]
@@ -108,7 +108,7 @@ class NodeGone(Killing):
 def test_a_run_goes_on_without_a_rank_that_cannot_be_replaced(
     tmp_path: Path, pool: str, call: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Evaluations use the ranks that are left."""
+    """Evaluations use the remaining ranks."""
     given = Given(backend=lambda _: NodeGone(most=1, every=10, call=call, pool=pool))
     more = ("placement.pools={ main = 1, answers = 2, scorers = 2 }", "evaluate.every=3")
     settings = [each for each in SETTINGS if not each.startswith(("evaluate", "placement.pools"))]
@@ -146,7 +146,7 @@ def test_a_run_whose_only_rank_cannot_be_replaced_ends_with_the_reason(tmp_path:
 
 
 def kill_scorers(run: Path, deaths: int) -> None:
-    """Kill a process that scores, and so has child processes, after every third step."""
+    """Kill a scoring process, identified by its children, after every third step."""
     for death in range(1, deaths + 1):
         while (
             not (run / layout.METRICS).exists()
@@ -181,7 +181,7 @@ JUDGES = (
 
 
 def judged(folder: Path, backend: Callable[[float], Backend], *settings: str) -> Path:
-    """A run whose policy is scored by a judge that another run has trained."""
+    """Run with a policy whose judge was trained by another run."""
     (folder / "run.toml").write_text(PAIRWISE.replace("kv_heads = 1", "kv_heads = 2"))
     (folder / "use.toml").write_text(POLICY.replace("kv_heads = 1", "kv_heads = 2"))
     whole_runs.ran(folder / "run.toml", "judge", "evaluate=none")

@@ -1,4 +1,4 @@
-"""Whole runs under 3D meshes say what one rank says: the same tokens, the same losses but for rounding."""
+"""Whole runs on 3D meshes match one rank: the same tokens, the same losses up to rounding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OTHERS = [
 def ran(
     folder: Path, name: str, axes: dict[str, int], generate: int, *more: str
 ) -> tuple[list[Any], list[Any]]:
-    """What was sampled, and every step's losses and norms."""
+    """Run; return sampled tokens, and every step's losses and norms."""
     folder.mkdir(exist_ok=True)
     text = RECIPE if name != "online_dpo" else RECIPE.replace("loss.kl = 0.01", "loss.beta = 0.5")
     (folder / "run.toml").write_text(text.replace("NAME", name))
@@ -106,7 +106,7 @@ def test_a_run_whose_tensor_shards_share_out_tokens_says_what_one_rank_says(tmp_
 
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_mesh(tmp_path: Path) -> None:
-    """Its last step is undone; the step before was made under (1, 2, 2), this one under (2, 1, 2)."""
+    """Its last step is removed; the step before ran under (1, 2, 2), this one under (2, 1, 2)."""
     alone = ran(tmp_path / "alone", "ppo", {}, 1)
     folder = tmp_path / "moved"
     ran(folder, "ppo", {"pp": 2, "tp": 2}, 1, "run.checkpoint_every=1")
@@ -120,7 +120,7 @@ def test_a_run_goes_on_under_another_mesh(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_models_of_one_pool_may_have_grids_of_their_own(tmp_path: Path) -> None:
-    """The critic's parameters are cut over dp, the policy's over tp, on the same two ranks."""
+    """On the same two ranks, the critic's parameters are sharded over dp and the policy's over tp."""
     alone = ran(tmp_path / "alone", "ppo", {}, 1)
     found = ran(tmp_path / "mesh", "ppo", {"tp": 2}, 2, "placement.train_parallel.critic.fsdp=2")
     assert found[0] == alone[0]
@@ -130,7 +130,7 @@ def test_models_of_one_pool_may_have_grids_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_whose_ranks_share_out_experts_says_what_one_rank_says(tmp_path: Path) -> None:
-    """Its last step is undone, and made again by two ranks that have all experts each."""
+    """Its last step is removed, and repeated by two ranks that have all experts each."""
     more = ("policy.model.new.architecture=qwen3_moe", "rollout.replay_routing=true", "policy.balance=0.01")
     alone = ran(tmp_path / "alone", "grpo", {}, 1, *more)
     folder = tmp_path / "mesh"
@@ -151,7 +151,7 @@ def test_a_run_whose_ranks_share_out_experts_says_what_one_rank_says(tmp_path: P
 def test_a_reference_moves_shard_by_shard_as_on_one_rank(
     name: str, axes: dict[str, int], tmp_path: Path
 ) -> None:
-    """Collected pairs, too: they lie on one rank, and are shared out to all."""
+    """Also with collected pairs, which lie on one rank and are distributed to all."""
     moves = ("algorithm.reference=moving", "algorithm.reference_rate=0.25", "algorithm.steps=3")
     moves += ("policy.lr=1e-2", "evaluate.problems=0")
     alone, found = (ran(tmp_path / str(len(cut)), name, cut, 1, *moves) for cut in ({}, axes))

@@ -1,4 +1,4 @@
-"""Nothing is lost by default: what a run has made before an error is saved, and said."""
+"""Nothing is lost by default: work before an error is saved and reported."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ BOTH = (*APART, "placement.backend=inline")
 
 
 def prompt_of(tiny: Tiny, name: str, step: int) -> str:
-    """A prompt of the last rank's part of a step; none of those that a reward is tried on before."""
+    """Return a prompt of the last rank's part of a step; the reward's trial uses other prompts."""
     return read_rollouts(tiny.folder / name, step)[-3].prompt
 
 
 def test_an_outage_at_one_rank_of_several_loses_no_step(
     tiny: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other rank has its rewards, and waits for nobody when the step before is saved."""
+    """The other rank has its rewards, and does not wait when the step before is saved."""
     assert tiny.run("whole", *BOTH) == 0
     (tiny.folder / "fails_on").write_text(prompt_of(tiny, "whole", 3))
     assert tiny.run("late", *BOTH) == 1
@@ -185,7 +185,7 @@ def test_an_error_of_the_checkpoint_after_an_error_hides_nothing(
 def test_a_checkpoint_that_fails_beside_training_ends_the_run_with_the_last_step_saved(
     tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """The error says of which step; nothing that was begun is left."""
+    """The error names the step; unfinished files are removed."""
     calls, write, begin = [0], saving.write_tensors, saving.Saving._copied
 
     def failing(act: Callable[..., Any], *given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``algorithm.freshness`` alone makes a run sample ahead: what is chosen, what is said and what is shown."""
+"""``algorithm.freshness`` alone makes a run sample ahead: choices, messages and report."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.flows.conftest import SUMS, Tiny
 AHEAD, INLINE = "algorithm.freshness=2", "placement.backend=inline"
 READY = "algorithm.async_mode=ready_first"
 FAST = "policy.lr=0.1"
-"""A rate at which weights move far within two steps."""
+"""A learning rate at which weights move far within two steps."""
 
 
 @pytest.fixture
 def small(tiny: Tiny) -> Tiny:
-    """A recipe of six steps in one pool."""
+    """Write a recipe of six steps in one pool."""
     tiny.write("steps = 6\n[evaluate]\nproblems = 0\n" + SUMS)
     return tiny
 
@@ -30,7 +30,7 @@ def checked(tiny: Tiny, *settings: str) -> int:
 
 
 def placed(tiny: Tiny, name: str) -> dict[str, Any]:
-    """The placement in a run's config."""
+    """Return the placement in a run's config."""
     found: dict[str, Any] = json.loads((tiny.folder / name / layout.CONFIG).read_text())["placement"]
     return found
 

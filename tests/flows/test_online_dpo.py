@@ -1,4 +1,4 @@
-"""Online DPO end to end: pairs are collected and survive; references move; what cannot be is refused."""
+"""Online DPO end to end: collected pairs survive, references move, invalid settings are refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def values(tiny: Tiny, run: str, name: str) -> list[float]:
 
 
 def cut(tiny: Tiny, run: str, after: int, into: str) -> None:
-    """A copy of a run as it was after a step."""
+    """Copy a run as it was after a step."""
     shutil.copytree(tiny.folder / run, tiny.folder / into)
     (tiny.folder / into / "finished.json").unlink()
     for step in range(after + 1, 5):
@@ -80,7 +80,7 @@ def test_an_error_inside_an_iteration_saves_the_pairs_of_the_last_whole_one(smal
     calls = []
 
     def step(flow: Any, prompts: Any, config: Any) -> Any:
-        if isinstance(flow, Flow) and flow.journal.supply:  # and no step that is only heard or traced
+        if isinstance(flow, Flow) and flow.journal.supply:  # not a traced step
             calls.append(flow)
             if len(calls) == 3:
                 flow.collect("pairs", flow.rows["pairs"])
@@ -140,7 +140,7 @@ def test_fresh_pairs_alone_are_learnt_from(small: Tiny, reference: str) -> None:
 def test_ahead_pairs_are_as_old_as_they_may_be_and_a_resumed_run_has_the_same_bits(
     small: Tiny, data: str, ages: list[int]
 ) -> None:
-    """Collected pairs are trained whatever their age; the bound holds where pairs are fresh."""
+    """Collected pairs are trained at any age; the bound applies to fresh pairs."""
     ahead = (*PAIRS, f"algorithm.data={data}", "algorithm.freshness=1", "placement.backend=inline")
     ahead += ("placement.pools={main=1,answers=1}", 'placement.roles.sampler="answers"')
     assert small.run("whole", *ahead) == 0

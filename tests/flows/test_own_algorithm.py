@@ -1,4 +1,4 @@
-"""An algorithm in a file of one's own: examples/own_algorithm.py runs, resumes and learns."""
+"""A custom algorithm in one file: examples/own_algorithm.py runs, resumes and learns."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def example() -> ModuleType:
 
 
 def run(example: ModuleType, folder: Path, *settings: str) -> list[float]:
-    """The mean reward of every step of the example's recipe."""
+    """Return the mean reward of every step of the example's recipe."""
     words = [word for setting in settings for word in ("--set", setting)]
     words = ["run", str(RECIPE), "--dir", str(folder), "--quiet", *words]
     assert main(words, algorithms=[example.ALGORITHM]) == 0
@@ -110,7 +110,7 @@ def test_its_settings_and_its_graph_are_checked_like_any(
 
 @pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_file_run_as_a_script_updates_by_its_own_loss_and_settings(backend: str, tmp_path: Path) -> None:
-    """Classes and functions of __main__ travel to ranks whose __main__ is another file."""
+    """Classes and functions of __main__ are sent to ranks whose __main__ is another file."""
     if backend == "ray" and find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     small = ["algorithm.name=ranked", "algorithm.steps=2", "algorithm.prompts_per_step=4", "warm_start=none"]
@@ -128,7 +128,7 @@ def test_a_file_run_as_a_script_updates_by_its_own_loss_and_settings(backend: st
 
 
 def test_advantages_by_rank_are_as_by_hand() -> None:
-    """Of three answers the best beats two, ties beat nobody, and a row without a reward is left out."""
+    """The best of three answers beats two, ties beat nobody, and a row without a reward is excluded."""
     ranked = loaded("own_loss")
     found = ranked.rank_advantages(
         torch.tensor([5.0, 90.0, 6.0, 1.0, 1.0, 0.0, 0.0]),
@@ -161,10 +161,10 @@ def own_step(
     advance: Callable[[Flow, Any], Any],
     publishes: bool = True,
     returns: bool = True,
-    loss: Any = None,  # also what is no loss
+    loss: Any = None,  # also an invalid loss
     **options: Any,
 ) -> Callable[..., Any]:
-    """GRPO's lines with a slip in one of them."""
+    """Return GRPO's step with an error in one line."""
 
     def step(flow: Flow, prompts: Batch, config: GroupConfig) -> Any:
         rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
@@ -186,13 +186,13 @@ def reads_more(logprobs: Tensor, advantage: Tensor) -> Tensor:
 
 
 class OwnConfig(GroupConfig):
-    """Nothing of its own."""
+    """Settings without additions."""
 
     name: Literal["own"]
 
 
 def command(word: str, step: Callable[..., Any], *settings: str) -> int:
-    """A command with an algorithm of this step."""
+    """Run a command with an algorithm of this step."""
     own = Algorithm(config=OwnConfig, step=step)
     small = ["algorithm.name=own", "warm_start=none", "algorithm.steps=1", "algorithm.prompts_per_step=2"]
     words = [word for setting in (*small, *settings) for word in ("--set", setting)]
@@ -265,7 +265,7 @@ def test_a_formula_that_raises_is_shown_with_its_line(
 def test_a_step_s_batches_are_released_before_its_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an object store they would stay until the next step, while evaluation makes batches of its own."""
+    """In an object store they would stay until the next step, while evaluation makes its own batches."""
     seen: list[weakref.ref[Any]] = []
     alive: list[int] = []
     evaluate = Loop._evaluate
@@ -291,4 +291,4 @@ def test_a_step_s_batches_are_released_before_its_evaluation(
     monkeypatch.setattr(Loop, "_evaluate", counted)
     step = own_step(advance=advance)
     assert command("run", step, f'run.dir="{tmp_path / "run"}"', "evaluate.problems=2") == 0
-    assert len(seen) == 3 and alive == [0, 0]  # heard, traced and run; evaluated before and after
+    assert len(seen) == 3 and alive == [0, 0]  # traced twice and run; evaluated before and after

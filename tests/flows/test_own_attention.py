@@ -1,4 +1,4 @@
-"""A model whose attention is its own: said, trained on padded rows, and refused where it does not go."""
+"""A model with its own attention: reported, trained on padded rows, and refused for unsupported features."""
 
 from __future__ import annotations
 

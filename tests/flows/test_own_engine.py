@@ -1,4 +1,4 @@
-"""Another rollout engine takes the native one's place by one setting, or is refused at once."""
+"""Another rollout engine replaces the native one by one setting, or is refused at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def facts_of(loaded: LoadedRecipe) -> RecipeFacts:
 
 
 def ran(folder: Path, *settings: str) -> list[str]:
-    """Every rollout, as it was written."""
+    """Run; return every written rollout."""
     folder.mkdir(exist_ok=True)
     (folder / "run.toml").write_text(RECIPE)
     (folder / "reward.py").write_text(REWARD)
@@ -66,7 +66,7 @@ def ran(folder: Path, *settings: str) -> list[str]:
 
 
 def test_an_engine_of_ones_own_samples_by_one_setting(tmp_path: Path) -> None:
-    """It is given each version once, is woken before it samples and sent to sleep before anything trains."""
+    """It loads each version once, wakes before it samples and sleeps before anything trains."""
     own_engine.ASKED.clear()
     found = ran(tmp_path / "own", 'rollout.engine="own_engine:Noting"', 'algorithm.loss.correction="none"')
     assert found == ran(tmp_path / "native")
@@ -187,7 +187,7 @@ APART = (
 
 @pytest.mark.parametrize("apart", [(), APART], ids=["together", "apart"])
 def test_a_copy_that_says_what_the_trainer_says_is_sampled_with(apart: Sequence[str], tmp_path: Path) -> None:
-    """A canary after each publish; beside it nothing changes."""
+    """A canary runs after each publish and changes nothing else."""
     plain = ['algorithm.loss.correction="none"', "policy.lr=0.03", *apart]
     found = ran(tmp_path / "own", 'rollout.engine="own_engine:Copying"', *plain)
     assert found == ran(tmp_path / "native", *plain)
@@ -218,7 +218,7 @@ def test_a_release_of_vllm_that_was_not_tried_is_refused_or_noted() -> None:
 
 
 def python_that_says(folder: Path, said: str, status: int = 0) -> Path:
-    """What stands for the Python of another environment."""
+    """Write a fake Python of another environment."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\necho '{said}'\necho odd >&2\nexit {status}\n")
     path.chmod(0o755)
@@ -242,7 +242,7 @@ SERVED = ["rollout.engine=vllm", "rollout.server=python"]
 def test_the_vllm_of_another_environment_is_asked_what_it_is(
     said: str | None, status: int, what: str, why: str, tmp_path: Path
 ) -> None:
-    """Before anything starts; here there is none, and none is needed."""
+    """Before anything starts; no such environment is needed here."""
     if said is not None:
         python_that_says(tmp_path, said, status)
     with pytest.raises(ConfigError) as caught:
@@ -252,7 +252,7 @@ def test_the_vllm_of_another_environment_is_asked_what_it_is(
 
 
 def test_a_newer_vllm_is_noted_and_an_adapter_it_has_not_is_refused(tmp_path: Path) -> None:
-    """Also where a directory's adapter goes on, which the recipe does not name."""
+    """Also if the recipe does not name the adapter, but its directory has one."""
     (tmp_path / "run.toml").write_text(RECIPE)
     python_that_says(tmp_path, '{"release": "0.40.0", "missing": []}')
     loaded = load_recipe(tmp_path / "run.toml", SERVED)
@@ -289,7 +289,7 @@ def test_a_recipe_shows_the_server_only_where_one_is_named(tmp_path: Path) -> No
 def test_an_engine_from_nothing_trains_and_says_what_the_trainer_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The example's 60 lines of code; the check after each publish compares its log probabilities."""
+    """The example has 60 lines of code; the check after each publish compares its log probabilities."""
     plain = ('rollout.engine="own_engine_example:PlainEngine"', "policy.lr=0.03", "algorithm.steps=3")
     source = Path(__file__).parents[2] / "examples" / "own_engine.py"
     (tmp_path / "own_engine_example.py").write_text(source.read_text("utf-8"))

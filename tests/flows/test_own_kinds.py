@@ -1,4 +1,4 @@
-"""A kind of data and a kind of loss from outside the package: checked, trained, evaluated, replayed."""
+"""A data kind and a loss kind from outside the package: checked, trained, evaluated, replayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An algorithm's file brings a role of its own; who takes part follows from a step that does not say it."""
+"""An algorithm's file brings its own role; the roles of a run follow from its step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def recipe(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("backend", ["inline", pytest.param("ray", marks=pytest.mark.slow)])
 def test_its_endpoint_is_a_stage_and_its_measure_a_metric(backend: str, recipe: Path) -> None:
-    """Run as a script, in a pool of its own."""
+    """Runs as a script, with the role in its own pool."""
     if backend == "ray" and find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     settings = ["placement.pools={ main = 1, other = 1 }", 'placement.roles={ verifier = "other" }']
@@ -83,7 +83,7 @@ def test_it_stands_in_the_graph(recipe: Path) -> None:
 
 
 def function(*_: Any) -> None:
-    """No class."""
+    """A function in place of a class."""
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ class TwoCriticsConfig(PPOConfig):
 
 
 def two_critics(flow: Any, prompts: Any, config: Any) -> Any:
-    """PPO's step, and one more critic on the same returns."""
+    """Run PPO's step with a second critic on the same returns."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     token_rewards = flow.compute(formulas.token_rewards, rewards, rollouts, into="token_rewards")
@@ -157,7 +157,7 @@ def test_the_roles_of_a_recipe_are_those_its_steps_call(path: Path) -> None:
     for overrides in VARIANTS:
         try:
             found = load_recipe(path, overrides).recipe
-        except ConfigError:  # no such setting there, or one that does not go with its others
+        except ConfigError:  # the setting does not exist there, or conflicts with others
             continue
         assert isinstance(found, Recipe) and found.chosen in ALGORITHMS.values()
         traced = graphs(found)[-1]

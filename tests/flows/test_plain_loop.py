@@ -1,4 +1,4 @@
-"""Whole updates against a plain loop over rows, by the command that the pages name."""
+"""Whole updates against a plain loop over rows, with the command that the pages name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_every_update_has_the_gradient_of_a_plain_loop(tmp_path: Path) -> None:
-    """Estimators, places of the divergence, truncated rows, aggregations, on and off the policy."""
+    """Covers estimators, divergence in loss and reward, truncated rows, aggregations, on- and off-policy."""
     table = tmp_path / "differential.md"
     command = [sys.executable, "benchmarks/differential.py", "--only", "updates", "--write", str(table)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100, check=False)

@@ -1,4 +1,4 @@
-"""A reward model learns from pairs in a run of its own, and another run trains a policy with it."""
+"""A reward model trains on pairs in its own run, and another run trains a policy with it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_an_interrupted_run_resumes_bit_for_bit(recipe: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_share_the_pairs_and_take_the_same_steps(recipe: Path, ranks: int) -> None:
-    """Pairs that do not divide by the ranks, and a minibatch of which a rank has perhaps none."""
+    """The ranks do not divide the pairs, and a rank may have none of a minibatch."""
     few = ("algorithm.steps=3", "algorithm.prompts_per_step=5", "policy.lr=1e-4")
     alone = numbers(ran(recipe, "alone", *few))
     found = numbers(ran(recipe, "ranks", *few, 'placement.backend="inline"', f"placement.pools.main={ranks}"))
@@ -222,7 +222,7 @@ def test_the_two_recipes_learn(tmp_path: Path) -> None:
 
 
 def test_answers_are_judged_by_several_samples_named_sets_and_beside_the_proxy(recipe: Path) -> None:
-    """One look: pass@k of held-out prompts, a set of one's own with its own line, what the model scores."""
+    """One evaluation: pass@k of held-out prompts, a named set with its own line, the model's score."""
     hard = [{"prompt": f"{n}+9=", "answer": str(n + 9)} for n in range(5)]
     (recipe.parent / "hard.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in hard))
     run = ran(recipe, "run", "algorithm.steps=1")

@@ -1,4 +1,4 @@
-"""The door from Python: the command's own numbers, callbacks, stopping, going on, reading back."""
+"""The Python API: the command's numbers, callbacks, stop, resume, reading back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPTS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(12)]
 
 
 def made() -> Any:
-    """A function that is in no module: what the command's file says too."""
+    """Return a function that is in no module; the command's file has the same."""
 
     def length(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         return [len(text) / 3 for text in completions]
@@ -45,7 +45,7 @@ def made() -> Any:
 
 LENGTH = made()
 TWO_RANKS = {"algorithm.steps": 2, "placement.pools": {"main": 2}, "placement.backend": "inline"}
-"""What each function said comes from both."""
+"""The parts of each function come from both ranks."""
 
 
 def train(folder: Path, *callbacks: Any, **more: Any) -> rillflow.Run:
@@ -54,7 +54,7 @@ def train(folder: Path, *callbacks: Any, **more: Any) -> rillflow.Run:
 
 
 def test_python_and_the_command_have_the_same_bits_whether_stopped_or_not(tiny: Tiny) -> None:
-    """Rows and the reward given in Python, against files: stopped twice, by a callback and by Ctrl-C."""
+    """Rows and the reward given in Python, compared with files; stopped twice, by a callback and Ctrl-C."""
     tiny.write(REST)
     tiny.write_rows(12)
     assert tiny.run("command") == 0

@@ -1,4 +1,4 @@
-"""Steps of whichever groups are ready: rows run through publishes, none is too old, lost or doubled."""
+"""Steps of groups that are ready: rows run through publishes, and none is too old, lost or doubled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LONG = ("rollout.max_tokens=12", "rollout.max_rows=24")
 
 
 class Halting(NativeEngine):
-    """The native engine; every fifth prompt's rows stand still after a token until there are new weights."""
+    """The native engine; every fifth prompt's rows pause after a token until there are new weights."""
 
     publishes = 1
 
@@ -57,7 +57,7 @@ class Halting(NativeEngine):
         return self._stand.pop(row)[0] if row in self._stand else super().abort(row)
 
     def step(self) -> list[Rollout]:
-        time.sleep(0.002)  # a pass that takes no time would end all rows before the first update
+        time.sleep(0.002)  # a pass without duration would end all rows before the first update
         for row, (rollout, version, since) in list(self._stand.items()):
             if self._workers[0].version >= version + self.publishes or time.monotonic() > since + 1:
                 del self._stand[row]
@@ -76,13 +76,13 @@ class Halting(NativeEngine):
 
 
 class Overtaken(Halting):
-    """The same until weights are two versions newer."""
+    """The same, but rows pause until weights are two versions newer."""
 
     publishes = 2
 
 
 class Dying(NativeEngine):
-    """The native engine; one process that runs it dies in the middle, once for each file ``deaths``."""
+    """The native engine; one process that runs it dies in the middle, up to MOST_DEATHS times."""
 
     def step(self) -> list[Rollout]:
         time.sleep(0.002)
@@ -98,18 +98,18 @@ HALTING = f'rollout.engine="{__name__}:Halting"'
 
 
 def trained(run: Path) -> dict[int, list[RolloutRecord]]:
-    """The rows of every step that trained sampled ones."""
+    """Return the rows of every step that trained sampled ones."""
     return {step: read_rollouts(run, step) for step in sorted(layout.rollout_files(run)) if step > 3}
 
 
 def once(run: Path) -> Counter[tuple[int, int]]:
-    """How many rows of every group were trained."""
+    """Return the number of trained rows of every group."""
     return Counter((row.row.epoch, row.row.prompt) for rows in trained(run).values() for row in rows)
 
 
 @pytest.mark.parametrize("late", ["wait", "drop"])
 def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(tmp_path: Path, late: str) -> None:
-    """A row's log probabilities follow from the checkpoints of the versions that its tokens name."""
+    """A row's log probabilities follow from the checkpoints of its tokens' versions."""
     bound = 1 if late == "drop" else 2
     kept = ("run.checkpoint_every=1", "run.keep_checkpoints=20")
     engine = HALTING if late == "wait" else HALTING.replace("Halting", "Overtaken")
@@ -145,7 +145,7 @@ def test_every_token_is_of_the_weights_it_names_and_none_is_too_old(tmp_path: Pa
 
 
 def test_a_run_that_was_cut_trains_every_group_once(tmp_path: Path) -> None:
-    """Prompts in flight at a checkpoint are sampled again after it, those of whole steps never."""
+    """Prompts in flight at a checkpoint are sampled again after it, those of complete steps never."""
     settings = (
         *TWO,
         READY,
@@ -180,14 +180,14 @@ def test_a_run_that_is_asked_to_stop_goes_on_where_it_was(tmp_path: Path) -> Non
 
 
 def test_a_step_that_draws_again_gets_groups_that_are_ready(tmp_path: Path) -> None:
-    """DAPO's refill asks for more groups in the middle of a step."""
+    """DAPO's refill needs more groups in the middle of a step."""
     ran(tmp_path, 2, *TWO, READY, HALTING, *LONG, "evaluate=none", name="dapo")
     last = read_metrics(tmp_path / "run")[-1].metrics
     assert last["refill/rounds/mean"].value >= 1 and last["staleness/versions/max"].value <= 2
 
 
 def test_what_is_asked_beside_rows_in_flight_takes_its_turn(tmp_path: Path) -> None:
-    """ReMax has its prompts answered greedily, which sets running rows aside and lets them go on."""
+    """ReMax samples its prompts greedily, which pauses running rows and then continues them."""
     ran(tmp_path, 2, *TWO, READY, HALTING, *LONG, "evaluate=none", name="remax")
     assert set(once(tmp_path / "run").values()) == {3} and len(once(tmp_path / "run")) == STEPS * 5
 
@@ -229,7 +229,7 @@ class TwiceConfig(GroupConfig):
 
 
 def twice(flow: Flow, prompts: Batch, config: TwiceConfig) -> Any:
-    """One iteration; prompts are given by name."""
+    """Run one iteration; prompts are passed by keyword."""
     flow.policy.generate(prompts, samples=2)
     return flow.policy.update(
         flow.policy.generate(prompts=prompts, samples=3), loss=config.loss, passes=config
@@ -256,7 +256,7 @@ def test_processes_of_their_own_sample_what_is_ready(tmp_path: Path, pools: str)
 @pytest.mark.parametrize("chunks", [1, 5])
 @pytest.mark.parametrize("name", ["grpo", "dapo", "remax"])
 def test_on_policy_steps_train_the_rows_that_end_first(tmp_path: Path, chunks: int, name: str) -> None:
-    """At freshness 0 all rows of a step are of its own weights, and chunks take groups as they end."""
+    """At freshness 0 all rows of a step have its own weights, and chunks take groups as they end."""
     parts = (f"rollout.stream_chunks={chunks}", "algorithm.shuffle=false", "algorithm.minibatches=5")
     ran(tmp_path, 0, *TWO, READY, HALTING, *LONG, *parts, "evaluate=none", name=name)
     steps = trained(tmp_path / "run")
@@ -290,7 +290,7 @@ def small(prompts, completions, **columns):
 
 @pytest.mark.parametrize("freshness", [0, 2])
 def test_stages_that_read_sampled_rows_run_before_the_step(tmp_path: Path, freshness: int) -> None:
-    """Scores are those of the rows beside them, in whatever order groups became ready."""
+    """Scores belong to their rows, whatever the order in which groups become ready."""
     found = ran(tmp_path, freshness, *THREE, READY, HALTING, *LONG, "run.keep_checkpoints=20")
     rows = [row for each in trained(tmp_path / "run").values() for row in each]
     assert set(once(tmp_path / "run").values()) == {3} and len(rows) == STEPS * 15
@@ -321,7 +321,7 @@ def test_a_reward_that_hangs_holds_up_its_own_group(tmp_path: Path) -> None:
 def test_a_replica_that_dies_is_replaced_while_training_goes_on(
     tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No row is lost or doubled, and a replay in which nothing dies has the same bits."""
+    """No row is lost or doubled, and a replay without deaths has the same bits."""
     deaths = tmp_path / "deaths"
     deaths.mkdir()
     monkeypatch.setenv("DEATHS", str(deaths))

@@ -1,4 +1,4 @@
-"""Ready first, through kills: the steps after a resume have the bits that the killed process had shown."""
+"""Ready first with kills: steps after a resume have the bits that the killed process had shown."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WARM = 3
 
 
 class Slow(NativeEngine):
-    """The native engine, so slow that steps wait for rows: some run at every checkpoint."""
+    """The native engine, so slow that steps wait for rows and some rows run at every checkpoint."""
 
     def step(self) -> list[Rollout]:
         time.sleep(0.04)
@@ -66,7 +66,7 @@ def started(folder: Path, backend: str, steps: int, last: int) -> int:
 
 
 def shown(run: Path) -> dict[int, dict[str, Any]]:
-    """The metrics of every step, without those that a clock decides."""
+    """Return the metrics of every step that do not depend on a clock."""
     whole = (run / layout.METRICS).read_bytes().rpartition(b"\n")[0].splitlines()
     lines = [json.loads(line) for line in whole]
     return {
@@ -76,7 +76,7 @@ def shown(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def partial_rows(run: Path) -> int:
-    """The rows in flight, with tokens that were sampled, of all checkpoints."""
+    """Return the number of rows in flight with sampled tokens, over all checkpoints."""
     files = [load_file(path) for path in run.glob("checkpoints/step-*/ahead/*-running.safetensors")]
     return sum(
         int(row.sum() > 0)

@@ -1,4 +1,4 @@
-"""Recorded steps are re-run in a temporary directory; the first value that differs is named."""
+"""Recorded steps run again in a temporary directory; the first different value is named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVERY = ("run.checkpoint_every=2", "run.keep_checkpoints=9")
 
 
 def contents(folder: Path) -> dict[str, tuple[str, int]]:
-    """Digest and time of every file in a folder."""
+    """Return digest and time of every file in a folder."""
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     return {
         str(file.relative_to(folder)): (
@@ -47,7 +47,7 @@ def steps_said(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    """A folder with a run of four steps and checkpoints of steps 2 and 4."""
+    """Return a folder with a run of four steps and checkpoints of steps 2 and 4."""
     tiny = Tiny(tmp_path_factory.mktemp("trained"))
     tiny.write(REST)
     assert tiny.run("run", *EVERY) == 0
@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 @pytest.fixture
 def copy(trained: Tiny, tmp_path: Path) -> Path:
-    """A copy of that run's directory."""
+    """Return a copy of that run's directory."""
     return Path(shutil.copytree(trained.folder / "run", tmp_path / "copy"))
 
 
@@ -118,7 +118,7 @@ def test_every_phase_is_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for words in ([], ["--step", "6"], ["--step", "8"]):
         assert main(["replay", str(run), *words]) == 0
     said = capsys.readouterr().out
-    assert "step 1: 6 metrics, equal" in said  # demonstrations sample nothing
+    assert "step 1: 6 metrics, equal" in said  # demonstrations need no sampling
     assert f"steps 7 to 8, from {run / 'checkpoints' / 'step-000006'}" in said
 
 

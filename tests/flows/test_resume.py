@@ -1,4 +1,4 @@
-"""Contract crash-equivalence: stopped or killed at any step and resumed, a run is the one that was not."""
+"""Contract crash-equivalence: a run that is stopped at any step and resumed equals an undisturbed one."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def words(recipe: Path, run: Path, *more: str) -> list[str]:
 
 
 def command(recipe: Path, run: Path, *more: str) -> list[str]:
-    """A process of its own: to be killed, or to know nothing of what was before."""
+    """Return the command of a new process: to be killed, or without any state of this one."""
     return [sys.executable, "-m", "rillflow.cli.main", *words(recipe, run, *more)]
 
 
 def numbers(run: Path) -> list[tuple[int, str, dict[str, object]]]:
-    """Every step's metrics but the times."""
+    """Return every step's metrics without times."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         (line["step"], line["phase"], {k: v for k, v in line["metrics"].items() if k not in TIMES})
@@ -45,7 +45,7 @@ def numbers(run: Path) -> list[tuple[int, str, dict[str, object]]]:
 
 
 def evaluations(run: Path) -> list[dict[str, object]]:
-    """Every evaluation but its time."""
+    """Return every evaluation without its time."""
     lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if name != "time_s"} for line in lines]
 
@@ -69,11 +69,11 @@ def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> Non
 
 
 HELD_IN_CALL = 5
-"""An evaluation or a step of the algorithm; four steps and more are finished before it."""
+"""Call in an evaluation or a step of the algorithm, after at least four finished steps."""
 
 
 def rewarded(recipe: Path) -> Path:
-    """The recipe with a reward that can be held."""
+    """Write the recipe with a reward that can be held."""
     recipe.write_text(f"{RECIPE}[reward]\nfunction = 'scores.py:reward'\ntimeout_s = 100\n")
     write_scores(recipe.parent)
     return recipe
@@ -91,7 +91,7 @@ def shared_recipe(shared_recipe: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(shared_recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing stopped; the tests only read it."""
+    """Return an undisturbed run; tests only read it."""
     run = tmp_path_factory.mktemp("runs") / "whole"
     assert main(words(shared_recipe, run, "--quiet")) == 0
     return run
@@ -167,12 +167,12 @@ def test_narrow_moments_resume_bit_for_bit_and_offload_changes_no_bit(recipe: Pa
 
 
 def test_a_signal_in_the_last_step_stops_nothing(recipe: Path, tmp_path: Path) -> None:
-    """There is nothing left to go on with: the run is finished, and the command says so."""
+    """No step is left: the run is finished, and the command says so."""
     grpo = ALGORITHMS["grpo"]
 
     def step(flow: Any, prompts: Any, config: Any) -> Any:
         report = grpo.step(flow, prompts, config)
-        if isinstance(flow, Flow) and flow.journal.supply:  # and no step that is only heard or traced
+        if isinstance(flow, Flow) and flow.journal.supply:  # not a traced step
             os.kill(os.getpid(), signal.SIGINT)
         return report
 

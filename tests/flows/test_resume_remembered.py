@@ -1,6 +1,6 @@
-"""Contract crash-equivalence where a step remembers numbers and trains critics too.
+"""Contract crash-equivalence for steps that remember numbers and train critics.
 
-The reward function holds the run in the middle of a step, so that what ends it ends it there.
+The reward function holds the run in the middle of a step, so that it ends there.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ REMEMBERED = {"ppo": {"kl_weight"}, "safe_rlhf": {"kl_weight", "log_multiplier"}
 CRITICS = {"ppo": {"critic"}, "safe_rlhf": {"critic", "cost_critic"}}
 HELD_IN_STEP = 5
 LOADED = {Path("policy", "tokenizer_config.json"), Path("manifest.json")}
-"""Into the one transformers writes that a tokeniser came from a directory; the other has its digest."""
+"""Files that differ: transformers records that a tokenizer came from a directory, hence another digest."""
 
 
 def written(folder: Path, name: str) -> Path:
-    """A recipe in a folder of its own."""
+    """Write a recipe in a folder and return its path."""
     (folder / "run.toml").write_text(RECIPE.format(name=name) + (COST if name == "safe_rlhf" else ""))
     write_scores(folder)
     return folder / "run.toml"
 
 
 def numbers(run: Path) -> list[tuple[int, str, dict[str, Any]]]:
-    """Every step's metrics but the time."""
+    """Return every step's metrics without the time."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in lines:
         del line["metrics"]["run/step_seconds/mean"]
@@ -113,7 +113,7 @@ def test_remembered_numbers_and_critics_resume_bit_for_bit(
 
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_the_step(tmp_path: Path) -> None:
-    """The step it ends in is the one that is done again."""
+    """The interrupted step is repeated."""
     recipe, run = written(tmp_path, "ppo"), tmp_path / "run"
     errors = ended_in_the_middle(recipe, run, HELD_IN_STEP, signal.SIGINT, signal.SIGINT)
     assert "everything up to the last checkpoint is kept" in errors

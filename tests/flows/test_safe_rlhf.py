@@ -1,4 +1,4 @@
-"""Safe RLHF whole: a limit that binds, and demonstrations beside prompts."""
+"""Safe RLHF end to end: a binding limit, and demonstrations in addition to prompts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def ran(folder: Path, name: str, *settings: str, recipe: Path | None = None) -> list[dict[str, Any]]:
-    """The metrics of every step of the algorithm, times left out."""
+    """Return the metrics of every step of the algorithm, without times."""
     loaded = load_recipe(
         recipe or folder / "run.toml", [f"run.dir={json.dumps(str(folder / name))}", *settings]
     )
@@ -106,7 +106,7 @@ LIMIT = 0.05
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_limit_is_kept_and_the_reward_rises_all_the_same(tmp_path: Path, seed: int) -> None:
-    """Of five seeds the reward rose by 0.19 to 0.24, and the worst ten steps in a row cost 0.033."""
+    """Over five seeds the reward rose by 0.19 to 0.24, and the worst ten steps in a row cost 0.033."""
     kept = ran(tmp_path, "kept", f"run.seed={seed}", recipe=RECIPES / "run.toml")
     assert load_recipe(RECIPES / "run.toml").recipe.model_dump()["algorithm"]["cost_limit"] == LIMIT
     spent, rewards = means(kept, "cost/value/mean"), means(kept, "reward/score/mean")
@@ -135,7 +135,7 @@ def test_a_step_in_which_no_row_has_a_cost_leaves_the_multiplier(folder: Path) -
 
 
 def costs(run: Path) -> list[tuple[dict[str, Any], float]]:
-    """The rows of the last step, each with what the recipe's cost function would say."""
+    """Return the rows of the last step, each with its cost by the recipe's cost function."""
     columns = rollout_columns(run, max(rollout_files(run)))
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [(row, 0.25 * max(0, len(row["completion"]) - len(row["columns"]["answer"]))) for row in rows]
@@ -168,7 +168,7 @@ def test_a_resumed_run_is_shown_what_the_uninterrupted_one_was(folder: Path) -> 
 
 @pytest.mark.parametrize("name", [pytest.param("safe_rlhf", marks=pytest.mark.slow), "ppo"])
 def test_data_parallel_ranks_take_the_same_step(name: str, folder: Path) -> None:
-    """Rows and demonstrations that do not divide by the ranks: losses within 1e-5 of those of one rank."""
+    """Ranks do not divide rows and demonstrations: losses are within 1e-5 of those of one rank."""
     settings = ["algorithm.pretrain_weight=0.5", f"algorithm.name={name}"]
     alone = ran(folder, "alone", *settings)
     ranks = ran(folder, "ranks", *settings, 'placement.backend="inline"', "placement.pools.main=2")

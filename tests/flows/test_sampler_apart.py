@@ -1,4 +1,4 @@
-"""A policy that answers on ranks of its own says, and learns, what one that answers where it trains does."""
+"""A policy that samples on separate ranks gives the same rows and weights as one on the training ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from small_recipe import RECIPE, REWARD
 
 APART = 'placement.roles={ sampler = "answers" }'
 TOGETHER = 'placement.roles={ reward = "answers" }'
-"""The pool of the other ranks is the reward's, so that one line changes."""
+"""The pool of the other ranks belongs to the reward, so that one line changes."""
 
 
 def ran(folder: Path, *settings: str, name: str = "grpo") -> tuple[list[dict[str, list[Any]]], list[bytes]]:
@@ -49,7 +49,7 @@ def pools(train: int, answers: int, backend: str = "ray") -> list[str]:
 
 
 def test_one_line_gives_the_sampler_a_pool_of_its_own_and_no_bit_changes(tmp_path: Path) -> None:
-    """PPO, warm start and evaluations included; in one process."""
+    """PPO with warm start and evaluations, in one process."""
     together = ran(tmp_path / "a", *pools(1, 1, "inline"), TOGETHER, name="ppo")
     apart = ran(tmp_path / "b", *pools(1, 1, "inline"), APART, name="ppo")
     assert apart == together and together[1]
@@ -71,7 +71,7 @@ def test_a_run_apart_goes_on_with_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_few_buckets_are_on_their_way_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No second copy of the weights is anywhere while they cross, however many buckets there are."""
+    """No second copy of the weights exists during a transfer, whatever the number of buckets."""
     buckets, send, sent, most = ReshardPlan.buckets.func, weight_sync.send, list[weakref.ref[Tensor]](), [0]
 
     def watched(policy: Policy, bucket: int) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ def test_processes_of_their_own_say_the_same(tmp_path: Path) -> None:
 @RAY
 @pytest.mark.slow
 def test_processes_of_another_mesh_are_sent_what_they_lack(tmp_path: Path) -> None:
-    """Parameters cut over two ranks by FSDP2; samplers that share a copy by tp, there and apart."""
+    """FSDP2 shards parameters over two ranks; samplers share a copy by tp, together and apart."""
     cut = ["placement.train_parallel={ main = { fsdp = 2 } }", "placement.rollout_parallel={ tp = 2 }"]
     together = ran(tmp_path / "a", *pools(2, 2), *cut, TOGETHER)
     apart = ran(tmp_path / "b", *pools(2, 2), *cut, APART)
@@ -133,9 +133,9 @@ def test_every_mesh_sends_what_it_would_have_sampled_with(mesh: str, tmp_path: P
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [2, 4])
 def test_any_tp_answers_for_one_rank_that_trains(tmp_path: Path, sampling: int) -> None:
-    """One rank trains, two share a copy: the same tokens; their log probabilities but for rounding.
+    """One rank trains, two share a copy: the same tokens, and log probabilities that agree up to rounding.
 
-    Four ranks that sample are two replicas, each a world of its own.
+    Four sampling ranks are two replicas, each a world of its own.
     """
     alone = ran(tmp_path / "a", *pools(1, 1), TOGETHER)
     apart = ran(tmp_path / "b", *pools(1, sampling), "placement.rollout_parallel={ tp = 2 }", APART)

@@ -1,4 +1,4 @@
-"""`rillflow serve`: a run's newest policy, asked by OpenAI's own client in a process of its own."""
+"""`rillflow serve`: a run's newest policy, queried by OpenAI's client from its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards are shaped before anything is learnt from them, and a resumed run remembers by what."""
+"""Rewards are shaped before training, and a resumed run remembers the shaping."""
 
 from __future__ import annotations
 

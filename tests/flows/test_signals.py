@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run on Ray with a checkpoint, a report and exit code 130, whenever they come."""
+"""SIGTERM and SIGINT at any time end a run on Ray with a checkpoint, a report and exit code 130."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tiny(tiny: Tiny) -> Tiny:
 
 
 def begun(tiny: Tiny, name: str, *settings: str) -> subprocess.Popen[str]:
-    """A run in a process group of its own, as a scheduler starts it."""
+    """Start a run in its own process group, as a scheduler does."""
     words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "rillflow.cli.main", "run", str(tiny.recipe), "--dir"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -63,7 +63,7 @@ def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str]) -> Non
 
 
 def assert_ended_and_resumes(tiny: Tiny, process: subprocess.Popen[str], *settings: str) -> None:
-    """Exit code 130; after a step, a checkpoint of the last one and a report; then the bits of ``whole``."""
+    """Check exit code 130; after a step, its checkpoint and report; after a resume, the bits of ``whole``."""
     said, _ = process.communicate(timeout=LONG_S)
     assert process.returncode == 130, said
     made, run = steps_of(tiny.folder / "cut"), tiny.folder / "cut"
@@ -116,7 +116,7 @@ STOP = ("run.stop_s=1", "run.checkpoint_minutes=0", "reward.timeout_s=900")
 
 
 def hanging(tiny: Tiny, *settings: str) -> subprocess.Popen[str]:
-    """A run of some steps whose open step hangs."""
+    """Start a run of some steps whose open step hangs."""
     tiny.write(REST, STUCK)
     process = begun(tiny, "cut", *settings)
     wait_for_steps(tiny.folder / "cut", 3, process)
@@ -129,13 +129,13 @@ def hanging(tiny: Tiny, *settings: str) -> subprocess.Popen[str]:
 
 
 def stopped(tiny: Tiny, process: subprocess.Popen[str]) -> str:
-    """Stop a run that hangs; return its output. None of its processes outlives it."""
+    """Stop a run that hangs; return its output. Check that none of its processes outlives it."""
     there = psutil.Process(process.pid).children(recursive=True)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGTERM)
     said, _ = process.communicate(timeout=LONG_S)
     assert process.returncode == 130, said
-    assert time.monotonic() - began < 60, said  # in a few seconds on a quiet machine
+    assert time.monotonic() - began < 60, said  # some seconds on a quiet machine
     assert psutil.wait_procs(there, timeout=5)[1] == []
     (tiny.folder / "stuck").unlink()
     made = steps_of(tiny.folder / "cut")

@@ -1,4 +1,4 @@
-"""An update that is not finite is left out, told, kept, and made again by ``rillflow replay``."""
+"""A non-finite update is skipped, reported and saved, and ``rillflow replay`` repeats it."""
 
 from __future__ import annotations
 

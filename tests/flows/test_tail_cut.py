@@ -1,4 +1,4 @@
-"""Steps that leave their longest rows for later: on-policy, every prompt once, the same bits when resumed."""
+"""Steps that defer their longest rows: on-policy, every prompt once, the same bits after a resume."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def tiny(tiny: Tiny) -> Tiny:
 
 
 def rows(tiny: Tiny, name: str) -> list[list[tuple[tuple[int, int, int], str]]]:
-    """Of every step the rows, in order."""
+    """Return the rows of every step, in order."""
     found = [read_rollouts(tiny.folder / name, step) for step in range(1, 6)]
     return [[(tuple(row.row), row.completion) for row in each] for each in found]
 
 
 def test_an_interrupted_run_trains_every_prompt_once_with_the_bits_of_one_that_was_not(tiny: Tiny) -> None:
-    """Crash-equivalence and exactly-once where prompts wait for later; the reward fails after that."""
+    """Crash-equivalence and exactly-once with deferred prompts; the reward fails while some are deferred."""
     assert tiny.run("plain", CUT[1]) == 0
     assert tiny.run("whole", *CUT) == 0
     aside = [each["tail/aside/mean"]["mean"] for each in tiny.numbers("whole")]
@@ -89,7 +89,7 @@ def test_an_interrupted_run_trains_every_prompt_once_with_the_bits_of_one_that_w
     [TWO, *(pytest.param(each, marks=pytest.mark.slow) for each in (APART, SHARDED, SHARED, RAY))],
 )
 def test_replicas_leave_the_same_prompts_for_later_as_one_does(tiny: Tiny, where: tuple[str, ...]) -> None:
-    """Each has a slot for every row, so that rows end by as many passes as they have tokens."""
+    """Each replica has a slot for every row, so rows end after as many passes as they have tokens."""
     if "placement.backend=ray" in where and find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     if where is SHARED:

@@ -1,4 +1,4 @@
-"""Where ranks of a run waited, and for whom: what small runs of several pools write down, rank by rank."""
+"""Waiting times of ranks and their causes: the records of small runs with several pools, rank by rank."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ THREE = (
     "rollout.stream_chunks=2",
 )
 ANSWERED = ("policy.generate", "sampler.receive", "sampler.serve")
-"""What the ranks that answer do."""
+"""Stages of the sampling ranks."""
 MICROSECONDS = 2e-6
-"""What rounding takes from the sum of two times."""
+"""Largest rounding error of the sum of two times."""
 
 
 def ran(folder: Path, *settings: str) -> Path:
@@ -48,19 +48,19 @@ def ran(folder: Path, *settings: str) -> Path:
 
 @pytest.fixture(scope="module")
 def in_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks train, one answers; freshness 0."""
+    """Run with freshness 0: two ranks train, one samples."""
     return ran(tmp_path_factory.mktemp("in step"), *APART)
 
 
 @pytest.fixture(scope="module")
 def ahead(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One rank trains, one answers in two parts, one scores them; freshness 1."""
+    """Run with freshness 1: one rank trains, one samples in two parts, one scores them."""
     return ran(tmp_path_factory.mktemp("ahead"), *THREE)
 
 
 @pytest.fixture(scope="module")
 def on_ray(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two processes train, one answers in two parts; freshness 1."""
+    """Run with freshness 1: two processes train, one samples in two parts."""
     apart = ("placement.pools={ main = 2, answers = 1 }", 'placement.roles={ sampler = "answers" }')
     more = ("algorithm.freshness=1", "rollout.stream_chunks=2", 'placement.backend="ray"')
     return ran(tmp_path_factory.mktemp("on ray"), *apart, *more)
@@ -121,7 +121,7 @@ def test_a_rank_does_one_thing_at_a_time_and_only_what_it_was_given(
 def test_in_step_ranks_that_train_wait_for_the_one_that_answers_and_it_for_them(
     in_step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Everything that trainers do in a step needs its rows: they wait as long as it is generated."""
+    """All work of the trainers needs the step's rows, so they wait for the whole generation."""
     found = measured(load(in_step), 2, STEPS)
     times = {one.on: one for one in rank_times(found.works, found.waits, found.start_s, found.end_s)}
     assert [f"{on.pool} {on.rank}" for on in times] == ["answers 0", "main 0", "main 1"]
@@ -162,7 +162,7 @@ def test_ahead_the_rank_that_answers_does_not_wait_for_the_step_it_is_ahead_of(a
 def test_processes_share_one_axis_of_time_and_waits_are_those_of_the_right_one(
     on_ray: Path, tmp_path: Path
 ) -> None:
-    """The clock of each is its own: a step's spans lie between what the controller saw of it."""
+    """Each process has its own clock: a step's spans lie between the times that the controller saw."""
     data = load(on_ray)
     ends = {record.step: record.time_s for record in data.steps}
     for span in data.spans:
@@ -193,7 +193,7 @@ def test_processes_share_one_axis_of_time_and_waits_are_those_of_the_right_one(
 
 
 def worked(run: Path, pool: str = "") -> float:
-    """Seconds of steps 2 and 3 in which stages worked, one after another; those of one pool's alone."""
+    """Return the seconds of steps 2 and 3 in which stages worked, summed; with ``pool`` only that pool's."""
     found = 0.0
     for span in read_spans(run):
         if span.step > 1 and pool in ("", span.pool):

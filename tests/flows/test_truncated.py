@@ -1,4 +1,4 @@
-"""Rows cut off at the limit, in whole runs: left out, gone on from, and paid for."""
+"""Truncated rows in whole runs: masked, bootstrapped, and penalised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = ("steps=2", "prompts_per_step=3", "samples_per_prompt=2", "epochs=1", "l
 
 
 def ran(recipe: Path, name: str, *settings: str) -> list[dict[str, Any]]:
-    """The metrics of every step of the algorithm."""
+    """Return the metrics of every step of the algorithm."""
     given = [f"algorithm.{each}" for each in SMALL] + ["evaluate.every=0", *settings]
     options = [word for setting in given for word in ("--set", setting)]
     assert main(["run", str(recipe), "--dir", str(recipe.parent / name), "--quiet", *options]) == 0
@@ -36,7 +36,7 @@ def test_a_step_in_which_every_row_was_cut_off_learns_from_demonstrations_alone(
 
 
 def test_rows_cut_off_are_scored_and_not_learnt_from(recipe: Path) -> None:
-    """The tokens of the loss are those of the rows that ended."""
+    """Only tokens of rows that ended are loss tokens."""
     (recipe.parent / "reward.py").write_text(
         "def low(prompts, completions, **_):\n    return [float(text[:1] < '5') for text in completions]\n"
     )
@@ -60,7 +60,7 @@ def test_rows_cut_off_are_scored_and_not_learnt_from(recipe: Path) -> None:
 
 
 def test_a_row_that_goes_on_into_the_critics_value_has_another_return(recipe: Path) -> None:
-    """The critic begins at 0 everywhere; from the second step on its values tell the two apart."""
+    """The critic starts at 0 everywhere; from the second step on, its values separate the two."""
     settings = ("algorithm.name=ppo", "algorithm.minibatches=1", "critic.lr=1e-2")
     kept, gone_on = (
         ran(recipe, how, *settings, f"algorithm.truncated={how}", "algorithm.missing_end_penalty=1")

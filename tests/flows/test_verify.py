@@ -1,4 +1,4 @@
-"""`rillflow verify` names what is damaged in a run; a resume says it, and restores what it needs."""
+"""`rillflow verify` names damaged files of a run; a resume reports them, and restores what it needs."""
 
 from __future__ import annotations
 

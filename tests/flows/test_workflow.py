@@ -1,4 +1,4 @@
-"""The workflow of recipes/workflow, all of its stages in small, and two of its checkpoints merged."""
+"""The workflow of recipes/workflow: all stages in small, and a merge of two of its checkpoints."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def ran(*words: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the workflow runs."""
+    """Return the folder in which the workflow runs."""
     return tmp_path_factory.mktemp("workflow")
 
 
 @pytest.fixture(scope="module")
 def said(folder: Path) -> str:
-    """What the workflow's first run prints."""
+    """Return the output of the workflow's first run."""
     return ran(str(SCRIPT), "--quick", folder=folder)
 
 

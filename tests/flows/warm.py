@@ -53,7 +53,7 @@ class Command:
 
 
 def _run(words: list[str], said: Path, environment: dict[str, str], folder: Path) -> None:
-    """Call ``main`` in a session of its own, as a new process of the command would."""
+    """Call ``main`` in a new session, as a new process of the command would."""
     os.setsid()
     with said.open("w") as file:
         os.dup2(file.fileno(), 1)

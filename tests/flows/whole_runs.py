@@ -1,4 +1,4 @@
-"""Whole runs of a recipe in a folder, and what their files say."""
+"""Whole runs of a recipe in a folder, and readers of their files."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def lines(run: Path, name: str) -> list[dict[str, Any]]:
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
-    """Every step's metrics but the times."""
+    """Return every step's metrics without times."""
     found = [line["metrics"] for line in lines(run, "metrics.jsonl")]
     return [{k: v for k, v in metrics.items() if k != "run/step_seconds/mean"} for metrics in found]

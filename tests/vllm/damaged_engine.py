@@ -1,4 +1,4 @@
-"""vLLM, given weights to which something happened on the way, or whose server is killed."""
+"""vLLM engines with damaged weights, or whose server is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "flows"))
 from damaged import damaged
 
 KILLS: list[int] = []
-"""Which calls of ``generate_parts`` find their server killed in the middle; each does once."""
+"""Calls of ``generate_parts`` during which the server is killed, each once."""
 
 
 class Missing(VllmEngine):
@@ -40,7 +40,7 @@ class Scaled(Missing):
 
 
 class NoAdapter(VllmEngine):
-    """Runs the base alone."""
+    """Runs only the base."""
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         super().load(version, self.arrived(version, weights))
@@ -50,7 +50,7 @@ class NoAdapter(VllmEngine):
 
 
 class StaleAdapter(NoAdapter):
-    """Keeps the first."""
+    """Keeps the first adapter."""
 
     def arrived(self, version: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return super().arrived(version, weights) if self._version >= 0 else dict(weights)

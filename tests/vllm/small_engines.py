@@ -1,4 +1,4 @@
-"""A small model, engines over it, and what is compared of their rows."""
+"""A small model, engines for it, and comparisons of their rows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rillflow.workers.collectives import SingleRank
 
 CONTEXT = 64
 STOP = ("12", "+4")
-"""Texts of two tokens each."""
+"""Stop texts of two tokens each."""
 SERVED = {"server": sys.executable}
 
 
 def model(architecture: str = "qwen2") -> LanguageModel:
-    """A small model with opinions: at first all tokens would be alike."""
+    """Return a small model with scaled weights, because fresh weights make all tokens alike."""
     new = NewModel(
         architecture=architecture, hidden=128, layers=2, heads=4, context=CONTEXT, alphabet="0123456789+="
     )
@@ -80,7 +80,7 @@ def until_empty(each: Engine) -> list[Rollout]:
 
 
 def adapted_model(kind: str = "lora", base: str = "full") -> LanguageModel:
-    """The small model with an adapter that says something beside each layer."""
+    """Return the small model with an adapter whose layers change its output."""
     of = model()
     whole = {name: weight.detach().clone() for name, weight in of.module.named_parameters()}
     attach(of.module, AdapterConfig(rank=4, alpha=8, kind=kind, base=base))

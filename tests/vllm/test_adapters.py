@@ -1,4 +1,4 @@
-"""vLLM runs an adapter beside its base, in this process and served: what the native engine says with it."""
+"""vLLM runs an adapter with its base, in this process and served, and matches the native engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def changed(each: Engine, of: LanguageModel, version: int) -> None:
-    """Give an engine the next version, of which the adapter alone is another."""
+    """Load the next version into an engine; only the adapter changes."""
     weights = dict(of.module.named_parameters())
     is_native = isinstance(each, NativeEngine)
     factor = 0.5 ** (1 if is_native else version)  # the native engine samples from the module itself
@@ -39,7 +39,7 @@ def changed(each: Engine, of: LanguageModel, version: int) -> None:
 
 
 def by_three_versions(each: Engine, of: LanguageModel) -> Batch:
-    """Rows of the first adapter, rows of two, and new ones of the third."""
+    """Sample rows of the first adapter, rows of two adapters, and new rows of the third."""
     for start in starts(prompts(6), 2):
         each.add(start)
     ended = [row for _ in range(6) for row in each.step()]
@@ -58,7 +58,7 @@ def by_three_versions(each: Engine, of: LanguageModel) -> Batch:
     ids=["here, lora", "served, rslora", "beside int8"],
 )
 def test_each_versions_adapter_is_sampled_with(where: dict[str, Any], kind: str, base: str) -> None:
-    """Prompts that other rows share are read again by each."""
+    """Each version recomputes shared prompts."""
     of = adapted_model(kind, base)
     vllm, native = both(of, **where)
     found = by_three_versions(vllm, of)

@@ -1,4 +1,4 @@
-"""The commands by which a page shows one recipe natively, with an adapter and by vLLM, each in small."""
+"""The commands of a page for one recipe natively, with an adapter and by vLLM, each in small."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="`make test-vl
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recipe and its model, as the first command leaves them."""
+    """Return the recipe and its model, as after the first command."""
     made = tmp_path_factory.mktemp("repository")
     shutil.copytree(ROOT / "recipes", made / "recipes", ignore=shutil.ignore_patterns("model", "__pycache__"))
     subprocess.run([sys.executable, "recipes/your_own/make_model.py"], cwd=made, check=True, timeout=120)
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shown() -> list[str]:
-    """What the page shows of the recipe's four ways."""
+    """Return the page's commands for the recipe's four variants."""
     texts = [each.text for each in commands_of(PAGE.read_text("utf-8"))]
     return [text for text in texts if " run recipes/your_own/" in text]
 

@@ -1,4 +1,4 @@
-"""vLLM continues rows as the native engine does: the same tokens, and float32 log probabilities to 1e-5."""
+"""vLLM continues rows like the native engine: the same tokens, and float32 log probabilities to 1e-5."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def whole() -> LanguageModel:
 
 @pytest.fixture(scope="module", params=[{}, SERVED], ids=["here", "served"])
 def engines(whole: LanguageModel, request: pytest.FixtureRequest) -> tuple[Engine, Engine]:
-    """Those of the first tests: vLLM serves one engine a process, the newest."""
+    """Return the engines of the first tests; vLLM serves one engine per process, the newest."""
     return both(whole, stop=STOP, **request.param)
 
 
@@ -69,7 +69,7 @@ def test_parts_come_as_their_rows_end(engines: tuple[Engine, Engine]) -> None:
 
 
 def with_a_break(each: Engine, passes: int = 5) -> Batch:
-    """Rows that run a while, of which some are taken out and go on later."""
+    """Sample rows, of which some are aborted and added again later."""
     begun = starts(prompts(6), 2)
     for start in begun:
         each.add(start)
@@ -94,7 +94,7 @@ def test_a_row_that_was_taken_out_goes_on_with_its_own_random_numbers(
 
 
 def plain(of: LanguageModel, text: Sequence[int]) -> list[float]:
-    """One pass of transformers' module."""
+    """Return log probabilities from one pass of transformers' module."""
     with torch.inference_mode():
         logits = of.module(torch.tensor([text]), use_cache=False).logits[0].log_softmax(-1)
     return [float(logits[place, token]) for place, token in enumerate(text[1:])]
@@ -103,7 +103,7 @@ def plain(of: LanguageModel, text: Sequence[int]) -> list[float]:
 def test_a_given_text_takes_the_way_of_drawn_tokens(
     engines: tuple[Engine, Engine], whole: LanguageModel
 ) -> None:
-    """Also while rows run, which go on as if nothing had been asked."""
+    """Also while rows run, which continue undisturbed."""
     texts = [[1, 2, 3, 4, 5, 6, 7], [3, 3, 2], [4, 0]]
     made = engines[0]
     for start in starts(prompts(6), 2):
@@ -135,7 +135,7 @@ def test_what_cannot_be_asked_is_said(engines: tuple[Engine, Engine]) -> None:
 
 
 def halfway(each: Engine, of: LanguageModel) -> Batch:
-    """Rows that are sampled by two versions of weights."""
+    """Sample rows with two versions of weights."""
     for start in starts(prompts(6), 2):
         each.add(start)
     ended = [row for _ in range(6) for row in each.step()]
@@ -149,7 +149,7 @@ def halfway(each: Engine, of: LanguageModel) -> Batch:
 
 
 def test_rows_go_on_with_new_weights_as_if_they_had_been_read_by_them(whole: LanguageModel) -> None:
-    """Keys and values of the old weights are void, those of prompts that other rows share as well."""
+    """Keys and values of the old weights are dropped, including those of shared prompts."""
     found, expected = (halfway(each, whole) for each in both(whole))
     assert_same(found, expected)
     assert set(found.ragged("versions").values.tolist()) == {-1, 0, 1}

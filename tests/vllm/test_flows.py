@@ -1,4 +1,4 @@
-"""Whole runs through vLLM: in the trainer's process, in a pool of the sampler's own, and as a server."""
+"""Whole runs with vLLM: in the trainer's process, in a pool of the sampler, and as a server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ INLINE = "placement.backend=inline"
 
 
 def written(folder: Path) -> Path:
-    """The small recipe with heads that vLLM runs on a processor."""
+    """Write the small recipe with a hidden size for which vLLM runs on a CPU."""
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
     path = folder / "run.toml"
@@ -46,7 +46,7 @@ def written(folder: Path) -> Path:
 
 
 def ran(folder: Path, *settings: str) -> list[Any]:
-    """The tokens of every rollout."""
+    """Run; return the tokens of every rollout."""
     loaded = load_recipe(written(folder), [f"run.dir={json.dumps(str(folder / 'run'))}", *ALIKE, *settings])
     launch(loaded.recipe, loaded.base, quiet=True)
     return tokens(folder / "run")
@@ -62,7 +62,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def share_alike(found: list[Any], expected: list[Any]) -> float:
-    """Of the rows of all steps, those with the same tokens."""
+    """Return the share of rows, over all steps, with the same tokens."""
     pairs = [
         pair for one, other in zip(found, expected, strict=True) for pair in zip(one, other, strict=True)
     ]
@@ -77,7 +77,7 @@ def share_alike(found: list[Any], expected: list[Any]) -> float:
 def test_a_run_samples_what_the_native_engine_samples(
     form: Sequence[str], tmp_path: Path, native: list[Any]
 ) -> None:
-    """Every step's weights arrive: rounding, which training carries on, turns few tokens."""
+    """Every step's weights arrive: rounding, which training amplifies, changes few tokens."""
     found = ran(tmp_path / "run", *form)
     assert found[0] == native[0] and share_alike(found, native) > 0.9
     steps = [each.metrics for each in read_metrics(tmp_path / "run/run") if each.phase == "grpo"]
@@ -98,7 +98,7 @@ def test_weights_that_did_not_arrive_whole_sample_nothing(
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Settings by which an adapter is trained beside a base on the disk."""
+    """Return settings for training an adapter with a base on disk."""
     new = NewModel(hidden=128, layers=4, heads=4, kv_heads=2, context=16, alphabet="0123456789+=")
     made = load_model(ModelConfig(new=new), seed=0, device=torch.device("cpu"), base=Path())
     save_model(made, folder := tmp_path_factory.mktemp("base") / "model")
@@ -145,7 +145,7 @@ def test_ready_first_rows_run_on_through_publishes(tmp_path: Path) -> None:
 def test_it_has_a_pool_of_its_own_on_ray(
     form: Sequence[str], answers: int, tmp_path: Path, native: list[Any]
 ) -> None:
-    """A process of its own begins it: vLLM, here already, has imported Ray before it could be protected."""
+    """Starts in a new process: vLLM, already loaded here, has imported Ray before it could be protected."""
     path, pools = written(tmp_path), f"placement.pools={{ main = 1, answers = {answers} }}"
     settings = [f"run.dir={json.dumps(str(tmp_path / 'run'))}", *ALIKE, *form, APART[0], pools]
     command = [

@@ -1,4 +1,4 @@
-"""vLLM as a server: what becomes of it, of rows and of weights when either end stops."""
+"""vLLM as a server: its process, rows and weights when either end stops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ while True:
 
 
 def is_there(process: int) -> bool:
-    """Whether it runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def test_a_python_that_is_not_there_is_named() -> None:
 
 
 def test_weights_cross_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small ones, of bfloat16 too: the largest weight takes hundreds."""
+    """Buckets are small, also for bfloat16: the largest weight needs hundreds."""
     monkeypatch.setattr("rillflow.rollout.vllm.requests.BUCKET_BYTES", 1000)
     of = model()
     of.module.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A trainer whose environment has no vLLM samples by the server of one that has: make test-vllm's."""
+"""A trainer without vLLM samples through a server in another environment, made by make test-vllm."""
 
 from __future__ import annotations
 
