@@ -272,7 +272,7 @@ def attempt(step: Callable[[], Trained | float], most: float) -> str:
     """Run a step and return its result in words; a difference above ``most`` is a failure."""
     try:
         found = step()
-    except Exception as error:  # any exception of a family's code is a result
+    except Exception as error:  # noqa: BLE001  any exception of a family's code is a result
         told = (
             f"{error.what}: {error.why}"
             if isinstance(error, RillflowError)
@@ -295,7 +295,7 @@ def one(kind: str, python: str | None) -> dict[str, str]:
         said = ["vllm"] if python is not None else []
         try:
             write_family(kind, folder)
-        except Exception as error:  # see attempt
+        except Exception as error:  # noqa: BLE001  see attempt
             why = " ".join(f"not made: {type(error).__name__}: {error}".split()).replace("|", "/")[:TOLD]
             return dict.fromkeys(["trained", "native", *said], why)
         steps: dict[str, tuple[Callable[[], Trained | float], float]] = {

@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 
-from rillflow.app import check  # used by every fork
+from rillflow.app import check  # noqa: F401  used by every fork
 from rillflow.cli.main import main
 
 CPU_S, DEADLINE_S = 20, 120

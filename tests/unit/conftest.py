@@ -1,6 +1,6 @@
-"""Property tests: the everyday ones draw the same examples each time, ``make test-all`` draws new ones.
+"""Property tests: the everyday ones use the same examples each time, ``make test-all`` draws new ones.
 
-No example has a deadline: on a busy machine it measures the machine.
+No example has a deadline, because on a busy machine it would measure the machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rollouts as rows of JSON, written into a run directory in columns, as ranks write them."""
+"""Rollouts as rows of JSON, written to a run directory in columns, as ranks write them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = ("finish", "completion", "outcome", "message")
 
 
 def write_rollouts(run: Path, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write one step's rows as one part; a row says what it has."""
+    """Write one step's rows as one part; a row may have any subset of the columns."""
     told = [{"tokens": [], "logprobs": [], "versions": [], "finish": "stop", **row} for row in rows]
     if not told:
         return

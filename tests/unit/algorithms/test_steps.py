@@ -22,7 +22,7 @@ from rillflow.workers.endpoint import endpoints_of
 
 
 class WholePolicy(Policy, Sampler):
-    """Both halves, whose endpoints a step calls as the policy's."""
+    """Both halves of the policy, whose endpoints a step calls under one name."""
 
 
 FUNCTIONS: Mapping[str, type] = {
@@ -62,7 +62,7 @@ SETTINGS = [
 
 
 def configured(name: str, settings: Mapping[str, object]) -> AlgorithmConfig | None:
-    """The algorithm's settings; None where it has no such setting."""
+    """Return the algorithm's settings; None if it has no such setting."""
     kind = ALGORITHMS[name].config
     if set(settings) - set(kind.model_fields):
         return None

@@ -1,4 +1,4 @@
-"""Asking a run: the right checkpoint answers, in the way the run was trained."""
+"""rillflow ask: the right checkpoint answers, with the settings of its training."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def made(seed: int) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run directory with the checkpoints of two different models."""
+    """Return a run directory with the checkpoints of two different models."""
     path = tmp_path_factory.mktemp("asked") / "run"
     data = {
         "policy": {"model": {"new": NEW.model_dump()}},
@@ -136,7 +136,7 @@ Said = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., str]:
-    """Makes a finished run of one model, with a chat template or none, that was trained on prompts."""
+    """Return a function that makes a finished run of a model on prompts, optionally with a chat template."""
 
     def make(*prompts: object, template: str | None = TEMPLATE, **task: object) -> str:
         def save(folder: Path) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def make_run(tmp_path: Path) -> Callable[..., str]:
             with torch.no_grad():
                 for name, weight in model.module.named_parameters():
                     if "layers" in name and weight.ndim == 2:
-                        weight.mul_(30)  # a fresh model repeats its last token, whatever was before it
+                        weight.mul_(30)  # a fresh model repeats its last token, whatever precedes it
             save_model(model, folder / "policy")
             file = folder / "policy/tokenizer_config.json"
             file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
@@ -165,7 +165,7 @@ def make_run(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """Gives a command's words to the program: exit code, output, errors."""
+    """Return a function that runs the command and returns exit code, output and errors."""
 
     def say(*words: str) -> tuple[int, str, str]:
         code = main(["ask", *words])
@@ -212,7 +212,7 @@ def test_a_model_without_a_template_refuses_conversations_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not again for every line."""
+    """The error appears once, not for every line."""
     run = make_run("1+1=", template=None)
     (tmp_path / "turns.json").write_text(json.dumps([USER]))
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A bundle made again: the first tensor that is not finite, its row and its token."""
+"""A replayed bundle of a skipped update names the first non-finite tensor, its row and its token."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_module_the_row_and_the_token_are_named(model: LanguageModel, tmp_pa
     trainer = Trainer(model.module, TrainConfig(), total_steps=2)
     batch = rows().with_fields(sampler_logprobs=trainer.scorer.logprobs(rows()))
     first = model.module.model.layers[0]
-    with torch.no_grad():  # token 11 alone has a last dimension, and that overflows where two factors meet
+    with torch.no_grad():  # only token 11 has a last dimension, which overflows where two factors multiply
         model.module.get_input_embeddings().weight[:, 15] = torch.arange(model.module.config.vocab_size) == 11
         first.self_attn.o_proj.weight[15] = 0
         for factor in (first.mlp.gate_proj, first.mlp.up_proj):
@@ -115,12 +115,12 @@ def test_a_critics_update_is_made_again(model: LanguageModel, tmp_path: Path) ->
 
 
 def root_of(logprobs: Tensor, advantages: Tensor, *, shift: float) -> Tensor:
-    """Not a number where a log probability is below -shift."""
+    """Return NaN where a log probability is below -shift."""
     return advantages * (logprobs + shift).sqrt()
 
 
 def no_step(flow: Any, prompts: object, config: object) -> None:
-    """The file that has it has a loss too."""
+    """Provide the step of a file that also has a loss."""
     del config
     flow.policy.update(prompts, loss=root_of)
 

@@ -1,4 +1,4 @@
-"""What can be known before a run: facts, notes, and every problem at once, without torch."""
+"""Facts, notes and all problems before a run, without torch."""
 
 from __future__ import annotations
 

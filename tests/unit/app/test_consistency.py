@@ -1,4 +1,4 @@
-"""Settings that are each valid and cannot go together; the error shows the arithmetic."""
+"""Settings that are each valid but conflict; the error shows the arithmetic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AGENT = {"agent": {"function": "agent.py:solve"}}
 
 
 def recipe(**sections: dict[str, Any]) -> Recipe:
-    """The small recipe with sections' keys replaced."""
+    """Return the small recipe with replaced keys of sections."""
     data = {name: {**SMALL.get(name, {}), **keys} for name, keys in {**SMALL, **sections}.items()}
     return validate(Recipe, data, "recipe")
 

@@ -1,4 +1,4 @@
-"""The correction that a recipe gets where its tokens may be off-policy, and what is said of it."""
+"""The default correction of a recipe whose tokens may be off-policy, and the notes about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ APART = {"backend": "inline", "pools": {"main": 1, "answers": 1}, "roles": {"sam
 WEIGHTED = [name for name, each in ALGORITHMS.items() if issubclass(each.config, OnlineConfig)]
 """The algorithms whose loss takes a correction."""
 UNWEIGHTED = ["online_dpo", "best_of_n"]
-"""Those that sample, run ahead, and compare no sampled probability."""
+"""Algorithms that sample and run ahead, but use no sampler probabilities."""
 
 
 def recipe(*settings: str, name: str = "grpo", freshness: int = 4) -> Recipe:
@@ -43,12 +43,12 @@ def test_every_algorithm_of_the_policy_loss_is_covered() -> None:
 
 
 UNCLIPPED = ["gspo", "cispo"]
-"""A ratio for whole rows; a clipped weight instead of a clipped ratio."""
+"""They use a ratio per row, or a clipped weight instead of a clipped ratio."""
 
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_a_policy_loss_of_stale_rows_is_bounded_by_default(name: str) -> None:
-    """Where it clips token ratios, they are those to the sampler; elsewhere it has importance weights."""
+    """Losses that clip token ratios clip those to the sampler; other losses get importance weights."""
     made = recipe(name=name)
     assert isinstance(made.algorithm, OnlineConfig)
     expected = ("tis", "trainer") if name in UNCLIPPED else ("none", "sampler")

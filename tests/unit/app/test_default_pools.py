@@ -1,4 +1,4 @@
-"""The pools that a recipe gets if it samples ahead and names none, and what is said of them."""
+"""The default pools of a recipe that samples ahead without naming pools, and the notes about them."""
 
 from __future__ import annotations
 

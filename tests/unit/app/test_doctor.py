@@ -1,4 +1,4 @@
-"""The doctor finds what is in the way of a run, on this machine as it is and with limits set."""
+"""rillflow doctor finds obstacles of a run, on this machine and under artificial limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as tokens before anything starts: what does not fit is refused, or left out and counted."""
+"""Rows are tokenized before anything starts: rows that do not fit are refused, or dropped and counted."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_rows_that_do_not_fit_are_left_out_and_counted(folder: Path) -> None:
 
 
 def test_prompts_lose_their_beginnings_and_answers_stay_whole(folder: Path) -> None:
-    """24 tokens: 4 of a sampled answer leave 20 of the prompt; an answer of 30 leaves nothing to ask."""
+    """24 tokens: 4 for a sampled answer leave 20 for the prompt; an answer of 30 leaves none."""
     write(
         folder, [*GOOD, LONG, {"prompt": "3" * 30 + "21", "answer": "4"}, {"prompt": "5", "answer": "9" * 30}]
     )
@@ -119,7 +119,7 @@ def test_a_begin_token_stays_where_a_prompt_is_cut() -> None:
 
 
 def test_a_row_is_as_long_as_its_use_makes_it(folder: Path) -> None:
-    """A prompt of 19 fits with 4 tokens to sample, and not with an answer of 5 and its end."""
+    """A prompt of 19 fits with 4 sampled tokens, but not with an answer of 5 and its end token."""
     write(folder, [*GOOD, {"prompt": "1" * 19, "answer": "12345"}, {"prompt": "1" * 21, "answer": "1"}])
     found = encoded(folder, "task.too_long=drop", "warm_start.steps=2")
     assert found.left_out == {DEMONSTRATIONS: 1, PROMPTS: 1}

@@ -1,4 +1,4 @@
-"""An evaluation is called what it is: accuracy of rewards that are 0 or 1, else a mean with its interval."""
+"""The name of an evaluation: accuracy for rewards of 0 or 1, otherwise a mean with its interval."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_order_of_two_is_right_or_wrong() -> None:
 
 
 def test_several_answers_to_a_prompt_are_no_trials_of_their_own() -> None:
-    """Three prompts of two answers: an interval of three means, and pass@k of each prompt's count."""
+    """Three prompts of two answers give an interval of three means, and pass@k from each prompt's count."""
     right = [1.0, 1.0, 0.0, 1.0, 0.0, None]
     rows = [
         Rollout.start(RowId(-1, n // 2, n % 2), [1, 2]).sampled([3], [-0.1], 1, Finish.STOP) for n in range(6)

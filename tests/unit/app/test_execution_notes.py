@@ -1,4 +1,4 @@
-"""check and run say where a reward or an agent runs text, and how much apart this machine keeps it."""
+"""check and run report that a reward or an agent executes text, and the isolation of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def recipe_with_an_agent(folder: Path, before: str) -> Path:
-    """A copy of the calculator whose agent's file begins with some text."""
+    """Return a copy of the calculator whose agent's file begins with some text."""
     pytest.importorskip("uvicorn", reason="the door is the extra `service`")
     shutil.copy(ROOT / "examples" / "agent.toml", folder)
     text = (ROOT / "examples" / "agent.py").read_text()

@@ -1,4 +1,4 @@
-"""What a recipe's files say: read once, by whatever asks first."""
+"""Facts about a recipe's files, which are read once, on first use."""
 
 from __future__ import annotations
 

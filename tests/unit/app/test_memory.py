@@ -1,4 +1,4 @@
-"""The estimate of memory against models that were really made."""
+"""The memory estimate compared with real models."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_7b_with_defaults_is_refused_and_the_settings_that_help_are_named() ->
 
 @pytest.mark.parametrize(("dtype", "numbers"), [("bfloat16", 3), ("float32", 2)])
 def test_a_rank_s_optimiser_holds_masters_where_weights_are_narrow(dtype: str, numbers: int) -> None:
-    """Two moments of 4 bytes a parameter, and 4 bytes of the master; FSDP leaves a rank half of them."""
+    """Two moments of 4 bytes per parameter, and 4 bytes of the master; FSDP leaves half of them on a rank."""
     sizes = ModelSizes(
         parameters=6 * 2**30, layers=1, heads=1, kv_heads=1, kv_width=1, vocabulary=1, context=1
     )

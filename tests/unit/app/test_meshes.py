@@ -1,4 +1,4 @@
-"""Meshes of a recipe: what cannot be is refused with its sum; what each rank takes is told."""
+"""Meshes of a recipe: invalid ones are refused with their sizes; the bytes of each rank are reported."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_a_device_by_its_number_is_for_one_process() -> None:
 def test_replicas_that_need_no_collectives_are_worlds_of_their_own(
     change: dict[str, Any], worlds: dict[str, int]
 ) -> None:
-    """Every tp group of a sampler and every rank that scores; other roles make their pool one world."""
+    """Each tp group of a sampler and each scoring rank is a world; other roles make their pool one world."""
     roles = {"sampler": "answers", "critic": "critics", "reward": "scorers"}
     pools = {"main": 2, "answers": 4, "critics": 1, "scorers": 4}
     made = pools_of(recipe(**{"backend": "ray", "pools": pools, "roles": roles, **change}))
@@ -239,7 +239,7 @@ def test_replicas_that_need_no_collectives_are_worlds_of_their_own(
 def test_a_replica_of_a_model_that_scores_is_a_world(
     mode: str, scorer: dict[str, Any], parallel: dict[str, int], worlds: dict[str, int]
 ) -> None:
-    """In order, the ranks of a judge divide its work: they are one world."""
+    """In order, the ranks of a judge share its work, so they are one world."""
     pools = {"main": 1, "answers": 1, "scorers": 4}
     data = recipe(backend="ray", pools=pools, roles={"sampler": "answers", "reward": "scorers"}).model_dump()
     data["reward"] |= scorer

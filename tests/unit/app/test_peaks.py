@@ -1,4 +1,4 @@
-"""What a rank will hold, said before anything runs."""
+"""The memory of a rank, estimated before a run."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def test_beside_an_adapter_the_base_has_neither_gradients_nor_moments(tmp_path: 
     model = load_model(config, seed=0, device=torch.device("cpu"), base=Path()).module
     assert narrow.kept["weights"] == sum(each.nbytes for each in model.parameters())
     largest = max(each.numel() for each in model.parameters() if each.dtype == torch.int8) * 4
-    for phase in ("trains", "scores"):  # a layer's weight is there while a pass multiplies by it
+    for phase in ("trains", "scores"):  # a pass materialises a layer's weight while it multiplies by it
         more = narrow.phases[phase]["activations"] - policy.phases[phase]["activations"]
         assert -0.2 * largest < more <= largest + 4096
 
 
 def test_vllm_has_weights_and_room_for_keys_and_values_of_its_own(tmp_path: Path) -> None:
-    """On a processor always, with a tied head twice."""
+    """Always on a CPU; a tied head exists twice."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho \'{"release": "0.32.0", "missing": []}\'\n')
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A plan laid over a recipe places every role as it says; what no run can do yet is refused."""
+"""A plan applied to a recipe places every role as stated; unsupported plans are refused."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_placement_is_that_of_a_plan_where_both_put_every_role_alike(
 
 
 def shared(pools: tuple[str, ...]) -> list[int]:
-    """Which roles lie together, whatever their pools are called."""
+    """Return the grouping of roles into pools, whatever the pools' names."""
     return [pools.index(pool) for pool in pools]
 
 

@@ -29,7 +29,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Put a distribution on the path, as pip does: its metadata, and its module unless the text is None."""
+    """Return a function that installs a distribution as pip does, with a module unless the text is None."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def put(name: str, text: str | None) -> None:

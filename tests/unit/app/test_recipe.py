@@ -1,4 +1,4 @@
-"""Recipes: loaded, overridden, named, and refused with every reason at once."""
+"""Recipes: loaded, overridden, named, and refused with all reasons at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every step has the settings of the start that made it."""
+"""Every step belongs to the settings of the start that made it."""
 
 from __future__ import annotations
 

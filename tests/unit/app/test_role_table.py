@@ -1,4 +1,4 @@
-"""The role table: a row and a class with ``make`` are a shipped role, and nothing else is."""
+"""The role table: a row and a class with ``make`` define a shipped role, and nothing else does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_class_with_endpoints_has_a_row() -> None:
 
 def test_a_brought_class_is_called_with_the_setting() -> None:
     class Own:
-        """A class with no ``make``."""
+        """A class without ``make``."""
 
     spec = RoleSpec(role=Own)
     assert spec.make is Own is spec.load() and spec.start is Start.CALLED and not spec.is_model

@@ -1,4 +1,4 @@
-"""Rows in errors: by the lines of the user's file."""
+"""Errors name rows by the lines of the user's file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What a user may get wrong: every row says what is given, the exit code, and words of what is said.
+"""User mistakes: every case has its input, the exit code, and words of the error.
 
-No row starts a run: nothing is trained, no directory is left behind, and a row takes a second at most.
+No case starts a run: nothing is trained, no directory is left behind, and a case takes a second at most.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast as _loaded  # noqa: F401  importing it is in no case's time
+from transformers import PreTrainedTokenizerFast as _loaded  # noqa: F401  not part of any case's time
 
-from rillflow.app import check, launch  # noqa: F401  what every case imports is in no case's time
+from rillflow.app import check, launch  # noqa: F401  not part of any case's time
 from rillflow.cli.main import main
 
 LIMIT_S = 1.0
-"""Processor time of a case; a conversation is rendered by transformers, whose import takes another second."""
+"""CPU seconds of a case; conversations are rendered by transformers, whose import takes another second."""
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 REWARD = """
 def brief(prompts, completions, **_):
@@ -68,7 +68,7 @@ def write_rows(folder: Path, lines: list[Any]) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """A Llama of two layers and its byte-level tokeniser, as files alone."""
+    """Write a Llama of two layers and its byte-level tokenizer, as plain files."""
     model = folder / "model"
     model.mkdir()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -136,12 +136,12 @@ def text(file: str, content: str | bytes) -> Spoil:
 
 
 def data(*lines: Any, at: int = 0) -> Spoil:
-    """The usual rows with other ones from a place (from 0) on."""
+    """Return the usual rows with other rows from an index (from 0) on."""
     return lambda folder: write_rows(folder, [*rows()[:at], *lines, *rows()[at + len(lines) :]])
 
 
 def nothing(folder: Path) -> None:
-    """The folder is as it should be; the words are not."""
+    """Change nothing in the folder; the error is in the command."""
 
 
 def also(*spoils: Spoil) -> Spoil:
@@ -153,7 +153,7 @@ def chats(folder: Path) -> None:
 
 
 def weight(name: str, value: np.ndarray) -> Spoil:
-    """Another weight in the place of one."""
+    """Replace one weight by another."""
 
     def spoil(folder: Path) -> None:
         file = folder / "model" / "model.safetensors"
@@ -168,13 +168,13 @@ def no_end(folder: Path) -> None:
 
 
 def index(*names: str) -> Spoil:
-    """An index of weights in these files."""
+    """Write an index of weights in these files."""
     said = {"metadata": {}, "weight_map": {f"weight.{at}": name for at, name in enumerate(names)}}
     return text("model/model.safetensors.index.json", json.dumps(said))
 
 
 def eight_tebibytes(folder: Path) -> None:
-    """Weights of 8 TiB in a file without blocks."""
+    """Write weights of 8 TiB into a sparse file."""
     width, vocabulary = 2**20, 257
     set_json("model/config.json", hidden_size=width)(folder)
     shapes = {f"model.layers.{at}.self_attn.q_proj.weight": [width, width] for at in range(2)}
@@ -382,12 +382,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def files(folder: Path) -> set[Path]:
-    """Everything there but what Python keeps of a file that it imported."""
+    """Return all files below a folder without Python's caches."""
     return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
 def given(command: str, settings: str) -> list[str]:
-    """The words of a command; settings stand apart by a blank before the next section's name."""
+    """Return the words of a command; blanks separate its settings."""
     words, open_braces = [command, "run.toml"], 0
     for part in settings.split():
         if open_braces:

@@ -1,4 +1,4 @@
-"""Errors become three lines and an exit code; what nobody expects keeps its traceback."""
+"""Errors become three lines and an exit code; unexpected exceptions keep their traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rillflow.errors import (
 
 
 def raised(error: BaseException) -> BaseException:
-    """The error with a traceback, as a command would raise it."""
+    """Return the error with a traceback, as a command would raise it."""
     with pytest.raises(type(error)) as caught:
         raise error
     return caught.value

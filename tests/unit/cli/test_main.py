@@ -1,4 +1,4 @@
-"""The command line as a user meets it: words, output, exit codes."""
+"""The command line as a user sees it: words, output, exit codes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def ends(*arguments: str) -> int:
-    """The exit code of a command that argparse itself ends."""
+    """Return the exit code of a command that argparse ends."""
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert isinstance(caught.value.code, int)

@@ -1,4 +1,4 @@
-"""Reading a recipe's file: every way it can be bad names the file, and the place in it."""
+"""Reading a recipe's file: every syntax or value error names the file and its position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rillflow.errors import ConfigError
 
 
 class Small(Section):
-    """A section of a list and a number."""
+    """A section with a list and a number."""
 
     names: tuple[str, ...] = ()
     rate: float = Field(1.0, gt=0)

@@ -1,4 +1,4 @@
-"""--set: what a text stands for, and where it lands."""
+"""--set: parsing of values, and the settings that they change."""
 
 from __future__ import annotations
 

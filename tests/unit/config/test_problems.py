@@ -1,4 +1,4 @@
-"""Every kind of wrong value, and what is said about it."""
+"""Every kind of invalid value, with its error message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rillflow.errors import ConfigError
 
 
 class Engine(Section):
-    """A section within a section."""
+    """A section inside a section."""
 
     cylinders: int = Field(4, gt=0, description="Cylinders of the engine.")
     fuel: Literal["petrol", "diesel"] = "petrol"
@@ -29,7 +29,7 @@ class Engine(Section):
 
 
 class Car(Section):
-    """One choice."""
+    """One choice of a union."""
 
     kind: Literal["car"]
     engine: Engine = Engine()
@@ -44,14 +44,14 @@ class Truck(Section):
 
 
 class Bicycle(Section):
-    """The other choice."""
+    """The other choice of the union."""
 
     kind: Literal["bicycle"]
     gears: int = 1
 
 
 class Garage(Section):
-    """The root."""
+    """The root section."""
 
     name: str = Field("mine", pattern="^[a-z]+$")
     open: bool = True
@@ -181,7 +181,7 @@ def test_what_is_given_of_a_section_is_laid_over_the_default_in_its_place() -> N
 
 
 class Renamed(Section):
-    """A section with a setting that had another name."""
+    """A section with a renamed setting."""
 
     renamed: ClassVar[Mapping[str, str]] = {"colour": "paint"}
     paint: str = "red"

@@ -1,6 +1,6 @@
-"""Types, defaults and bounds of everything that users and other engines write are as the committed files say.
+"""Types, defaults and bounds of all settings that users and other engines write match the committed files.
 
-A change of a default changes somebody's run. Who changes one on purpose writes the files anew:
+A change of a default changes users' runs. After an intended change, write the files anew:
 
     python -m tests.unit.config.test_public_settings
 """
@@ -24,10 +24,10 @@ KINDS: dict[str, tuple[type[BaseModel], ...]] = {
     "recipe": (Recipe, *(ALGORITHMS[name].config for name in sorted(ALGORITHMS))),
     "door": (ChatRequest, CompletionRequest),
 }
-"""What is written, by who reads it."""
+"""Settings of each file, by its readers."""
 HERE = Path(__file__).parent
 WORDS = ("description", "title", "$defs")
-"""Parts of a schema that change nothing."""
+"""Parts of a schema without effect."""
 
 
 def settings(kinds: Iterable[type[BaseModel]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Streams that tests share."""
+"""Stream schemas that tests share."""
 
 from __future__ import annotations
 

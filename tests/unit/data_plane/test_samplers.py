@@ -1,4 +1,4 @@
-"""Samplers beside models of them in plain loops, and leases that keep to a budget of tokens."""
+"""Samplers compared with models in plain loops, and leases within a token budget."""
 
 from __future__ import annotations
 

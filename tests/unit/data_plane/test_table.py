@@ -1,4 +1,4 @@
-"""The table: who may read what when, told by hand."""
+"""The table: permitted reads over time, in cases by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lease_of(found: list[Instruction]) -> Lease:
 
 
 def run(table: Table, stage: str, count: int, now: float = 0.0) -> list[Instruction]:
-    """Take and finish at once; the store clears at once."""
+    """Take groups and finish them at once; the store clears at once."""
     lease = lease_of(table.take(stage, count, holder=stage, now=now, deadline=now + 1))
     found = table.done(lease.number, lease.ids, now=now)
     for each in found:

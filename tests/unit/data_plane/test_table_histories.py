@@ -1,4 +1,4 @@
-"""The table under random histories, beside a model of it in plain sets."""
+"""The table under random histories, compared with a model in plain sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ READS = {
     "score": {"train"},
     "critic": {"train"},
 }
-"""By writer: who reads its cells."""
+"""Readers of each writer's cells."""
 NEEDS = {"sample": {"begin"}, "score": {"begin", "sample"}, "critic": {"sample"}}
 NEEDS["train"] = {"sample", "score", "critic"}
 
@@ -151,7 +151,7 @@ class History(RuleBasedStateMachine):
         assert self.table.begun - self.table.oldest <= CAPACITY
 
     def teardown(self) -> None:
-        """Whatever happened: everybody works on, and all that was not dropped is finished once by each."""
+        """Finish the history: all stages continue, and each finishes every undropped group exactly once."""
         self.table.close(self.now)
         for _ in range(8 * CAPACITY):
             self.time_passes(10.0)

@@ -1,4 +1,4 @@
-"""Contract partition-blind, for the loss itself: any cut into parts gives the same gradient."""
+"""Contract partition-blind for the loss: any split into parts gives the same gradient."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MASKS = st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=8)
 
 
 def gradient(rows: list[list[int]], mask: Ragged, how: Aggregation, dtype: torch.dtype) -> Tensor:
-    """d loss / d logprobs [T], computed part by part."""
+    """Return d loss / d logprobs [T], computed part by part."""
     generator = torch.Generator().manual_seed(0)
     count = mask.values.shape[0]
     logprobs = -torch.rand(count, generator=generator, dtype=torch.float64).to(dtype)

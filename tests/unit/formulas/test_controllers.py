@@ -1,4 +1,4 @@
-"""Weights that follow a measurement: golden steps, fixed points, and where they would run away."""
+"""Controllers of loss weights: golden steps, fixed points, and bounds against divergence."""
 
 from __future__ import annotations
 

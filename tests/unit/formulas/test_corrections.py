@@ -1,4 +1,4 @@
-"""Corrections: their weights by hand, no gradient of theirs, and nothing to correct at the present policy."""
+"""Corrections: weights by hand, no gradient through them, and no effect at the present policy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rillflow.records.ragged import Ragged
 
 CORRECTIONS = ["tis", "sequence_tis", "icepop", "m2po", "topr"]
 W = [0.25, 0.8, 1.0, 1.5, 8.0]
-"""old / mu of five tokens: a row of three (their product is 0.2), and one of two (12)."""
+"""old / mu of five tokens: a row of three (product 0.2) and a row of two (product 12)."""
 ADVANTAGES = [1.0, 1.0, -1.0, -2.0, 2.0]
 
 
 def losses(correction: str, now: Tensor, old: Tensor, mu: Tensor, **settings: Any) -> TokenLosses:
-    """Of five tokens in two rows."""
+    """Return the losses of five tokens in two rows."""
     kept = settings.pop("is_kept", None)
     config = PolicyLossConfig(correction=correction, **settings)  # type: ignore[arg-type]
     advantages, lengths = torch.tensor(ADVANTAGES, dtype=now.dtype), torch.tensor([3, 2])
@@ -31,7 +31,7 @@ def losses(correction: str, now: Tensor, old: Tensor, mu: Tensor, **settings: An
 
 
 def weights(correction: str, **settings: Any) -> list[float]:
-    """What a token's plain loss is multiplied by where old / mu is ``W``."""
+    """Return the factor on each token's plain loss if old / mu is ``W``."""
     mu = torch.full((5,), -2.0, dtype=torch.float64)
     old = mu + torch.tensor(W, dtype=torch.float64).log()
     plain, corrected = (losses(each, old, old, mu, **settings).losses for each in ("none", correction))
@@ -70,7 +70,7 @@ def test_metrics_say_how_much_is_weighed_and_where_old_and_sampler_lie() -> None
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_no_gradient_flows_through_a_weight(correction: str) -> None:
-    """Where nobody made old log probabilities, they are the model's own; and mu is never one's own."""
+    """Without separate old log probabilities they are the model's own; mu is always separate."""
     now, old, mu = (torch.linspace(low, -0.1, 5, requires_grad=True) for low in (-1.0, -2.0, -3.0))
     for fixed in (old, old.detach()):
         now.grad = old.grad = mu.grad = None
@@ -115,7 +115,7 @@ def test_tis_over_the_clipped_loss_is_decoupled_ppo() -> None:
 
 
 def test_the_second_moment_limit_by_hand() -> None:
-    """Squares 0.01, 0.04, 0.09, 0.25, means of the smallest 0.01, 0.025, 0.04667, 0.0975."""
+    """Squares 0.01, 0.04, 0.09, 0.25, with means of the smallest ones 0.01, 0.025, 0.04667, 0.0975."""
     drift = torch.tensor([0.5, -0.2, 0.3, 0.1])
     assert m2po_limit(drift, bound=0.04) == pytest.approx(0.09)
     assert m2po_limit(drift, bound=0.05) == pytest.approx(0.25)

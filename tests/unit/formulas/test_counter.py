@@ -1,4 +1,4 @@
-"""Random numbers by counter: the published answers, and independence of everything but their address."""
+"""Counter-based random numbers: published values, and dependence on nothing but the address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a formula says that it has to see is enough: parts give each row the bits that the whole gives it."""
+"""The stated granularity of a formula suffices: parts give each row the bits of the whole batch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ TOKENS += ("reward_advantages", "cost_advantages", "old_logprobs")
 
 
 def batch_of(sizes: list[int], seed: int) -> Batch:
-    """Groups of such sizes, rows of one to nine tokens of which the first is a prompt's."""
+    """Return groups of these sizes; rows have one to nine tokens, the first of which is a prompt token."""
     generator = torch.Generator().manual_seed(seed)
     ids = row_ids([RowId(0, group, row) for group, size in enumerate(sizes) for row in range(size)])
     count = len(ids)
@@ -84,7 +84,7 @@ def batch_of(sizes: list[int], seed: int) -> Batch:
 @settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_parts_give_the_bits_of_the_whole(name: str, data: st.DataObject) -> None:
-    """Cut anywhere, or between groups, with parts of no row."""
+    """Parts are cut anywhere, or between groups, and may have no rows."""
     formula: Callable[..., Any] = getattr(formulas, name)
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     batch = batch_of(sizes, data.draw(st.integers(0, 99)))

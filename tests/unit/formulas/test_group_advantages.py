@@ -1,4 +1,4 @@
-"""Advantages of a group: the definition, its relatives by reduction, and what must never happen."""
+"""Group advantages: the definition, related formulas by reduction, and excluded outcomes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def all_valid(groups: Tensor) -> Tensor:
 
 @st.composite
 def scored(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, groups in any order, valid."""
+    """Draw rewards, groups in any order, and valid."""
     groups = draw(st.lists(st.integers(0, 3), min_size=1, max_size=12))
     rewards = draw(st.lists(REWARDS, min_size=len(groups), max_size=len(groups)))
     valid = draw(st.lists(st.booleans(), min_size=len(groups), max_size=len(groups)))
@@ -102,7 +102,7 @@ def test_shapes_and_options_are_checked() -> None:
 
 
 def test_a_flat_groups_penalties_are_not_made_as_large_as_a_reward() -> None:
-    """Scores [1, 1, 1, 1] less 0.001 nats each: by their own deviation they would be advantages near 1."""
+    """Scores [1, 1, 1, 1] minus 0.001 per nat; divided by their own deviation they would be near 1."""
     rewards = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0], dtype=torch.float64)
     penalised = rewards - 1e-3 * torch.tensor([0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0], dtype=torch.float64)
     groups = torch.tensor([0] * 4 + [1] * 4)

@@ -1,4 +1,4 @@
-"""Intervals: published values, and what any interval of a share or a mean must be."""
+"""Confidence intervals: published values, and properties of every interval of a share or a mean."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_student_takes_a_degree_of_freedom_and_a_level(freedom: int, level: floa
 
 
 def test_an_interval_of_a_mean_by_hand() -> None:
-    """Of .1 .4 .5 .9: mean 0.475, s 0.3304, t of 3 degrees 3.182."""
+    """For .1 .4 .5 .9: mean 0.475, s 0.3304, t of 3 degrees 3.182."""
     values = [0.1, 0.4, 0.5, 0.9]
     assert half_width(values) == pytest.approx(0.5257, abs=1e-4)
     assert mean_interval(values) == pytest.approx((-0.0507, 1.0007), abs=1e-4)
@@ -92,7 +92,7 @@ def test_an_interval_of_a_mean_by_hand() -> None:
 
 
 def test_calibration_error_by_hand() -> None:
-    """Four pairs said with 0.9, of which three are right; two said with 0.6 the wrong way."""
+    """Four pairs judged with 0.9, of which three are right; two judged with 0.6 the wrong way."""
     likely = [0.9, 0.9, 0.9, 0.1, 0.4, 0.4]
     assert calibration_error(likely) == pytest.approx(4 / 6 * abs(0.75 - 0.9) + 2 / 6 * 0.6)
     assert calibration_error([0.5] * 7) == 0, "who says nothing is never wrong"

@@ -1,4 +1,4 @@
-"""What judgments of many prompts say of two models: shares, equal length, and right answers among several."""
+"""Statistics of judgments over many prompts: win rates, length-controlled win rates, pass@k."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_two_models_shares_add_up(outcomes: list[float]) -> None:
 
 
 def test_who_wins_by_length_alone_wins_half_at_equal_length() -> None:
-    """Of 200 prompts the longer answer wins 90%, and the one model's is longer on three quarters."""
+    """The longer answer wins 90% of 200 prompts, and one model's answer is longer in three quarters."""
     longer = ([10.0] * 3 + [-10.0]) * 50
     outcomes = [float((number // 4 % 10 < 9) == (each > 0)) for number, each in enumerate(longer)]
     assert win_rate(outcomes)[0] == pytest.approx(0.7)
@@ -47,7 +47,7 @@ def test_length_that_says_nothing_changes_nothing() -> None:
 
 
 def test_it_is_where_the_likelihood_has_no_slope() -> None:
-    """Against a search over both numbers, on data that a line parts by length."""
+    """Compared with a search over both numbers, on data that a line separates by length."""
     outcomes, longer = [1.0, 1.0, 0.5, 0.0, 1.0, 0.0], [3.0, 2.0, 0.0, -1.0, -2.0, -4.0]
     spread = math.sqrt(sum(each * each for each in longer) / 6)
 

@@ -1,4 +1,4 @@
-"""Estimators of a divergence, against the divergence itself."""
+"""Divergence estimators compared with the divergence itself."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_rewards_pay_for_the_divergence_of_sampled_tokens_alone() -> None:
 
 
 def pull(place: str, estimator: str, seed: int) -> float:
-    """Cosine of a penalty's expected gradient with that of KL(pi || ref), a policy of 8 tokens enumerated."""
+    """Return the cosine of a penalty's expected gradient with that of KL(pi || ref), over 8 tokens."""
     torch.manual_seed(seed)
     logits = torch.randn(8, dtype=torch.float64, requires_grad=True)
     logs = logits.log_softmax(0)
@@ -131,7 +131,7 @@ BOUNDS = st.floats(1.01, 4e8)
 
 
 def bounded_k3(ratios: list[float], bound: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and gradients."""
+    """Return values and gradients."""
     ratio = torch.tensor(ratios, dtype=torch.float64, requires_grad=True)
     found = divergence(ratio, "k3", bound)
     (gradient,) = torch.autograd.grad(found.sum(), ratio)

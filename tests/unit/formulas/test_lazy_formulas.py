@@ -1,4 +1,4 @@
-"""The package hands out formulas by name and waits for torch only when one computes."""
+"""The package provides formulas by name and imports torch only when one computes."""
 
 from __future__ import annotations
 

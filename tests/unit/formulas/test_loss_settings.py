@@ -1,4 +1,4 @@
-"""Every number among the loss settings has bounds: just outside them it is refused by name."""
+"""Every number among the loss settings has bounds; a value just outside is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards spread over tokens, and what divergence and length cost."""
+"""Rewards spread over tokens, and penalties on divergence and length."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_prompts_log_probabilities_are_never_read() -> None:
 
 
 def overlong(lengths: list[int], limits: list[int], buffer: int) -> list[float]:
-    """What rows of so many sampled tokens pay."""
+    """Return the length penalties of rows with these numbers of sampled tokens."""
     mask = Ragged.from_rows([[True] * length for length in lengths], torch.bool)
     found: list[float] = overlong_rewards(
         torch.zeros(len(lengths)), mask, torch.tensor(limits), buffer=buffer

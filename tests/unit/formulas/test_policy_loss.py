@@ -1,4 +1,4 @@
-"""The clipped loss: golden values, the on-policy law, and where gradients must not flow."""
+"""The clipped loss: golden values, the on-policy law, and tokens without gradient."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_where_the_clip_binds_there_is_no_gradient() -> None:
 
 
 def test_a_token_far_off_has_a_finite_loss_and_where_clipped_no_gradient() -> None:
-    """exp overflows float32 above 88: 0 x inf in the backward pass would be NaN."""
+    """exp overflows float32 above 88, and 0 x inf in the backward pass would be NaN."""
     log_ratio = torch.tensor([95.0, 95.0, 95.0, -95.0, -1.0], requires_grad=True)
     advantages = torch.tensor([1.0, -1.0, 0.0, 1.0, 1.0])
     losses = clipped_policy_loss(log_ratio, advantages, **OPTIONS)
@@ -140,7 +140,7 @@ def test_a_lower_bound_of_zero_leaves_small_weights_as_they_are() -> None:
 
 
 def two_rows() -> Ragged:
-    """Log ratios of a row of three tokens and a row of one."""
+    """Return log ratios of a row of three tokens and a row of one."""
     values = torch.tensor([0.3, -0.1, 0.4, -0.7], dtype=torch.float64, requires_grad=True)
     return Ragged(values=values, lengths=torch.tensor([3, 0, 1]))
 
@@ -151,7 +151,7 @@ def test_the_ratio_of_a_sequence_by_hand() -> None:
 
 
 def test_its_terms_have_the_gradient_of_the_sequences_ratio() -> None:
-    """GSPO's s A, s = exp(mean log r), against autograd through s itself."""
+    """GSPO's s A with s = exp(mean log r), compared with autograd through s itself."""
     rows, advantages = two_rows(), torch.tensor([1.5, 0.0, -2.0], dtype=torch.float64)
     free = {"clip_low": 0.99, "clip_high": 9.0, "dual_clip": 0.0}
     terms = clipped_policy_loss(sequence_log_ratio(rows), rows.expand(advantages), **free)

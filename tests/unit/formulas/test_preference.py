@@ -1,4 +1,4 @@
-"""The loss of pairs: golden values, and that only the difference of two scores counts."""
+"""The preference loss of pairs: golden values, and dependence only on the difference of scores."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_gradient_is_the_probability_of_the_wrong_answer() -> None:
 
 
 def test_a_margin_is_taken_from_the_difference() -> None:
-    """A pair that is better by 2 and was to be better by 3 is a pair that is worse by 1."""
+    """A pair that is better by 2 with margin 3 counts like a pair that is worse by 1."""
     chosen, rejected = torch.tensor([2.0, 0.5]), torch.tensor([0.0, 0.5])
     found = margin_preference_loss(chosen, rejected, torch.tensor([3.0, 0.0]))
     assert found.losses.tolist() == pytest.approx([math.log1p(math.e), math.log(2)], rel=1e-6)

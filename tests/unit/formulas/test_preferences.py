@@ -1,4 +1,4 @@
-"""Losses of pairs of a policy's answers: each kind is its formula, and reduces to what it should."""
+"""Preference losses of a policy's answers: the formula of each kind, and its reductions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def found(**settings: Any) -> tuple[Tensor, dict[str, Tensor], AnswerTotals]:
 
 
 def by_hand(kind: str, pair: int, beta: float, smoothing: float = 0.0, nll: float = 0.0) -> float:
-    """The table of the module's head, one pair at a time, in Python's own arithmetic."""
+    """Return the loss by the table of the module's docstring, one pair at a time, in plain Python."""
     better, worse = CHOSEN[pair], REJECTED[pair]
     long, short = LONG[pair], SHORT[pair]
     ratio = (better - OF_CHOSEN[pair], worse - OF_REJECTED[pair])
@@ -85,7 +85,7 @@ def test_every_kind_is_its_formula(kind: str, beta: float, smoothing: float, nll
 
 
 def test_the_gradient_is_the_weight_of_what_the_implicit_reward_gets_wrong() -> None:
-    """beta s(-beta h), as the paper's equation 7 has it."""
+    """beta s(-beta h), as in the paper's equation 7."""
     losses, metrics, chosen = found(beta=0.4)
     losses.sum().backward()
     assert chosen.totals.grad is not None

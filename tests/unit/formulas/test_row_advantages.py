@@ -1,4 +1,4 @@
-"""Baselines of rows besides the group's mean, each by its definition and by reduction to the others."""
+"""Row baselines other than the group's mean: definitions, and reductions to each other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REWARDS = st.one_of(st.floats(-100, 100, width=32), st.sampled_from([0.0, 1.0]))
 
 @st.composite
 def scored(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards, groups in any order, valid."""
+    """Draw rewards, groups in any order, and valid."""
     groups = draw(st.lists(st.integers(0, 3), min_size=1, max_size=12))
     rewards = draw(st.lists(REWARDS, min_size=len(groups), max_size=len(groups)))
     valid = draw(st.lists(st.booleans(), min_size=len(groups), max_size=len(groups)))
@@ -38,7 +38,7 @@ def everyone(rewards: Tensor) -> Tensor:
 
 
 def over(rewards: Tensor, greedy: Tensor, valid: Tensor, greedy_valid: Tensor) -> list[float]:
-    """Advantages of rows of as many prompts over the greedy answer of each."""
+    """Return advantages of one row per prompt over the prompt's greedy answer."""
     ids = torch.tensor([[0, prompt, 0] for prompt in range(len(greedy))])
     answers = Batch(ids=ids, fields={"rewards": greedy, "valid": greedy_valid})
     found: list[float] = over_greedy(rewards, valid, ids, greedy=answers).tolist()

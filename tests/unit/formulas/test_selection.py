@@ -1,4 +1,4 @@
-"""Selection: pairs and best rows as by hand, blind to the order of rows; best of n under its bound."""
+"""Selection: pairs and best rows as by hand, independent of row order; best of n below its bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SELECTORS = get_args(Selector)
 
 
 def rows_of(answers: list[list[list[int]]], rewards: list[list[float | None]]) -> dict[str, Any]:
-    """The fields of some groups; a reward of None is a row without a score."""
+    """Return the fields of some groups; a reward of None is a row without a score."""
     flat = [(group, sample) for group, rows in enumerate(rewards) for sample in range(len(rows))]
     texts = [answers[group][sample] for group, sample in flat]
     scores = [rewards[group][sample] for group, sample in flat]
@@ -79,7 +79,7 @@ def test_a_price_of_length_turns_a_pair_around() -> None:
 
 @pytest.mark.parametrize("selector", ["max_random", "random"])
 def test_draws_are_even(selector: str) -> None:
-    """600 groups of 4 rows: each rank is drawn as often as it should be, within 5 deviations."""
+    """600 groups of 4 rows: the frequency of each rank is right within 5 deviations."""
     fields = rows_of([LETTERS] * 600, [[4.0, 3.0, 2.0, 1.0]] * 600)
     made = torch.tensor(places(fields, selector)).view(-1, 4)
     assert (made.clamp_min(0).sum(1) == 1).all() and (made.clamp_max(0).sum(1) == -1).all()
@@ -146,7 +146,7 @@ def test_best_of_n_reaches_its_bound_where_no_two_answers_are_equal() -> None:
     rewards, one = torch.rand(count, generator=torch.Generator().manual_seed(0)), torch.zeros(count)
     found = formulas.best_of_n_divergence(rewards.double(), one == 0, one.long(), n=n)
     assert found == pytest.approx(math.log(8) - 7 / 8, abs=2e-3)
-    halves = (torch.arange(4) >= 2).double()  # the better half is taken unless all 8 are of the other
+    halves = (torch.arange(4) >= 2).double()  # the better half is selected unless all 8 are from the other
     least, all_ = 0.5**8, torch.ones(4, dtype=torch.bool)
     by_hand = least * math.log(least / 0.5) + (1 - least) * math.log((1 - least) / 0.5)
     assert formulas.best_of_n_divergence(halves, all_, all_.long(), n=8) == pytest.approx(by_hand)

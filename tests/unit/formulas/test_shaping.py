@@ -1,4 +1,4 @@
-"""Rewards made comparable: by hand, in any split into steps, and rows without a score left alone."""
+"""Reward normalisation: by hand, over any split into steps, and without effect on unscored rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages of tokens: the recursion by hand and row by row, its ends by reduction, what is never read."""
+"""Token advantages: the recursion by hand and row by row, limits by reduction, and values never read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SHARES = st.sampled_from([0.0, 0.3, 0.95, 1.0])
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The fields of some rows."""
+    """Fields of some rows."""
 
     rewards: Ragged
     values: Ragged
@@ -51,7 +51,7 @@ class Rows:
 
 @st.composite
 def rows(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Rows:
-    """Up to six rows of up to nine tokens, loss tokens anywhere or nowhere among them."""
+    """Draw up to six rows of up to nine tokens, with any loss tokens or none."""
     masks = draw(st.lists(st.lists(st.booleans(), max_size=9), min_size=1, max_size=6))
     mask = Ragged.from_rows(masks, torch.bool)
     total = len(mask.values)
@@ -62,7 +62,7 @@ def rows(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Rows:
 
 
 def row_by_row(found: Rows, gamma: float, lam: float) -> list[float]:
-    """The recursion as it is written, token by token from the last."""
+    """Compute the recursion as written, token by token from the last."""
     result = [0.0] * len(found.mask.values)
     bounds = found.mask.bounds.tolist()
     for row in range(len(found.mask)):
@@ -77,7 +77,7 @@ def row_by_row(found: Rows, gamma: float, lam: float) -> list[float]:
 
 
 def one_row() -> Rows:
-    """A prompt token, two loss tokens, one that was put in, and the last loss token with the reward."""
+    """Return a prompt token, two loss tokens, an inserted one, and the last loss token with the reward."""
     mask = Ragged.from_rows([[False, True, True, False, True]], torch.bool)
     return Rows(
         rewards=mask.with_values(torch.tensor([9.0, 0.0, -0.5, 9.0, 1.0])),
@@ -156,7 +156,7 @@ def test_neither_the_order_of_rows_nor_other_tokens_change_a_bit(
     width = data.draw(st.integers(1, 3))
 
     def longer(field: Ragged) -> Ragged:
-        """Tokens that are no loss tokens put into every row, with numbers that must not be read."""
+        """Insert tokens that are no loss tokens into every row, with NaN values that must not be read."""
         fill = False if field.values.dtype == torch.bool else math.nan
         extra = torch.full((width,), fill, dtype=field.values.dtype)
         parts = [
@@ -223,7 +223,7 @@ def test_equal_advantages_or_one_or_none_are_exactly_zero(reward: float, count: 
 
 
 def test_whitened_returns_on_rows_of_one_token_are_the_group_advantages_of_one_group() -> None:
-    """REINFORCE++ is GRPO whose group is the whole batch."""
+    """REINFORCE++ is GRPO with the whole batch as its group."""
     rewards, valid = torch.tensor([1.0, 0.0, 0.0, 2.5]), torch.tensor([True, True, False, True])
     mask = Ragged.from_rows([[False, True]] * 4, torch.bool)
     found = whitened_returns(token_rewards(rewards, mask), mask, valid, gamma=0.9)
@@ -280,7 +280,7 @@ def test_lambda_returns_are_the_targets_of_the_advantages(rows: Rows, gamma: flo
 def test_a_row_that_was_cut_off_goes_on_into_the_critics_value(
     seen: Rows, gamma: float, lam: float, data: st.DataObject
 ) -> None:
-    """delta_T = R_T + gamma V(s_{T+1}) - V_T where the row has no end, by a recursion of its own."""
+    """delta_T = R_T + gamma V(s_{T+1}) - V_T for truncated rows, computed by a separate recursion."""
     count = len(seen.mask)
     cut = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
     final = torch.tensor(data.draw(st.lists(NUMBERS, min_size=count, max_size=count)), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Log probabilities in chunks: those of log_softmax, and their gradient too."""
+"""Chunked log probabilities equal those of log_softmax, and so do their gradients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_values_are_those_of_log_softmax(
 
 
 def test_a_vocabulary_larger_than_a_chunk_is_taken_row_by_row() -> None:
-    logits, tokens = example(2, 2**18 + 64, torch.float64)  # as many as Gemma 3 has
+    logits, tokens = example(2, 2**18 + 64, torch.float64)  # the vocabulary size of Gemma 3
     found, expected = token_logprobs(logits, tokens), reference(logits, tokens, 1.0)
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(found.entropy, expected.entropy, rtol=1e-12, atol=1e-12)
@@ -57,7 +57,7 @@ def test_the_size_of_a_chunk_changes_no_value(chunk: int) -> None:
 
 
 class Launches(TorchFunctionMode):
-    """Counts what a device is asked for."""
+    """Counts operations that a device executes."""
 
     count = 0
 
@@ -68,7 +68,7 @@ class Launches(TorchFunctionMode):
 
 @pytest.mark.parametrize(("device", "chunks"), [("meta", 19), ("cpu", 40)])
 def test_a_device_that_is_asked_gets_many_tokens_at_once(device: str, chunks: int) -> None:
-    tokens = 16_384 if device == "meta" else 40  # on a processor one row of such a vocabulary fills a cache
+    tokens = 16_384 if device == "meta" else 40  # on a CPU one row of such a vocabulary fills a cache
     logits = torch.empty(tokens, 151_936, device=device).fill_(0.0)
     with Launches() as launches:
         token_logprobs(logits, torch.zeros(tokens, dtype=torch.int64, device=device))

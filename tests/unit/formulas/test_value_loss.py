@@ -1,4 +1,4 @@
-"""The critic's loss: golden values, and its gradient where it has one."""
+"""The critic's loss: golden values, and its gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step becomes a graph: stages in order, fields on edges, and what cannot be said before anything runs."""
+"""A step becomes a graph: stages in order, fields on edges, and errors before anything runs."""
 
 from __future__ import annotations
 

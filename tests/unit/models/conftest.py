@@ -1,4 +1,4 @@
-"""Small real models and tokenisers, made on the spot."""
+"""Small real models and tokenizers, created on the fly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
 def byte_pair_tokenizer(
     *, begin: bool = False, end: bool = False, chat: bool = False
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokeniser that may add a begin and an end token by itself."""
+    """Return a byte-level BPE tokenizer that may add begin and end tokens itself."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -51,7 +51,7 @@ def byte_pair_tokenizer(
 
 
 def tiny_module(kind: str, vocabulary: int, **settings: object) -> PreTrainedModel:
-    """A random model of a type with the library's own attention; untied, so that every weight has a name."""
+    """Return a random model of a type with transformers' attention; untied, so every weight has a name."""
     torch.manual_seed(7)
     sizes = {
         "vocab_size": vocabulary,
@@ -69,13 +69,13 @@ def tiny_module(kind: str, vocabulary: int, **settings: object) -> PreTrainedMod
 
 @pytest.fixture
 def byte_pair() -> Callable[..., PreTrainedTokenizerFast]:
-    """Makes byte-level BPE tokenisers."""
+    """Return a function that makes byte-level BPE tokenizers."""
     return byte_pair_tokenizer
 
 
 @pytest.fixture
 def make_directory(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a model directory as anybody's script would, with transformers alone."""
+    """Return a function that writes a model directory with transformers only, as any script would."""
 
     def make(kind: str = "llama", *, name: str = "model", inner: object = None, **settings: object) -> Path:
         inner = inner or byte_pair_tokenizer()

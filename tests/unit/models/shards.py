@@ -1,4 +1,4 @@
-"""A rank's weights, cut out of a whole decoder."""
+"""A rank's weights, cut from a whole decoder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rillflow.models.tensor_plan import Style
 def local_weights(
     module: PreTrainedModel, plan: Mapping[str, Style], rank: int, size: int
 ) -> dict[str, Tensor]:
-    """A whole decoder's parameters as one of ``size`` ranks has them: pieces are copies, the rest is not."""
+    """Return a whole decoder's parameters as one of ``size`` ranks holds them; slices are copies."""
     found = {}
     bounds = local_bounds(module, plan, rank, size) if size > 1 else {}
     for name, parameter in module.named_parameters():

@@ -1,4 +1,4 @@
-"""Adapters: LoRA and its kin as PEFT has them, in files that both read."""
+"""Adapters: LoRA and its variants match PEFT, in files that both read."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def logits(module: nn.Module) -> Tensor:
 
 
 def trained(model: LanguageModel) -> LanguageModel:
-    """The same with numbers in its adapters that training could have put there."""
+    """Return the model with adapter values that training could have produced."""
     draw = torch.Generator().manual_seed(7)
     for tensor in trained_beside(model.module).values():
         tensor.add_(0.1 * torch.randn(tensor.shape, generator=draw))

@@ -1,4 +1,4 @@
-"""A bare tokeniser has transformers' tokens, bit for bit, or is none."""
+"""A bare tokenizer gives transformers' tokens, bit for bit, or is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Make = Callable[..., PreTrainedTokenizerFast]
 
 @pytest.fixture(params=["plain", "begin", "begin and end", "chat", "normalised"])
 def folder(request: pytest.FixtureRequest, byte_pair: Make, tmp_path: Path) -> Path:
-    """A directory as transformers writes it."""
+    """Return a directory as transformers writes it."""
     kind = request.param
     made = byte_pair(begin="begin" in kind, end="end" in kind, chat=kind == "chat")
     if kind == "normalised":
@@ -63,7 +63,7 @@ def test_a_template_is_rendered_by_transformers(byte_pair: Make, tmp_path: Path)
 
 @pytest.mark.parametrize("alphabet", ["0123456789+-=", "abc é日本\n|<>end"])
 def test_a_new_tokeniser_is_what_transformers_makes_of_it(alphabet: str, tmp_path: Path) -> None:
-    """The files too: they are those of a tokeniser that transformers alone has made."""
+    """Also its files equal those of a tokenizer made by transformers only."""
     made = character_tokenizer(alphabet, 32)
     fresh = Backend.from_str(character_tokenizer(alphabet, 32).backend_tokenizer.to_str())
     whole = PreTrainedTokenizerFast(tokenizer_object=fresh, eos_token=END, pad_token=END, model_max_length=32)

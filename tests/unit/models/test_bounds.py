@@ -1,4 +1,4 @@
-"""Strangers' directories and templates are refused within bounds, with the value."""
+"""Untrusted directories and templates are refused within resource bounds, with the value."""
 
 from __future__ import annotations
 
@@ -133,4 +133,4 @@ def test_a_tokeniser_is_tried_on_texts_in_a_child(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json exceeds the limit of memory or text length"):
         probe_tokenizer(tmp_path, ["17+25="])
     (tmp_path / "tokenizer.json").write_text("{")
-    probe_tokenizer(tmp_path, ["17+25="])  # whoever loads it says that it is none
+    probe_tokenizer(tmp_path, ["17+25="])  # loading reports that it is no tokenizer

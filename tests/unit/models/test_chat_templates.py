@@ -1,4 +1,4 @@
-"""Chat templates: where an answer ends, what was rendered already, and a template that rewrites the past."""
+"""Chat templates: ends of answers, rendered prompts, and templates that rewrite earlier turns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CHAT = Chat(turns=[{"role": "user", "content": "the cat"}])
 
 
 def made(template: str, specials: str, end: str, begins: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokeniser with these special tokens, the first of which begins texts if ``begins``."""
+    """Return a byte-level BPE tokenizer with these special tokens; ``begins`` adds the first to all texts."""
     names = specials.split()
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -86,7 +86,7 @@ def test_prompt_and_reply_are_the_template_s_own_whole() -> None:
 
 
 def test_an_answer_without_an_end_token_of_the_model_s_gets_one() -> None:
-    """Generation would never stop at <end_of_turn>, so what ends an answer for the model follows."""
+    """Generation would not stop at <end_of_turn>, so the model's end token follows."""
     blind = gemma(stop=())
     assert shown(blind, blind.encode_replies([CHAT], ["sat"])[0]) == "sat<end_of_turn>\n<eos>"
 
@@ -164,7 +164,7 @@ def test_a_rendered_answer_keeps_its_own_end() -> None:
 
 
 def test_no_variable_of_a_template_has_the_name_of_what_rendering_takes() -> None:
-    """All that transformers' own call takes, but for documents, which the template alone reads."""
+    """All parameters of transformers' call, except documents, which only the template reads."""
     taken = {*inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters, "messages"}
     for name in taken - {"self", "kwargs", "documents"}:
         with pytest.raises(ConfigError, match=f"'{name}' is set by the rendering itself"):
@@ -176,7 +176,7 @@ def test_no_variable_of_a_template_has_the_name_of_what_rendering_takes() -> Non
 @pytest.mark.parametrize("content", ["sat", " sat ", ""])
 @pytest.mark.parametrize("is_ended", [True, False])
 def test_between_two_answers_stands_what_the_template_writes(content: str, is_ended: bool) -> None:
-    """Prompt, sampled answer and what comes before the next one are together the template's own text."""
+    """Prompt, sampled answer and the text before the next answer are together the template's own text."""
     for tokenizer in (gemma(), qwen()):
         later = Chat(
             turns=[

@@ -1,4 +1,4 @@
-"""Families of models in small, trained and sampled as by a run, against transformers' own eager attention."""
+"""Small models of each family, trained and sampled as in a run, match transformers' eager attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A base of 8 bits: what it keeps of its weights, what it computes, and what is read of it in slices."""
+"""An int8 base: its stored weights, its computation, and slice-wise reading."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def logits(module: nn.Module) -> Tensor:
 
 
 def trained(model: LanguageModel) -> LanguageModel:
-    """The same with numbers in its adapters that training could have put there."""
+    """Return the model with adapter values that training could have produced."""
     draw = torch.Generator().manual_seed(7)
     for tensor in trained_beside(model.module).values():
         tensor.add_(0.1 * torch.randn(tensor.shape, generator=draw))

@@ -1,4 +1,4 @@
-"""Models from a directory: what loads, and what is refused before it can do harm."""
+"""Models from a directory: successful loads, and refusals before any damage."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_directory_loads_and_gives_its_own_logits(make_directory: Make, kind: 
     ("config", "is_plain"),
     [
         (Qwen2Config(), True),
-        (Gemma2Config(head_dim=16), False),  # its logits are bent by a softcap
+        (Gemma2Config(head_dim=16), False),  # a softcap changes its logits
         (Gemma2Config(head_dim=16, final_logit_softcapping=None), True),
         (CohereConfig(logit_scale=0.06), False),
         (PhiConfig(), False),  # its head has a bias

@@ -1,4 +1,4 @@
-"""Mixtures of experts: grouped products say, and teach, what the module's own loop over experts does."""
+"""Mixtures of experts: grouped products give the outputs and gradients of the module's expert loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to tokens: begin, end and special tokens, chats, and what is refused."""
+"""Text to tokens: begin, end and special tokens, chats, and refusals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_several_texts_are_encoded_as_one_by_one(byte_pair: Make) -> None:
 
 def test_decode_leaves_special_tokens_out_and_keeps_the_rest(byte_pair: Make) -> None:
     inner = byte_pair()
-    inner.clean_up_tokenization_spaces = True  # as a tokeniser's file may say
+    inner.clean_up_tokenization_spaces = True  # as a tokenizer's file may set it
     inner.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     tokenizer = Tokenizer(inner)
     text = "the cat , sat . 🙂\n"
@@ -160,7 +160,7 @@ def test_a_text_that_encodes_to_nothing_is_an_error() -> None:
 
 
 def home_made() -> PreTrainedTokenizerFast:
-    """A tokeniser of words, which the class of a Qwen2 directory would lose."""
+    """Return a word tokenizer, which the tokenizer class of a Qwen2 directory would not preserve."""
     backend = Backend(models.WordLevel({"<unk>": 0, "one": 1, "two": 2, "<end>": 3}, unk_token="<unk>"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Whitespace(), decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")

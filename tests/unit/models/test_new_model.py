@@ -1,4 +1,4 @@
-"""A model made anew: its sizes, its seed, its tokeniser."""
+"""A new model: its sizes, its seed, its tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions: what a token's place means depends on the model and on no other row."""
+"""Positions: a token's position depends on the model and on no other row."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ Load = Callable[[PreTrainedConfig], LanguageModel]
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    """The model of a directory that transformers alone has written."""
+    """Return a function that loads the model of a directory written by transformers only."""
 
     def make(config: PreTrainedConfig) -> LanguageModel:
         tokenizer = character_tokenizer("0123456789abcdefghijklmnopqrstuvwxyz", CONTEXT).library
@@ -103,7 +103,7 @@ def prompts(*lengths: int) -> Batch:
 
 
 def by_the_library(folder: Path, row: Tensor) -> Tensor:
-    """[T - 1] log probabilities that the library's own module gives a row that runs to the context's end."""
+    """Return [T - 1] log probabilities of transformers' module for a row padded to the context's length."""
     module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     filled = torch.cat([row, row.new_ones(CONTEXT - len(row))])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A rank's part of a decoder: its shapes, its weights, and what is refused. Ranks are threads here."""
+"""A rank's shard of a decoder: shapes, weights, and refusals; ranks are threads here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def logits(module: PreTrainedModel) -> torch.Tensor:
 
 
 def test_one_rank_has_the_decoder_as_it_is() -> None:
-    whole = whole_module("gpt2")  # which has no plan, and needs none
+    whole = whole_module("gpt2")  # has no plan and needs none
     module = sampling_module(whole, {}, SingleRank())
     assert all(parameter.is_meta for parameter in module.parameters())
     given = local_weights(whole, {}, 0, 1)
@@ -140,7 +140,7 @@ def test_a_model_without_a_plan_is_refused() -> None:
 
 
 def test_a_rank_without_a_piece_is_refused() -> None:
-    whole = whole_module(intermediate_size=4)  # in pieces of 2, 2 and 0
+    whole = whole_module(intermediate_size=4)  # in slices of 2, 2 and 0
     with pytest.raises(
         ModelError, match=r"tp is 3 and model\.layers\.0\.mlp\.gate_proj\.weight has the shape"
     ):

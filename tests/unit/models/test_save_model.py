@@ -1,4 +1,4 @@
-"""Saved models: plain directories with the same numbers, whole or not there."""
+"""Saved models: plain directories with the same numbers, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_plain_from_pretrained_gives_the_same_bits(
     model.module.set_attn_implementation("sdpa")
     assert torch.equal(logits(plain, tokens), logits(model.module, tokens))
     model.module.set_attn_implementation(ATTENTION)
-    rounding = 1e-5 if dtype == "float32" else 1e-2  # ours is the more exact one in bfloat16 on a CPU
+    rounding = 1e-5 if dtype == "float32" else 1e-2  # Rillflow's result is more exact in bfloat16 on a CPU
     torch.testing.assert_close(logits(plain, tokens), logits(model.module, tokens), rtol=0, atol=rounding)
     assert plain.generation_config.eos_token_id == 0
 

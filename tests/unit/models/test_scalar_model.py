@@ -1,4 +1,4 @@
-"""Models with a scalar head: where the head comes from, what is refused, what plain transformers says."""
+"""Models with a scalar head: origin of the head, refusals, and agreement with transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load(path: Path | str, base: Path = Path(), dtype: str = "float32") -> Scala
 
 
 def new(dtype: str = "float32", **sizes: object) -> ScalarModel:
-    """One whose head says something."""
+    """Return a model whose head is not zero."""
     small: dict = {"hidden": 32, "layers": 2, "context": 64} | sizes
     config = ModelConfig(new=NewModel(**small), dtype=dtype)
     model = load_scalar_model(config, seed=0, device=CPU, base=Path())
@@ -53,7 +53,7 @@ def new(dtype: str = "float32", **sizes: object) -> ScalarModel:
 
 @torch.no_grad()
 def scores(model: ScalarModel, tokens: Tensor) -> Tensor:
-    """[T] the head's number at every token of one row."""
+    """Return [T] the head's value at every token of one row."""
     inputs = {"input_ids": tokens[None], "use_cache": False}
     return token_scores(model.module.base_model, head_of(model.module), inputs)
 
@@ -66,7 +66,7 @@ def edit(file: Path, **changes: object) -> None:
 def with_head(
     tmp_path: Path, byte_pair: Callable[[], PreTrainedTokenizerFast]
 ) -> Callable[..., tuple[Path, nn.Module]]:
-    """Writes a directory with a random head by transformers alone; gives the module too."""
+    """Return a function that writes a directory with a random head by transformers and returns its module."""
 
     def make(kind: str, auto: type, labels: int = 1) -> tuple[Path, nn.Module]:
         torch.manual_seed(3)
@@ -99,7 +99,7 @@ def test_plain_transformers_gives_a_saved_model_s_scores(tmp_path: Path, kind: s
         tmp_path / "saved", attn_implementation="sdpa"
     ).eval()
     for text in ("17+25=", "A", "17+25=42"):
-        row = torch.tensor(model.tokenizer.encode_completions([text])[0])  # ends with the token that pads too
+        row = torch.tensor(model.tokenizer.encode_completions([text])[0])  # ends with the padding token
         with torch.no_grad():
             own = plain(input_ids=row[None]).logits
         assert own.shape == (1, 1)

@@ -1,4 +1,4 @@
-"""Weights that are read or drawn slice by slice: the numbers of a model that is loaded as usual."""
+"""Weights that are read or drawn slice by slice equal those of a normally loaded model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def outlined(config: ModelConfig, seed: int = 0) -> LanguageModel:
 
 
 def in_files(folder: Path) -> list[Path]:
-    """The same weights in several files with an index; those files."""
+    """Split the same weights into several files with an index; return those files."""
     module = AutoModelForCausalLM.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
     module.save_pretrained(folder, max_shard_size="20KB")

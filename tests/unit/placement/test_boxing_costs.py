@@ -1,6 +1,6 @@
-"""What a boxing costs: the published tables, two axes, even load, partial destinations.
+"""Costs of boxing: the published tables, two axes, even load, partial destinations.
 
-Shapes are divisible here, so that bytes are the formulas' own; uneven ones are in test_boxing_moves.py.
+Shapes are divisible here, so bytes equal the formulas; test_boxing_moves.py has uneven shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def on(mesh: Mesh, part) -> Placement:
 
 
 def same_devices(before: str, after: str, p: int) -> float:
-    """OneFlow (arXiv 2110.15032), Table 2, p1 = p2 on the same devices."""
+    """Return the bytes of OneFlow (arXiv 2110.15032), Table 2, p1 = p2 on the same devices."""
     if before == after or before == "B" or after == "P":
         return 0
     if before == "P":
@@ -38,7 +38,7 @@ def same_devices(before: str, after: str, p: int) -> float:
 
 
 def apart(before: str, after: str, p1: int, p2: int) -> float:
-    """The same table, on sets of devices that share none."""
+    """Return the bytes of the same table for disjoint sets of devices."""
     return T + (p2 - 1) * T * (after == "B") + (p1 - 1) * T * (before == "P")
 
 
@@ -181,7 +181,7 @@ def test_partial_destinations_apart_share_the_load(before: str) -> None:
 
 
 def least(source: list[set[int]], destination: list[set[int]]) -> int:
-    """Fewest copies received over all ways to give each contribution to a coordinate."""
+    """Return the fewest received copies over all ways to give each contribution to a coordinate."""
 
     def cost(given: list[set[int]], ranks: set[int]) -> int:
         if len(given) == 1:
@@ -199,7 +199,7 @@ def least(source: list[set[int]], destination: list[set[int]]) -> int:
 
 
 def test_a_partial_destination_is_reached_at_least_cost() -> None:
-    """Against every assignment there is, on small meshes that overlap in any way."""
+    """Compared with every possible assignment, on small meshes that overlap in any way."""
     draw, tried = random.Random(0), 0
     while tried < 300:
         sides = []

@@ -1,6 +1,6 @@
-"""A boxing carried out on numbers gives every rank what its placement says, each element once.
+"""Executing a boxing gives every rank the elements of its placement, each once.
 
-numbers per source rank ── execute(boxing) ──> numbers per destination rank == what the placement says
+numbers per source rank ── execute(boxing) ──> numbers per destination rank == elements of the placement
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rillflow.placement.slices import Slice, slices
 
 Element = tuple[int, ...]
 Numbers = dict[int, dict[Element, Fraction]]
-"""By rank and element."""
+"""Values by rank and element."""
 
 
 def elements(piece: Slice) -> list[Element]:
@@ -34,7 +34,7 @@ def elements(piece: Slice) -> list[Element]:
 
 
 def held(placement: Placement, shape: list[int]) -> dict[int, set[Element]]:
-    """The elements of every rank; no two of its slices share one."""
+    """Return the elements of every rank; check that its slices do not overlap."""
     found = {}
     for rank, pieces in slices(placement, shape).items():
         listed = [element for piece in pieces for element in elements(piece)]
@@ -44,13 +44,13 @@ def held(placement: Placement, shape: list[int]) -> dict[int, set[Element]]:
 
 
 def contribution(placement: Placement, rank: int) -> Element:
-    """Which contribution a rank holds."""
+    """Return the contribution that a rank holds."""
     at = placement.mesh.coordinates(rank)
     return tuple(at[name] for name in placement.partial)
 
 
 def execute(plan: Boxing, given: Numbers) -> Numbers:
-    """The reference executor: every stage reads, combines, and writes each element of a rank once."""
+    """Execute a boxing: every stage reads, combines, and writes each element of a rank once."""
     result: Numbers = defaultdict(dict)
     for number, stage in enumerate(plan.stages or ((),)):
         read = {rank: dict(own) for rank, own in result.items()} if number else given
@@ -72,16 +72,16 @@ def execute(plan: Boxing, given: Numbers) -> Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Numbers laid on ranks, and the value they are."""
+    """Numbers on ranks, and the value that they represent."""
 
     value: dict[Element, Fraction]
-    """What they are together."""
+    """The whole value."""
     numbers: Numbers
-    """What every source rank holds of it."""
+    """The numbers of every source rank."""
 
 
 def laid(placement: Placement, shape: list[int], seed: int = 0) -> Case:
-    """Random contributions, the same in all copies."""
+    """Return random contributions, the same in all copies."""
     draw = random.Random(seed)
     own = held(placement, shape)
     kinds = sorted({contribution(placement, rank) for rank in own})
@@ -97,7 +97,7 @@ def laid(placement: Placement, shape: list[int], seed: int = 0) -> Case:
 
 
 def check(source: Placement, destination: Placement, shape: list[int]) -> Boxing:
-    """Carry the boxing out and hold the result against the placement."""
+    """Execute the boxing and compare the result with the placement."""
     case, plan = laid(source, shape), boxing(source, destination, shape)
     assert all(move.source != move.destination for move in plan.moves)
     assert all(move.source == move.destination for move in plan.kept)
@@ -120,7 +120,7 @@ SHAPES = st.lists(st.integers(0, 7), min_size=1, max_size=3)
 
 @st.composite
 def placements(draw: st.DrawFn, shape: list[int]) -> Placement:
-    """A placement on 1 to 3 axes of ranks below 14, whatever their order."""
+    """Draw a placement with 1 to 3 axes on ranks below 14, in any order."""
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda sizes: prod(sizes) <= 12))
     names = "abc"[: len(sizes)]
     ranks = draw(st.permutations(range(14)))[: prod(sizes)]
@@ -162,10 +162,10 @@ def test_a_placement_becomes_itself_without_a_move(data: st.DataObject, shape: l
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), shape=SHAPES)
 def test_the_least_is_received(data: st.DataObject, shape: list[int]) -> None:
-    """To placements without contributions, element by element.
+    """The received bytes are minimal for destinations without contributions, element by element.
 
-    A copy goes to each rank that has none. Of several contributions, all but its own have to reach the
-    first rank that is done, and from then on every other rank receives at least once more.
+    Each rank that has no copy receives one. Of several contributions, all but its own must reach the first
+    complete rank; after that, every other rank receives at least once more.
     """
     source, destination = data.draw(placements(shape)), data.draw(placements(shape))
     if destination.partial:

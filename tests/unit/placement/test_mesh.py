@@ -1,4 +1,4 @@
-"""A mesh is row-major, finds ranks by name and place, and refuses what is no grid."""
+"""A mesh is row-major, finds ranks by name and coordinates, and refuses invalid grids."""
 
 from __future__ import annotations
 

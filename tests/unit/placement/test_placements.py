@@ -1,4 +1,4 @@
-"""A placement names a part for every axis, is a value, and refuses what cannot be laid."""
+"""A placement names a part for every axis, is a value, and refuses impossible layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank holds: torch.chunk's cuts, given sizes, several axes in one dim, runs."""
+"""Slices of each rank: splits of torch.chunk, given sizes, several axes on one dim, runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rillflow.placement.slices import Slice, slices
 
 
 def rows(placement: Placement, length: int) -> dict[int, list[int]]:
-    """The numbers of range(length) that each rank holds, in its own order."""
+    """Return the numbers of range(length) that each rank holds, in its order."""
     held = slices(placement, [length])
     return {rank: [row for piece in held[rank] for row in range(*piece.bounds[0])] for rank in held}
 
@@ -60,7 +60,7 @@ def test_the_outer_axis_cuts_first() -> None:
 
 
 def test_fully_sharded_over_tensor_parallel() -> None:
-    """DTensor's (_StridedShard(0, split_factor=2), Shard(0)): its own example, by order and by runs."""
+    """DTensor's own example of (_StridedShard(0, split_factor=2), Shard(0)), by order and by runs."""
     mesh, wanted = Mesh.of(dp=2, tp=2), {0: [0, 1], 1: [4, 5], 2: [2, 3], 3: [6, 7]}
     by_order = Placement(mesh, {"dp": Split(0), "tp": Split(0)}, order=("tp", "dp"))
     by_runs = Placement(mesh, {"dp": Split(0, runs=2), "tp": Split(0)})
@@ -74,7 +74,7 @@ def test_fully_sharded_cuts_the_tensor_parallel_piece_as_chunk_does() -> None:
 
 
 def test_runs_are_a_strided_shard() -> None:
-    """_StridedShard(0, split_factor=2) of nine rows over four, as its documentation has it."""
+    """_StridedShard(0, split_factor=2) of nine rows over four, as in its documentation."""
     placement = Placement(Mesh.of(dp=4), {"dp": Split(0, runs=2)})
     assert rows(placement, 9) == {0: [0, 1, 5], 1: [2, 3, 6], 2: [4, 7], 3: [8]}
     assert slices(placement, [9])[0] == (Slice(((0, 2),)), Slice(((5, 6),)))

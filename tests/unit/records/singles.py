@@ -1,4 +1,4 @@
-"""A batch of rollouts as single records."""
+"""Convert a batch of rollouts to single records."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rillflow.records.rollout import Finish, Rollout
 
 
 def rollouts_of(batch: Batch) -> list[Rollout]:
-    """The batch's rows as single records: the inverse of ``rollout_batch``."""
+    """Return the batch's rows as single records: the inverse of ``rollout_batch``."""
     names = ("tokens", "loss_mask", "sampler_logprobs", "versions")
     ragged = [map(tuple, batch.ragged(name).lists()) for name in names]
     finishes, columns = map(Finish, batch.dense("finish").tolist()), batch.ragged("columns").to_text()

@@ -1,4 +1,4 @@
-"""Batches: whatever happens to rows, their fields stay with them."""
+"""Batches: row operations keep the fields of each row together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = st.lists(st.integers(0, 6), max_size=8)
 
 
 def batch_of(lengths: list[int], first: int = 0) -> Batch:
-    """Rows whose every value tells which row it is of."""
+    """Return rows whose values all name their row."""
     rows = range(first, first + len(lengths))
     return Batch(
         ids=row_ids([RowId(0, row, row % 3) for row in rows]),
@@ -44,7 +44,7 @@ def test_a_stored_batch_is_what_it_was(lengths: list[int], tmp_path_factory: pyt
 
 
 def agrees(batch: Batch) -> list[int]:
-    """The rows, after checking that all fields tell the same of each."""
+    """Return the rows, after checking that all fields agree on each."""
     rows = [row.prompt for row in batch.row_ids()]
     assert batch.dense("reward").tolist() == rows
     assert batch.ragged("columns").to_text() == [f"row {row}" for row in rows]

@@ -1,4 +1,4 @@
-"""Metrics merge alike in any order and grouping."""
+"""Metrics merge to the same result in any order and grouping."""
 
 from __future__ import annotations
 

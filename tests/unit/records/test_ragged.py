@@ -1,4 +1,4 @@
-"""Ragged columns behave as lists of rows do, without ever padding."""
+"""Ragged columns behave like lists of rows, without padding."""
 
 from __future__ import annotations
 

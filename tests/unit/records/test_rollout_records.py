@@ -1,4 +1,4 @@
-"""Rollouts: append-only, and the same as records and as a batch."""
+"""Rollouts: append-only, and equal as records and as a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions written to real files."""
+"""Reward functions in real files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Write = Callable[..., FunctionPath]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a file ``rewards.py`` and name its function ``reward``."""
+    """Return a function that writes ``rewards.py`` and returns the path of its function ``reward``."""
 
     def write(source: str, name: str = "reward") -> FunctionPath:
         (tmp_path / "rewards.py").write_text(textwrap.dedent(source))

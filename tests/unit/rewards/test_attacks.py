@@ -1,4 +1,4 @@
-"""Programs that a model might write to be paid, to reach a neighbour or to leave: none succeeds."""
+"""Programs of a model that try to get a reward, reach a neighbour or escape: none succeeds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SAMPLE = ATTACKS[::6]
-"""A few of every goal; the slow tests run all."""
+"""Some attacks of every goal; the slow tests run all."""
 FORGING = [each for each in ATTACKS if each["goal"] == "forge a score"]
 FORGE_BY_THE_GRANDPARENT = """0)
 import json, os, re, struct
@@ -45,7 +45,7 @@ for process in (parent(os.getppid()), os.getppid()):
     except OSError:
         pass
 """
-"""What an answer did where a reward's process and its text shared a pid namespace and a user."""
+"""An answer's attack if a reward's process and its text share a pid namespace and a user."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The driver, and the process that starts cells, refuse a frame that the open call does not ask for."""
+"""The driver, and the process that starts cells, refuse frames that the open call does not expect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def forge(completions):
     os.write(known("answers"), written)
     time.sleep(60)
 """
-"""Writes what it is given as frames where its process answers; of a number alone the length."""
+"""Replaces the answers of its process by given frames; a number gives only the length."""
 
 SCORES = {
     "returned": (
@@ -71,7 +71,7 @@ SCORES = {
     "long": (str(CALL_BYTES + ROW_BYTES + 1), f"a frame announces {CALL_BYTES + ROW_BYTES + 1} bytes"),
     "gigabytes": ("4294967295", "a frame announces 4294967295 bytes"),
 }
-"""What is written for one row, and what its error says."""
+"""The frame for one row, and words of its error."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_forged_frame_is_an_error_that_names_the_value(forger: RewardWorkers, 
 
 
 def answered(child: Child, until: Callable[[], bool]) -> Answer | None:
-    """Move a child's bytes until something is true or it answers."""
+    """Transfer a child's bytes until a condition holds or it answers."""
     end = time.monotonic() + 60
     while not until() and time.monotonic() < end:
         poller = select.poll()

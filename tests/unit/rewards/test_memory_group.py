@@ -1,4 +1,4 @@
-"""A memory cgroup bounds a sandbox as a whole: files in memory and the sum of its processes."""
+"""A memory cgroup limits a whole sandbox: files in memory and the sum of its processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reward(completions):
 
 
 def refusal() -> str:
-    """Why this machine gives no memory cgroup; empty where it gives one."""
+    """Return the reason why this machine has no memory cgroup, or an empty text."""
     try:
         MemoryGroup.make(LIMIT).remove()
     except OSError as error:

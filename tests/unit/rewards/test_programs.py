@@ -1,4 +1,4 @@
-"""run_python: what a program's end looks like, and what a reward is told that cannot be shut in."""
+"""run_python: results of programs, and the error if this machine cannot isolate them."""
 
 from __future__ import annotations
 

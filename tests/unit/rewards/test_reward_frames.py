@@ -1,4 +1,4 @@
-"""Frames: what is sent arrives, in whatever pieces; what is no frame is refused."""
+"""Frames: content arrives in any fragmentation; invalid frames are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Naming a reward function: found by reading, never by running."""
+"""Naming a reward function: found by reading the file, never by running it."""
 
 from __future__ import annotations
 

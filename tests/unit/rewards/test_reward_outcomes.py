@@ -1,4 +1,4 @@
-"""What a reward function returns or does, and the outcome each row gets."""
+"""Return values and failures of reward functions, and the outcome of each row."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_fork_that_comes_back_does_not_answer_twice(write: Write) -> None:
         """
     )
     with RewardWorkers(function, RewardConfig(sandbox=False)) as workers:
-        for call in (1.0, 2.0, 3.0):  # a second answer would be garbage, and the child started anew
+        for call in (1.0, 2.0, 3.0):  # a second answer would be invalid and restart the child
             assert workers.score(["p"], ["c"], {}) == [Score(outcome=Outcome.SCORE, value=call)]
             time.sleep(0.05)
 
@@ -210,7 +210,7 @@ def test_many_silent_rows_are_bounded_in_time(write: Write) -> None:
         spent = time.monotonic() - begun
     assert all(score.outcome is Outcome.TIMEOUT for row, score in enumerate(scores) if row != 200)
     assert scores[200].outcome is Outcome.SCORE or "no time was left" in scores[200].message
-    # About 3 s on an idle machine; 400 rows of 0.2 s, one after the other, would be 80.
+    # About 3 s on an idle machine; 400 rows of 0.2 s in sequence would take 80.
     assert spent < 40
     assert any("no time was left" in score.message for score in scores)
 

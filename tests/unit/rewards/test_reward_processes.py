@@ -1,4 +1,4 @@
-"""Nothing a reward function starts outlives its call's end, its workers or the driver; nothing leaks."""
+"""Processes of a reward function do not outlive its call, its workers or the driver; nothing leaks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def reward(completions, marker):
 
 
 def runs(process: psutil.Process) -> bool:
-    """Whether a process still does something; one that waits to be collected does not."""
+    """Return whether a process still runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -75,7 +75,7 @@ def alive(marker: str) -> list[psutil.Process]:
 
 
 GONE_S = 10.0
-"""The kernel and a supervisor end processes at once; a loaded machine takes its time to run them."""
+"""The kernel and a supervisor end processes at once; a loaded machine schedules them late."""
 
 
 def gone_in_time(left: Callable[[], list[psutil.Process]]) -> bool:
@@ -100,7 +100,7 @@ def below(process: int) -> list[psutil.Process]:
 
 @pytest.fixture
 def mine() -> Callable[[], list[psutil.Process]]:
-    """The processes below this one that came after the test began: other tests leave helpers of theirs."""
+    """Return a function for processes below this one that started after the test; others are helpers."""
     before = {process.pid for process in below(os.getpid())}
     return lambda: [process for process in below(os.getpid()) if process.pid not in before]
 

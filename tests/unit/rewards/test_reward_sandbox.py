@@ -1,4 +1,4 @@
-"""What a sandboxed reward function tries, and does not get: a corpus of escapes."""
+"""Escape attempts of a sandboxed reward function, all of which fail."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def tried(code, known):
 
 @pytest.fixture
 def outside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    """What there is to be had: a file, this process, three sockets that listen."""
+    """Yield the targets of escapes: a file, this process, three listening sockets."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "secret").write_text("s3cret")
     named, abstract = str(folder / "socket"), f"rillflow-{os.getpid()}"
@@ -214,7 +214,7 @@ def test_a_kernel_that_refuses_the_sandbox_is_an_error_and_nothing_runs(
 ) -> None:
     function = write(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef reward(completions):\n    return []")
     boot = "import sys; sys.path.append(sys.argv[1]); from rillflow.rewards import supervisor; "
-    refusing = "supervisor.SHUT_IN = 1; supervisor.main()"  # no such flag: the kernel says so
+    refusing = "supervisor.SHUT_IN = 1; supervisor.main()"  # no such flag: the kernel reports it
     interpreter = (sys.executable, "-I", "-u", "-c", boot + refusing)
     monkeypatch.setattr("rillflow.rewards.supervised._INTERPRETER", interpreter)
     with (

@@ -1,4 +1,4 @@
-"""A function somebody holds in Python, as text: what goes with it, and what cannot."""
+"""A Python function as source text: its dependencies, and functions that cannot be sent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def values(found: list[Score]) -> list[float | None]:
 
 
 def cell(text: str, **known: Any) -> dict[str, Any]:
-    """The names that a notebook's cell makes: its text is nowhere but where tracebacks look it up."""
+    """Return the names that a notebook's cell defines; its text exists only in the traceback cache."""
     name = f"<cell {abs(hash(text))}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"__name__": "__main__", **known}
@@ -144,7 +144,7 @@ def test_a_script_without_a_guard_is_not_run_again_and_a_module_s_function_is_im
 
 
 class Held:
-    """Something that has no text."""
+    """A class without source text."""
 
 
 def test_what_has_no_text_is_refused_and_named() -> None:

@@ -1,4 +1,4 @@
-"""A child loads its file while the driver does something else, however long that takes."""
+"""A child loads its file while the driver is busy, however long that takes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def one(prompts, completions, **_):
 
 
 def wait_for(marker: Path) -> None:
-    """Do something else until the child has loaded its file."""
+    """Wait until the child has loaded its file."""
     end = time.monotonic() + 60
     while not marker.exists():
         assert time.monotonic() < end, "the file was not loaded"
@@ -32,10 +32,10 @@ def wait_for(marker: Path) -> None:
 
 def test_a_busy_driver_is_not_a_late_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "reward.py").write_text(CODE)
-    monkeypatch.setattr(child, "START_LIMIT_S", 0.01)  # long over when the driver comes back
+    monkeypatch.setattr(child, "START_LIMIT_S", 0.01)  # long over when the driver returns
     with RewardWorkers(parse_function("reward.py:one", tmp_path), RewardConfig()) as workers:
         wait_for(tmp_path / "loaded")
-        time.sleep(0.5)  # from the file's end to the message that says so
+        time.sleep(0.5)  # from the end of the file to its message
         assert [score.value for score in workers.score(["a"], ["b"], {})] == [1.0]
 
 

@@ -1,4 +1,4 @@
-"""RewardWorkers: columns in, scores out in order; files that cannot be used; children that come back."""
+"""RewardWorkers: columns in, scores out in order; unusable files; children that restart."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_one_worker_sees_the_whole_batch_and_more_share_it(write: Write) -> None
 
 
 def test_two_workers_score_side_by_side(write: Write) -> None:
-    """Each call ends when the other one has begun, which one after the other never would."""
+    """Each call ends only after the other one has begun, so sequential calls would never end."""
     function = write(
         """
         import time
@@ -71,7 +71,7 @@ def test_two_workers_score_side_by_side(write: Write) -> None:
 
 
 def test_many_rows_of_a_failed_call_have_time_enough_each(write: Write) -> None:
-    """A 120th of twice the time-out would be 13 ms; none has less than 50, and each healthy row takes 10."""
+    """A 120th of twice the timeout would be 13 ms; each row gets at least 50, and a good row takes 10."""
     function = write(
         """
         import time

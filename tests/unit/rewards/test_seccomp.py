@@ -1,4 +1,4 @@
-"""The filter of system calls, read as the kernel reads it: what it denies, and what it lets through."""
+"""The seccomp filter, interpreted as by the kernel: denied and allowed system calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEW_USER_NAMESPACE, SIGCHLD = 0x10000000, 17
 
 
 def judged(program: list[Line], number: int, *arguments: int, architecture: int = X86_64) -> int:
-    """What the filter returns for a call: 0 where it is allowed, else the error."""
+    """Return the filter's result for a call: 0 if it is allowed, else the error."""
     place, held = 0, 0
     while True:
         code, if_true, if_false, constant = program[place]

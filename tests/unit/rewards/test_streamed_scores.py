@@ -1,4 +1,4 @@
-"""Keys scored side by side: begin, turn, cancel; late keys get further children; nothing is left behind."""
+"""Keys that are scored concurrently: begin, turn, cancel; late keys get more children; nothing is left."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PLENTY_S = 120.0
 
 @pytest.fixture
 def mine() -> Iterator[Mine]:
-    """The processes below this one that came after the test began."""
+    """Yield a function for the processes below this one that started after the test."""
     before = set(psutil.Process().children(recursive=True))
     yield lambda: set(psutil.Process().children(recursive=True)) - before
 
@@ -52,7 +52,7 @@ def begin(workers: WeightedWorkers, key: Key, rows: Sequence[str]) -> None:
 
 
 def finished(workers: WeightedWorkers, count: int) -> dict[Key, list[Score]]:
-    """Take turns until so many keys are finished; return them in this order."""
+    """Take turns until ``count`` keys are finished; return them in this order."""
     found: dict[Key, list[Score]] = {}
     until = time.monotonic() + PLENTY_S
     while len(found) < count:
@@ -127,7 +127,7 @@ def test_a_key_that_hangs_alone_needs_no_further_child(write: Write, mine: Mine)
 
 @pytest.mark.slow
 def test_a_key_has_the_scores_of_a_batch_of_its_rows(write: Write) -> None:
-    """Including retries: the hanging row times out twice, its neighbours are scored alone."""
+    """Includes retries: the hanging row times out twice, and its neighbours are scored separately."""
     rows = ["c", "hang", "c"]
     with RewardWorkers(write(ACTS), RewardConfig(timeout_s=2.0)) as workers:
         batch = workers.score(["p"] * 3, rows, {})
@@ -213,7 +213,7 @@ def test_an_error_of_the_function_forgets_all_keys(write: Write) -> None:
 
 
 def test_several_functions_score_a_key_side_by_side(write: Write) -> None:
-    """Each function ends its call when the other one has begun, which one after the other never would."""
+    """Each function ends its call only after the other one has begun, so sequential calls would never end."""
     function = write(
         """
         import time

@@ -1,4 +1,4 @@
-"""What a function's source is recognised by, and what ``auto`` makes of it."""
+"""Detection of text execution in a function's source, and the choice of ``auto``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as a score, to the last number and character."""
+"""Valid scores, to the last number and character."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ALPHABET = "0123456789+-="
 
 @pytest.fixture
 def make_model() -> Callable[..., ScalarModel]:
-    """A two-layer decoder with a scalar head that starts at 0."""
+    """Return a function that makes a two-layer decoder with a scalar head that starts at 0."""
 
     def make(seed: int = 0, **sizes: object) -> ScalarModel:
         torch.set_num_threads(1)
@@ -32,7 +32,7 @@ def make_model() -> Callable[..., ScalarModel]:
 
 @pytest.fixture
 def make_rollouts() -> Callable[[ScalarModel, Sequence[str]], Batch]:
-    """One answer a prompt, as sampled: prompt ``1+P=``."""
+    """Return a function that makes one sampled answer per prompt; prompts are ``1+P=``."""
 
     def make(model: ScalarModel, answers: Sequence[str]) -> Batch:
         return rollout_batch(

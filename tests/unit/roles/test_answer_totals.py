@@ -1,4 +1,4 @@
-"""Totals of data are computed once, by whichever rank, and outlive the process bit for bit."""
+"""Totals of data are computed once, by any rank, and outlive the process bit for bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(*ids: tuple[int, int, int], version: int = -1) -> Batch:
 
 
 class Scores:
-    """A third of a row's number each, which no decimal text of few digits holds; counts what it is asked."""
+    """Returns a third of each row's number, which no short decimal text represents; counts its rows."""
 
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
@@ -54,7 +54,7 @@ def test_a_row_is_computed_in_the_epoch_it_comes_first() -> None:
 
 
 def test_other_tokens_under_the_same_number_are_another_row() -> None:
-    """A prompt with another prompt's answer in a later epoch; only the loss mask differs; an order does."""
+    """A prompt with another prompt's answer in a later epoch; another loss mask; another order."""
     totals, scores = kept(), Scores()
     first = rows((0, 4, 0), (0, 5, 0))
     tokens, mask = first.ragged("tokens"), first.ragged("loss_mask")
@@ -107,7 +107,7 @@ def test_what_was_kept_is_read_again_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_ranks_know_what_the_others_computed(tmp_path: Path) -> None:
-    """A row comes to another rank in the next epoch; a rank may have no row at all."""
+    """A row moves to another rank in the next epoch; a rank may have no row at all."""
     group, file = ThreadGroup(2, 20.0), tmp_path / "totals.jsonl"
     scores = [Scores(), Scores()]
 

@@ -1,4 +1,4 @@
-"""A canary tells rounding from other weights."""
+"""The canary distinguishes rounding from wrong weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The critic role: it fits returns, batches in and out, minibatches by seed and version."""
+"""The critic role: it fits returns, maps batches to batches, and draws minibatches by seed and version."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def critic_of(model: ScalarModel, lr: float = 1e-3, seed: int = 0, version: int 
 
 
 def returns_of(rollouts: Batch) -> Batch:
-    """What the row's number of tokens left is, in tens: a value every state tells."""
+    """Return the number of tokens left in the row, in tens, which every state determines."""
     mask = rollouts.ragged("loss_mask")
     left = mask.expand(mask.lengths) - mask.positions
     return Batch(ids=rollouts.ids, fields={"returns": mask.with_values(left.float() / 10)})

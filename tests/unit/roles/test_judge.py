@@ -1,4 +1,4 @@
-"""A judge: what it is asked, what it learns, and what comes of one that contradicts itself or is unsure."""
+"""A judge: its inputs, its training, and results of a contradictory or unsure judge."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def new_model(context: int = 24, seed: int = 0) -> LanguageModel:
 
 
 class Said(Judge):
-    """A judge that says what a table of shown answers model_outputs, and counts what it is asked."""
+    """A judge with outputs from a table of shown answers; counts its inputs."""
 
     said: dict[tuple[str, ...], list[float]]
     asked: int = 0
@@ -66,7 +66,7 @@ def said(table: dict[tuple[str, str], float], **how: Any) -> Any:
 
 
 def rows(model: LanguageModel, answers: Sequence[str], prompts: Sequence[int] | None = None) -> Batch:
-    """Answers as sampled; all to one prompt, or to those given."""
+    """Return answers as sampled; all for one prompt, or for the given ones."""
     places = prompts or [0] * len(answers)
     tokens = [model.tokenizer.encode_completions([text])[0] for text in answers]
     asked = [model.tokenizer.encode(f"1+{place}=") for place in places]
@@ -205,7 +205,7 @@ def test_every_answer_meets_every_other_of_its_prompt_and_no_one_else() -> None:
 
 
 def test_in_a_tournament_the_winner_meets_the_next() -> None:
-    """Of 1, 2, 3, 4: 2 beats 1, 2 beats 3, 4 beats 2; each is scored by the mean of what it played."""
+    """Of 1, 2, 3, 4: 2 beats 1, 2 beats 3, 4 beats 2; a score is the mean of an answer's own comparisons."""
     beats = {("1", "2"): 0.2, ("2", "3"): 0.9, ("2", "4"): 0.3}
     likely = {**beats, **{(b, a): 1 - p for (a, b), p in beats.items()}}
     role = said(likely, compare="tournament")
@@ -215,7 +215,7 @@ def test_in_a_tournament_the_winner_meets_the_next() -> None:
 
 
 def test_a_judge_that_contradicts_itself_is_counted_and_near_ties_abstain() -> None:
-    """It always model_outputs A: both orders together say nothing, and nothing is no 0."""
+    """It always outputs A: both orders cancel out, and the result is an abstention, not 0."""
     always = {(a, b): 0.9 for a in "123" for b in "123"}
     role = said(always, abstain=0.05)
     found = role.score(rows(role.model, ["1", "2", "3"]))

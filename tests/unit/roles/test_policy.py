@@ -1,4 +1,4 @@
-"""The policy: what it samples carries the version of the weights that sampled it."""
+"""The policy: samples carry the version of the weights that sampled them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NEW = NewModel(hidden=16, layers=1, heads=2, context=16, alphabet="0123456789+="
 
 
 def policy_of(dtype: str, rollout: RolloutConfig, new: NewModel = NEW) -> tuple[Policy, Sampler, Batch]:
-    """A policy, its sampler, and a prompt."""
+    """Return a policy, its sampler, and a prompt."""
     torch.set_num_threads(1)
     config = ModelConfig(new=new, dtype=dtype)  # type: ignore[arg-type]
     model = load_model(config, seed=0, device=torch.device("cpu"), base=Path())
@@ -59,12 +59,12 @@ def test_rows_of_other_arithmetic_are_not_trained_on_in_any_type(dtype: str) -> 
     with torch.no_grad():
         for weight in policy.model.module.parameters():
             if weight.dim() > 1:
-                weight.mul_(4)  # fresh weights say nearly the same of every token
+                weight.mul_(4)  # fresh weights give every token nearly the same probability
     rows = sampler.generate(prompts, samples=16)
     rows = rows.with_fields(advantages=torch.linspace(-1, 1, 16))
     loss, reuse = PolicyLossConfig(), UpdateConfig()
     sampler = rows.ragged("sampler_logprobs")
-    flatter = sampler.with_values(sampler.values * 0.95)  # much as a higher temperature would have it
+    flatter = sampler.with_values(sampler.values * 0.95)  # about the effect of a higher temperature
     with pytest.raises(TrainingError, match="not on-policy"):
         policy.update(rows.with_fields(sampler_logprobs=flatter), loss=loss, passes=reuse)
     metrics = policy.update(rows, loss=loss, passes=reuse)
@@ -112,7 +112,7 @@ def test_of_rows_of_two_versions_those_of_the_present_one_are_checked(dtype: str
     passes = UpdateConfig(freshness=1, gap_tolerance=0.001)
 
     def astray(version: int) -> Batch:
-        """The tokens of one version with other log probabilities."""
+        """Change the log probabilities of one version's tokens."""
         column, mask = rows.ragged("sampler_logprobs"), rows.ragged("loss_mask").values
         moved = column.values + 0.5 * (mask & (rows.ragged("versions").values == version))
         return rows.with_fields(sampler_logprobs=column.with_values(moved))

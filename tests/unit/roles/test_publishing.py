@@ -1,4 +1,4 @@
-"""Publishing to samplers elsewhere: what is sent is what was missing, and nothing else is served."""
+"""Publishing to remote samplers: only missing weights are sent, and only complete versions are served."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(seed: int) -> LanguageModel:
 
 
 class Ends:
-    """One trainer and one sampler of another seed, connected."""
+    """One connected trainer and sampler with different seeds."""
 
     def __init__(self, most_bytes: int) -> None:
         self.trained, other = model(1), model(2)
@@ -45,7 +45,7 @@ class Ends:
         )
 
     def deliver(self) -> list[Tensor]:
-        """Every bucket; what was on its way."""
+        """Send every bucket; return the sent tensors."""
         found = []
         for bucket in range(len(self.links)):
             (packed,) = self.sent.send(bucket)

@@ -1,4 +1,4 @@
-"""The reward model role: it learns from pairs, and its scores travel as the reward role's."""
+"""The reward model role: it trains on pairs, and its scores have the fields of the reward role."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_other_tokens_than_the_policy_s_are_refused(
 
 
 def test_a_model_with_other_tokens_reads_the_text(make_model: MakeModel, make_rollouts: MakeRollouts) -> None:
-    """The same weights, another order of characters: what a text scores does not depend on who wrote it."""
+    """The same weights with another character order: scores do not depend on the policy's tokens."""
     model = make_model()
     with torch.no_grad():
         head_of(model.module).weight.normal_(generator=torch.Generator().manual_seed(0))

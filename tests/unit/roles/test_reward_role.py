@@ -1,4 +1,4 @@
-"""The reward role: four outcomes, chat in TRL's form, and a broken reward stops the run."""
+"""The reward role: four outcomes, chat in TRL's form, and a stop if the reward fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a sampler in a checkpoint: they go on with the tokens that they would have had."""
+"""Rows of a sampler in a checkpoint continue with the tokens of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = 2
 
 
 def sampler() -> Sampler:
-    """A sampler whose tokens follow from weights, row and position."""
+    """Return a sampler whose tokens follow from weights, row and position."""
     whole = model(Numbers())
     weights = SimpleNamespace(
         version=3, canary=(), tp=None, module=whole.module, turn_to_generation=lambda _: None
@@ -39,7 +39,7 @@ def prompts(count: int) -> Batch:
 
 
 def ended(made: Sampler, passes: int) -> dict[tuple[int, int], list[list[int]]]:
-    """Let rows run; return the tokens of the groups that became complete."""
+    """Advance rows; return the tokens of the groups that became complete."""
     complete = made.advance(None, [], passes, SAMPLES, None).complete
     return {group: made.collect([group]).ragged("tokens").lists() for group in complete}
 

@@ -1,4 +1,4 @@
-"""Saving: the files of one moment, written while training goes on."""
+"""Saving: files from one moment, written while training continues."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def state(shape: int = 4) -> dict[str, torch.Tensor]:
 
 
 def digests(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of the files of tensors below a folder, as they lie there."""
+    """Return the digests of the tensor files below a folder."""
     found = {}
     for path in folder.rglob("*.safetensors"):
         data = path.read_bytes()
@@ -52,14 +52,14 @@ def digests(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have these small models saved as large ones are."""
+    """Save these small models in the background, like large ones."""
     monkeypatch.setattr(saving, "SMALL_BYTES", 0)
 
 
 def test_files_are_of_the_moment_they_were_begun_at_while_weights_change(tmp_path: Path) -> None:
     loaded, tensors = model(), state()
     before = {name: weight.clone() for name, weight in loaded.module.state_dict().items()}
-    with saving._DISK:  # no file is written until training has gone on
+    with saving._DISK:  # no file is written before training continues
         begun = Saving(ModelShard.whole(loaded), tmp_path / "policy", tmp_path / "policy.optimizer", tensors)
         with torch.no_grad():
             for weight in loaded.module.parameters():

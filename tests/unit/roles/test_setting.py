@@ -1,4 +1,4 @@
-"""A role's setting: which model it loads, and how each class makes itself of it."""
+"""A role's setting: the model that it loads, and the construction of each class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares of models on one rank: what two of them have together."""
+"""Shards of models on one rank: memory that two of them share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_critic_beside_a_policy_has_its_base_and_an_adapter_and_head_of_its_ow
 def test_a_reference_is_the_policys_module_where_both_bases_are_kept_alike(
     tmp_path: Path, kept: Literal["full", "int8"], is_shared: bool
 ) -> None:
-    """The policy names no targets, and the directory of the reference all of them."""
+    """The policy names no targets; the directory of the reference names all of them."""
     made = load_model(ModelConfig(new=NewModel(hidden=32, layers=2)), seed=0, device=CPU, base=Path())
     save_model(made, tmp_path / "base")
     how: dict[str, Any] = {"seed": 1, "device": CPU, "base": Path()}

@@ -1,4 +1,4 @@
-"""Reward.advance and collect: the fields of score, group by group; failures are judged over a window."""
+"""Reward.advance and collect: fields of scores, group by group; failures count over a window of rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def reward(workers: RewardWorkers, tokenizer: Tokenizer) -> Reward:
 
 
 def rows(tokenizer: Tokenizer, prompt: int, answers: Sequence[str]) -> Batch:
-    """Rows of one prompt; the agent of a row without an answer has failed."""
+    """Return rows of one prompt; a row without an answer has a failed agent."""
     made = []
     for sample, answer in enumerate(answers):
         columns: dict[str, object] = {"prompt": "4+3=", "answer": "7"}
@@ -69,7 +69,7 @@ def rows(tokenizer: Tokenizer, prompt: int, answers: Sequence[str]) -> Batch:
 
 
 def completed(reward: Reward, count: int, window: int = WINDOW_ROWS) -> list[GroupId]:
-    """Advance until so many groups are complete."""
+    """Advance until ``count`` groups are complete."""
     found: list[GroupId] = []
     until = time.monotonic() + PLENTY_S
     while len(found) < count:
@@ -166,7 +166,7 @@ def test_groups_that_cannot_be_meant_are_named(reward: Reward, tokenizer: Tokeni
 
 
 def test_failures_are_judged_over_the_last_rows(reward: Reward, tokenizer: Tokenizer) -> None:
-    """A whole group may fail; the run stops when half of the last 8 rows have."""
+    """A whole group may fail; the run stops when half of the last 8 rows have failed."""
     failing, good = ["9"] * 4, ["7"] * 4
     for prompt, answers in enumerate([failing, good, failing, good, good, failing]):
         reward.advance(rows(tokenizer, prompt, answers), (), 0, 8)

@@ -45,25 +45,25 @@ def _build(config: PreTrainedConfig | None = None, attention: str = ATTENTION) -
     with torch.no_grad():
         for weight in module.parameters():
             if weight.dim() > 1:
-                weight.mul_(3.0)  # fresh weights say nearly the same of every token
+                weight.mul_(3.0)  # fresh weights give every token nearly the same probability
     return module
 
 
 @pytest.fixture
 def build() -> Build:
-    """A module from a config: the tiny Qwen2 by default."""
+    """Return a function that makes a module from a config: the tiny Qwen2 by default."""
     return _build
 
 
 @pytest.fixture(scope="session")
 def tiny() -> nn.Module:
-    """One tiny Qwen2, its weights left alone."""
+    """Return one tiny Qwen2 whose weights tests do not change."""
     return _build()
 
 
 @pytest.fixture
 def engine(tiny: nn.Module) -> Engines:
-    """An engine on the tiny model; keywords are those of RolloutConfig and of NativeEngine."""
+    """Return a function that makes an engine; its keywords are those of RolloutConfig and of NativeEngine."""
 
     def make(
         module: nn.Module = tiny,
@@ -90,7 +90,7 @@ def engine(tiny: nn.Module) -> Engines:
 
 @pytest.fixture
 def prompts() -> Prompts:
-    """Prompts as a batch: lists of tokens, or lengths of random ones."""
+    """Return a function that makes a batch of prompts from lists of tokens, or lengths of random ones."""
 
     def make(*rows: Sequence[int] | int, epoch: int = 0, **fields: Tensor) -> Batch:
         random = torch.Generator().manual_seed(len(rows))

@@ -1,4 +1,4 @@
-"""Several workers in one engine: the same rows, in the same order, and none left behind."""
+"""Several workers in one engine: the same rows in the same order, and no leftover threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Prompts = Callable[..., Batch]
 
 @pytest.mark.parametrize("count", [1, 2, 5, 7])
 def test_workers_change_no_row(count: int, engine: Engines, prompts: Prompts) -> None:
-    """One worker and three draw the same tokens, also for fewer prompts; only rounding differs."""
+    """One worker and three sample the same tokens, also for fewer prompts; only rounding differs."""
     batch = prompts(*[[1 + index, 2, 3] for index in range(count)])
     alone, beside = (engine(workers=workers, max_rows=6).generate(batch, samples=3) for workers in (1, 3))
     assert alone.ids.tolist() == beside.ids.tolist()
@@ -39,7 +39,7 @@ def test_workers_change_no_row(count: int, engine: Engines, prompts: Prompts) ->
 def test_parts_laid_end_to_end_are_what_all_prompts_give_at_once(
     workers: int, sizes: tuple[int, ...], engine: Engines, prompts: Prompts
 ) -> None:
-    """Rows of later parts run on while those of the first are taken; none is lost and no bit changes."""
+    """Rows of later parts run while the first ones are returned; no row is lost and no bit changes."""
     batch = prompts(*[[1 + index, 2, 3] for index in range(7)])
     ends = list(accumulate(sizes))
     parts = [batch.slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
@@ -75,7 +75,7 @@ def test_settings_for_another_number_of_prompts_are_refused(engine: Engines, pro
 
 
 def test_a_repeated_call_has_the_same_bits(engine: Engines, prompts: Prompts) -> None:
-    """Which worker a row runs in depends on its place alone, not on time."""
+    """A row's worker depends on its index only, not on time."""
     batch = prompts(*[[token, 5] for token in range(1, 12)])
     first, second = (engine(workers=2, max_rows=4).generate(batch, samples=2) for _ in range(2))
     for name in ("tokens", "sampler_logprobs"):
@@ -98,7 +98,7 @@ def test_rows_added_one_by_one_run_in_lanes(engine: Engines, prompts: Prompts) -
 
 
 def test_a_lane_that_fails_ends_the_others(engine: Engines, build: Callable[..., nn.Module]) -> None:
-    """The row at fault is named, nothing stays in any worker, and the engine works again."""
+    """The error names the row, no worker keeps rows, and the engine works again."""
     module = build()
     used = engine(module, workers=2, max_rows=4, max_tokens=200)
     embedding = module.get_input_embeddings()  # type: ignore[operator]
@@ -138,7 +138,7 @@ def test_versions_reach_every_lane(engine: Engines, prompts: Prompts) -> None:
 def test_workers_end_with_their_engine(
     workers: int | None, max_rows: int, engine: Engines, prompts: Prompts
 ) -> None:
-    """Where it is not said, on a processor, there is a worker for each thread of torch's."""
+    """By default, on a CPU, there is a worker for each of torch's threads."""
     others, threads = set(threading.enumerate()), torch.get_num_threads()
     torch.set_num_threads(2)
     used = engine(workers=workers, max_rows=max_rows)

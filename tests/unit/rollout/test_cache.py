@@ -71,7 +71,7 @@ def test_copies_reach_no_further_than_the_longest_of_them() -> None:
 def test_copies_read_what_was_there_before(
     copies: dict[tuple[int, int], tuple[int, int]], lengths: list[int]
 ) -> None:
-    """Within a bucket and between two, one of which may be made anew meanwhile."""
+    """Copies within a bucket and between two buckets, one of which may be reallocated."""
     cache = filled(bucket(90, 16, name=0), bucket(90, 16, name=1))
     before = {index: dict(layer) for index, layer in cache.layers.items()}
     before = {

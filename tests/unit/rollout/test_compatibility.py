@@ -1,4 +1,4 @@
-"""Which modules are refused, and that they are refused before a token is drawn."""
+"""Refused modules, which are refused before a token is sampled."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_another_attention_is_refused(
 
 
 class Remembering(Qwen2ForCausalLM):
-    """Adds to each token's embedding the one before it in the pass: more than keys and values remember."""
+    """Adds the previous token's embedding to each one: state that keys and values do not hold."""
 
     def forward(self, input_ids: torch.Tensor, **rest: Any) -> Any:
         states = self.get_input_embeddings()(input_ids)

@@ -1,6 +1,6 @@
-"""Deterministic mode: a row's bits are its own. Everything around it is varied here, and nothing may change.
+"""Deterministic mode: a row's bits do not depend on anything else in the batch.
 
-What is compared is always tokens and log probabilities, bit by bit.
+The tests vary everything around a row. They compare tokens and log probabilities, bit by bit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def starts(batch: Batch) -> list[Rollout]:
 
 @pytest.fixture(scope="module")
 def wanted() -> dict[str, Bits]:
-    """What each kind of model said the first time."""
+    """Return the first results of each kind of model."""
     return {}
 
 
@@ -71,7 +71,7 @@ def test_rows_shared_out_in_any_way_and_taken_out_at_any_time(
     prompts: Prompts,
     wanted: dict[str, Bits],
 ) -> None:
-    """Any number of workers, any order, any company, rows taken out and handed to another worker."""
+    """Any number of workers, any order, any other rows, and rows that move to another worker."""
     known = reference(engine, prompts, wanted, "qwen2")
     chance = Random(seed)
     rows = [
@@ -156,7 +156,7 @@ def test_other_models_and_settings_too(kind: str, build: Build, engine: Engines,
 
 
 def test_without_it_company_does_show(build: Build, engine: Engines, prompts: Prompts) -> None:
-    """The tests above can fail: in the ordinary mode a row's bits depend on how many run beside it."""
+    """The tests above can fail: in ordinary mode a row's bits depend on the number of other rows."""
     config = AutoConfig.for_model(
         "qwen2", vocab_size=64, num_hidden_layers=2, max_position_embeddings=256, num_key_value_heads=2,
         hidden_size=128, intermediate_size=300, num_attention_heads=4,
@@ -169,7 +169,7 @@ def test_without_it_company_does_show(build: Build, engine: Engines, prompts: Pr
 
 
 class Skewed(nn.Module):
-    """A machine whose products differ by place, made by hand: the last token of a pass is off by a bit."""
+    """Simulates a machine whose products differ by position: the last token of a pass is off by a bit."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_rounding_that_depends_on_the_slot_is_found_before_a_token_is_drawn(
 def test_rounding_that_depends_on_the_length_of_the_cache_is_found(
     engine: Engines, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine, made by hand, that adds even and odd places apart in products over more than 64 of them."""
+    """A simulated machine sums even and odd positions separately in products over more than 64 of them."""
     bmm = torch.bmm
 
     def apart(shares: Tensor, values: Tensor) -> Tensor:

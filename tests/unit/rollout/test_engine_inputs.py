@@ -1,4 +1,4 @@
-"""What cannot be generated is said with its value, before anything runs, and the engine stays usable."""
+"""Invalid generation inputs are reported with their value before anything runs; the engine stays usable."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_two_rows_of_one_id_are_named(engine: Engines, prompts: Prompts) -> None
 
 
 class Counting(RowByRow):
-    """An engine that counts the rows it was given."""
+    """An engine that counts its rows."""
 
     added = 0
 
@@ -144,7 +144,7 @@ def test_a_step_without_rows_does_nothing(engine: Engines) -> None:
 def test_logits_that_are_not_finite_name_row_and_position(
     bad: float, temperature: float, build: Build, engine: Engines, prompts: Prompts
 ) -> None:
-    """Token 9 has a broken embedding: its row is named, and what it left behind harms nobody later."""
+    """Token 9 has a broken embedding: the error names its row, and later calls are not affected."""
     module = build()
     used = engine(module, temperature=temperature, max_rows=3)
     good = prompts([1, 2, 3], [4, 5])

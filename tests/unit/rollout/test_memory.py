@@ -1,4 +1,4 @@
-"""A budget of bytes, long rows beside short ones, prefixes in pieces and beginnings shared."""
+"""Memory of the engine: a byte budget, long rows among short ones, chunked and shared prefixes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Prompts = Callable[..., Batch]
 Said = dict[RowId, tuple[tuple[int, ...], tuple[float, ...]]]
 
 POSITION_BYTES = 2 * 2 * (8 + 8) * 4
-"""Of the tiny model: 2 layers of 2 heads, keys and values of 8 numbers."""
+"""Bytes of a position of the tiny model: 2 layers of 2 heads, keys and values of 8 numbers."""
 
 
 def said(batch: Batch) -> Said:
@@ -29,12 +29,12 @@ def said(batch: Batch) -> Said:
 
 
 def gib(positions: int) -> float:
-    """A budget for so many positions, a layer of them twice."""
+    """Return a budget in GiB for this number of positions, with one layer counted twice."""
     return positions * POSITION_BYTES * 1.5 / 2**30
 
 
 def tokens_read(used: NativeEngine) -> list[int]:
-    """The lengths of all prefixes that an engine reads from now on."""
+    """Return a list that collects the lengths of all prefixes that an engine computes from now on."""
     lengths: list[int] = []
     (worker,) = used._workers
     schedule = worker._scheduler.schedule
@@ -113,7 +113,7 @@ def test_workers_share_a_budget(engine: Engines, prompts: Prompts) -> None:
 def test_a_long_row_takes_nobody_elses_memory(
     engine: Engines, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, deterministic: bool
 ) -> None:
-    """Against one rectangle; recordings of several buckets are tried too."""
+    """Compared with one rectangle; also with recordings of several buckets."""
     batch = prompts(*[9] * 40, 180)
     make = {"max_tokens": 12, "max_rows": 41, "workers": 1, "deterministic": deterministic}
     used = engine(**make, record_after=2)
@@ -132,7 +132,7 @@ def test_a_long_row_takes_nobody_elses_memory(
 
 @pytest.mark.slow
 def test_a_row_that_grows_leaves_its_band(engine: Engines, prompts: Prompts) -> None:
-    """While short rows come and go, one runs on; none of them has its memory."""
+    """Short rows come and go while one row keeps running; none of them gets its memory."""
     batch = prompts(*[20] * 400)
     used, wanted = (engine(max_rows=50, workers=1, max_tokens=10) for _ in range(2))
     long = SamplingConfig(max_tokens=230)
@@ -185,7 +185,7 @@ def test_prompts_with_one_system_prompt_read_it_once(engine: Engines) -> None:
 
 @pytest.mark.parametrize("away", [0, 3])
 def test_the_next_turn_reads_what_was_inserted(engine: Engines, away: int) -> None:
-    """Also when other rows have run meanwhile, and one of them has been moved into its place."""
+    """Also after other rows have run, one of which was moved into its place."""
     used = engine(workers=1, max_tokens=60)
     rows = [Rollout.start(RowId(0, index, 0), [index, *range(50)]) for index in range(4)]
     for row in rows:

@@ -1,4 +1,4 @@
-"""The engine against plain forward passes and transformers' own generate."""
+"""The engine compared with plain forward passes and transformers' own generate."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ ARCHITECTURES: dict[str, PreTrainedConfig] = {
 
 
 def reference_logits(module: nn.Module, tokens: Sequence[int]) -> Tensor:
-    """[T, V] of a plain pass over the whole row."""
+    """Return [T, V] logits of a plain pass over the whole row."""
     with torch.no_grad():
         logits: Tensor = module(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits
     return logits[0].float()
 
 
 def replayed(module: nn.Module, rollout: Rollout, temperature: float = 1.0) -> list[float]:
-    """What a plain pass says of every sampled token."""
+    """Return the log probability of every sampled token in a plain pass."""
     logprobs = torch.log_softmax(reference_logits(module, rollout.tokens) / temperature, -1)
     places = [place for place, sampled in enumerate(rollout.loss_mask) if sampled]
     return [float(logprobs[place - 1, rollout.tokens[place]]) for place in places]
@@ -289,7 +289,7 @@ def test_what_was_inserted_is_read_and_not_counted(tiny: nn.Module, engine: Engi
 def test_every_token_carries_the_version_it_was_sampled_under(
     build: Build, engine: Engines, prompts: Prompts
 ) -> None:
-    """New weights while rows run: what follows is drawn as the new weights say, from the first token on."""
+    """After new weights arrive in the middle of rows, every further token follows them."""
     module = build()
     running = engine(module, max_rows=2)
     running.load(4, {})
@@ -317,7 +317,7 @@ def test_every_token_carries_the_version_it_was_sampled_under(
 def test_a_row_may_keep_what_old_weights_read_of_it(
     build: Build, engine: Engines, prompts: Prompts, keep: bool
 ) -> None:
-    """Its next token follows from transformers' cache that the old weights filled, or from a new one."""
+    """Its next token follows from transformers' cache filled with old weights, or from a new one."""
     module, start = build(), prompts(9, 1)
     plain = AutoModelForCausalLM.from_config(deepcopy(module.config), attn_implementation="eager").eval()
     plain.load_state_dict(module.state_dict())
@@ -386,7 +386,7 @@ def test_dropout_is_off_and_every_part_is_left_as_it_was(
 
 
 def test_a_batch_can_be_trained_on(tiny: nn.Module, engine: Engines, prompts: Prompts) -> None:
-    """No tensor of the result is one that autograd refuses."""
+    """Autograd accepts all tensors of the result."""
     found = engine().generate(prompts(5))
     weight = torch.ones(1, requires_grad=True)
     (found.ragged("sampler_logprobs").values * weight).sum().backward()
@@ -415,7 +415,7 @@ def test_all_answers_may_be_alike(engine: Engines, prompts: Prompts) -> None:
 
 
 def test_one_engine_draws_each_call_by_that_calls_settings(engine: Engines, prompts: Prompts) -> None:
-    """The same single prompt again and again: only the settings differ from call to call."""
+    """The same prompt in each call; only the settings differ."""
     used, batch = engine(), prompts([1, 2, 3])
     plain = SamplingConfig(max_tokens=8)
     settings = ({"temperature": 0.0}, {"temperature": 2.0}, {"top_k": 2}, {"top_p": 0.3})

@@ -1,4 +1,4 @@
-"""The threshold of top-k and top-p in a large vocabulary: that of a whole sort, at a fraction of its time."""
+"""The threshold of top-k and top-p in a large vocabulary equals that of a full sort and is faster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL = torch.iinfo(torch.int64).max
 
 
 def by_sorting(weights: Tensor, top_k: int, top_p: float) -> float:
-    """The definition: of the k largest, a token stays while those before it hold less than p of their sum."""
+    """Return the threshold by definition: a token stays while those before it hold less than p of the sum."""
     best = weights.sort(descending=True).values[:top_k].double()
     before = best.cumsum(0) - best
     stays = int((before < top_p * best.sum()).sum()) if top_p < 1 else len(best)
@@ -65,13 +65,13 @@ def test_the_threshold_is_that_of_a_whole_sort(
     found = least_kept(weights.numpy(), top_k, top_p, np.empty(vocabulary, np.float32))
     if found == by_sorting(weights, top_k, top_p):
         return
-    best = weights.sort(descending=True).values[:top_k].double()  # or two sums are equal but for rounding
+    best = weights.sort(descending=True).values[:top_k].double()  # or two sums are equal up to rounding
     assert 1 > top_p > best[best > found].sum() / best.sum() - 1e-7
     assert best[best >= found].sum() / best.sum() > top_p - 1e-7
 
 
 def test_a_part_that_holds_the_wanted_sum_exactly_has_the_threshold() -> None:
-    """4,096 weights of 2 hold half beside 8,192 of 1; by the sample, the second cut parts the two."""
+    """4,096 weights of 2 and 8,192 of 1 hold half each; the sample makes the second cut separate them."""
     weights = np.ones(12_288, np.float32)
     weights[::64][:114] = 2
     weights[np.flatnonzero(np.arange(12_288) % 64)[: 4_096 - 114]] = 2

@@ -1,4 +1,4 @@
-"""Ranks that diverge are told before their next pass, with the row and both ranks' parts in it."""
+"""Diverging ranks are detected before their next pass; the error has the row and both ranks' tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_both_ranks_tell_the_first_row_that_differs(
 
 
 def test_removed_rows_are_not_compared() -> None:
-    """A failed step leaves ranks with different notes; the next call starts without them."""
+    """A failed step leaves different notes on ranks; the next call starts without them."""
 
     def run(rank: int, consistency: RankConsistency) -> str:
         consistency.note([row(3)], [rank])

@@ -1,4 +1,4 @@
-"""A recording has the module's bits, follows its weights, and is dropped where it could go wrong."""
+"""A recording has the module's bits, uses new weights, and is dropped if it could be wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZE = {
 
 
 class Counting(nn.Module):
-    """Counts how often Python runs through a module."""
+    """Counts Python calls of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def same(one: Batch, other: Batch) -> bool:
 def test_a_recording_has_the_bits_of_the_module(
     config: PreTrainedConfig | None, deterministic: bool, build: Build, engine: Engines, prompts: Prompts
 ) -> None:
-    """Rows come and go, prefixes of many lengths and shared ones beside them."""
+    """Rows come and go, with prefixes of many lengths and shared ones."""
     module = build(config)
     batch = prompts(*range(1, 12))
     make = {"max_rows": 4, "deterministic": deterministic, "stop_tokens": STOPS}
@@ -108,7 +108,7 @@ def test_exchanged_parameters_are_seen(build: Build, engine: Engines, prompts: P
 
 
 class Peeking(nn.Module):
-    """A layer whose Python looks at a value."""
+    """A layer whose Python reads a value."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Routes: which experts the tokens of sampled rows took, and training that takes the same."""
+"""Routes: the experts that tokens of sampled rows used, and training that replays them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ CONFIG = Qwen3MoeConfig(
     num_experts_per_tok=2,
     mlp_only_layers=[1],
 )
-"""Two of its three layers have experts."""
+"""A model with experts in two of its three layers."""
 
 
 def sampled(module: nn.Module, prompts: Any, *, record_after: float = inf, version: int = 0) -> Batch:
-    """Rows that share prompts, wait for slots and change them."""
+    """Sample rows that share prompts, wait for slots and change slots."""
     config = RolloutConfig(max_tokens=12, max_rows=5, replay_routing=True)
     stops = frozenset(range(8))
     engine = NativeEngine(
@@ -50,7 +50,7 @@ def sampled(module: nn.Module, prompts: Any, *, record_after: float = inf, versi
 
 
 def chosen(module: nn.Module, tokens: Tensor) -> Tensor:
-    """[T, R, k] what routers choose for a row that is alone."""
+    """Return [T, R, k] the routers' choice for a row that runs alone."""
     plan = RoutePlan()
     with Routers(module).watched(), torch.no_grad():
         module(input_ids=tokens[None], use_cache=False, **{PLAN: plan})

@@ -1,6 +1,6 @@
-"""Drawing: against the definitions, against transformers' own filters, and as exact frequencies.
+"""Sampling compared with the definitions and with transformers' own filters, as exact frequencies.
 
-Uniform numbers laid evenly over [0, 1) make frequencies exact: no test here depends on luck.
+Uniform numbers are evenly spaced over [0, 1), so frequencies are exact and no test depends on chance.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def drawn(logits: Tensor, uniforms: Tensor, *rows: SamplingConfig) -> Drawn:
 
 
 def frequencies(logits: Tensor, config: SamplingConfig, count: int = 40_000) -> Tensor:
-    """[V] how often each token is drawn from one row of logits."""
+    """Return [V] the frequency of each token in draws from one row of logits."""
     tokens = drawn(logits.expand(count, -1), even(count), config).tokens
     return torch.bincount(tokens, minlength=len(logits)) / count
 
@@ -61,7 +61,7 @@ def test_a_large_vocabulary_is_drawn_from_alike(vocabulary: int) -> None:
 
 
 def test_a_large_vocabulary_is_searched_as_a_small_one() -> None:
-    """Padding with impossible tokens changes the way of searching, and not the result."""
+    """Padding with impossible tokens changes the search method, but not the result."""
     logits = scores(700)[None].expand(999, -1)
     padded = torch.cat([logits, torch.full((999, 900), -torch.inf)], 1)
     one, other = (drawn(rows, even(999), SamplingConfig()) for rows in (logits, padded))
@@ -154,7 +154,7 @@ def test_beside_a_larger_top_k_no_row_keeps_a_token_more_than_its_own() -> None:
 
 
 def test_a_top_k_of_all_tokens_keeps_those_that_rounding_would_lose() -> None:
-    """999 tokens of e^-40 each: added to the likeliest one's mass in turn, none of them changes the sum."""
+    """999 tokens of e^-40 each: none of them changes a sum that starts with the likeliest token's mass."""
     logits = torch.full((1, 1000), -40.0)
     logits[0, 999] = 0.0
     number = torch.tensor([100.5 * math.exp(-40)], dtype=torch.float64)
@@ -197,7 +197,7 @@ def seen_in(*rows: tuple[list[int], list[int]]) -> Tensor:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
 def test_penalties_bend_the_choice_and_leave_the_log_probability(temperature: float) -> None:
-    """A row without one, one with the library's, one with those that count; each is drawn as alone."""
+    """One row without penalty, one with a repetition penalty, one with count penalties; each as if alone."""
     logits = torch.stack([scores(50, seed) for seed in range(3)])
     kinds = [
         SamplingConfig(temperature=temperature),

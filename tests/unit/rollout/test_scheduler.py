@@ -1,4 +1,4 @@
-"""The scheduler against a model of the cache: every instruction is carried out on lists of tokens."""
+"""The scheduler against a model of the cache: every instruction is executed on lists of tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sequence(prompt: int, sample: int, tokens: Rows[int], new: int) -> Sequence:
 
 
 class Model:
-    """What the places of a cache hold, told by a scheduler's steps."""
+    """Contents of a cache's positions, according to a scheduler's steps."""
 
     def __init__(self) -> None:
         self.cache_rows: dict[CacheRow, list[int | None]] = {}
@@ -83,7 +83,7 @@ def run(scheduler: Scheduler, model: Model) -> list[Sequence]:
 
 
 def drawn_rows(chance: Random) -> list[Sequence]:
-    """Short prompts and long ones, some of which begin alike; samples of each."""
+    """Return short and long prompts, some with a common prefix, and several samples of each."""
     system = [7] * chance.randint(60, 90)
     found = []
     for prompt in range(chance.randint(1, 5)):
@@ -106,7 +106,7 @@ def drawn_rows(chance: Random) -> list[Sequence]:
 def test_every_row_runs_on_its_own_tokens(
     chance: Random, max_rows: int, budget: int, spare: int | None, fixed: bool
 ) -> None:
-    """Rows come, leave and wait again; memory stays within the room, however little there is."""
+    """Rows come, leave and wait again; memory stays within any budget."""
     layout: CacheLayout[Sequence] = CacheLayout(8 if fixed else None)
     scheduler, model = Scheduler(max_rows, budget, layout=layout, shares_parts=not fixed), Model()
     to_come = drawn_rows(chance)
@@ -180,7 +180,7 @@ def test_rows_that_wait_again_keep_their_order_before_those_that_waited() -> Non
 
 def test_a_prompt_that_comes_back_after_its_slot_went_to_another_is_read_again() -> None:
     scheduler, model = Scheduler(2), Model()
-    for prompt, new in ((0, 9), (1, 1), (2, 1)):  # the second and the third have slot 1 in turn
+    for prompt, new in ((0, 9), (1, 1), (2, 1)):  # the second and the third use slot 1 in turn
         scheduler.add(sequence(prompt, 0, [prompt, 7, 8], new))
     for _ in range(3):  # slot 1 is closed in the last
         run(scheduler, model)

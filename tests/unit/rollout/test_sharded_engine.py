@@ -1,6 +1,6 @@
-"""The engine on a rank's part of a module: exchanged weights, and ranks that are threads.
+"""The engine on a rank's shard of a module: exchanged weights, and ranks that are threads.
 
-Over processes, and every architecture: tests/distributed/test_sharded_generation.py.
+tests/distributed/test_sharded_generation.py covers processes and every architecture.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def said(rollouts: Batch) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
 
 @pytest.mark.parametrize("record_after", [1, 10**9])
 def test_weights_come_and_go_between_calls(record_after: int, build: Build, prompts: Prompts) -> None:
-    """A recording sees them too: parameters stay the same objects."""
+    """Also with a recording: parameters stay the same objects."""
     whole, other = build(), build()
     with torch.no_grad():
         for weight in other.parameters():
@@ -68,7 +68,7 @@ def test_weights_come_and_go_between_calls(record_after: int, build: Build, prom
 
 
 def test_ranks_may_be_threads(build: Build, prompts: Prompts) -> None:
-    whole = build().double()  # where another order of additions turns no token
+    whole = build().double()  # where another order of additions changes no token
     group = ThreadGroup(2, 300.0)
 
     def run(rank: int) -> Any:
@@ -83,7 +83,7 @@ def test_ranks_may_be_threads(build: Build, prompts: Prompts) -> None:
 
 
 def test_ranks_that_differ_in_the_last_token_of_a_call_are_told(build: Build, prompts: Prompts) -> None:
-    """Each row draws a single token, so no later pass compares it: the call does so before it returns."""
+    """Each row samples a single token, so no later pass compares it: the call does so before it returns."""
     whole, group = build(), ThreadGroup(2, 300.0)
 
     def run(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""A row ends where one of its stop texts is complete, of however many tokens it is."""
+"""A row ends once one of its stop texts is complete, whatever its number of tokens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prompts(model: LanguageModel) -> Batch:
 
 
 def answers(model: LanguageModel, rollouts: Batch) -> list[str]:
-    """The text of every row's sampled tokens."""
+    """Return the text of every row's sampled tokens."""
     masks = rollouts.ragged("loss_mask").lists()
     return [
         model.tokenizer.decode([token for token, kept in zip(tokens, mask, strict=True) if kept])
@@ -55,7 +55,7 @@ def answers(model: LanguageModel, rollouts: Batch) -> list[str]:
 
 
 def cut(text: str, *stops: str) -> str:
-    """Up to the end of the first stop."""
+    """Return the text up to the end of the first stop text."""
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     return text[: min(ends)] if ends else text
 

@@ -1,4 +1,4 @@
-"""What crosses between an engine and vLLM's server, without vLLM; tests/vllm has the rest."""
+"""Messages between an engine and vLLM's server, without vLLM; tests/vllm has the other tests."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_weights_arrive_whole_whatever_a_frame_holds(
 
 
 class Adapted:
-    """A core without vLLM that keeps the adapters it is given."""
+    """A core without vLLM that stores its adapters."""
 
     cache_bytes = 5
     made: ClassVar[list[Adapted]] = []

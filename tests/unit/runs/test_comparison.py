@@ -1,4 +1,4 @@
-"""The first value that differs is the first in the order in which a step computes its values."""
+"""The first different value is the first in the order in which a step computes its values."""
 
 from __future__ import annotations
 

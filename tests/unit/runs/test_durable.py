@@ -1,4 +1,4 @@
-"""Writes that fail: disk full, file too large, short writes. What stood before still stands."""
+"""Failing writes: disk full, file too large, short writes; earlier content stays intact."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_when_no_more_can_be_written_the_earlier_lines_and_files_are_whole(tmp_p
     assert (path / "metrics.jsonl").read_bytes().endswith(b"}\n")
     assert [record.step for record in records] == list(range(1, int(last)))
     assert len(records) > 5
-    for name in ("digests.jsonl", "step-000001-0001-of-0001.safetensors"):  # digests before what they are of
+    for name in ("digests.jsonl", "step-000001-0001-of-0001.safetensors"):  # digests before their files
         assert any(line.startswith("cannot write") and name in line for line in text), name
     assert sum("are free on its disk" in line for line in text) == 3
     assert sum("free disk space" in line for line in text) == 3

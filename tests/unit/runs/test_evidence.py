@@ -1,4 +1,4 @@
-"""Every changed, removed or cut-off line and every removed file of a run directory is found and named."""
+"""Every changed, removed or truncated line and every removed file of a run directory is found and named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROLLOUTS = "rollouts/step-000002-0001-of-0001.safetensors"
 
 
 def write_run(path: Path, steps: int = 4) -> Path:
-    """A run of some steps with an evaluation, rollouts and a finished mark."""
+    """Write a run of some steps with an evaluation, rollouts and a finished mark."""
     with RunDirectory.open(path, CONFIG) as run:
         run.log_start({"device": "cpu"})
         for step in range(1, steps + 1):
@@ -45,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(whole: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be damaged."""
+    """Return a copy of the run, to be damaged."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 

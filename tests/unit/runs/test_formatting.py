@@ -1,4 +1,4 @@
-"""Columns stand below one another: words flush left, numbers flush right, no blanks at the end."""
+"""Columns are aligned: words left, numbers right, no trailing blanks."""
 
 from __future__ import annotations
 

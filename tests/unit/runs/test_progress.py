@@ -1,4 +1,4 @@
-"""The time left, and what is shown where."""
+"""The remaining time, and the progress output on each stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METRICS = {"reward/score/mean": Mean(total=3.0, count=4), "rollout/tokens/sum": 
 
 
 def scored(low: float | None, high: float | None) -> Metrics:
-    """What a step's metrics say of rewards between these."""
+    """Return the metrics of a step with rewards between these bounds."""
     share = Mean(total=0.0 if low is None else 8.0, count=8.0)
     if low is None or high is None:
         return {"reward/score/share": share}
@@ -26,7 +26,7 @@ def scored(low: float | None, high: float | None) -> Metrics:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -102,7 +102,7 @@ def test_three_steps_in_a_row_without_a_lesson_are_said_once(monkeypatch: pytest
 
 
 def ahead(mean: float, oldest: float, **more: Metric) -> Metrics:
-    """What a step's metrics say of the age of its tokens."""
+    """Return the metrics of a step with tokens of this age."""
     age: Metrics = {
         "staleness/versions/mean": Mean(total=8 * mean, count=8.0),
         "staleness/versions/max": Max(value=oldest),
@@ -186,7 +186,7 @@ def test_a_terminal_shows_a_bar_a_phase_and_is_left_in_order(monkeypatch: pytest
     shown = stream.getvalue()
     assert "held-out accuracy [bold] 0.5" in shown
     assert "3/3" in shown and "1/2" in shown and "2.0 s left" in shown and "reward 0.750" in shown
-    assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
+    assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is visible again
 
 
 def test_the_terminal_is_left_in_order_by_a_crash_too(monkeypatch: pytest.MonkeyPatch) -> None:

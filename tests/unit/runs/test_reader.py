@@ -1,4 +1,4 @@
-"""What was written is read back; torn ends are forgiven, garbage is named."""
+"""Written records are read back; torn ends are tolerated, invalid content is named."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_an_older_run_s_row_whose_reward_is_no_number_has_no_reward(tmp_path: Pa
 
 
 def test_a_step_of_which_a_file_is_missing_is_as_if_it_had_none(tmp_path: Path) -> None:
-    """A run that was killed while ranks wrote; what is there goes when the run is taken up again."""
+    """A run was killed while ranks wrote; a resume removes the written part."""
     with RunDirectory.open(tmp_path / "run", {}) as run:
         for step in (1, 2):
             write_rollouts(run.path, step, [ROW])

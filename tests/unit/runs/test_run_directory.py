@@ -35,7 +35,7 @@ CONFIG = {"policy": {"lr": 1e-5, "betas": (0.9, 0.95)}, "run": {"dir": "runs/a",
 
 @pytest.fixture
 def unprivileged() -> Iterator[Path]:
-    """A folder to play in while the permissions of files count, also where the tests run as root."""
+    """Yield a folder while file permissions apply, even if the tests run as root."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         folder = Path(name)
         folder.chmod(0o777)

@@ -1,4 +1,4 @@
-"""Steps whose policy is far from the weights that sampled its rows are found, only in a row."""
+"""Steps whose policy is far from the weights that sampled its rows are found, only if consecutive."""
 
 from __future__ import annotations
 

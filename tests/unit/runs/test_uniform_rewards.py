@@ -1,4 +1,4 @@
-"""Steps whose rewards teach nothing are found, whatever the reason, and only in a row."""
+"""Steps whose rewards give no gradient are found, for every reason, only if consecutive."""
 
 from __future__ import annotations
 

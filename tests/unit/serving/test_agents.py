@@ -1,4 +1,4 @@
-"""Agents: what a function samples under its key becomes one row; what becomes of one that fails is told."""
+"""Agents: a function's samples under its key become one row; failures of agents are reported."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ async def solve(prompt, kind, base_url, api_key):
 
 
 class Sleeper(NativeEngine):
-    """Knows whether it sleeps."""
+    """Tracks whether it sleeps."""
 
     is_asleep = False
 
@@ -183,7 +183,7 @@ FAILURES = {
     "forgets": ("error", 'message 1 is {"role": "user", "content": "9"}, but was {"role": "user", "con', 2),
     "warm": ("error", "temperature is 0.25, but this row's is 1.0; why: the recipe sets how", 0),
 }
-"""What is told of an agent that fails so, and how many tokens it had sampled."""
+"""The message for an agent that fails this way, and the number of its sampled tokens."""
 
 
 def test_an_agent_that_fails_is_told_and_the_others_go_on(agents: Agents, model: LanguageModel) -> None:

@@ -1,4 +1,4 @@
-"""The door: OpenAI's protocol, with token ids and log probabilities as they were sampled."""
+"""The door: OpenAI's protocol, with token ids and log probabilities as sampled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEW = NewModel(hidden=32, layers=1, heads=2, kv_heads=1, context=1024, alphabet=
 
 
 class Passes(NativeEngine):
-    """Counts passes, and the rows of the fullest; fails at the prompt that it is told to refuse."""
+    """Counts passes and the largest number of rows; fails at the prompt that it must refuse."""
 
     count = most = 0
     refused: Sequence[int] = ()
@@ -62,7 +62,7 @@ def model() -> Iterator[LanguageModel]:
     with torch.no_grad():
         for name, weight in made.module.named_parameters():
             if "layers" in name and weight.ndim == 2:
-                weight.mul_(30)  # a fresh model repeats its last token, whatever was before it
+                weight.mul_(30)  # a fresh model repeats its last token, whatever precedes it
     made.tokenizer._library.chat_template = TEMPLATE
     yield made
     torch.set_num_threads(threads)

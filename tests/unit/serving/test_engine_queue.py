@@ -1,4 +1,4 @@
-"""The engine queue: requests take turns, and a row that fails ends alone."""
+"""The engine queue: requests take turns, and a failing row ends without affecting others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USUAL = RolloutConfig(max_tokens=20, max_rows=ROWS)
 
 
 class Faulty(NativeEngine):
-    """Fails where it is told to, and keeps the order in which rows come."""
+    """Fails at a given point, and records the order of rows."""
 
     def __init__(self, model: LanguageModel) -> None:
         how: dict[str, Any] = {"stop_tokens": frozenset(), "seed": 5, "context": model.context, "workers": 1}
@@ -94,7 +94,7 @@ def wanted(
 
 
 def drained(queue: EngineQueue) -> list[RillflowError]:
-    """Make passes until nothing runs; the errors that they raised."""
+    """Run passes until nothing is left; return the errors that they raised."""
     errors: list[RillflowError] = []
     for _ in range(2000):
         try:
@@ -106,7 +106,7 @@ def drained(queue: EngineQueue) -> list[RillflowError]:
 
 
 def alone(engine: Faulty, prompts: range) -> dict[int, tuple[int, ...]]:
-    """The tokens of rows that nobody disturbs."""
+    """Return the tokens of undisturbed rows."""
     rows = [Rollout.start(RowId(0, prompt, 0), [1, 2, 3]) for prompt in prompts]
     for row in rows:
         engine.add(row, USUAL)
@@ -259,7 +259,7 @@ def test_an_engine_s_lack_is_told_in_the_request_s_words(queue: EngineQueue) -> 
 
 
 def test_a_client_that_has_left_leaves_the_row_that_another_began_with_its_id(queue: EngineQueue) -> None:
-    """A tail-batched run aborts an agent's row and begins it again; the old client's end is seen later."""
+    """A tail-batched run aborts an agent's row and begins it again; the old client's end is noticed later."""
     told: dict[int, Told] = {}
     left: list[bool] = []
     queue.put(wanted({}, 1, is_left=lambda: bool(left)))

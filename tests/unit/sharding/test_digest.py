@@ -1,4 +1,4 @@
-"""Digests: the same for any layout, and different for whatever is done to a tensor."""
+"""Digests: equal for every layout, and different after any change of a tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def digest(values: Tensor) -> int:
 
 
 def cut_digest(values: Tensor, placement: Placement) -> int:
-    """The sum over the slices of a placement, each by its owner."""
+    """Return the sum over the slices of a placement, each by its owner."""
     shape, total = tuple(values.shape), 0
     for boxes in owned(placement, shape, placement.mesh.ranks).values():
         for box in boxes:
@@ -73,7 +73,7 @@ def test_numbers_and_large_tensors() -> None:
 
 
 class Counted(TorchDispatchMode):
-    """Counts what a device is asked to do."""
+    """Counts operations on a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Counted(TorchDispatchMode):
 
 
 def test_an_accelerator_is_asked_for_a_few_things_and_never_waited_for() -> None:
-    """Tensors without numbers stand for it: whoever waited for one of them would be told."""
+    """Meta tensors represent the accelerator, because reading a value from one raises."""
     values = torch.empty(2**7, 2**20, dtype=torch.bfloat16, device="meta")
     with Counted() as counted:
         assert slice_digest(values, Slice(((0, 2**7), (0, 2**20))), values.dtype).is_meta
@@ -93,7 +93,7 @@ def test_an_accelerator_is_asked_for_a_few_things_and_never_waited_for() -> None
 
 
 def flipped(values: Tensor, rng: random.Random) -> Tensor:
-    """One bit of one element."""
+    """Flip one bit of one element."""
     found = values.clone()
     whole = found.view(torch.int16 if values.element_size() == 2 else torch.int32).view(-1)
     bit = rng.randrange(8 * values.element_size() - 1)
@@ -157,7 +157,7 @@ def test_nothing_wrong_is_missed(wrong: str, dtype: torch.dtype) -> None:
         side = rng.randrange(2, 24)
         values = torch.randn(side, side).to(dtype)
         other = WRONGS[wrong](values, rng)
-        if torch.equal(other, values):  # a permutation may be none, two elements may be equal
+        if torch.equal(other, values):  # a permutation may be the identity, two elements may be equal
             continue
         assert digest(other) != digest(values)
         tries += 1
@@ -212,7 +212,7 @@ def test_ranks_that_lack_a_part_cannot_digest() -> None:
 
 
 def splitmix(place: int, seed: int) -> int:
-    """Steele, Lea and Flood's splitmix64 of a place, in plain integers; odd."""
+    """Return Steele, Lea and Flood's splitmix64 of an index, in plain integers; odd."""
     found = (place + 1) * seed % 2**64
     found = (found ^ found >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     found = (found ^ found >> 27) * 0x94D049BB133111EB % 2**64
@@ -220,7 +220,7 @@ def splitmix(place: int, seed: int) -> int:
 
 
 def test_a_digest_is_the_one_that_its_formula_gives_in_plain_integers() -> None:
-    """Sum over elements of key(row) key(column) mix(bits), modulo 2^64: ranks of any release agree on it."""
+    """Sum over elements of key(row) key(column) mix(bits), modulo 2^64, so that all releases agree."""
     values = torch.tensor([[1, -2, 3], [40, 5, -600]], dtype=torch.int32)
     total = 0
     for row in range(2):

@@ -1,4 +1,4 @@
-"""Layouts: the grouping of ranks, stages that come together, and what is refused."""
+"""Layouts: the grouping of ranks, stages that are united, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's groups along the axes of its mesh, and meshes that no rank has a place in."""
+"""A rank's groups along the axes of its mesh, and meshes without a place for a rank."""
 
 from __future__ import annotations
 

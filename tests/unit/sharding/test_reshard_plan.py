@@ -1,4 +1,4 @@
-"""Bytes of the switch: the formulas of HybridFlow (arXiv 2409.19256, table 2), exactly, on every mesh."""
+"""Bytes of the switch equal the formulas of HybridFlow (arXiv 2409.19256, table 2) on every mesh."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EVERY = [
 
 
 def stack(layers: int, *, cut: bool) -> tuple[dict[str, Weight], dict[str, Split | Broadcast]]:
-    """Layers of matrices that tp cuts either way, or of vectors it does not cut; dp and tp divide all."""
+    """Return layers of matrices split by tp along either dim, or of unsplit vectors; all sizes divide."""
     weights, parts = {}, {}
     for layer in range(layers):
         shapes = {"up": (1680, 3), "down": (840, 1680)} if cut else {"norm": (840,)}
@@ -64,7 +64,7 @@ def layers_over(weights: dict[str, Weight], stages: int) -> dict[str, tuple[int,
 
 
 def planned(sizes: Sizes, *, cut: bool, shard: bool) -> tuple[ReshardPlan, int]:
-    """The plan of a model of a layer a stage, and its bytes."""
+    """Return the plan of a model with one layer per stage, and its bytes."""
     weights, parts = stack(sizes.p, cut=cut)
     train = Mesh.of(dp=sizes.d, pp=sizes.p, tp=sizes.t)
     stages = layers_over(weights, sizes.p)
@@ -104,12 +104,12 @@ def test_the_list_of_meshes_is_not_short() -> None:
 
 
 def whole(weights: dict[str, Weight], mesh: Mesh) -> Layout:
-    """All of every weight on every rank."""
+    """Return the layout with every whole weight on every rank."""
     return {name: Placement(mesh) for name in weights}
 
 
 def plain(weights: dict[str, Weight], parts: dict, sizes: Sizes) -> Layout:
-    """Generation groups of consecutive ranks, as training's are."""
+    """Return a layout with generation groups of consecutive ranks, like training's."""
     mesh = Mesh.of(dp=sizes.d, micro_dp=sizes.p * sizes.t // sizes.t_g, tp=sizes.t_g)
     return generation_layout(weights, parts, mesh)
 
@@ -145,7 +145,7 @@ def test_plain_grouping_holds_a_second_copy_where_ours_does_not() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A line of the numbers that follow from the formulas, in units of 10^9 bytes."""
+    """A row of numbers that follow from the formulas, in units of 10^9 bytes."""
 
     parameters: int
     sizes: Sizes
@@ -204,7 +204,7 @@ def test_the_numbers_at_128_gpus(line: Published) -> None:
 
 
 def llama(layers: int) -> tuple[dict[str, Weight], dict[str, Split | Broadcast]]:
-    """The shapes of a model of 70 billion parameters."""
+    """Return the shapes of a model with 70 billion parameters."""
     shapes: dict[str, tuple[tuple[int, ...], Split | Broadcast]] = {"embed": ((32000, 8192), Split(0))}
     for layer in range(layers):
         for name, shape, part in (
@@ -251,7 +251,7 @@ def buckets_of(most_bytes: int) -> tuple[ReshardPlan, list]:
 @pytest.mark.parametrize("most_bytes", [500, 5_000, 100_000, 2**30])
 def test_buckets_hold_everything_once_and_no_rank_more_than_they_may(most_bytes: int) -> None:
     plan, buckets = buckets_of(most_bytes)
-    row = 1680 * 2  # a row is not cut
+    row = 1680 * 2  # a row is not split
     for rank in plan.ranks:
         ways: tuple[Way, Way] = ("received", "sent")
         loads = [
@@ -273,7 +273,7 @@ def test_the_stages_of_a_pipeline_send_at_once() -> None:
 
 
 def test_a_single_number_crosses_whole() -> None:
-    """It has no dim to cut along; the second stage has it, the first is to have it too."""
+    """It has no dim to split; the second stage holds it, and the first one needs it too."""
     weights = {"scale": Weight(name="scale", shape=(), dtype=torch.float32)}
     parts, train = {"scale": Broadcast()}, Mesh.of(dp=1, pp=2, tp=1)
     source = training_layout(weights, parts, {"scale": (1,)}, train)
@@ -315,7 +315,7 @@ def test_nothing_moves_between_equal_layouts() -> None:
 
 
 def test_a_bucket_is_filled_to_the_byte() -> None:
-    """Of each weight a rank sends, receives and keeps 500 bytes: two fill a bucket of 1,000."""
+    """A rank sends, receives and keeps 500 bytes of each weight: two weights fill a bucket of 1,000."""
     weights = {
         f"w{place}": Weight(name=f"w{place}", shape=(50, 5), dtype=torch.float32) for place in range(4)
     }

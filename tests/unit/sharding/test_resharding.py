@@ -1,4 +1,4 @@
-"""What a rank has to hold before weights cross, and slices that cross between two ranks."""
+"""Tensors that a rank must hold before resharding, and slices that move between two ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GlooThread(ProcessRanks):
 
 
 def test_halves_cross_between_two_ranks() -> None:
-    """Rows in training, columns in generation: each rank keeps a quarter and gets another."""
+    """Rows in training, columns in generation: each rank keeps a quarter and receives another."""
     weights = {"up": Weight(name="up", shape=(4, 6), dtype=torch.float32)}
     rows, columns = ({"up": Placement(Mesh.of(tp=2), {"tp": Split(dim)})} for dim in (0, 1))
     plan, whole = reshard_plan(weights, rows, columns), torch.arange(24.0).view(4, 6)
@@ -58,7 +58,7 @@ def test_halves_cross_between_two_ranks() -> None:
 
 
 def test_a_rank_whose_share_is_empty_needs_no_tensor() -> None:
-    """One row over two ranks: the first has it, the second nothing."""
+    """One row over two ranks: the first has it, the second has nothing."""
     weights = {"bias": Weight(name="bias", shape=(1, 4), dtype=torch.float32)}
     layout = {"bias": Placement(Mesh.of(tp=2), {"tp": Split(0)})}
     plan = reshard_plan(weights, layout, layout)

@@ -1,4 +1,4 @@
-"""What routers chose is counted exactly, and the figures of balance follow from the counts."""
+"""Routers' choices are counted exactly, and the balance metrics follow from the counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rillflow.records.metrics import Max, Mean
 
 
 def routing(*experts: int) -> Routing:
-    """Counts of routers that choose among so many experts."""
+    """Return counts of routers that choose among these numbers of experts."""
     routers = SimpleNamespace(all=[SimpleNamespace(experts=each) for each in experts], experts=max(experts))
     return Routing(routers, torch.device("cpu"))  # type: ignore[arg-type]
 

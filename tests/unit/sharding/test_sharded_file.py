@@ -1,4 +1,4 @@
-"""Checkpoints by weight on one rank: bits, and every way a directory can be wrong."""
+"""Checkpoints by weight on one rank: bits, and every way in which a directory can be invalid."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_two_views_of_one_memory(tmp_path: Path) -> None:
 
 
 def test_a_rank_reads_the_weights_that_lie_on_it(folder: Path) -> None:
-    """Weights of other ranks stand before its own in the list."""
+    """Weights of other ranks precede its own in the list."""
     places = {"up": 0, "down": 1, "scale": 0, "steps": 1}
     layout = {name: Placement(Mesh.of(first=place, dp=1)) for name, place in places.items()}
     group = ThreadGroup(2, 10.0)
@@ -91,7 +91,7 @@ def test_a_rank_reads_the_weights_that_lie_on_it(folder: Path) -> None:
 
 
 def edit(folder: Path, change: Callable[[Any], None], *, sign: bool = True) -> None:
-    """Change the list; with a hash that fits, as someone who means harm would."""
+    """Change the list; ``sign`` also updates its hash, as an attacker would."""
     path = folder / "weights.json"
     text = json.loads(path.read_text())
     change(text)
@@ -102,7 +102,7 @@ def edit(folder: Path, change: Callable[[Any], None], *, sign: bool = True) -> N
 
 
 def rename(folder: Path, name: str) -> None:
-    """Let the list call the file something else."""
+    """Rename the file in the list."""
 
     def change(text: Any) -> None:
         body = text["body"]
@@ -128,14 +128,14 @@ def bound(name: str, bounds: list[list[int]]) -> Callable[[Any], None]:
 
 
 def twice(text: Any) -> None:
-    """Two slices of half the rows, and both the same half."""
+    """Replace a weight's slice by two identical halves."""
     slices = text["body"]["weights"]["up"]["slices"]
     slices[0]["bounds"] = [[0, 3], [0, 4]]
     slices.append(dict(slices[0]))
 
 
 def reheaded(folder: Path) -> None:
-    """A file of other shapes, with the hash that belongs to it."""
+    """Write a file with other shapes and the matching hash."""
     save_file({f"{name}:0": torch.zeros(2) for name in WEIGHTS}, folder / FILE)
     digest = {
         "bytes": (folder / FILE).stat().st_size,
@@ -246,7 +246,7 @@ def test_one_rank_gathers_by_copying() -> None:
 
 
 def test_ranks_that_hold_the_same_write_about_as_much_each(tmp_path: Path) -> None:
-    """Eight weights that four ranks hold whole: two a file."""
+    """Eight weights that four ranks hold whole give two weights per file."""
     weights = {f"w{place}": Weight(name=f"w{place}", shape=(4,), dtype=torch.float32) for place in range(8)}
     layout = {name: Placement(Mesh.of(dp=4)) for name in weights}
     tensors, group = {name: torch.ones(4) for name in weights}, ThreadGroup(4, 10.0)

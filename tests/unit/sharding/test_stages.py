@@ -1,4 +1,4 @@
-"""Cutting a decoder into stages: the arithmetic, what a stage keeps, and what is refused."""
+"""Splitting a decoder into stages: the arithmetic, the layers of a stage, and refusals."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_decoder_that_adds_positions_to_given_embeddings_is_refused() -> None:
 
 
 class Scaled(torch.nn.Module):
-    """A body that scales the embeddings it is given, as some decoders do."""
+    """A body that scales its embeddings, as some decoders do."""
 
     def __init__(self, body: torch.nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The switch of one rank between training and generation where nothing has to move."""
+"""The switch of one rank between training and generation if nothing has to move."""
 
 from __future__ import annotations
 

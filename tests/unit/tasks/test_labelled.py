@@ -1,4 +1,4 @@
-"""Labelled answers and pairs: files of one kind given to the other, labels that are none, others' answers."""
+"""Labelled answers and pairs: files of the wrong kind, invalid labels, answers of other prompts."""
 
 from __future__ import annotations
 

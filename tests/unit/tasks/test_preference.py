@@ -1,4 +1,4 @@
-"""Pairs of answers: read, made, split, and as batches; every bad row is named."""
+"""Pairs of answers: read, made, split, and as batches; every invalid row is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts files: what is read, and how every bad row is named."""
+"""Prompts files: valid content, and the error of every invalid row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of prompts and demonstrations, and the stream they are drawn from."""
+"""Batches of prompts and demonstrations, and the stream of their order."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_chat_that_cannot_be_encoded_names_its_row() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from(["1+1=", "X", "a", "-Z-"]), max_size=12))
 def test_rows_that_cannot_be_encoded_are_found_among_all_others(texts: list[str]) -> None:
-    """A batch is halved until a bad row is alone: every row comes back, in its order, as itself."""
+    """A batch is halved until an invalid row is alone; every row returns in its order."""
     rows = [example(index, text) for index, text in enumerate(texts)]
     found = list(Encoder(tokenizer=tokenizer()).encode(rows, PROMPTS))
     for row, made in zip(rows, found, strict=True):

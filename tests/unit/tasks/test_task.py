@@ -1,4 +1,4 @@
-"""Tasks: sources, the split, the digest, and what opening them imports."""
+"""Tasks: sources, the split, the digest, and imports of opening them."""
 
 from __future__ import annotations
 

@@ -32,20 +32,20 @@ def one_thread() -> None:
 
 @pytest.fixture
 def make_module() -> MakeModule:
-    """A two-layer Qwen2 with random weights that depend on the seed alone."""
+    """Return a function that makes a two-layer Qwen2 whose random weights depend only on the seed."""
 
     return partial(_module, AutoModelForCausalLM)
 
 
 @pytest.fixture
 def make_scalar() -> MakeModule:
-    """The same with a random scalar head."""
+    """Return a function that makes the same model with a random scalar head."""
     return partial(_module, AutoModelForSequenceClassification, num_labels=1)
 
 
 @pytest.fixture
 def make_exact() -> MakeModule:
-    """A two-layer GPT-2 with a scalar head in float64: unlike Qwen2, it computes nothing in float32."""
+    """Return a function that makes a two-layer GPT-2 with a scalar head in float64, without float32 parts."""
 
     def make(attention: str = ATTENTION) -> PreTrainedModel:
         register()
@@ -93,7 +93,7 @@ def module(make_module: MakeModule) -> PreTrainedModel:
 
 @pytest.fixture
 def make_rows() -> MakeRows:
-    """Groups of rows that share a prompt: tokens, loss mask, advantages; the rest is added by tests."""
+    """Return a function that makes groups of rows with a shared prompt: tokens, loss mask, advantages."""
 
     def make(prompts: Sequence[int] = (5, 3), samples: int = 3, seed: int = 1, longest: int = 9) -> Batch:
         generator = torch.Generator().manual_seed(seed)

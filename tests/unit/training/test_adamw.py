@@ -1,4 +1,4 @@
-"""Moments and masters that are small or elsewhere between steps: the same steps, resumed bit for bit."""
+"""Small or offloaded moments and masters take the same steps, and resume bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def made(module: PreTrainedModel, **settings: Any) -> Optimizer:
 
 
 def stepped(optimizer: Optimizer, module: PreTrainedModel, *seeds: int) -> dict[str, Tensor]:
-    """The weights and the state after a step along a gradient of each seed."""
+    """Take a step along a random gradient of each seed; return weights and state."""
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         for weight in module.parameters():
@@ -130,7 +130,7 @@ def test_what_bfloat16_holds_stays_as_it_is() -> None:
 
 
 def test_a_second_moment_does_not_stand_still() -> None:
-    """By nearest rounding 0.999 v + 0.001 is v again where v is 0.9: half of its last bit is more."""
+    """Nearest rounding keeps 0.999 v + 0.001 at v = 0.9, because half of its last bit is more."""
     value = torch.full((1024,), 0.9)
     for step in range(700):
         value = rounded(0.999 * value.float() + 0.001, (3, 1, step)).float()

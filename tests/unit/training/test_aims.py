@@ -1,4 +1,4 @@
-"""Two losses in one optimiser step: their gradients add up, each over its own rows, however those are cut."""
+"""Two losses in one optimiser step: their gradients add up, each over its own rows, for any split."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gradient(
     budget: int = 16384,
     ranks: Ranks | None = None,
 ) -> Tensor:
-    """What the first step's moments say the gradient was: of the policy's loss, of the demonstrations'."""
+    """Return the gradient from the first step's moments, of the policy's and the demonstrations' losses."""
     config = TrainConfig(max_grad_norm=1e9, tokens_per_micro_batch=budget)
     parallel = Parallel.whole(make_module(), ranks)
     trainer = Trainer(parallel.module, config, total_steps=1, parallel=parallel)

@@ -1,4 +1,4 @@
-"""Corrections through the trainer: any cut into micro-batches and ranks makes the same step."""
+"""Corrections in the trainer: any split into micro-batches and ranks gives the same step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CORRECTIONS = ["tis", "sequence_tis", "icepop", "m2po", "topr"]
 
 
 def module() -> torch.nn.Module:
-    """A causal GPT-2 in float64."""
+    """Return a causal GPT-2 in float64."""
     register()
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -37,7 +37,7 @@ def module() -> torch.nn.Module:
 
 @pytest.fixture
 def stale(make_rows: Callable[..., Batch]) -> Batch:
-    """Rows whose sampler, old and present policy are three."""
+    """Return rows with different sampler, old and present policies."""
     rows = make_rows(prompts=(5, 3, 4), samples=3)
     found = Scorer(module(), TrainConfig()).logprobs(rows)
     generator = torch.Generator().manual_seed(5)
@@ -58,7 +58,7 @@ def stepped(
     ranks: Ranks | None = None,
     made: torch.nn.Module | None = None,
 ) -> tuple[Tensor, Histogram]:
-    """The gradient of one step, and how log(old / sampler) lies."""
+    """Return the gradient of one step, and the histogram of log(old / sampler)."""
     config = TrainConfig(max_grad_norm=1e9, tokens_per_micro_batch=budget)
     parallel = Parallel.whole(made or module(), ranks)
     trainer = Trainer(parallel.module, config, total_steps=1, parallel=parallel)
@@ -98,7 +98,7 @@ def unscored(_: Batch) -> Ragged:
 
 
 def test_m2po_keeps_the_same_tokens_to_the_bit_however_a_minibatch_lies_on_ranks(stale: Batch) -> None:
-    """The limit by numpy's own sorting and adding; a rank has a part of the rows, or none."""
+    """The limit follows from numpy's sort and sum; a rank has some of the rows, or none."""
     loss = PolicyLoss(PolicyLossConfig(correction="m2po"))
     prepared = loss.prepare(stale)
     whole = loss.settled(prepared, stale, unscored, SingleRank())

@@ -1,4 +1,4 @@
-"""How old a trained token may be: the bound holds for every one, and the oldest is named."""
+"""Staleness of trained tokens: the bound holds for every one, and the error names the oldest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VERSIONS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_siz
 
 
 def sampled(versions: list[list[int]]) -> Batch:
-    """Rows of one prompt token, which has no version, and sampled ones."""
+    """Return rows of one prompt token, which has no version, and sampled tokens."""
     told = [[-1, *row] for row in versions]
     return Batch(
         ids=row_ids([RowId(0, row, 0) for row in range(len(told))]),

@@ -1,4 +1,4 @@
-"""Losses over a real model: the laws of on-policy gradients, reductions and partitions."""
+"""Losses on a real model: on-policy gradient laws, reductions and partitions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MakeRows = Callable[..., Batch]
 
 
 def sampled(module: PreTrainedModel, rows: Batch, drift: float = 0.0) -> Batch:
-    """The rows with sampler, old and reference log probabilities near the module's own."""
+    """Return the rows with sampler, old and reference log probabilities near the module's own."""
     found = Scorer(module, TrainConfig()).logprobs(rows)
     generator = torch.Generator().manual_seed(5)
     fields = {}
@@ -53,7 +53,7 @@ def gradient(module: PreTrainedModel, rows: Batch, loss: TokenLoss, budget: int 
 
 
 def reinforce(module: PreTrainedModel, rows: Batch, weights: Tensor) -> dict[str, Tensor]:
-    """The gradient of -sum(weights x A log pi), with the module alone, row after row."""
+    """Return the gradient of -sum(weights x A log pi), with the module only, row after row."""
     module.zero_grad()
     tokens, masks = rows.ragged("tokens").rows(), rows.ragged("loss_mask").rows()
     shares = torch.split(weights, rows.ragged("tokens").lengths.tolist())
@@ -104,14 +104,14 @@ def test_on_policy_neither_ratio_nor_surrogate_nor_the_advantages_form_matters(
 
 
 def by_token(rows: Batch) -> Batch:
-    """The same advantages aligned to the tokens, with numbers at the prompts that must not be read."""
+    """Return the same advantages aligned to tokens, with NaN at prompt tokens, which must not be read."""
     mask = rows.ragged("loss_mask")
     spread = torch.where(mask.values, mask.expand(rows.dense("advantages")), math.nan)
     return rows.with_fields(advantages=mask.with_values(spread))
 
 
 def unclipped(logprobs: Tensor, advantages: Tensor, *, scale: float) -> Tensor:
-    """A loss of one's own."""
+    """A custom loss."""
     return -scale * logprobs * advantages
 
 
@@ -127,7 +127,7 @@ def test_a_loss_of_ones_own_is_a_function(module: PreTrainedModel, make_rows: Ma
 
 
 def ratio_of(old_logprobs: Tensor, logprobs: Tensor, row_lengths: Tensor) -> TokenLosses:
-    """Reads what has no field, and measures."""
+    """A loss that reads a value without a field, and returns metrics."""
     longest = torch.repeat_interleave(row_lengths, row_lengths)
     ratio = (logprobs - old_logprobs).exp()
     return TokenLosses(losses=ratio, metrics={"own/ratio/mean": ratio, "own/length/max": longest})
@@ -242,7 +242,7 @@ def call(config: PolicyLossConfig, rows: Batch, logprobs: Tensor, entropy: float
 
 
 def four_tokens() -> Batch:
-    """Two rows of two loss tokens with advantages 1 and -1, sampled with log probability -1."""
+    """Return two rows of two loss tokens with advantages 1 and -1, sampled with log probability -1."""
     mask = torch.tensor([False, False, True, True])
     minus_one = torch.where(mask, -1.0, 0.0)
 
@@ -297,7 +297,7 @@ def test_metrics_say_what_they_are_named_for() -> None:
 
 @pytest.mark.parametrize("old", [-1.0, -1.5])
 def test_the_divergence_from_the_sampler_is_the_present_policys(old: float) -> None:
-    """Whatever the ratio is taken against; only of rows that may be stale."""
+    """Independent of the ratio's denominator; measured only on rows that may be stale."""
     rows = four_tokens()
     now = torch.tensor([-1.0, 0.0, -1.0, -3.0])
     rows = rows.with_fields(old_logprobs=rows.ragged("old_logprobs").with_values(torch.full((8,), old)))
@@ -340,7 +340,7 @@ def test_tokens_that_meet_a_bound_are_counted_and_leave_the_loss_finite(
 
 @pytest.mark.parametrize("bound", [2.0, 100.0, 4e8])
 def test_one_token_far_below_the_reference_pulls_by_the_bound(bound: float) -> None:
-    """Of four tokens three are the reference's own; the last has d = -10, and e^10 is 22,026."""
+    """Three of four tokens equal the reference; the last has d = -10, and e^10 is 22,026."""
     rows = four_tokens()
     near = rows.ragged("reference_logprobs")
     values = near.values.masked_scatter(near.values != 0, torch.tensor([-1.0, -1.0, -1.0, 9.0]))
@@ -361,7 +361,7 @@ def test_the_metrics_of_other_ratios_and_surrogates_are_theirs() -> None:
     assert found["policy/clipped_high/share"].value == found["policy/clipped_low/share"].value == 0.5
     found = call(PolicyLossConfig(clip_low=0, clip_high=0), rows, now).metrics  # 1 is the bound itself
     assert found["policy/clipped_high/share"].value == found["policy/clipped_low/share"].value == 0.25
-    advantages = torch.tensor([-1.0, 1.0])  # away from which the clip surrogate is not bounded
+    advantages = torch.tensor([-1.0, 1.0])  # signs for which the clip surrogate has no bound
     rows = rows.with_fields(advantages=advantages)
     for surrogate, share in (("clip", 0.0), ("weight", 0.25)):
         found = call(PolicyLossConfig(surrogate=surrogate), rows, now).metrics
@@ -439,7 +439,7 @@ def test_a_number_that_is_not_finite_names_row_and_token(name: str, value: float
     rows = four_tokens()
     column = rows.ragged(name)
     values = column.values.clone()
-    values[0] = math.nan  # a prompt token's is never read
+    values[0] = math.nan  # prompt tokens are never read
     values[7] = value
     broken = rows.with_fields(**{name: column.with_values(values)})
     with pytest.raises(
@@ -455,7 +455,7 @@ def test_an_advantage_that_is_not_finite_names_its_row() -> None:
 
 
 class HalvedLoss(TokenLoss):
-    """A kind of loss from outside the package."""
+    """A loss kind from outside the package."""
 
     def __init__(self, config: HalvedConfig, max_tokens: int) -> None:
         super().__init__(cross_entropy, model_outputs=("logprobs", "likeliest"), name=f"half/{max_tokens}")
@@ -463,7 +463,7 @@ class HalvedLoss(TokenLoss):
 
 
 class HalvedConfig(LossSection):
-    """Its section."""
+    """The settings of that loss."""
 
     loss_kind: ClassVar[type] = HalvedLoss
 

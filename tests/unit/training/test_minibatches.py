@@ -1,4 +1,4 @@
-"""Minibatches: every row once an epoch, evenly, in an order that the seed decides."""
+"""Minibatches: every row once per epoch, evenly, in an order that the seed decides."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_row_once_an_epoch_in_even_parts(size: int, epochs: int, parts: in
 def test_rows_that_are_not_mixed_are_cut_alike_whole_and_part_by_part(
     each: int, minibatch: int, parts: int, step: int
 ) -> None:
-    """What lets an update of parts that come one by one be that of all rows."""
+    """Therefore an update over parts that arrive one by one equals one over all rows."""
     batch = batch_of(each * minibatch * parts)
     whole = [rows(cut) for cut in minibatches(batch, 1, minibatch * parts, 3, step, shuffle=False)]
     assert [row for cut in whole for row in cut] == list(range(len(batch)))
@@ -89,7 +89,7 @@ def test_units_of_one_row_are_no_units() -> None:
 
 
 class Heard:
-    """One rank of several, which has heard the others' counts already."""
+    """One rank of several that already has the others' counts."""
 
     def __init__(self, rank: int, counts: list[int]) -> None:
         self.rank, self.size, self._counts = rank, len(counts), counts
@@ -112,7 +112,7 @@ class Heard:
 def test_ranks_have_their_units_of_one_rank_s_minibatches(
     counts: list[int], parts: int, size: int, step: int
 ) -> None:
-    """Units of ``size`` rows; laid side by side, the ranks' minibatches are those of one rank with all."""
+    """Units of ``size`` rows; concatenated, the ranks' minibatches are those of one rank with all units."""
     ids = [RowId(0, unit, place) for unit in range(sum(counts)) for place in range(size)]
     whole = Batch(ids=row_ids(ids), fields={})
     alone = [sorted(part.row_ids()) for part in minibatches(whole, 2, parts, 3, step, prompt_units(whole))]

@@ -1,4 +1,4 @@
-"""The optimizer against torch's own: weights after scheduled steps, and states that replace each other."""
+"""The optimizer compared with torch's own: weights after scheduled steps, and interchangeable states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rillflow.training.optimizer import Optimizer
 from rillflow.workers.collectives import SingleRank
 
 ALONE = Gradients(groups=RankGroups.whole(SingleRank()))
-"""How one rank completes them: they are complete."""
+"""Gradients of a single rank, which are already complete."""
 PEAK, FINAL, WARM_UP, TOTAL = 0.1, 0.2, 3, 9
 
 SHAPES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
@@ -24,7 +24,7 @@ SHAPES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "linear": lambda steps: LinearLR(steps, 1.0, FINAL, total_iters=TOTAL - WARM_UP),
     "cosine": lambda steps: CosineAnnealingLR(steps, TOTAL - WARM_UP, eta_min=FINAL * PEAK),
 }
-"""What torch calls the schedule after the warm-up."""
+"""Torch's schedule after the warm-up."""
 
 
 def module(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Linear:

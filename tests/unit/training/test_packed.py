@@ -1,4 +1,4 @@
-"""Packed rows: every beginning once, and attention as if each row ran alone."""
+"""Packed rows: every prefix once, and attention as if each row ran alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ALIKE = st.builds(
     st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=50), min_size=1, max_size=2),
     st.lists(st.lists(st.integers(0, 1), max_size=20), min_size=1, max_size=6),
 )
-"""Answers to one prompt or two."""
+"""Answers to one or two prompts."""
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,4 +1,4 @@
-"""Losses of pairs over a policy's log probabilities: their formula, any cut, what they refuse."""
+"""Preference losses over a policy's log probabilities: formula, any split, refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS: tuple[PairKind, ...] = ("dpo", "ipo", "hinge", "simpo", "orpo")
 
 @pytest.fixture(scope="module")
 def module() -> PreTrainedModel:
-    """A two-layer GPT-2 in float64, in which any order of sums gives the same to 12 digits."""
+    """Return a two-layer GPT-2 in float64, in which any order of sums agrees to 12 digits."""
     register()
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2)
@@ -41,7 +41,7 @@ def module() -> PreTrainedModel:
 
 
 def pairs(lengths: list[tuple[int, int]], seed: int = 0, prompt: int = 6) -> Batch:
-    """Pairs with a prompt of their own each; the reference model_outputs random numbers of them."""
+    """Return pairs with separate prompts, and random reference totals."""
     numbers = torch.Generator().manual_seed(seed)
     rows, masks, ids = [], [], []
     for index, both in enumerate(lengths):
@@ -62,7 +62,7 @@ def pairs(lengths: list[tuple[int, int]], seed: int = 0, prompt: int = 6) -> Bat
 
 
 def gradient(module: PreTrainedModel, parts: list[Batch], loss: AnswerLoss, budget: int) -> Tensor:
-    """Added up over the micro-batches of several ranks' parts, whose denominators are one."""
+    """Return the gradient accumulated over micro-batches of several ranks, with a common denominator."""
     module.zero_grad()
     scorer = Scorer(module, TrainConfig())
     prepared = [loss.prepare(part) for part in parts]
@@ -91,7 +91,7 @@ def assert_close(one: Tensor, other: Tensor) -> None:
 def test_any_cut_gives_the_same_gradient(
     module: PreTrainedModel, lengths: list[tuple[int, int]], cut: int, budget: int, seed: int, kind: PairKind
 ) -> None:
-    """Micro-batches of any size, rows in any order, pairs shared out over two ranks."""
+    """Micro-batches of any size, rows in any order, pairs distributed over two ranks."""
     loss = AnswerLoss(PairLossConfig(kind=kind, nll=0.5))
     rows = pairs(lengths, seed)
     whole = gradient(module, [rows], loss, 1 << 20)
@@ -135,7 +135,7 @@ def test_the_gradient_is_that_of_rows_taken_one_at_a_time(module: PreTrainedMode
 
 
 def test_the_row_that_a_field_prefers_is_the_chosen_one(module: PreTrainedModel) -> None:
-    """Rows that were sampled: two of a prompt's, whatever their sample numbers."""
+    """Sampled rows: two per prompt, with any sample numbers."""
     rows, loss = pairs([(3, 5), (2, 2), (6, 1)]), AnswerLoss(PairLossConfig())
     whole = gradient(module, [rows], loss, 1 << 20)
     ids = rows.ids.clone()
@@ -163,7 +163,7 @@ def test_metrics_of_parts_merge_to_those_of_the_whole(module: PreTrainedModel) -
 
 
 def test_a_pair_s_prompt_is_computed_once(make_module: MakeModule) -> None:
-    """The two answers stay together however small a part is, and share what they begin with."""
+    """The two answers stay together in every micro-batch, and share their prefix."""
     rows, seen = pairs([(3, 5), (2, 2)], prompt=40), []
     policy = make_module()
     policy.register_forward_pre_hook(

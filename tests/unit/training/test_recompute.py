@@ -1,4 +1,4 @@
-"""Recomputed activations: less memory, and not a number that differs."""
+"""Recomputed activations: less memory, and the same numbers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def built(config: PreTrainedConfig) -> PreTrainedModel:
 def outputs_and_gradients(
     module: PreTrainedModel, rows: Batch, recompute: Recompute | None = None
 ) -> list[Tensor]:
-    """Of one pass; gradients are taken away again."""
+    """Return outputs and gradients of one pass; the module's gradients are cleared."""
     scorer = Scorer(module, TrainConfig())
     with recompute or nullcontext():
         found = scorer.forward(rows, LogprobReader())

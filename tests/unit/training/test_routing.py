@@ -1,4 +1,4 @@
-"""The routing of mixtures in training: seen, and evened out by one loss however rows are dealt and cut."""
+"""Routing of mixtures in training: counted, and balanced by one loss for every distribution of rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXPERTS, TAKEN = 5, 2
 
 
 def mixture(kind: str = "mixtral", layers: int = 2) -> PreTrainedModel:
-    """A small decoder with experts that are far from evenly loaded, in float64."""
+    """Return a small decoder with unevenly loaded experts, in float64."""
     register()
     torch.manual_seed(0)
     count = {"num_local_experts": EXPERTS} if kind == "mixtral" else {"num_experts": EXPERTS}
@@ -50,12 +50,12 @@ def mixture(kind: str = "mixtral", layers: int = 2) -> PreTrainedModel:
         **count,
     )
     module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).double().eval()
-    module.set_experts_implementation("eager")  # grouped products are not there in float64
+    module.set_experts_implementation("eager")  # grouped products do not support float64
     return module
 
 
 def rows(count: int = 6) -> Batch:
-    """Rows of prompts with two samples; the second prompt's teach nothing."""
+    """Return rows of prompts with two samples; those of the second prompt have no advantage."""
     draw = torch.Generator().manual_seed(3)
     prompts = torch.randint(0, 40, (count // 2, 5), generator=draw).tolist()
     answers = [torch.randint(0, 40, (2 + row,), generator=draw).tolist() for row in range(count)]
@@ -82,9 +82,9 @@ def stepped(
     *,
     recomputes: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Metric]]:
-    """The gradient of one step, and its metrics."""
+    """Return the gradient of one step, and its metrics."""
     config = TrainConfig(
-        beta1=0.0,  # the first moment is then the gradient itself
+        beta1=0.0,  # so that the first moment is the gradient itself
         max_grad_norm=1e9,
         tokens_per_micro_batch=budget,
         balance=balance,

@@ -1,4 +1,4 @@
-"""Losses over a scalar head: their formulas, their gradients under any cut, what they refuse."""
+"""Losses on a scalar head: formulas, gradients under any split, refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_returns(rows: Batch, seed: int = 0) -> Batch:
 def gradient(
     module: PreTrainedModel, rows: Batch, loss: TokenLoss | PairLoss, budget: int
 ) -> dict[str, Tensor]:
-    """Added up over the parts of a cut, as the learner cuts."""
+    """Return the gradient accumulated over micro-batches, split as in the trainer."""
     module.zero_grad()
     prepared, scorer = loss.prepare(rows), Scorer(module, TrainConfig())
     units = prepared.dense("loss_units") if "loss_units" in prepared.fields else None
@@ -103,7 +103,7 @@ def test_the_preference_loss_is_its_formula(make_exact: MakeModule, make_rows: M
 
 
 def value_rows() -> Batch:
-    """One row with two loss tokens."""
+    """Return one row with two loss tokens."""
     column = Ragged(values=torch.tensor([5, 6, 7, 8]), lengths=torch.tensor([4]))
     return Batch(
         ids=row_ids([RowId(0, 0, 0)]),
@@ -117,7 +117,7 @@ def value_rows() -> Batch:
 
 
 def test_a_value_that_went_beyond_its_clip_towards_the_return_has_no_gradient() -> None:
-    """Old values 0, returns 1 and 3, clip 0.5: the first went too far, the second did not go far enough."""
+    """Old values 0, returns 1 and 3, clip 0.5: the first moved too far, the second not far enough."""
     loss = ValueLoss(ValueLossConfig(clip=0.5))
     part = loss_tokens(loss.prepare(value_rows()))
     values = torch.tensor([0.75, 0.25], requires_grad=True)

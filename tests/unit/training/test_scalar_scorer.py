@@ -1,4 +1,4 @@
-"""Scoring with a scalar head: the numbers of an ordinary forward pass, row by row, whatever the cut."""
+"""Scoring with a scalar head gives the values of an ordinary forward pass, row by row, for any split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MakeRows = Callable[..., Batch]
 
 @torch.no_grad()
 def heads(module: PreTrainedModel, batch: Batch) -> list[Tensor]:
-    """The head at every token by the module's own attention, one row after the other."""
+    """Return the head's values at every token by the module's own attention, one row after the other."""
     return [
         module.score(module.model(input_ids=row[None]).last_hidden_state)[0, :, 0]
         for row in batch.ragged("tokens").rows()
@@ -57,7 +57,7 @@ def test_values_and_scores_are_those_of_each_row_alone(
 def test_shared_beginnings_are_read_where_they_are_shared(
     make_scalar: MakeModule, make_rows: MakeRows
 ) -> None:
-    """Every first value of a group is read at the one packed copy of the prompt's last token."""
+    """Every first value of a group comes from the single packed copy of the prompt's last token."""
     batch = make_rows(prompts=(6,), samples=5)
     assert len(pack(batch.ragged("tokens")).tokens) < len(batch.ragged("tokens").values) - 3 * 5
     values = Scorer(make_scalar(), TrainConfig()).values(batch)

@@ -1,4 +1,4 @@
-"""The trainer of a scalar head: it fits, it keeps what it refuses, it goes on bit for bit."""
+"""The trainer of a scalar head: it fits, refuses bad updates without change, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_returns(rows: Batch) -> Batch:
 
 
 def test_values_fit_their_returns(make_scalar: MakeModule, make_rows: MakeRows) -> None:
-    """Answers that begin alike have one value there, so each row has a prompt of its own here."""
+    """Answers with a common prefix share its values, so each row has its own prompt here."""
     trainer = Trainer(make_scalar(), TrainConfig(lr=1e-2), total_steps=80)
     rows = with_returns(make_rows(prompts=(5, 3, 4, 6), samples=1))
     plain = ValueLoss(ValueLossConfig(clip=0))

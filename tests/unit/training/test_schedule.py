@@ -1,4 +1,4 @@
-"""The learning rate's shape, step by step."""
+"""The learning rate schedule, step by step."""
 
 from __future__ import annotations
 

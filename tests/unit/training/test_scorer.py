@@ -1,4 +1,4 @@
-"""Scoring: the log probabilities of an ordinary forward pass, row by row, whatever the cut."""
+"""Scoring gives the log probabilities of an ordinary forward pass, row by row, for any split."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MakeRows = Callable[..., Batch]
 
 @torch.no_grad()
 def expected(module: PreTrainedModel, batch: Batch, temperature: float) -> Tensor:
-    """[T] by the module's own attention, one row after the other, without any of our code."""
+    """Return [T] log probabilities by the module's own attention, one row after the other."""
     found = []
     for tokens, mask in zip(batch.ragged("tokens").rows(), batch.ragged("loss_mask").rows(), strict=True):
         logs = (module(input_ids=tokens[None]).logits[0] / temperature).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""An update that is not finite is left out: as if its rows had never come, on all ranks alike."""
+"""A non-finite update is skipped as if its rows had not come, on all ranks together."""
 
 from __future__ import annotations
 

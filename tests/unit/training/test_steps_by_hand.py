@@ -1,9 +1,9 @@
-"""What a step of an algorithm does to the weights, against a plain loop over its rows.
+"""The effect of an algorithm's step on the weights, compared with a plain loop over its rows.
 
-    step on fixed rollouts and scores ─ what policy.update is given ─ PolicyLoss, packed, cut ─> gradient
-    row by row, token by token, whole rows through the module alone ───────────────────────────> gradient
+    step on fixed rollouts and scores ─ input of policy.update ─ PolicyLoss, packed, split ───> gradient
+    row by row, token by token, whole rows through the module only ───────────────────────────> gradient
 
-For every estimator and place of divergence, every aggregation, and every choice for rows that were cut off.
+For every estimator and placement of divergence, every aggregation, and every setting for truncated rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHARGES: Sequence[Mapping[str, Any]] = (
 
 
 class Here:
-    """The executor of a step whose roles answer from a table and whose formulas run on the spot."""
+    """The executor of a step whose roles answer from a table and whose formulas run at once."""
 
     def __init__(self, answers: Mapping[str, Any]) -> None:
         self.answers = dict(answers)
@@ -71,7 +71,7 @@ class Here:
 
 
 def table(module: PreTrainedModel, make_rows: MakeRows) -> dict[str, Any]:
-    """Two groups of four: one of equal rewards, one row without a score; some rows were cut off."""
+    """Return two groups of four: one with equal rewards, one row without a score; some rows are truncated."""
     rows = make_rows(prompts=(5, 3), samples=GROUP).only("tokens", "loss_mask")
     own, mask = Scorer(module, TrainConfig()).logprobs(rows), rows.ragged("loss_mask")
     generator = torch.Generator().manual_seed(5)
@@ -107,7 +107,7 @@ def table(module: PreTrainedModel, make_rows: MakeRows) -> dict[str, Any]:
 
 
 def found(module: PreTrainedModel, answers: Mapping[str, Any], config: OnlineConfig) -> dict[str, Tensor]:
-    """The gradient of the rows that the step hands to its update, in micro-batches of 25 tokens."""
+    """Return the gradient of the rows of the step's update, in micro-batches of 25 tokens."""
     here = Here(answers)
     ALGORITHMS[config.name].step(Flow(here), None, config)
     loss = PolicyLoss(config.loss, max_tokens=9)
@@ -125,7 +125,7 @@ def gradients(module: PreTrainedModel) -> dict[str, Tensor]:
 
 
 class Row:
-    """One row as plain lists of its loss tokens' numbers."""
+    """One row with lists over its loss tokens."""
 
     def __init__(self, answers: Mapping[str, Any], index: int) -> None:
         rollouts = answers["policy.generate"]
@@ -149,7 +149,7 @@ class Row:
 
 
 def compare(rows: list[Row], config: OnlineConfig) -> None:
-    """GRPO's advantages."""
+    """Set GRPO's advantages."""
     in_reward = config.loss.kl and config.loss.kl_in == "reward"
     for group in range(2):
         mates = [row for row in rows if row.group == group and row.valid]
@@ -164,7 +164,7 @@ def compare(rows: list[Row], config: OnlineConfig) -> None:
 
 
 def estimate(rows: list[Row], config: OnlineConfig) -> None:
-    """PPO's advantages, whitened over the tokens of all scored rows, also of those that were cut off."""
+    """Set PPO's advantages, whitened over the tokens of all scored rows, including truncated ones."""
     in_reward = config.loss.kl and config.loss.kl_in == "reward"
     scored = [row for row in rows if row.valid]
     for row in scored:
@@ -184,7 +184,7 @@ def estimate(rows: list[Row], config: OnlineConfig) -> None:
 
 
 def expected(module: PreTrainedModel, rows: list[Row], config: OnlineConfig) -> dict[str, Tensor]:
-    """The gradient of the loss, each row whole through the module alone, each token by itself."""
+    """Return the gradient of the loss, with each row whole through the module, token by token."""
     loss = config.loss
     kept = [row for row in rows if not (row.cut and config.truncated == "mask")]
     total = {

@@ -1,4 +1,4 @@
-"""The trainer: it learns, it refuses what would destroy the weights, and it goes on bit for bit."""
+"""The trainer: it learns, refuses updates that would destroy the weights, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_micro_batches_change_nothing(make_module: MakeModule, make_rows: MakeRo
         rows = on_policy(trainer, make_rows(samples=5))
         metrics = trainer.update(rows, POLICY)
         found.append((weights(module), {name: metric.value for name, metric in metrics.items()}))
-    gap = "mismatch/logprob_gap/max"  # rounding itself, which the number of packed rows changes
+    gap = "mismatch/logprob_gap/max"  # rounding, which the number of packed rows changes
     assert found[0][1].pop(gap) < 1e-5 > found[1][1].pop(gap)
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-4, abs=1e-6)
     for name, weight in found[0][0].items():
@@ -90,7 +90,7 @@ def test_micro_batches_change_nothing(make_module: MakeModule, make_rows: MakeRo
 
 
 class EveryRow(PolicyLoss):
-    """The policy loss, trained on rows without a gradient too."""
+    """The policy loss, also trained on rows without a gradient."""
 
     def prepare(self, minibatch: Batch) -> Batch:
         rows = super().prepare(minibatch)
@@ -100,7 +100,7 @@ class EveryRow(PolicyLoss):
 def test_rows_without_advantage_are_measured_and_change_nothing(
     make_module: MakeModule, make_rows: MakeRows
 ) -> None:
-    """Flat groups cost no backward pass; weights and metrics are those of training on every row."""
+    """Flat groups cost no backward pass; weights and metrics equal those of training on every row."""
     advantages = torch.tensor([1.0, -0.5, -0.5, 0.0, 0.0, 0.0])
     found = []
     for loss in (POLICY, EveryRow(PolicyLossConfig(), max_tokens=16)):
@@ -277,7 +277,7 @@ def test_small_steps_are_not_lost_in_bfloat16(make_module: MakeModule, make_rows
     moved = torch.cat([(masters[name] - start[name]).flatten().abs() for name in start])
     visible = torch.cat([(weights(module)[name].float() - start[name]).flatten() for name in start])
     assert float((moved > 2e-5).float().mean()) > 0.5
-    assert float((visible == 0).float().mean()) > 0.9  # without masters, these steps would be gone
+    assert float((visible == 0).float().mean()) > 0.9  # without masters, these steps would be lost
     for name, weight in weights(module).items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, masters[name].bfloat16())
@@ -305,7 +305,7 @@ def test_logits_of_a_large_vocabulary_are_made_in_slices(
     assert int(mask.values.sum()) * size["vocab_size"] > MOST_LOGITS
     rows = rows.with_fields(sampler_logprobs=mask.with_values(torch.zeros(mask.values.shape)))
     states, kept = [], []
-    for budget in (16_384, 60):  # all tokens at once, and parts whose logits are few enough to be held
+    for budget in (16_384, 60):  # all tokens at once, and parts whose logits are few enough to hold
         trainer = Trainer(make_module(**size), TrainConfig(tokens_per_micro_batch=budget), total_steps=1)
         largest = [0]
         with torch.autograd.graph.saved_tensors_hooks(
@@ -321,7 +321,7 @@ def test_logits_of_a_large_vocabulary_are_made_in_slices(
 
 
 def nodes(output: Tensor) -> set[str]:
-    """The names of everything a backward pass from here goes through."""
+    """Return the names of all nodes of a backward pass from here."""
     found, left = dict[Any, str](), [output.grad_fn]
     while left:
         node = left.pop()
@@ -335,7 +335,7 @@ def nodes(output: Tensor) -> set[str]:
 def test_states_that_rows_share_gather_their_gradients_in_order(
     module: PreTrainedModel, make_rows: MakeRows, many: bool
 ) -> None:
-    """An index that comes twice has its gradient added up by several threads, in no order."""
+    """Several threads add up the gradient of a repeated index, in no fixed order."""
     parallel = Parallel(module, RankGroups.whole(SingleRank()), most_logits=1 if many else MOST_LOGITS)
     rows = make_rows(samples=4)
     reading = lay_out(rows, torch.device("cpu"), back=1)

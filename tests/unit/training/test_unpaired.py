@@ -1,4 +1,4 @@
-"""The loss of single answers: its formula, one divergence for all, any cut, what it refuses."""
+"""The loss of single answers: its formula, one divergence for all, any split, refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = UnpairedLossConfig(beta=0.4, good_weight=1.5, bad_weight=0.5)
 
 @pytest.fixture(scope="module")
 def module() -> PreTrainedModel:
-    """A two-layer GPT-2 in float64."""
+    """Return a two-layer GPT-2 in float64."""
     register()
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2)
@@ -38,7 +38,7 @@ def module() -> PreTrainedModel:
 
 
 def answers(module: PreTrainedModel, shift: float = 1.0) -> Batch:
-    """Four prompts, each with its answer and the one of the prompt before; the reference is ``shift`` off."""
+    """Return four prompts, each with its answer and the previous prompt's; the reference is ``shift`` off."""
     numbers = torch.Generator().manual_seed(0)
     prompts = [torch.randint(64, (5,), generator=numbers).tolist() for _ in GOOD]
     own = [torch.randint(64, (length,), generator=numbers).tolist() for length in (3, 1, 6, 2)]
@@ -60,7 +60,7 @@ def answers(module: PreTrainedModel, shift: float = 1.0) -> Batch:
 
 
 def totals(module: PreTrainedModel, rows: Batch) -> Tensor:
-    """One row at a time."""
+    """Return the totals, one row at a time."""
     found = []
     for tokens, mask in zip(rows.ragged("tokens").rows(), rows.ragged("loss_mask").rows(), strict=True):
         says = module(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
@@ -74,7 +74,7 @@ def gradient(module: PreTrainedModel) -> Tensor:
 
 @pytest.mark.parametrize("shift", [1.0, -1.0], ids=["moved", "clamped at 0"])
 def test_gradient_and_divergence_are_those_of_the_formula(module: PreTrainedModel, shift: float) -> None:
-    """1 - s(beta (d - z)) and 1 - s(beta (z - d)), z of the mismatched answers, without a gradient."""
+    """1 - s(beta (d - z)) and 1 - s(beta (z - d)), with z from the mismatched answers, without a gradient."""
     rows, loss, scorer = answers(module, shift), AnswerLoss(CONFIG), Scorer(module, TrainConfig())
     whole = loss.settled(loss.prepare(rows), rows, scorer.logprobs, SingleRank())
     assert whole is not None and whole.ids[:, 2].tolist() == [0] * 4
@@ -97,7 +97,7 @@ def test_gradient_and_divergence_are_those_of_the_formula(module: PreTrainedMode
     ]
     torch.stack(terms).mean().backward()
     expected = gradient(module)
-    assert float((found - expected).norm() / expected.norm()) < 1e-6  # sampled float32 totals make z
+    assert float((found - expected).norm() / expected.norm()) < 1e-6  # float32 sampled totals give z
     assert float(expected.norm()) > 1e-4
 
 

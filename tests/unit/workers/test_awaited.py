@@ -1,4 +1,4 @@
-"""Answers waited for together: the cause is told, not the echo that came before."""
+"""Awaited answers: the original error is raised, not one that it caused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run is: what a recipe does not say."""
+"""The place of a run: settings that a recipe does not state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A group's calls: results that lie with its ranks are shared out anew for whoever comes next."""
+"""A group's calls: results on its ranks are distributed anew for the next call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rillflow.workers.transfer import DP, SPLIT_DP_REDUCE, SPLIT_PAIRS_REDUCE
 
 
 class Trainer:
-    """Says the most tokens that a rank was given."""
+    """Returns the largest number of tokens of a rank."""
 
     def __init__(self, site: Site) -> None:
         del site
@@ -38,7 +38,7 @@ class Trainer:
 
 @pytest.mark.parametrize("name", ["update", "update_on_pairs"])
 def test_ranks_that_train_get_as_many_tokens_though_their_rows_lie_elsewhere(name: str) -> None:
-    """Two rows of six tokens and twelve of one: a rank has the two, the other the twelve."""
+    """Two rows of six tokens and twelve of one: one rank gets the two, the other the twelve."""
     rows = [[1] * 6] * 2 + [[1]] * 12
     batch = Batch(
         ids=row_ids([RowId(0, row, 0) for row in range(len(rows))]),
@@ -55,7 +55,7 @@ def test_ranks_that_train_get_as_many_tokens_though_their_rows_lie_elsewhere(nam
 
 
 def test_an_endpoint_with_a_measure_names_what_it_writes() -> None:
-    """Without it nobody would know that its result has the step's rows, and its metrics were left out."""
+    """Otherwise the controller would not know that its result has rows, and would omit its metrics."""
     with pytest.raises(GraphError) as caught:
 
         class Verifier:

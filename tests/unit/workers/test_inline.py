@@ -1,4 +1,4 @@
-"""Inline: threads that add up wait for the slow one, and what a rank has open is closed."""
+"""Inline: threads that sum wait for the slowest, and a rank's resources are closed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rillflow.workers.inline import InlineBackend
 
 
 def test_nobody_writes_a_sum_before_all_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second rank adds up only when the first has gone on, or after a while in which it could have."""
+    """The second rank sums only after the first has continued, or after a time in which it could have."""
     added, first_is_through = collectives._added, threading.Event()
 
     def slowly(parts: Sequence[Tensor]) -> Tensor:

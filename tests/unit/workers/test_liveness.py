@@ -1,4 +1,4 @@
-"""Liveness: silence of real processes, told from a busy listener, and the fence that ends a rank."""
+"""Liveness: silence of real processes, distinguished from a busy listener, and the fence that ends a rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rillflow.workers.liveness import BEAT_S, TICK_S, Heartbeats, HeartbeatTarge
 
 HEARTBEAT_S = 2.0
 BOUND_S = 30.0
-"""Far more than anything takes, also on a loaded machine."""
+"""A deadline far above any duration, also on a loaded machine."""
 PLACE = Place("answers", 1)
 RANK = """
 import json, sys, time
@@ -46,7 +46,7 @@ time.sleep(600)
 
 @pytest.fixture
 def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts Python programs, which end with the test."""
+    """Yield a function that starts Python programs, which end with the test."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(program: str, *arguments: str) -> subprocess.Popen[str]:
@@ -98,7 +98,7 @@ def test_a_fence_is_later_than_the_loss() -> None:
 def test_a_stopped_rank_is_lost_and_ends_when_it_goes_on(
     beats: Heartbeats, started: Callable[..., subprocess.Popen[str]], is_local: bool
 ) -> None:
-    """It is told which process was stopped if the process can be looked at."""
+    """The error names the stopped process if it is on this machine."""
     losses = Queue[RankLost]()
     target = beats.watch(PLACE, losses.put, node="10.0.0.7")
     process = rank_of(started, target)
@@ -118,7 +118,7 @@ def test_a_stopped_rank_is_lost_and_ends_when_it_goes_on(
 def test_a_rank_here_that_holds_the_interpreter_is_busy_and_not_lost(
     beats: Heartbeats, started: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """One regular expression holds the lock for longer than the heartbeat; no thread of it can send."""
+    """One regular expression holds the GIL for longer than the heartbeat, so none of its threads can send."""
     losses = Queue[RankLost]()
     target = beats.watch(PLACE, losses.put, node="127.0.0.1")
     holding = "import re; re.match('(a+)+b', 'a' * 60)"
@@ -130,7 +130,7 @@ def test_a_rank_here_that_holds_the_interpreter_is_busy_and_not_lost(
         time.sleep(0.1)
     assert watched.silence.seconds >= 1.5 * HEARTBEAT_S, "the lock was not held; the test shows nothing"
     assert losses.empty()
-    watched.local_pid = 0  # on another node nobody can look at the process
+    watched.local_pid = 0  # processes on another node cannot be inspected
     assert "holds Python's interpreter lock" in losses.get(timeout=BOUND_S).why
 
 
@@ -138,7 +138,7 @@ def test_a_rank_here_that_holds_the_interpreter_is_busy_and_not_lost(
 def test_a_rank_ends_with_its_driver_but_not_because_the_driver_is_stopped(
     started: Callable[..., subprocess.Popen[str]],
 ) -> None:
-    """Ctrl-Z stops a driver for as long as one likes; its kernel answers for it."""
+    """Ctrl-Z may stop a driver for any time; its kernel still accepts data."""
     driver = started(DRIVER)
     assert driver.stdout is not None
     port, token = driver.stdout.readline().split()
@@ -150,7 +150,7 @@ def test_a_rank_ends_with_its_driver_but_not_because_the_driver_is_stopped(
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(4 * HEARTBEAT_S)
     driver.send_signal(signal.SIGCONT)
-    with pytest.raises(subprocess.TimeoutExpired):  # what it sent meanwhile has been heard
+    with pytest.raises(subprocess.TimeoutExpired):  # messages sent meanwhile have been received
         process.wait(2 * HEARTBEAT_S)
     driver.kill()
     assert "lost" not in driver.communicate()[0]
@@ -161,7 +161,7 @@ def test_a_rank_ends_with_its_driver_but_not_because_the_driver_is_stopped(
 def test_a_late_process_of_a_rank_is_refused_counted_and_ends(
     beats: Heartbeats, started: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """Its rank was replaced before it said a word, or while it ran."""
+    """Its rank was replaced before its first message, or while it ran."""
     losses = Queue[RankLost]()
     late, present = (beats.watch(PLACE, losses.put, node="127.0.0.1") for _ in range(2))
     beats.forget(late)
@@ -175,7 +175,7 @@ def test_a_late_process_of_a_rank_is_refused_counted_and_ends(
 def test_a_rank_that_dies_is_not_told_here(
     beats: Heartbeats, started: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """Ray tells of deaths, sooner and with more."""
+    """Ray reports deaths sooner and with more detail."""
     losses = Queue[RankLost]()
     process = rank_of(started, beats.watch(PLACE, losses.put, node="127.0.0.1"))
     process.kill()
@@ -189,7 +189,7 @@ def test_strangers_are_refused_and_heard_no_further(beats: Heartbeats) -> None:
     with socket.create_connection((host, port), 5) as stranger:
         stranger.settimeout(BOUND_S)
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        with suppress(ConnectionResetError):  # it had said more than was read
+        with suppress(ConnectionResetError):  # it had sent more than was read
             assert stranger.recv(1) == b""
     assert beats.refused == 1
 

@@ -1,4 +1,4 @@
-"""Where ranks are: their order, the clock of a node, its interface, the store that a pool meets at."""
+"""Nodes of ranks: their order, the clock of a node, its interface, the store where a pool meets."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_store_that_does_not_fit_in_shared_memory_is_refused() -> None:
 
 
 def late(*delays_s: float, ahead_s: float) -> Callable[[], float]:
-    """A clock ahead that answers after so long each time: half of it on the way there."""
+    """Return a clock that is ahead and answers after these delays, half of each on the way there."""
     waits = iter(delays_s)
 
     def ask() -> float:

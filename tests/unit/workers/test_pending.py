@@ -1,4 +1,4 @@
-"""Pending: a result is there when every rank has answered, those included whose results nobody needs."""
+"""Pending: a result is ready when every rank has answered, including ranks whose results are not needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rillflow.workers.values import RemoteValue
 
 
 def pending_of(taken: Future[Any], watched: Future[Any]) -> Pending:
-    """The result of two ranks of which the first's is needed."""
+    """Return the result of two ranks, of which only the first is needed."""
     work = Submission(
         backend=InlineBackend(),
         places=[Place(pool="main", rank=rank) for rank in range(2)],

@@ -1,4 +1,4 @@
-"""Ranks that are killed and replaced, as threads: what is lost, what goes on, what a new rank has."""
+"""Ranks that are killed and replaced, as threads: lost results, continued calls, and state of a new rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def backend() -> Iterator[InlineBackend]:
 
 
 def total(site: Site, number: float) -> float:
-    """The sum over the rank's world."""
+    """Return the sum over the rank's world."""
     tensor = torch.tensor([number])
     site.ranks.sum_([tensor])
     return float(tensor)
@@ -142,7 +142,7 @@ def test_the_error_of_a_role_that_cannot_be_made_again_is_raised(backend: Inline
 
 
 def test_a_result_of_an_old_epoch_is_refused_and_counted(backend: InlineBackend) -> None:
-    """The thread of a replaced rank cannot be ended; what it returns is nobody's."""
+    """The thread of a replaced rank cannot be ended; its result is ignored."""
     begun, go_on, ended = (threading.Event() for _ in range(3))
 
     def slow(site: Site) -> str:

@@ -1,4 +1,4 @@
-"""How rows are shared out over ranks: all of them, in order, evenly, units whole."""
+"""Distribution of rows over ranks: all of them, in order, evenly, units whole."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def batch_of(rows: int) -> Batch:
 
 
 def here(references: Sequence[Any], fields: Any = None) -> list[Any]:
-    """The values that references are."""
+    """Return the values of references."""
     return list(references)
 
 
 def lying(parts: list[Batch]) -> Held:
-    """References to parts, which are the values themselves."""
+    """Return references to parts, which are the values themselves."""
     table = tuple(
         RemoteValue(
             value=part,
@@ -80,7 +80,7 @@ def test_shares_are_even_in_units(whole: int, unit: int, count: int) -> None:
 def test_rows_that_lie_anyhow_arrive_in_whole_units(
     whole: int, unit: int, count: int, cuts: st.DataObject
 ) -> None:
-    """Whatever ranks they lie on, a rank pulls the rows that a cut of the whole batch would give it."""
+    """Wherever rows lie, a rank fetches the rows that a split of the whole batch would give it."""
     rows = whole * unit
     inner = sorted(cuts.draw(st.lists(st.integers(0, rows), max_size=4)))
     ends = [0, *inner, rows]
@@ -100,7 +100,7 @@ def test_rows_that_lie_anyhow_arrive_in_whole_units(
 @settings(max_examples=100, deadline=None)
 @given(sizes=st.lists(st.integers(1, 4), max_size=8), count=st.integers(1, 5), cuts=st.data())
 def test_groups_that_parts_cut_arrive_whole(sizes: list[int], count: int, cuts: st.DataObject) -> None:
-    """Wherever rows lie, a rank has the rows of its share of the groups, and no group is on two."""
+    """Wherever rows lie, a rank gets the rows of its share of the groups, and no group is on two ranks."""
     ids = [RowId(0, group, row) for group, size in enumerate(sizes) for row in range(size)]
     batch = Batch(ids=row_ids(ids), fields={"x": torch.arange(len(ids))})
     inner = sorted(cuts.draw(st.lists(st.integers(0, len(ids)), max_size=4)))
@@ -149,7 +149,7 @@ def test_where_some_parts_do_not_say_their_lengths_rows_are_shared_out_evenly() 
 
 
 def test_rows_that_differ_in_length_are_shared_out_by_their_tokens() -> None:
-    """One row of nine tokens, and nine of one: the first rank has the one, the second the nine."""
+    """One row of nine tokens and nine of one: the first rank gets the one, the second the nine."""
     ids = row_ids([RowId(0, row, 0) for row in range(10)])
     tokens = Ragged.from_rows([[1] * 9, *([1] for _ in range(9))], torch.int64)
     rollouts = Batch(ids=ids, fields={"tokens": tokens})

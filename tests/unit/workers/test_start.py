@@ -1,4 +1,4 @@
-"""What is settled in the environment before Ray is imported: for a cluster of our own, and for one joined."""
+"""Environment settings before Ray is imported, for an own cluster and for a joined one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rillflow.workers.start import settle
 
 HEAD = "10.0.0.9:6379"
 OWN = {"RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""What protects a cluster of our own: a token, and ports on the loopback device alone."""
+"""Protection of an own cluster: a token, and ports only on the loopback device."""
 
 
 @pytest.fixture(autouse=True)
 def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has imported Ray, or set anything for it."""
-    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # what was there comes back, or goes
+    """Hide an imported Ray, and remove its environment variables."""
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # monkeypatch restores or removes it
     del sys.modules["ray"]
     for name in [*os.environ]:
         if name.startswith("RAY_"):

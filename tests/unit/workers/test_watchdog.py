@@ -1,4 +1,4 @@
-"""The watchdog: what has its cluster's mark goes with the driver, and nothing else does."""
+"""The watchdog: processes with its cluster's mark end with the driver, and no others do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ watchdog = watch(pathlib.Path(sys.argv[1]))
 print(watchdog.pid, flush=True)
 sys.stdin.read()
 """
-"""A driver that starts a watchdog, tells its process number and waits to be killed."""
+"""A driver that starts a watchdog, prints its process id and waits to be killed."""
 
 
 def test_a_driver_that_leaves_ends_marked_processes_and_keeps_the_folder(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def _sleepers(*marks: Path) -> list[subprocess.Popen[bytes]]:
 
 
 def _still_runs(process: subprocess.Popen[bytes]) -> None:
-    """Assert that a process was spared, and end it."""
+    """Assert that a process still runs, and end it."""
     assert process.poll() is None
     process.kill()
     process.wait(30)

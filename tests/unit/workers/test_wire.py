@@ -1,4 +1,4 @@
-"""The wire: what is written is read, and nothing else is."""
+"""The wire: written messages are read back, and nothing else is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run directory as a quickstart leaves it: a warm start, then reinforcement learning, 60 steps in all."""
+"""A run directory as after a quickstart: a warm start, then reinforcement learning, 60 steps in total."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ START = {
 
 
 class Clock:
-    """A clock that stands until it is moved."""
+    """A clock that only moves on request."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -47,7 +47,7 @@ class Clock:
 
 
 def rows(step: int, skill: float, numbers: random.Random) -> Iterator[dict[str, Any]]:
-    """Sums and answers: right with probability ``skill``."""
+    """Yield sums and answers that are right with probability ``skill``."""
     for prompt in range(8):
         one, other = numbers.randrange(10, 99), numbers.randrange(10, 99)
         for sample in range(4):
@@ -73,7 +73,7 @@ def rows(step: int, skill: float, numbers: random.Random) -> Iterator[dict[str, 
 
 
 def learning_metrics(step: int, skill: float, numbers: random.Random) -> dict[str, Metric]:
-    """What a step of reinforcement learning records."""
+    """Return the metrics of a step of reinforcement learning."""
     noisy = min(1.0, max(0.0, skill + numbers.gauss(0, 0.03)))
     shares = {"score": 0.99, "abstain": 0.0, "timeout": 0.006, "error": 0.004}
     return {
@@ -105,7 +105,7 @@ def evaluate(run: RunDirectory, step: int, accuracy: float, count: int = 500) ->
 
 
 def write_run(path: Path, *, steps: int = 60, final: float = 0.9) -> Path:
-    """Write a run of ``steps`` steps, 20 of them a warm start, whose accuracy ends at ``final``."""
+    """Write a run of ``steps`` steps, 20 of them a warm start, with a final accuracy of ``final``."""
     numbers, clock = random.Random(7), Clock()
     with RunDirectory.open(path, CONFIG, clock=clock) as run:
         run.log_start(START)
@@ -146,6 +146,6 @@ def write_run(path: Path, *, steps: int = 60, final: float = 0.9) -> Path:
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a sample run directory; keywords as for ``write_run``."""
+    """Return a function that writes a sample run directory; keywords are those of ``write_run``."""
     names = count()
     return lambda **options: write_run(tmp_path / str(next(names)) / "quickstart", **options)

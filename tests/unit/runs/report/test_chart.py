@@ -1,4 +1,4 @@
-"""The chart: what is drawn is what was measured."""
+"""The chart draws the measured values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def phase(name: str, first: int, last: int) -> PhaseSpan:
 
 
 def read_back(svg: str) -> list[tuple[float, float]]:
-    """The values as the page's script reads them from the marked lines."""
+    """Return the values that the page's script reads from the marked lines."""
     x0, x1, y0, y1 = (float(re.search(f'data-{name}="([^"]+)"', svg)[1]) for name in ("x0", "x1", "y0", "y1"))  # type: ignore[index]
     values = []
     for line in re.findall(r'class="[^"]*track" points="([^"]*)"', svg):

@@ -1,4 +1,4 @@
-"""An evaluation of one model, or of two against each other, as lines of text."""
+"""An evaluation of one model, or of two compared with each other, as lines of text."""
 
 from __future__ import annotations
 

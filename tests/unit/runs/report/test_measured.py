@@ -1,4 +1,4 @@
-"""Waits: who waited for whom, on a step and a half whose numbers are worked out by hand.
+"""Waits and their causes, on a step and a half with numbers worked out by hand.
 
             0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20
 answers 0   generate........                            generate........
@@ -45,7 +45,7 @@ ANSWERS, SCORES = RankName("answers", 0), RankName("scores", 0)
 def span(
     step: int, stage: str, pool: str, *times: tuple[float, float], after: tuple[str, ...] = ()
 ) -> SpanRecord:
-    """A stage that each rank of a pool did between two times."""
+    """Return a stage's span in which each rank of a pool worked between two times."""
     ranks = [
         RankSpan(rank=rank, start_s=start, duration_s=end - start, rows=4, tokens=9)
         for rank, (start, end) in enumerate(times)
@@ -106,7 +106,7 @@ def test_a_window_cuts_what_reaches_over_its_ends() -> None:
 
 
 def test_what_a_stage_was_given_counts_not_what_happened_to_end_then() -> None:
-    """A stage of another pool ends while the update waits for rows, and has nothing to do with it."""
+    """A stage of another pool that ends while the update waits for rows is not the cause."""
     stranger = span(1, "reference.logprobs", "beside", (2, 5.75))
     works = works_of(
         [SPANS[0], stranger, span(1, "policy.update", "main", (6, 7), after=("policy.generate",))]

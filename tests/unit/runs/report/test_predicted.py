@@ -1,4 +1,4 @@
-"""Predicted against measured: medians of the last phase, and the stage that was furthest off."""
+"""Predicted and measured times: medians of the last phase, and the stage with the largest error."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_report_shows_it(make_run: MakeRun) -> None:
 
 @pytest.fixture
 def whole(make_run: MakeRun) -> RunData:
-    """A planned run of 60 steps, 20 of them another phase's."""
+    """Return a planned run of 60 steps, 20 of them in another phase."""
     return load(planned(make_run()))
 
 

@@ -1,4 +1,4 @@
-"""report.html: one file, complete, safe and small, whatever the run holds."""
+"""report.html: one file, complete, safe and small, whatever the run contains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROW = {"epoch": 0, "prompt_id": 0, "sample": 0, "tokens": [1], "logprobs": [-0.5
 
 
 class Page(HTMLParser):
-    """Counts tags and collects texts; unbalanced tags fail."""
+    """Counts tags and collects texts; fails on unbalanced tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which rows are shown, and how a row's tokens are."""
+"""The choice of shown rows, and the display of a row's tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROW = RolloutRecord(
 
 
 def tokens(*logprobs: float, **fields: Any) -> RolloutRecord:
-    """A row of these tokens, all of them sampled unless ``versions`` says otherwise."""
+    """Return a row of these tokens, all of them sampled unless ``versions`` says otherwise."""
     count = len(logprobs)
     return replace(ROW, **{"tokens": (1,) * count, "logprobs": logprobs, "versions": (0,) * count, **fields})
 
@@ -131,7 +131,7 @@ GAME = tokens(
     token_texts=("<user>", "?", "2", " <too> low ", "5"),
     versions=(-1, -1, 0, -1, 0),
 )
-"""A guess, what the game said, and another guess."""
+"""A guess, the game's answer, and another guess."""
 
 
 def test_text_that_was_not_sampled_is_drawn_in_grey() -> None:

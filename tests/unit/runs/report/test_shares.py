@@ -1,4 +1,4 @@
-"""Where the time went: stages, and what no stage covers."""
+"""Shares of time: stages, and time outside stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary: true words, and commands that can be pasted."""
+"""The summary: correct text, and commands that can be pasted."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_where_a_program_launched_no_command_is_made_up(make_run: MakeRun) -> No
 
 
 def test_graded_rewards_are_no_accuracy(make_run: MakeRun, tmp_path: Path) -> None:
-    """Rewards of 0 to 6: the mean with its interval is said, a share only where it was asked for."""
+    """Rewards of 0 to 6: the summary shows the mean with its interval, and a share only if requested."""
     looks = [(0, 1.25, 3, (0.9, 1.6)), (5, 1.5, 7, (1.1, 1.9))]
     for success in (None, 2.0):
         run = tmp_path / f"success-{success}"

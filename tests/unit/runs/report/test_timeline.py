@@ -1,4 +1,4 @@
-"""The timeline: every bar on its lane, nothing lost by merging, a run's spans as they were measured."""
+"""The timeline: every bar on its lane, no loss by merging, a run's spans as measured."""
 
 from __future__ import annotations
 
