@@ -3,9 +3,9 @@
 The reward takes a millisecond. It has a third pool, because on the trainer's rank it would wait for updates.
 
 calibrate   two runs without running ahead, so that one stage works at a time: one with half and one with
-              all rows of a batch. They give the seconds of a decode pass, of a row in it, of the update, the
-              reward, a publish, and of no stage. One run is repeated next to a second process that makes the
-              same run, because the processes share memory and caches. The ratio is each stage's slowdown.
+              all of the rows at once. They give the seconds of a decode pass, of a row in it, of the update,
+              the reward, a publish, and of no stage. One run is repeated next to a second process that makes
+              the same run, because the processes share memory and caches. The ratio is each stage's slowdown.
 predict     the simulator gets the recipe's graph, placement, bound and parts, the rows' lengths, and these
               seconds: measured alone for the rungs with bound 0, next to another process for those ahead
 run         through the code of `rillflow run`

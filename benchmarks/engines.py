@@ -9,9 +9,9 @@
 
 Every run is a whole `rillflow run` of the same recipe, base and seeds. Runs with vLLM in their process use
 the Python of --vllm (make test-vllm creates one). Other runs, including the trainers of servers, use this
-Python. A separate pool is on Ray, and so is every run one version ahead. A publish counts two times: the
-step's stage, and the time that the engine takes to load and to score the canary, measured apart on the same
-model.
+Python. A separate pool is on Ray, and so is every run one version ahead. The time of a publish has two parts:
+the step's stage, and the time that the engine takes to load and to score the canary, measured apart on the
+same model.
 """
 
 from __future__ import annotations

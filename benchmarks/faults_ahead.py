@@ -9,9 +9,10 @@ MINUTES  one fault per minute for ten minutes: the two replicas are killed and s
 CUT      two nodes and a spare node (network namespaces): the node of a replica loses its network for good
 
 Each run trains the same recipe: a small model, additions, 16 prompts with 8 answers per step, two versions
-ahead, two reward processes. Steps count from the tenth on. Their times come from metrics.jsonl; MINUTES and
-CUT watch that file grow. EFFECTIVE is the share of undisturbed training that remains: steps per minute over
-the whole time of faults, with restarts and repeated steps, divided by the rate without faults.
+ahead, two reward processes. The first ten steps do not count. Times of steps come from metrics.jsonl; MINUTES
+and CUT watch that file grow. EFFECTIVE is the share of undisturbed training that remains: the steps made in
+the whole time of faults, with restarts and repeated steps, divided by the steps at each interval's rate
+without its fault.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Random batches, and the results of Rillflow's formulas on them, both in the padded form that peers use.
 
-
     seed, scenario, dtype ──> fields [B], [B, L] ─┬─ safetensors ──> the peers' own code
                                                   └─ ragged rows, loss tokens ──> ``formulas`` ──> [B, L]
 

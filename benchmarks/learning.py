@@ -1,10 +1,10 @@
 """Every algorithm learns: the rise of the reward on one-digit sums over seeds, under every placement.
 
     seeds        one process, every recipe with each seed: mean, least value and interval of the rise
-    places       one seed, fewer steps, three placements that must agree:
+    places       one seed, fewer steps, three placements:
                  inline      one process
                  together    Ray, all roles on one pool of two ranks
-                 apart       Ray, each role on a pool of one rank
+                 apart       Ray, each role on a pool of one rank; must agree with inline
 
     python benchmarks/learning.py                                      # an hour on one core
     python benchmarks/learning.py --only ppo --seeds 0 --steps 10

@@ -1,10 +1,10 @@
 """Online DPO in miniature: which pairs to train on, and which policy samples them, over seeds.
 
-All runs use the same number of pairs and the same beta.
+All DPO runs use the same number of prompts and the same beta.
 
     sft                  a short warm start, the base of all other runs
     offline dpo          all pairs are sampled by it, and trained on in one iteration
-    iterative dpo        as many pairs, a third in each of three iterations, sampled by the current policy
+    iterative dpo        as many prompts, a third in each of three iterations, sampled by the current policy
     selectors            iterative, with other rows of a group as its pair
     best of n            one round; its divergence from the base, next to the theoretical bound
 

@@ -45,7 +45,7 @@ _OPERATORS: dict[type[ast.operator], str] = {
 _SPOKEN = ("logger", "warnings")
 """Objects whose calls write messages for people."""
 _UNHEARD = ("description", "device")
-"""Arguments that no CPU test can miss: texts, and the device if there is only one."""
+"""Arguments whose removal no CPU test can detect: texts, and the device if there is only one."""
 
 
 @dataclass(frozen=True, kw_only=True)

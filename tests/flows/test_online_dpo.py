@@ -80,7 +80,7 @@ def test_an_error_inside_an_iteration_saves_the_pairs_of_the_last_whole_one(smal
     calls = []
 
     def step(flow: Any, prompts: Any, config: Any) -> Any:
-        if isinstance(flow, Flow) and flow.journal.supply:  # not a traced step
+        if isinstance(flow, Flow) and flow.journal.supply:  # not only a trace
             calls.append(flow)
             if len(calls) == 3:
                 flow.collect("pairs", flow.rows["pairs"])

@@ -291,4 +291,4 @@ def test_a_step_s_batches_are_released_before_its_evaluation(
     monkeypatch.setattr(Loop, "_evaluate", counted)
     step = own_step(advance=advance)
     assert command("run", step, f'run.dir="{tmp_path / "run"}"', "evaluate.problems=2") == 0
-    assert len(seen) == 3 and alive == [0, 0]  # traced twice and run; evaluated before and after
+    assert len(seen) == 3 and alive == [0, 0]  # two traces and the run; evaluated before and after

@@ -172,7 +172,7 @@ def test_a_signal_in_the_last_step_stops_nothing(recipe: Path, tmp_path: Path) -
 
     def step(flow: Any, prompts: Any, config: Any) -> Any:
         report = grpo.step(flow, prompts, config)
-        if isinstance(flow, Flow) and flow.journal.supply:  # not a traced step
+        if isinstance(flow, Flow) and flow.journal.supply:  # not only a trace
             os.kill(os.getpid(), signal.SIGINT)
         return report
 
