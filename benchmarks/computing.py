@@ -209,7 +209,7 @@ class Calibration:
 
 
 def calibrated(recipe: Path, folder: Path, size: Size, steps: int) -> dict[str, Calibration]:
-    """Measure single stages, alone and beside another process."""
+    """Measure single stages, alone and next to another process."""
     lengths, every, found = lengths_of(size.longest), UNDER_WAY + steps, dict[int, dict[str, float]]()
     for at_once in (size.at_once // 2, size.at_once):
         settings = (f"rollout.max_rows={at_once}", f"algorithm.steps={every}")

@@ -4,7 +4,7 @@ The policy's first token decides. "?" calls the calculator, whose result is appe
 policy continues after it. Any other token begins the policy's own answer. The calculator's text is in the row
 with loss mask 0; sampled tokens are trained. The policy learns to call the calculator and to add nothing.
 
-is in the row with loss mask 0; what the policy sampled is trained on. It learns to call, and to add nothing.
+    rillflow run examples/agent.toml --dir runs/agent
 """
 
 from __future__ import annotations
