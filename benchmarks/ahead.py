@@ -264,7 +264,7 @@ class SleepingConfig(GroupConfig):
 
 
 def step(flow: Flow, prompts: Batch, config: SleepingConfig) -> Handle:
-    """One iteration: sample, score, update."""
+    """Run one iteration: sample, score, update."""
     rollouts = flow.policy.generate(prompts, samples=config.samples_per_prompt)
     rewards = flow.reward.score(rollouts)
     advantages = flow.compute(formulas.group_advantages, rewards, into="advantages", scale="off")

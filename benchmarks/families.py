@@ -223,7 +223,7 @@ def trained(folder: Path) -> Trained:
 
 
 def alone(module: PreTrainedModel, row: Batch) -> Tensor:
-    """[N] Return the log probabilities of one row's loss tokens, with transformers only."""
+    """Return [N] log probabilities of one row's loss tokens, with transformers only."""
     tokens, mask = row.ragged("tokens").values, row.ragged("loss_mask").values
     logits = module(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0][mask[1:]]

@@ -100,7 +100,7 @@ def batch_of(scene: Scene) -> Tensors:
 
 
 def _mask(lengths: Tensor, scenario: str) -> Tensor:
-    """[B, L] Return the mask of sampled tokens."""
+    """Return the mask of sampled tokens, [B, L]."""
     mask = torch.arange(LONGEST) < lengths[:, None]
     if scenario in ("holes", "edge", "wide"):
         mask[1::3, 2:5] = False
@@ -113,7 +113,7 @@ def _mask(lengths: Tensor, scenario: str) -> Tensor:
 
 
 def _at_the_last(rewards: Tensor, mask: Tensor) -> Tensor:
-    """[B, L] Return each row's reward at its last loss token, else 0."""
+    """Return each row's reward at its last loss token, else 0; [B, L]."""
     last = torch.where(mask, torch.arange(LONGEST), -1).amax(1)
     found = torch.zeros(mask.shape, dtype=rewards.dtype)
     found[last >= 0, last[last >= 0]] = rewards[last >= 0]

@@ -92,7 +92,7 @@ def switched(before: Path, after: Path, prompts: Sequence[tuple[int, ...]], *, k
 
 
 def log_probabilities(module: torch.nn.Module, tokens: Sequence[int]) -> Tensor:
-    """[T] Return each token's log probability in a pass over the whole row; 0 for the first token."""
+    """Return [T] each token's log probability in a pass over the whole row; 0 for the first token."""
     row = torch.tensor([tokens])
     with torch.no_grad():
         said = module(input_ids=row, use_cache=False).logits[0].log_softmax(-1)

@@ -226,7 +226,7 @@ def learn(out: Path | None, start: Path | None, seed: int, steps: int) -> float:
 
 
 def row_of(tokenizer: object, text: str) -> Tensor:
-    """[10] Return a sum as tokens, padded with the end token, 0."""
+    """Return a sum as [10] tokens, padded with the end token, 0."""
     tokens = tokenizer.encode(text)  # type: ignore[attr-defined]
     return torch.tensor(tokens + [0] * (10 - len(tokens)))
 

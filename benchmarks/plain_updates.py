@@ -70,7 +70,7 @@ def divergence(log_ratio: Any, estimator: str) -> Any:
 
 
 def logits_of(model: Any, row: Row) -> Tensor:
-    """[N, V] Return the log probabilities that predict each loss token, at the sampling temperature."""
+    """Return [N, V] log probabilities that predict each loss token, at the sampling temperature."""
     found = model(torch.tensor([row.tokens]), use_cache=False).logits[0].double() / TEMPERATURE
     return torch.log_softmax(found[[place - 1 for place in row.places]], -1)
 
@@ -84,7 +84,7 @@ def logprobs_of(model: Any, row: Row) -> list[float]:
 
 
 def chosen(table: Tensor, row: Row) -> Tensor:
-    """[N] Return the entries of the loss tokens."""
+    """Return the entries of the loss tokens, [N]."""
     return table[torch.arange(len(row.places)), [row.tokens[place] for place in row.places]]
 
 

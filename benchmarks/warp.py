@@ -63,7 +63,7 @@ def judged(folder: Path, start: Path) -> dict[str, float]:
 
 
 def _logprobs(model: Any, rows: Tensor, begin: int) -> Tensor:
-    """[B, T] Return the log probabilities of the tokens from ``begin`` on."""
+    """Return [B, T] log probabilities of the tokens from ``begin`` on."""
     logits = model(rows).logits[:, begin - 1 : -1].log_softmax(-1)
     found: Tensor = logits.gather(2, rows[:, begin:, None]).squeeze(2)
     return found
