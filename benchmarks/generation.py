@@ -187,12 +187,27 @@ def make_module(dtype: str, folder: Path, context: int = CONTEXT) -> Any:
     return module
 
 
-def native_engines(module: Any) -> dict[str, Run]:
-    """Return the native engine with defaults, without recording, and deterministic."""
+def batch_of(workload: Workload) -> tuple[Any, list[Any]]:
+    """Return the prompts as a batch, and the sampling settings of each row."""
     from rillflow.records.batch import Batch, row_ids
     from rillflow.records.ragged import Ragged
     from rillflow.records.row import RowId
-    from rillflow.rollout.config import RolloutConfig, SamplingConfig
+    from rillflow.rollout.config import SamplingConfig
+
+    rows = len(workload.prompts)
+    batch = Batch(
+        ids=row_ids([RowId(0, row, 0) for row in range(rows)]),
+        fields={
+            "tokens": Ragged.from_rows(workload.prompts),
+            "columns": Ragged.from_text(["{}"] * rows),
+        },
+    )
+    return batch, [SamplingConfig(max_tokens=length) for length in workload.lengths]
+
+
+def native_engines(module: Any) -> dict[str, Run]:
+    """Return the native engine with defaults, without recording, and deterministic."""
+    from rillflow.rollout.config import RolloutConfig
     from rillflow.rollout.native.engine import NativeEngine
 
     def engine(deterministic: bool = False, record_after: float = 64) -> Run:
@@ -206,15 +221,7 @@ def native_engines(module: Any) -> dict[str, Run]:
         )
 
         def run(workload: Workload) -> Timing:
-            limits = [SamplingConfig(max_tokens=length) for length in workload.lengths]
-            rows = len(workload.prompts)
-            batch = Batch(
-                ids=row_ids([RowId(0, row, 0) for row in range(rows)]),
-                fields={
-                    "tokens": Ragged.from_rows(workload.prompts),
-                    "columns": Ragged.from_text(["{}"] * rows),
-                },
-            )
+            batch, limits = batch_of(workload)
             with _clock() as timing:
                 rollouts = native.generate(batch, sampling=limits)
             assert int(rollouts.ragged("loss_mask").sums().sum()) == sum(workload.lengths)

@@ -103,7 +103,7 @@ def own_weights(whole: Any, plan: Any, ranks: Any) -> dict[str, Any]:
 def measure(ranks: Any, name: str, recorded: bool, rounds: int) -> dict[str, Any]:
     """Return one rank's figures, without the warm-up round."""
     import torch
-    from generation import CONTEXT, NEW, PROMPT, SLOTS, VOCABULARY, _batch, workloads
+    from generation import CONTEXT, NEW, PROMPT, SLOTS, VOCABULARY, batch_of, workloads
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from rillflow.models.attention import ATTENTION, register
@@ -144,8 +144,9 @@ def measure(ranks: Any, name: str, recorded: bool, rounds: int) -> dict[str, Any
     workload = workloads()[0]
     found: dict[str, Any] = {"seconds": [], "cpu_s": [], "speaking_s": []}
     for _ in range(rounds + 1):
-        batch, spoken, cpu, begin = _batch(workload), ranks.seconds, time.process_time(), time.perf_counter()
-        engine.generate(batch)
+        batch, limits = batch_of(workload)
+        spoken, cpu, begin = ranks.seconds, time.process_time(), time.perf_counter()
+        engine.generate(batch, sampling=limits)
         found["seconds"].append(time.perf_counter() - begin)
         found["cpu_s"].append(time.process_time() - cpu)
         found["speaking_s"].append(ranks.seconds - spoken)
