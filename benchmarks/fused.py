@@ -22,10 +22,10 @@ import measured_at
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from plugins.planner.tests.fused.exhaustive import Exhaustive, drawn  # noqa: E402
-from rillflow_planner.fused.check import check  # noqa: E402
-from rillflow_planner.fused.problem import FusedProblem, Schedule, even, lower_bound  # noqa: E402
-from rillflow_planner.fused.solve import front, schedule  # noqa: E402
+from rillflow.placement.fused.check import check  # noqa: E402
+from rillflow.placement.fused.problem import FusedProblem, Schedule, even, lower_bound  # noqa: E402
+from rillflow.placement.fused.solve import front, schedule  # noqa: E402
+from tests.unit.placement.fused.exhaustive import Exhaustive, drawn  # noqa: E402
 
 SMALLEST = ["--instances 2 5 --seeds 1 --points 1 --front-budget 50 --least-budget 50 --problems 3"]
 NEEDS = ["rillflow_planner"]

@@ -22,12 +22,12 @@ from typing import Any
 import measured_at
 from published.models import shape
 
+from rillflow.placement.fused.problem import FusedProblem, Pipeline, even, lower_bound
+from rillflow.placement.fused.solve import schedule
 from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model import compute, memory
 from rillflow_planner.cost_model.compute import RECOMPUTED, Setting
 from rillflow_planner.cost_model.options import LAYOUTS, divisors, grids
-from rillflow_planner.fused.problem import FusedProblem, Pipeline, even, lower_bound
-from rillflow_planner.fused.solve import schedule
 from rillflow_planner.hardware import read_hardware
 from rillflow_planner.problem import Problem
 from rillflow_planner.request import graph_of

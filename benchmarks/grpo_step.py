@@ -38,7 +38,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,9 @@ SHAPES = {
 """The smallest round, the usual setting, and Qwen2.5's shapes."""
 RATE, ALPHA = 1e-5, 32.0
 MARK = "grpo_step:"
+"""Beginning of a line of the child with a step's timing."""
+PEER = Path(__file__).parent / "peers" / "trl_grpo_step.py"
+"""The child's script."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +101,12 @@ class Timing:
     """Of the whole time, generation; 0 where it is not told apart."""
     tokens: float
     """Mean length of an answer."""
+    peak: int = 0
+    """The most bytes of device memory allocated in it; 0 on a CPU."""
 
 
 def main() -> None:
-    arguments = _arguments()
-    if arguments.peer:
-        run_trl(Path(arguments.peer), arguments)
-        return
+    arguments = parsed()
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # before torch is imported, here and in the child
     tables = [compared(arguments, dtype) for dtype in arguments.dtypes]
     text = "\n".join([*_head(arguments), *tables])
@@ -116,7 +118,7 @@ def main() -> None:
 def compared(arguments: argparse.Namespace, dtype: str) -> str:
     """The table of one type: ours, TRL's where it is given, and the floor, in turns."""
     found: dict[str, list[Timing]] = {"Rillflow": [], "TRL GRPOTrainer": [], "floor": []}
-    shape = SHAPES[arguments.shape]
+    shape = shape_of(arguments)
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), shape)
         step, floor = rillflow_step(Path(folder), arguments, dtype)
@@ -158,6 +160,12 @@ def make_model(folder: Path, shape: Shape) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def shape_of(arguments: argparse.Namespace) -> Shape:
+    """The shape, with answers of ``--answer`` tokens at most if that is set."""
+    shape = SHAPES[arguments.shape]
+    return replace(shape, answer=arguments.answer or shape.answer)
+
+
 def prompts_of(step: int, shape: Shape) -> list[list[int]]:
     """The token ids of one step's prompts; token 0 and the stop token are left out."""
     numbers = random.Random(step)
@@ -191,7 +199,7 @@ def rillflow_step(
     from rillflow.training.trainer import Trainer
 
     torch.set_num_threads(arguments.threads)
-    shape, device = SHAPES[arguments.shape], torch.device(arguments.device)
+    shape, device = shape_of(arguments), torch.device(arguments.device)
     module = our_model(folder, arguments, dtype)
     exact = {"ratio_tolerance": 1e-5} if dtype == "float32" else {"gap_tolerance": 0.05}
     lengths: list[int] = []
@@ -225,6 +233,7 @@ def rillflow_step(
             cpu_s=time.process_time() - cpu,
             generate_s=generated - began,
             tokens=float(answers.lengths.double().mean()),
+            peak=peak_of(device),
         )
 
     return step, lambda: floor_of(module, lengths, shape)
@@ -297,6 +306,7 @@ def floor_of(module: Any, lengths: list[int], shape: Shape) -> Timing:
         cpu_s=time.process_time() - cpu,
         generate_s=generated - began,
         tokens=drawn / len(lengths),
+        peak=peak_of(module.device),
     )
 
 
@@ -308,6 +318,18 @@ def wait(device: Any) -> None:
         torch.cuda.synchronize()
 
 
+def peak_of(device: Any) -> int:
+    """The most bytes allocated since the last call; frees cached ones, as two processes share the device."""
+    import torch
+
+    if device.type != "cuda":
+        return 0
+    found = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
 @contextmanager
 def trl_steps(
     arguments: argparse.Namespace, folder: Path, dtype: str
@@ -316,21 +338,15 @@ def trl_steps(
     if arguments.trl is None:
         yield None
         return
-    command = [
-        arguments.trl,
-        __file__,
-        "--peer",
-        str(folder),
-        "--steps",
-        str(arguments.steps),
-        "--dtypes",
-        dtype,
-    ]
-    command += ["--shape", arguments.shape, "--device", arguments.device]
-    command += ["--adapter", str(arguments.adapter)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as child:
+    command = [arguments.trl, str(PEER), "--peer", str(folder), "--steps", str(arguments.steps)]
+    command += ["--dtypes", dtype, "--shape", arguments.shape, "--device", arguments.device]
+    command += ["--adapter", str(arguments.adapter), "--answer", str(arguments.answer)]
+    with (
+        (folder / "peer.log").open("w+") as log,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as child,
+    ):
         assert child.stdin is not None and child.stdout is not None  # both are pipes
         to_child, from_child = child.stdin, child.stdout
 
@@ -339,78 +355,11 @@ def trl_steps(
             for line in from_child:
                 if line.startswith(MARK):
                     return Timing(**json.loads(line.removeprefix(MARK)))
-            raise SystemExit(f"TRL ended before its last step; try by hand: {' '.join(command)}")
+            log.seek(0)
+            said = "\n".join(log.read().splitlines()[-20:])
+            raise SystemExit(f"TRL ended before its last step: {' '.join(command)}\n{said}")
 
         yield step
-
-
-def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
-    """The child: TRL's trainer, one step for every line on its standard input."""
-    import torch
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    shape, steps, lengths = SHAPES[arguments.shape], arguments.steps + 1, list[float]()
-
-    class Turns(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            sys.stdin.readline()
-            self.began, self.cpu = time.perf_counter(), time.process_time()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            found = {
-                "seconds": time.perf_counter() - self.began,
-                "cpu_s": time.process_time() - self.cpu,
-                "generate_s": 0.0,
-                "tokens": lengths[-1],
-            }
-            print(MARK + json.dumps(found), flush=True)
-
-    def share_of_wanted(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        lengths.append(statistics.mean(map(len, completion_ids)))
-        return [ids.count(WANTED) / shape.answer for ids in completion_ids]
-
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)  # a Qwen2's own would not know these words
-    texts = texts_of([prompt for step in range(steps) for prompt in prompts_of(step, shape)], tokenizer)
-    trainer = GRPOTrainer(
-        peft_config=their_adapter(arguments.adapter),
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, arguments.dtypes[0])),
-        processing_class=tokenizer,
-        reward_funcs=share_of_wanted,
-        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
-        callbacks=[Turns()],
-        args=GRPOConfig(
-            output_dir=str(folder / "trl"),
-            per_device_train_batch_size=GROUPS * SAMPLES,
-            num_generations=SAMPLES,
-            max_completion_length=shape.answer,
-            max_steps=steps,
-            learning_rate=RATE,
-            lr_scheduler_type="constant",
-            beta=0.0,
-            temperature=1.0,
-            gradient_checkpointing=False,  # on by default; off, it is faster here
-            bf16=False,
-            use_cpu=arguments.device == "cpu",
-            shuffle_dataset=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
-    )
-    trainer.train()
-
-
-def their_adapter(rank: int) -> Any:
-    """PEFT's settings of an adapter beside each linear layer of the body; None for no rank."""
-    if not rank:
-        return None
-    from peft import LoraConfig
-
-    return LoraConfig(r=rank, lora_alpha=ALPHA, target_modules="all-linear")
 
 
 def _head(arguments: argparse.Namespace) -> list[str]:
@@ -433,8 +382,9 @@ def _table(found: dict[str, list[Timing]], dtype: str) -> str:
             "",
             f"## {dtype}",
             "",
-            "| engine | s a step | least .. most | of it generation | CPU s | tokens an answer | ratio |",
-            "|---|---|---|---|---|---|---|",
+            "| engine | s a step | least .. most | of it generation | CPU s | tokens an answer "
+            "| peak GiB on the GPU | ratio |",
+            "|---|---|---|---|---|---|---|---|",
             *(_line(name, timings, mine) for name, timings in found.items()),
             "",
             f"Products and attention alone take {floor:.3f} s, {floor / mine:.0%} of Rillflow's step.",
@@ -447,10 +397,11 @@ def _line(name: str, timings: list[Timing], mine: float) -> str:
     generating = statistics.median(timing.generate_s for timing in timings)
     cpu = statistics.median(timing.cpu_s for timing in timings)
     tokens = statistics.mean(timing.tokens for timing in timings)
-    median = statistics.median(seconds)
+    median, peak = statistics.median(seconds), max(timing.peak for timing in timings)
     return (
         f"| {name} | {median:.3f} | {min(seconds):.3f} .. {max(seconds):.3f} | "
-        f"{f'{generating:.3f}' if generating else '-'} | {cpu:.3f} | {tokens:.1f} | {median / mine:.2f} |"
+        f"{f'{generating:.3f}' if generating else '-'} | {cpu:.3f} | {tokens:.1f} | "
+        f"{f'{peak / 2**30:.1f}' if peak else '-'} | {median / mine:.2f} |"
     )
 
 
@@ -470,7 +421,7 @@ def _versions(trl: str | None) -> str:
     return f"{found}; {shown[-1]}"
 
 
-def _arguments() -> argparse.Namespace:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One GRPO step against TRL's.")
     parser.add_argument("--trl", help="a Python interpreter that has trl; without it Rillflow runs alone")
     parser.add_argument(
@@ -483,6 +434,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=7, help="steps after the first")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side")
     parser.add_argument("--adapter", type=int, default=0, help="LoRA of this rank in both (0: all weights)")
+    parser.add_argument("--answer", type=int, default=0, help="tokens of an answer at most (the shape's)")
     parser.add_argument("--write", help="file for the table")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     return parser.parse_args()

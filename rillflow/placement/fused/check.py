@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 
-from rillflow_planner.fused.problem import FusedProblem, FusedTask, Schedule
+from rillflow.placement.fused.problem import FusedProblem, FusedTask, Schedule
 
 ROUNDING = 1e-6
 """Relative error of times and bytes that is no fault."""

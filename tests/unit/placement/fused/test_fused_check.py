@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from rillflow_planner.fused.check import check
-from rillflow_planner.fused.problem import FusedProblem, FusedTask, Schedule, even
-from rillflow_planner.fused.solve import schedule
+from rillflow.placement.fused.check import check
+from rillflow.placement.fused.problem import FusedProblem, FusedTask, Schedule, even
+from rillflow.placement.fused.solve import schedule
 
 PROBLEM = FusedProblem(
     devices=4,

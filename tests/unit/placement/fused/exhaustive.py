@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from rillflow_planner.fused.problem import FusedProblem, Pipeline
+from rillflow.placement.fused.problem import FusedProblem, Pipeline
 
 State = tuple[int, ...]
 Times = tuple[float, ...]

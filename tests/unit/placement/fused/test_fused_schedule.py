@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.planner.tests.fused.exhaustive import Exhaustive, drawn
 from rillflow.errors import PlanError
-from rillflow_planner.fused.check import check
-from rillflow_planner.fused.problem import FusedProblem, Pipeline, even, lower_bound
-from rillflow_planner.fused.solve import front, schedule
+from rillflow.placement.fused.check import check
+from rillflow.placement.fused.problem import FusedProblem, Pipeline, even, lower_bound
+from rillflow.placement.fused.solve import front, schedule
+from tests.unit.placement.fused.exhaustive import Exhaustive, drawn
 
 PUBLISHED = {
     # stages, micro-batches, forward, memory of both models; RLHFuse's latency, peak memory

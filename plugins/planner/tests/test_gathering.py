@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
-from rillflow_planner.fused.tail import Tail, best_gathering, gathered
+from rillflow_planner.gathering import Tail, best_gathering, gathered
 
 
 def flat(_: int) -> float:

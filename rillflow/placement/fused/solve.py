@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from rillflow_planner.fused.listing import Pace, drawn_pace, in_turn, list_schedule, near, targets
-from rillflow_planner.fused.moves import Orders, improve
-from rillflow_planner.fused.problem import FusedProblem, Schedule, lower_bound
-from rillflow_planner.fused.work import FusedWork
+from rillflow.placement.fused.listing import Pace, drawn_pace, in_turn, list_schedule, near, targets
+from rillflow.placement.fused.moves import Orders, improve
+from rillflow.placement.fused.problem import FusedProblem, Schedule, lower_bound
+from rillflow.placement.fused.work import FusedWork
 
 BUDGET = 20_000
 """Schedules that a search times before it gives up; most problems need a few hundred."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-from rillflow_planner.fused.problem import FusedProblem, FusedTask, Schedule
+from rillflow.placement.fused.problem import FusedProblem, FusedTask, Schedule
 
 NONE: Final = -1
 """Index that stands for no task."""

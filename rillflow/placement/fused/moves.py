@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
 
-from rillflow_planner.fused.work import NONE, FusedWork
+from rillflow.placement.fused.work import NONE, FusedWork
 
 
 @dataclass(frozen=True, kw_only=True)

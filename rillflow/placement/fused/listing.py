@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from random import Random
 
-from rillflow_planner.fused.work import KINDS, NONE, FusedWork
+from rillflow.placement.fused.work import KINDS, NONE, FusedWork
 
 
 @dataclass(frozen=True, kw_only=True)
