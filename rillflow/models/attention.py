@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from rillflow.errors import ModelError
@@ -126,7 +127,9 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, before: in
         query, key, value = query.float(), key.float(), value.float()
     if scores.is_plain:
         is_whole = not before and (window is None or window >= tokens)
-        mask = None if is_whole else _reach(tokens, before, window, query.device)
+        mask = None if is_whole else _mask(tokens, before, window, query.device)
+        if query.device.type == "cuda" and (dtype == torch.float32 or type(mask) is Tensor):
+            key, value = (_per_query_head(states, query.shape[1]) for states in (key, value))
         return nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=True
         ).to(dtype)
@@ -136,6 +139,24 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, before: in
     bias.masked_fill_(~_reach(tokens, before, window, query.device), -torch.inf)
     shares = scores.shares(grouped @ key[:, :, None].transpose(-1, -2), bias)
     return (shares.to(value.dtype) @ value[:, :, None]).flatten(1, 2).to(dtype)
+
+
+def _mask(tokens: int, before: int, window: int | None, device: torch.device) -> Tensor:
+    """Return ``_reach`` as an attention mask; on CUDA without a window, in the form of fused kernels."""
+    is_limited = window is not None and window < before + tokens
+    if device.type == "cuda" and not is_limited:
+        return causal_lower_right(tokens, before + tokens)
+    return _reach(tokens, before, window, device)
+
+
+def _per_query_head(states: Tensor, heads: int) -> Tensor:
+    """Return [N, H, T, D] states, repeated for each query head.
+
+    Fused CUDA kernels of float32, or with a mask, do not share key heads. The kernel that is not fused takes
+    memory quadratic in the tokens.
+    """
+    groups = heads // states.shape[1]
+    return states if groups == 1 else states.repeat_interleave(groups, 1)
 
 
 def _reach(tokens: int, before: int, window: int | None, device: torch.device) -> Tensor:

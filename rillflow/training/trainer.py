@@ -38,6 +38,7 @@ from rillflow.training.config import TrainConfig
 from rillflow.training.guards import describe_token, loss_tokens
 from rillflow.training.optimizer import Optimizer
 from rillflow.training.recompute import Recompute
+from rillflow.training.repeatable import repeatable
 from rillflow.training.scorer import LogprobReader, OutputReader, ScalarReader, Scorer, micro_batches
 from rillflow.training.skipping import Skip, Skipped
 from rillflow.training.terms import Loss, Score
@@ -263,9 +264,10 @@ class Trainer:
         def finish(part: Batch, output: Output) -> Tensor:
             nonlocal total
             tokens = loss_tokens(part).to(self._parallel.device)
-            read: Any = aim.reader.read(tokens, output)
-            checked = aim.reader.checked(tokens, read)
-            share, measured = _share(tokens, read, aim, denominator)
+            with repeatable(self._parallel.device, is_on=False):
+                read: Any = aim.reader.read(tokens, output)
+                checked = aim.reader.checked(tokens, read)
+                share, measured = _share(tokens, read, aim, denominator)
             total += float(share.detach())
             metrics.append({**measured, **checked})
             return share * aim.weight
@@ -274,7 +276,7 @@ class Trainer:
         learning = [part for part in parts if bool(part.dense("loss_active")[0])]
         cut = len(learning) - (last and self._parallel.is_whole)
         run = partial(self._parallel.run, back=aim.reader.back, finish=finish, routing=routing)
-        with self._recompute:
+        with self._recompute, repeatable(self._parallel.device):
             run(learning[:cut], after=self.optimizer.collect)
             if cut < len(learning):
                 with self.optimizer.last_pass():

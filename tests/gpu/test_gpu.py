@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -312,13 +313,25 @@ def test_in_deterministic_mode_a_row_has_its_bits_in_any_batch(device: str, dtyp
 
 @on_each_device
 @in_each_dtype
-def test_recorded_passes_draw_the_same_tokens(device: str, dtype: str) -> None:
+def test_recorded_passes_draw_the_same_tokens(
+    device: str, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trace on a CPU, a CUDA graph on a GPU; both run without the module's Python."""
+    caplog.set_level(logging.INFO)
     model = model_on(device, dtype)
-    found = []
+    calls = [0]
+    model.module.register_forward_pre_hook(lambda *_: calls.append(calls.pop() + 1))
+    found, spent = [], []
     for record_after in (3, inf):
-        engine = engine_of(model, record_after, temperature=0.0, max_tokens=24)
-        found.append([engine.generate(prompts(model)).ragged("tokens").values for _ in range(2)])
-    assert all(torch.equal(found[0][0], each) for calls in found for each in calls)
+        engine, before = engine_of(model, record_after, temperature=0.0, max_tokens=24), calls[0]
+        made = [engine.generate(prompts(model)) for _ in range(2)]
+        found.append(
+            [(each.ragged("tokens").values, each.ragged("sampler_logprobs").values) for each in made]
+        )
+        spent.append(calls[0] - before)
+    assert all(all(map(torch.equal, found[0][0], each)) for calls in found for each in calls)
+    assert spent[0] < spent[1], spent
+    assert "runs without" not in caplog.text
 
 
 @on_each_device

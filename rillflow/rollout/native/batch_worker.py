@@ -294,6 +294,8 @@ class BatchWorker:
         if self.version == self._sampled_version:
             return
         running = self._scheduler.running
+        if self._runner is not None:
+            self._runner.follow_weights()
         self._slots.collect(self._scheduler.clock, running, self._sampled_version)
         if not self._config.keep_cache:
             self._requeue(running)

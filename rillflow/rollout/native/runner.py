@@ -15,7 +15,8 @@ whole blocks, and each prefix gets its own pass, padded to a whole block. See do
 A pass of few rows spends as much time between operations as in them. A recording (``torch.jit.trace``)
 runs the same operations on the same parameters: it gives the same bits, and it sees weights that change in
 place. Recording is optional: if the module's Python code depends on a tensor's value, which a recording
-would freeze, the tracer warns and the recording is dropped.
+would freeze, the tracer warns and the recording is dropped. On CUDA, passes that only feed rows run as CUDA
+graphs instead (``cuda_graphs``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from itertools import accumulate
+from math import inf
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +38,8 @@ from torch.jit import TracerWarning  # type: ignore[attr-defined]
 from rillflow.models.language_model import quiet
 from rillflow.rollout.native.cache import Cache, Layer, LayerShape
 from rillflow.rollout.native.cache_layout import CacheRow, LengthBucket
-from rillflow.rollout.native.passes import Continued, Feed, Prefixes, Segment, forward
+from rillflow.rollout.native.cuda_graphs import GraphedPasses
+from rillflow.rollout.native.passes import ROUTES, Continued, Feed, Prefixes, Segment, forward
 from rillflow.rollout.native.scheduler import Prefill, Sequence, Step
 
 BLOCK = 32
@@ -110,8 +113,14 @@ class Runner:
             Continued.of(later, device, fill) if later else None,
         )
 
+    def follow_weights(self) -> None:
+        """Use the module's new weights while rows run."""
+        self._module.check_weights()
+        self._module.release()
+
     def release(self) -> None:
         """Free the cache's memory; after that, the module's weights may be replaced."""
+        self._module.release()
         self.cache.release()
         self._idle = True
 
@@ -164,6 +173,16 @@ class RecordedModule:
         self._weights = _weights(module)
         self._passes: Counter[_Kind] = Counter()
         self._recordings: dict[_Kind, nn.Module | None] = {}
+        self._graphed: GraphedPasses | None = None
+        if self._weights[0].device.type == "cuda":
+            self._record_after = inf  # a trace gains little on top of graphs, and takes half a minute
+            if ROUTES not in shapes:
+                self._graphed = GraphedPasses(module, captures=record_after < inf)
+
+    def release(self) -> None:
+        """Discard what depends on the cache's memory."""
+        if self._graphed is not None:
+            self._graphed.release()
 
     def check_weights(self) -> None:
         """Drop all recordings if the module has other parameter or buffer tensors than before."""
@@ -171,6 +190,7 @@ class RecordedModule:
         if list(map(id, weights)) != list(map(id, self._weights)):
             self._weights = weights
             self._recordings.clear()
+            self.release()
 
     def forward(
         self,
@@ -183,6 +203,8 @@ class RecordedModule:
         """See ``passes.forward``; a pass with ``continued`` loops over its parts, so it is not recorded."""
         if continued is not None:
             return forward(self._module, layers, segments, tokens, prefixes, continued)
+        if self._graphed is not None and tokens is not None and prefixes is None:
+            return self._graphed.forward(layers, segments, tokens)
         kind = (tokens is not None, prefixes is not None, len(segments))
         if kind not in self._recordings and self._passes[kind] >= self._record_after:
             self._recordings[kind] = self._record(kind)
