@@ -259,7 +259,9 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
     words: Words = {
         "--steps": _word("N", "steps to simulate (20)", int, default=20),
         "--seed": _word("N", "seed of row lengths (0)", int, default=0),
-        "--freshness": _word("K", "largest age of a trained token in versions, instead of the plan's", int),
+        "--freshness": _word(
+            "K", "largest age of a trained token in versions, instead of the plan's", _bound
+        ),
         "--parts": _word("N", "pass a step's rows on in N parts, in order, as a run does", int, default=0),
         "--oversample": _word(("PROMPTS", "SAMPLES"), more, float, nargs=2),
     }
@@ -299,12 +301,17 @@ def _add(parser: Any, words: Words, **alike: Any) -> None:
         parser.add_argument(name, **how, **alike)
 
 
-def _freshness_bounds(text: str) -> tuple[int, ...]:
-    """Return freshness bounds. Example: ``_freshness_bounds("0,1,4") == (0, 1, 4)``."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and part.isascii() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers from 0 up, such as 0,1,4")
-    return tuple(map(int, parts))
+def _freshness_bounds(text: str) -> tuple[float, ...]:
+    """Return freshness bounds. Example: ``_freshness_bounds("0,0.5,4") == (0, 0.5, 4)``."""
+    return tuple(map(_bound, text.split(",")))
+
+
+def _bound(text: str) -> float:
+    """Return a freshness bound: versions, or a fraction of a step where admission counts rows."""
+    part = text.strip()
+    if not (part.isascii() and part.replace(".", "", 1).isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 up, such as 0, 1 or 0.5")
+    return float(part) if float(part) % 1 else int(float(part))
 
 
 def _write(file: Path, text: str) -> None:

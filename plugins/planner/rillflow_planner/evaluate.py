@@ -23,7 +23,7 @@ from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.hardware import Fleet
 from rillflow_planner.problem import Problem, Unit
-from rillflow_planner.schedule import BESIDE, Timing, in_turn, last_s, period_s, tasks_of
+from rillflow_planner.schedule import BESIDE, Timing, counted_s, in_turn, last_s, period_s, tasks_of
 
 MACHINE = 8
 """Devices of a usual machine, for a cluster of less than one."""
@@ -119,11 +119,16 @@ def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
     on = {pool.name: [seat for seat in units.values() if seat.pool is pool] for pool in plan.pools}
     loads = [_load_s(problem, costs, seats, seconds, crossing) for seats in on.values()]
     latency = max((timings[index].end_s for index in problem.publishing), default=step)
-    if plan.freshness and sampler is not None and sampler.decoder is not None:
+    counts = problem.hardware.engine.counts
+    if sampler is not None and sampler.decoder is not None and (plan.freshness or (counts and plan.streams)):
         own = [stages[index] for index in sampler.unit.stages]
-        longer = [costs.longest_s(stage, sampler.decoder) - seconds[stage.index] for stage in own]
-        latencies = latency + np.asarray(np.sum(longer, axis=0))
-        step = period_s(loads, latencies_s=latencies.tolist(), freshness=plan.freshness)
+        ends = np.asarray(np.sum([costs.longest_s(stage, sampler.decoder) for stage in own], axis=0))
+        rest = latency - sum(seconds[stage.index] for stage in own)
+        if counts:
+            busy = crossing + (rest - crossing) * (plan.streams / problem.workload.minibatches or 1.0)
+            step = max(*loads, counted_s(ends, busy_s=busy, freshness=plan.freshness))
+        else:
+            step = period_s(loads, latencies_s=(rest + ends).tolist(), freshness=plan.freshness)
     step += problem.overhead_s
     return StepEvaluation(
         step_s=step,
@@ -307,6 +312,9 @@ def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
     for name in sorted(names ^ set(plan.units)):
         does = "does not place" if name in names else "places"
         yield f"the plan {does} {name!r}", f"the units of {problem.graph.name} are {', '.join(sorted(names))}"
+    if plan.freshness % 1 and not problem.hardware.engine.counts:
+        why = "the age of a row is bounded in whole versions, unless admission counts rows ([engine] counts)"
+        yield f"the plan's freshness is {plan.freshness:g}", why
     if plan.freshness != problem.freshness:
         why = f"the problem's is {problem.freshness}; problem.of_plan(plan) returns the matching problem"
         yield f"the plan's freshness is {plan.freshness}", why
