@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from drawn_plans import Compared, compared
-from published.asynchronous_tables import FITS, SIGNS, pair_lines, sign_lines, verl_lines
+from published.asynchronous_tables import SIGNS, pair_lines, sign_lines, verl_lines
 from published.fitting import Fit, summary
 from published.models import shape
 
@@ -58,6 +58,9 @@ PACKED = {
     (1.5, 1.0): 60,
 }
 """RollPacker: seconds of a rollout by prompts and by answers begun for each that is kept."""
+ROUNDS = 6
+PACKING_FIT = Path(__file__).parent / "results/packing.json"
+"""The lengths fitted to these rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +214,7 @@ def speed_lines() -> list[str]:
     return [*lines, ""]
 
 
-def packed(begun: tuple[float, float], lengths: Mapping[str, float]) -> list[float]:
+def packed(begun: tuple[float, float], lengths: Mapping[str, float], rounds: int = ROUNDS) -> list[float]:
     """Seconds of RollPacker's rounds: Qwen2.5-7B on 16 H800, 128 prompts x 8 answers, so many times begun."""
     workload = Workload(
         prompts=128,
@@ -231,13 +234,13 @@ def packed(begun: tuple[float, float], lengths: Mapping[str, float]) -> list[flo
         oversample_prompts=begun[0],
         oversample_samples=begun[1],
     )
-    return list(found.run(16).generation_s)
+    return list(found.run(rounds).generation_s)
 
 
 def first_s(begun: tuple[float, float], lengths: Mapping[str, float]) -> float:
     """Mean seconds of the first rounds: those of fresh prompts."""
-    later = round(1 / (begun[0] - 1)) if begun[0] > 1 else 16
-    return statistics.fmean(packed(begun, lengths)[:later])
+    later = round(1 / (begun[0] - 1)) if begun[0] > 1 else ROUNDS
+    return statistics.fmean(packed(begun, lengths, min(later, ROUNDS)))
 
 
 PACKING: Fit[tuple[float, float]] = Fit(
@@ -247,40 +250,40 @@ PACKING: Fit[tuple[float, float]] = Fit(
 
 
 def fit_packing() -> None:
-    """Fit the lengths of RollPacker's answers to its eight rollouts, then with each left out."""
+    """Fit the lengths of RollPacker's answers to its rollouts: to all, and without each way to begin more."""
     rows, left = list(PACKED), {}
-    for row in rows:
-        known = PACKING.values([one for one in rows if one != row])
-        left[str(row)] = round(PACKING.ratios(row, known)[0], 4)
+    for way in (0, 1):
+        part = [row for row in rows if row[way] > 1 == row[1 - way]]
+        known = PACKING.values([row for row in rows if row not in part])
+        left |= {str(row): round(PACKING.ratios(row, known)[0], 4) for row in part}
     found = {"values": PACKING.values(rows), "left_out": left}
-    FITS.write_text(json.dumps(json.loads(FITS.read_text("utf-8")) | {"rollpacker": found}, indent=1) + "\n")
+    PACKING_FIT.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 
 def packed_lines() -> list[str]:
     """Rollout seconds with more begun than kept."""
-    fit = json.loads(FITS.read_text("utf-8"))["rollpacker"]
+    fit = json.loads(PACKING_FIT.read_text("utf-8"))
     lengths, left = fit["values"], fit["left_out"]
     lines = [
         "## The tail: more begun than kept (RollPacker)",
         "",
         "Seconds of a rollout. Answers are log-normal, clipped at 8,192 tokens; median "
-        f"{lengths['median']:.0f} and sigma {lengths['sigma']:.2f} are fitted to these rollouts "
-        "(`--fit`). First rounds: of fresh prompts, as fitted, and predicted with the row left out. All "
-        "rounds: those of rows put aside too (RollPacker's long rounds).",
+        f"{lengths['median']:.0f} and sigma {lengths['sigma']:.2f} are fitted to these rollouts (`--fit`, "
+        "from 1,500 and 0.9). First rounds: of fresh prompts; left out: by a fit without the rows that begin more "
+        "prompts alone, or more answers alone. All rounds: with those of rows put aside (RollPacker's long "
+        "rounds).",
         "",
         "| prompts begun | answers begun | published | first rounds | error | left out | all rounds |",
         "|---" * 7 + "|",
     ]
-    for (prompts, answers), known in PACKED.items():
-        first = first_s((prompts, answers), lengths)
-        every = statistics.fmean(packed((prompts, answers), lengths))
-        off = left[str((prompts, answers))] - 1
-        lines.append(
-            f"| {prompts} | {answers} | {known} | {first:.0f} | {first / known - 1:+.0%} | {off:+.0%} "
-            f"| {every:.0f} |"
-        )
-        SIGNS["RollPacker: more begun than kept"].append((known - 82, first - first_s((1.0, 1.0), lengths)))
-    SIGNS["RollPacker: more begun than kept"].pop(0)
+    plain = first_s((1.0, 1.0), lengths)
+    for begun, known in PACKED.items():
+        first, every = first_s(begun, lengths), statistics.fmean(packed(begun, lengths))
+        off = f"{left[str(begun)] - 1:+.0%}" if str(begun) in left else ""
+        cells = f"{known} | {first:.0f} | {first / known - 1:+.0%} | {off} | {every:.0f}"
+        lines.append(f"| {begun[0]} | {begun[1]} | {cells} |")
+        if begun != (1.0, 1.0):
+            SIGNS["RollPacker: more begun than kept"].append((known - 82, first - plain))
     told = summary([*left.values()]).split(" | ")
     return [*lines, "", f"Left out: median error {told[1]}, worst {told[2]}.", ""]
 

@@ -29,8 +29,8 @@ from rillflow_planner.problem import Problem, Work
 from rillflow_planner.simulator.simulate import simulate
 from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
 
-STEPS = 8
-"""Simulated steps apart, beyond those of the bound."""
+STEPS = 6
+"""Simulated steps apart, at least."""
 AREAL_TOKENS = 9400.0
 """AReaL's mean answer: its effective throughput with bound 0, 128.7 thousand tokens a second (figure 5c),
 times the seconds of a step in step, 41.0 h / 250, over 512 x 16 rows, without a prompt of 200.
@@ -138,7 +138,7 @@ class Pair:
     def simulated_s(self, run: Run) -> float:
         """Seconds of a step, simulated."""
         step = self.problem(run, self.mean_tokens)
-        steps = STEPS + 2 * int(run.ahead) if run.sampling else 2
+        steps = max(STEPS, 2 * int(run.ahead + 1)) if run.sampling else 2
         return simulate(step, CostModel(step), self.plan(run), steps=steps).settled_step_s
 
 
