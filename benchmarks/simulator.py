@@ -269,9 +269,9 @@ def packed_lines() -> list[str]:
         "",
         "Seconds of a rollout. Answers are log-normal, clipped at 8,192 tokens; median "
         f"{lengths['median']:.0f} and sigma {lengths['sigma']:.2f} are fitted to these rollouts (`--fit`, "
-        "from 1,500 and 0.9). First rounds: of fresh prompts; left out: by a fit without the rows that begin more "
-        "prompts alone, or more answers alone. All rounds: with those of rows put aside (RollPacker's long "
-        "rounds).",
+        "from 1,500 and 0.9). First rounds: of fresh prompts; left out: by a fit without the rows that begin "
+        "more prompts alone, or more answers alone. All rounds: with those of rows put aside (RollPacker's "
+        "long rounds).",
         "",
         "| prompts begun | answers begun | published | first rounds | error | left out | all rounds |",
         "|---" * 7 + "|",
