@@ -15,6 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -447,8 +448,13 @@ PARTS = {
     "ladder": ladder_lines,
     "verl": verl_lines,
     "pairs": pair_lines,
-    "signs": sign_lines,
 }
+
+
+def made(part: str) -> tuple[list[str], dict[str, list[tuple[float, float]]]]:
+    """Return a table, and the signs of its pairs."""
+    SIGNS.clear()
+    return PARTS[part](), dict(SIGNS)
 
 
 def main() -> None:
@@ -458,18 +464,22 @@ def main() -> None:
     )
     parser.add_argument("--write", type=Path, help="a markdown file for the tables")
     parser.add_argument("--fit", action="store_true", help="fit the lengths of RollPacker's answers")
+    parser.add_argument("--jobs", type=int, default=1, help="tables made at the same time")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="these tables alone")
     chosen = parser.parse_args()
     if chosen.fit:
         fit_packing()
         return
+    with ProcessPoolExecutor(chosen.jobs) as pool:
+        found = list(pool.map(made, chosen.only or PARTS))
     lines = [
         "# The simulator",
         "",
         f"`{COMMAND}`, one of {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"numpy {np.__version__}.",
         "",
-        *(line for name in chosen.only or PARTS for line in PARTS[name]()),
+        *(line for part, _ in found for line in part),
+        *sign_lines({kind: pairs for _, signs in found for kind, pairs in signs.items()}),
     ]
     text = "\n".join(lines)
     if chosen.write:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import pairwise, permutations
 from pathlib import Path
 
@@ -94,10 +95,10 @@ def pair_lines() -> list[str]:
     return [*lines, ""]
 
 
-def sign_lines() -> list[str]:
+def sign_lines(signs: Mapping[str, list[tuple[float, float]]]) -> list[str]:
     """Signs of all pairs of the tables above."""
     lines = ["## Signs", "", "| pairs | right sign |", "|---|---|"]
-    for name, pairs in SIGNS.items():
+    for name, pairs in signs.items():
         right = sum((told < 0) == (mine < 0) for told, mine in pairs)
         lines.append(f"| {name} | {right} of {len(pairs)} |")
     shipped = shipped_stacks()["nemo-rl"].published

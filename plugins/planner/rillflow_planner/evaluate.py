@@ -112,18 +112,16 @@ def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
         else:
             transfers.append(costs.transfer_s(edge, source, destination))
     homes = [owners[stage.index].pool.name if stage.index in owners else BESIDE for stage in stages]
-    timings = in_turn(
-        tasks_of(problem.graph, seconds=list(seconds.values()), pools=homes, transfers=transfers)
-    )
+    tasks = tasks_of(problem.graph, seconds=list(seconds.values()), pools=homes, transfers=transfers)
+    timings = in_turn(tasks)
     step, crossing = last_s(timings), sum(seconds[index] for index in sorted(problem.publishing))
     on = {pool.name: [seat for seat in units.values() if seat.pool is pool] for pool in plan.pools}
     loads = [_load_s(problem, costs, seats, seconds, crossing) for seats in on.values()]
     latency = max((timings[index].end_s for index in problem.publishing), default=step)
     counts = problem.hardware.engine.counts
     if sampler is not None and sampler.decoder is not None and (plan.freshness or (counts and plan.streams)):
-        own = [stages[index] for index in sampler.unit.stages]
-        ends = np.asarray(np.sum([costs.longest_s(stage, sampler.decoder) for stage in own], axis=0))
-        rest = latency - sum(seconds[stage.index] for stage in own)
+        ends = np.add.reduce([costs.longest_s(stages[one], sampler.decoder) for one in sampler.unit.stages])
+        rest = latency - sum(seconds[index] for index in sampler.unit.stages)
         if counts:
             busy = crossing + (rest - crossing) * (plan.streams / problem.workload.minibatches or 1.0)
             step = max(*loads, counted_s(ends, busy_s=busy, freshness=plan.freshness))

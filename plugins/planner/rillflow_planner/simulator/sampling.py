@@ -135,8 +135,6 @@ class CountBound(CapacityBound[SampleGroup]):
     AReaL's ``max_head_offpolicyness`` (arXiv 2505.24298, equation 3).
     """
 
-    drops = False
-
     def __init__(self, *, freshness: float, prompts: int, published: int) -> None:
         super().__init__(freshness=math.ceil(freshness), prompts=prompts, published=published)
         self._ahead = round((freshness + 1) * prompts * published)
