@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import measured_at
 import numpy as np
 from drawn_plans import Compared, compared
 from published.asynchronous_tables import SIGNS, pair_lines, sign_lines, verl_lines
@@ -481,7 +482,7 @@ def main() -> None:
         *(line for part, _ in found for line in part),
         *sign_lines({kind: pairs for _, signs in found for kind, pairs in signs.items()}),
     ]
-    text = "\n".join(lines)
+    text = measured_at.below_title("\n".join(lines) + "\n", measured_at.line())
     if chosen.write:
         chosen.write.write_text(text, "utf-8")
     else:

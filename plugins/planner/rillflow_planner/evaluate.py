@@ -81,9 +81,8 @@ class StepEvaluation:
 def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
     """Return the cost of a plan.
 
-    Formulas and functions run outside the devices. Transfers within a pool and from or to the controller take
-    no time. With freshness k > 0, generation adds ``steady_s`` to its pool's load, and a sampler pauses while
-    it receives weights.
+    Formulas and functions use no devices. Transfers within a pool and from or to the controller take no time.
+    With freshness k > 0, generation adds ``steady_s`` to its pool's load, and weights make a sampler pause.
 
     Raises:
         PlanError: the plan places other units than the problem has, or needs more devices or memory than
@@ -124,7 +123,8 @@ def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
         rest = latency - sum(seconds[index] for index in sampler.unit.stages)
         if counts:
             busy = crossing + (rest - crossing) * (plan.streams / problem.workload.minibatches or 1.0)
-            step = max(*loads, counted_s(ends, busy_s=busy, freshness=plan.freshness))
+            made = sum(costs.steady_s(stages[one], sampler.decoder) for one in sampler.unit.stages)
+            step = max(*loads, counted_s(ends, made_s=made, busy_s=busy, freshness=plan.freshness))
         else:
             step = period_s(loads, latencies_s=(rest + ends).tolist(), freshness=plan.freshness)
     step += problem.overhead_s

@@ -134,20 +134,23 @@ def period_s(loads: Iterable[float], *, latencies_s: Sequence[float], freshness:
     return (ends[-1] - ends[-1 - counted]) / counted
 
 
-def counted_s(ends_s: NDArray[np.float64], *, busy_s: float, freshness: float) -> float:
+def counted_s(ends_s: NDArray[np.float64], *, made_s: float = 0.0, busy_s: float, freshness: float) -> float:
     """Return the seconds of a step when admission counts rows, as in verl and AReaL.
 
     A row begins when weights arrive. The next batch is formed w seconds later, of the rows that end first,
     and new weights arrive after ``busy_s``, so a step takes T = w + busy. A row of d seconds is passed over
     by ``ceil((d - w) / T)`` batches. w is the smallest wait with which that mean is at most k:
-    then k steps' rows are left when a batch is formed. With k = 0 a batch waits for the longest row.
+    then k steps' rows are left when a batch is formed. With k = 0 a batch waits for the longest row. Below
+    k = 1, 1 - k of a step's rows begin after its weights have arrived: w is at least the time to make them.
 
     Args:
         ends_s: equally likely seconds from the start of a row to its end.
+        made_s: seconds to make a step's rows if replicas never run out of rows.
         busy_s: seconds from the last batch of a step until its weights have arrived.
         freshness: k, the steps' rows that may have begun in advance; may be a fraction.
     """
-    low, high = 0.0, float(ends_s.max())
+    low = max(1.0 - freshness, 0.0) * made_s
+    high = max(low, float(ends_s.max()))
     for _ in range(40):
         wait = (low + high) / 2
         passed = float(np.mean(np.ceil((ends_s - wait).clip(0.0) / max(wait + busy_s, 1e-9))))

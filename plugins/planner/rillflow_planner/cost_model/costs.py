@@ -121,14 +121,16 @@ class CostModel:
         ``rows x mean tokens / (replicas x n / tau(n))`` with n running rows of all ages. Freshness bound k
         admits at most the rows of k + 1 steps. If new weights do not interrupt rows, a replica ends its
         part of k + 1 steps' rows, drains, and then takes the weights. If all replicas drain together, k
-        steps' rows drain until the last of all has ended.
+        steps' rows drain until the last of all has ended. Where admission counts rows, they begin when
+        weights arrive, so between k + 1 and k steps' rows run.
         """
         workload, rows, engine = self._problem.workload, self._rows(stage), self._problem.hardware.engine
         if not engine.interrupts:
             steps = max(self._problem.freshness, 1) if engine.drains else self._problem.freshness + 1
             beside = 0 if engine.drains else math.ceil(steps * rows / decoder.replicas)
             return self._batch_s(round(steps * rows), decoder, longest_of=beside) / steps
-        running = self._running((self._problem.freshness + 1) * rows, decoder)
+        ahead = self._problem.freshness + (0.5 if engine.counts else 1)
+        running = self._running(ahead * rows, decoder)
         decoded_s = rows * workload.response.mean / (decoder.replicas * running)
         decoded_s *= self._token_s(running, decoder)
         held_s = 0.0
