@@ -305,7 +305,7 @@ def _head(found: Decision) -> Iterator[str]:
     yield f"{steps:,} steps: {ranged(statement, steps * step_s)}{cost}"
     if best.plan.freshness:
         updates = "1 update" if best.plan.freshness == 1 else f"{best.plan.freshness} updates"
-        counted = f"up to {best.plan.freshness:.0%} of a step's rows are begun before its weights arrive"
+        counted = f"the rows of up to {best.plan.freshness:g} steps begin before their weights have arrived"
         why = counted if hardware.engine.counts else f"rows come from weights up to {updates} old"
         yield (
             f"freshness {best.plan.freshness}: training is off-policy, because {why}; this affects what the "
