@@ -1,9 +1,9 @@
 """The simulator: how fast it is, how well it agrees with paper, and the shapes others published.
 
-    python benchmarks/simulator.py --write benchmarks/results/simulator.md      # a minute, one core
+    python benchmarks/simulator.py --write benchmarks/results/simulator.md      # minutes, one core
+    python benchmarks/simulator.py --fit                                        # RollPacker's lengths anew
 
-Nothing is fitted here. Lengths of RollPacker's rows are those of benchmarks/results/planner.md; what else is
-assumed stands above each table.
+Nothing but the lengths of RollPacker's rows is fitted here; what is assumed stands above each table.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
+import measured_at
 import numpy as np
 from drawn_plans import Compared, compared
-from published import verl
+from published.asynchronous_tables import SIGNS, pair_lines, sign_lines, verl_lines
+from published.fitting import Fit, summary
 from published.models import shape
-from published.nemo import placed
 
 from rillflow.app.graphs import graphs
 from rillflow.app.recipe import load_recipe
@@ -31,7 +33,7 @@ from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.evaluate import evaluate
-from rillflow_planner.hardware import EngineFactors, Factors, Fleet, Hardware, shipped_devices
+from rillflow_planner.hardware import EngineFactors, Fleet, Hardware, shipped_devices, shipped_stacks
 from rillflow_planner.problem import Problem
 from rillflow_planner.request import graph_of
 from rillflow_planner.simulator.result import Simulation
@@ -58,6 +60,9 @@ PACKED = {
     (1.5, 1.0): 60,
 }
 """RollPacker: seconds of a rollout by prompts and by answers begun for each that is kept."""
+ROUNDS = 6
+PACKING_FIT = Path(__file__).parent / "results/packing.json"
+"""The lengths fitted to these rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +93,7 @@ def case(
     generate_tp: int,
     freshness: int = 0,
     engine: EngineFactors | None = None,
-    **planned: float | str | bool,
+    **planned: float,
 ) -> Case:
     """Roles on pools, each pool on machines of its own kind so that it may have any size."""
     fleets = tuple(
@@ -108,7 +113,10 @@ def case(
         },
         workload=workload,
         hardware=Hardware(
-            name=device, fleets=fleets, factors=Factors(decode_row_s=2e-5), engine=engine or EngineFactors()
+            name=device,
+            fleets=fleets,
+            factors=shipped_stacks()["gpu"].factors,
+            engine=engine or EngineFactors(),
         ),
     )
     if SAMPLER in homes:
@@ -208,15 +216,15 @@ def speed_lines() -> list[str]:
     return [*lines, ""]
 
 
-def packed(prompts: float, answers: float) -> Case:
-    """RollPacker's rollout: Qwen2.5-7B on 16 H800, 128 prompts x 8 answers."""
+def packed(begun: tuple[float, float], lengths: Mapping[str, float], rounds: int = ROUNDS) -> list[float]:
+    """Seconds of RollPacker's rounds: Qwen2.5-7B on 16 H800, 128 prompts x 8 answers, so many times begun."""
     workload = Workload(
         prompts=128,
         samples=8,
         prompt=Lengths(kind="fixed", limit=200),
-        response=Lengths(kind="lognormal", limit=8192, median=2500, sigma=0.5),
+        response=Lengths(kind="lognormal", limit=8192, **lengths),
     )
-    return case(
+    found = case(
         group_graph(),
         "Qwen2.5-7B",
         workload,
@@ -225,35 +233,64 @@ def packed(prompts: float, answers: float) -> Case:
         device="H800",
         tp=1,
         generate_tp=1,
-        oversample_prompts=prompts,
-        oversample_samples=answers,
+        oversample_prompts=begun[0],
+        oversample_samples=begun[1],
     )
+    return list(found.run(rounds).generation_s)
+
+
+def first_s(begun: tuple[float, float], lengths: Mapping[str, float]) -> float:
+    """Mean seconds of the first rounds: those of fresh prompts."""
+    later = round(1 / (begun[0] - 1)) if begun[0] > 1 else ROUNDS
+    return statistics.fmean(packed(begun, lengths, min(later, ROUNDS)))
+
+
+PACKING: Fit[tuple[float, float]] = Fit(
+    ratios=lambda begun, values: [first_s(begun, values) / PACKED[begun]],
+    free={"median": (200.0, 1500.0, 6000.0), "sigma": (0.3, 0.9, 1.5)},
+)
+
+
+def fit_packing() -> None:
+    """Fit the lengths of RollPacker's answers to its rollouts: to all, and without each way to begin more."""
+    rows, left = list(PACKED), {}
+    for way in (0, 1):
+        part = [row for row in rows if row[way] > 1 == row[1 - way]]
+        known = PACKING.values([row for row in rows if row not in part])
+        left |= {str(row): round(PACKING.ratios(row, known)[0], 4) for row in part}
+    found = {"values": PACKING.values(rows), "left_out": left}
+    PACKING_FIT.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 
 def packed_lines() -> list[str]:
-    """Rollout seconds with more begun than kept, as ratios to the plain one."""
+    """Rollout seconds with more begun than kept."""
+    fit = json.loads(PACKING_FIT.read_text("utf-8"))
+    lengths, left = fit["values"], fit["left_out"]
     lines = [
         "## The tail: more begun than kept (RollPacker)",
         "",
-        "Ratios to the rollout with nothing begun beside. Lengths as fitted in `planner.md` (median 2,500, "
-        "sigma 0.5, independent). First rounds: of fresh prompts. All rounds: those of rows put aside too.",
+        "Seconds of a rollout. Answers are log-normal, clipped at 8,192 tokens; median "
+        f"{lengths['median']:.0f} and sigma {lengths['sigma']:.2f} are fitted to these rollouts (`--fit`, "
+        "from 1,500 and 0.9). First rounds: of fresh prompts; left out: by a fit without the rows that begin "
+        "more prompts alone, or more answers alone. All rounds: with those of rows put aside (RollPacker's "
+        "long rounds).",
         "",
-        "| prompts begun | answers begun | published | first rounds | error | all rounds |",
-        "|---|---|---|---|---|---|",
+        "| prompts begun | answers begun | published | first rounds | error | left out | all rounds |",
+        "|---" * 7 + "|",
     ]
-    plain = statistics.fmean(packed(1.0, 1.0).run(20).generation_s)
-    for (prompts, answers), seconds in PACKED.items():
-        found = packed(prompts, answers).run(20).generation_s
-        later = round(1 / (prompts - 1)) if prompts > 1 else len(found)
-        first, every = statistics.fmean(found[:later]) / plain, statistics.fmean(found) / plain
-        known = seconds / 82
-        lines.append(
-            f"| {prompts} | {answers} | {known:.2f} | {first:.2f} | {first / known - 1:+.0%} | {every:.2f} |"
-        )
-    return [*lines, "", f"The plain rollout: published 82 s, simulated {plain:.0f} s.", ""]
+    plain = first_s((1.0, 1.0), lengths)
+    for begun, known in PACKED.items():
+        first, every = first_s(begun, lengths), statistics.fmean(packed(begun, lengths))
+        off = f"{left[str(begun)] - 1:+.0%}" if str(begun) in left else ""
+        cells = f"{known} | {first:.0f} | {first / known - 1:+.0%} | {off} | {every:.0f}"
+        lines.append(f"| {begun[0]} | {begun[1]} | {cells} |")
+        if begun != (1.0, 1.0):
+            SIGNS["RollPacker: more begun than kept"].append((known - 82, first - plain))
+    told = summary([*left.values()]).split(" | ")
+    return [*lines, "", f"Left out: median error {told[1]}, worst {told[2]}.", ""]
 
 
-def bounded(freshness: int, late: str, interrupts: bool = True) -> Case:
+def bounded(freshness: int, *, counts: bool, interrupts: bool = True) -> Case:
     """AReaL: 1.5B on 8 devices, 6 of which generate, 64 prompts x 16."""
     workload = Workload(
         prompts=64,
@@ -272,51 +309,45 @@ def bounded(freshness: int, late: str, interrupts: bool = True) -> Case:
         tp=1,
         generate_tp=1,
         freshness=freshness,
-        engine=EngineFactors(interrupts=interrupts),
-        late=late,
+        engine=EngineFactors(interrupts=interrupts, counts=counts),
     )
-
-
-def steps_of(freshness: int) -> int:
-    """Enough for the first batches, which are younger, to be in the earlier half."""
-    return freshness + 8
 
 
 def bounded_lines() -> list[str]:
     """Throughput by freshness bound, as ratios to bound 0."""
     kinds = {
-        "wait": ("wait", False),
-        "wait, interrupted": ("wait", True),
-        "drop, interrupted (its own way)": ("drop", True),
+        "counts rows, interrupted (its own way)": (True, True),
+        "counts rows": (True, False),
+        "bounds the age, interrupted": (False, True),
+        "bounds the age": (False, False),
     }
     lines = [
         "## Throughput by freshness bound (AReaL)",
         "",
-        "Ratios of trained rows a second to bound 0. Assumed: 6 H800 generate and 2 train, mean response "
-        "2,500, sigma 0.9, at most 8,192; k + 8 steps, the later half. Rows, not the tokens they happen to "
-        "have: training takes what the mean length takes, and with these numbers it is what bounds the step.",
+        "Ratios of trained rows a second to bound 0 (`max_head_offpolicyness`). Assumed: 6 H800 generate and "
+        "2 train, mean response 2,500, sigma 0.9, at most 8,192; k + 8 steps. Training takes what the mean "
+        "length takes.",
         "",
-        "| | " + " | ".join(map(str, BOUNDS)) + " | rows dropped at 1 | mean age at 4 | at 16 |",
-        "|---|" + "---|" * (len(BOUNDS) + 3),
-        "| published | " + " | ".join(f"{rate / BOUNDS[0]:.2f}" for rate in BOUNDS.values()) + " | | | |",
+        "| | " + " | ".join(map(str, BOUNDS)) + " | mean age at 4 | at 16 |",
+        "|---|" + "---|" * (len(BOUNDS) + 2),
+        "| published | " + " | ".join(f"{rate / BOUNDS[0]:.2f}" for rate in BOUNDS.values()) + " | | |",
     ]
-    base = bounded(0, "wait").run(8).rows_per_s
-    for name, (late, interrupts) in kinds.items():
-        found = {k: bounded(k, late, interrupts).run(steps_of(k)) for k in BOUNDS if k}
+    base = bounded(0, counts=True).run(8).rows_per_s
+    for name, (counts, interrupts) in kinds.items():
+        found = {k: bounded(k, counts=counts, interrupts=interrupts).run(k + 8) for k in BOUNDS if k}
         ratios = ["1.00", *(f"{one.rows_per_s / base:.2f}" for one in found.values())]
-        dropped = sum(found[1].dropped.values()) / found[1].begun
         ages = [sum(age * rows for age, rows in found[k].ages.items()) / found[k].trained for k in (4, 16)]
-        lines.append(f"| {name} | {' | '.join(ratios)} | {dropped:.0%} | {ages[0]:.1f} | {ages[1]:.1f} |")
+        lines.append(f"| {name} | {' | '.join(ratios)} | {ages[0]:.1f} | {ages[1]:.1f} |")
+        if counts and interrupts:
+            signs = [(1 / BOUNDS[k] - 1 / BOUNDS[0], base - one.rows_per_s) for k, one in found.items()]
+            SIGNS["AReaL, 1.5B on 8: bound above 0"] += signs
     return [*lines, ""]
 
 
 LADDER = {
     "apart, one after another": (1.00, {}),
-    "and streamed inside a step": (2.01, {"streams": True}),
-    "and one step ahead, weights hidden": (
-        2.74,
-        {"streams": True, "freshness": 1, "weights": "hidden"},
-    ),
+    "and streamed inside a step": (2.01, {"streams": 1}),
+    "and one step ahead": (2.74, {"streams": 1, "freshness": 1}),
 }
 """AsyncFlow: throughput of 7B on 512 devices, and what a plan says of each rung."""
 
@@ -366,33 +397,9 @@ def ladder_lines() -> list[str]:
             spent = found.settled_step_s if "freshness" in planned else found.mean_step_s
             ratio = first.setdefault(split, spent) / spent
             cells.append(f"{ratio:.2f} | {ratio / known - 1:+.0%}")
+            if planned:
+                SIGNS["AsyncFlow: streaming, one step ahead, three splits"].append((1 - known, 1 - ratio))
         lines.append(f"| {name} | {known:.2f} | {' | '.join(cells)} |")
-    return [*lines, ""]
-
-
-def mode_lines() -> list[str]:
-    """verl's published steps, simulated with the shipped factors and the mean length that its fit has."""
-    lines = [
-        "## verl, in step and ahead",
-        "",
-        "Seconds of a step with the shipped `verl` factors and the mean length of their fit; ahead, training "
-        "streams minibatches.",
-        "",
-        "| training + generating | published | simulated | error |",
-        "|---|---|---|---|",
-    ]
-    mean = json.loads((Path(__file__).parent / "results/fits.json").read_text("utf-8"))["verl"]["values"][
-        "mean"
-    ]
-    for row in verl.ROWS:
-        step = verl.problem(row, mean)
-        grid = Grid(dp=row.training // 4, cp=4, is_sharded=True)
-        sampling = row.training if row.is_ahead else 0
-        plan = replace(placed(grid, 4, sampling, int(row.is_ahead)), streams=row.is_ahead)
-        found = simulate(step, CostModel(step), plan, steps=6 if row.is_ahead else 1)
-        spent = found.settled_step_s
-        off = spent / row.step_s - 1
-        lines.append(f"| {row.training} + {sampling} | {row.step_s:.0f} | {spent:.0f} | {off:+.0%} |")
     return [*lines, ""]
 
 
@@ -440,8 +447,15 @@ PARTS = {
     "packed": packed_lines,
     "bounded": bounded_lines,
     "ladder": ladder_lines,
-    "modes": mode_lines,
+    "verl": verl_lines,
+    "pairs": pair_lines,
 }
+
+
+def made(part: str) -> tuple[list[str], dict[str, list[tuple[float, float]]]]:
+    """Return a table, and the signs of its pairs."""
+    SIGNS.clear()
+    return PARTS[part](), dict(SIGNS)
 
 
 def main() -> None:
@@ -450,17 +464,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", type=Path, help="a markdown file for the tables")
+    parser.add_argument("--fit", action="store_true", help="fit the lengths of RollPacker's answers")
+    parser.add_argument("--jobs", type=int, default=1, help="tables made at the same time")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="these tables alone")
     chosen = parser.parse_args()
+    if chosen.fit:
+        fit_packing()
+        return
+    with ProcessPoolExecutor(chosen.jobs) as pool:
+        found = list(pool.map(made, chosen.only or PARTS))
     lines = [
         "# The simulator",
         "",
         f"`{COMMAND}`, one of {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"numpy {np.__version__}.",
         "",
-        *(line for name in chosen.only or PARTS for line in PARTS[name]()),
+        *(line for part, _ in found for line in part),
+        *sign_lines({kind: pairs for _, signs in found for kind, pairs in signs.items()}),
     ]
-    text = "\n".join(lines)
+    text = measured_at.below_title("\n".join(lines) + "\n", measured_at.line())
     if chosen.write:
         chosen.write.write_text(text, "utf-8")
     else:

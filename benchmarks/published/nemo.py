@@ -218,7 +218,7 @@ def plan(row: Row) -> Plan:
     return placed(grid, row.generate_tp, row.devices - row.training, row.ahead)
 
 
-def placed(grid: Grid, generate_tp: int, sampling: int, freshness: int) -> Plan:
+def placed(grid: Grid, generate_tp: int, sampling: int, freshness: float) -> Plan:
     """One model on a grid, generating in place or on so many devices apart."""
     pools = [PlannedPool(name="train", fleet="all", devices=grid.devices)]
     units = {"policy": PlannedUnit(pool="train", grid=grid, generate_tp=0 if sampling else generate_tp)}

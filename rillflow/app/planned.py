@@ -120,6 +120,8 @@ def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:
 
 def _not_yet(plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield each part of a plan that no run supports yet, and why."""
+    if plan.freshness % 1:
+        yield f"has the freshness {plan.freshness:g}", "a run bounds the age of a row in whole versions"
     if plan.streams or plan.publish_every:
         streams = "a step's minibatches as they arrive" if plan.streams else "weights published within a step"
         yield f"trains on {streams}", "a run trains on whole steps"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import PlanError, nearest
@@ -44,6 +44,11 @@ class PlannedUnit:
     """How the pool's devices share the unit in training and scoring."""
     generate_tp: int = 0
     """Devices that share a copy during generation; 0 if the unit does not generate."""
+
+
+def _bound(data: object, where: str) -> float:
+    bound: float = number(0.0)(data, where)
+    return int(bound) if bound.is_integer() else bound
 
 
 def _pools(data: object, where: str) -> tuple[PlannedPool, ...]:
@@ -93,18 +98,14 @@ class Plan:
     """Pools, largest first."""
     units: Annotated[Mapping[str, PlannedUnit], _units]
     """Units by name: every role with a model, and ``sampler`` if it is separate."""
-    freshness: int = 0
-    """Largest age of a trained token in policy versions; 0 is on-policy."""
-    late: Literal["wait", "drop"] = "wait"
-    """Handling of older rows: ``wait`` admits rows so that none is too old, ``drop`` discards their groups.
+    freshness: Annotated[float, _bound] = 0
+    """Largest age of a trained token in policy versions; 0 is on-policy. Where admission counts rows: the
+    steps, or the fraction of a step, whose rows may have begun in advance.
     """
-    streams: bool = False
-    """Whether training starts each minibatch when its rows are ready; otherwise it waits for the whole step.
-    """
+    streams: int = 0
+    """Minibatches that training takes as soon as their rows are ready; 0 waits for the whole step."""
     publish_every: int = 0
     """Minibatches between two publishes; 0 publishes once per step. Every publish is a policy version."""
-    weights: Literal["exposed", "hidden"] = "exposed"
-    """During a weight transfer, exposed pauses training and generation, hidden pauses neither."""
     oversample_prompts: Annotated[float, number(1.0)] = 1.0
     """Prompts begun per trained prompt; the longest ones move to later rounds."""
     oversample_samples: Annotated[float, number(1.0)] = 1.0
@@ -249,7 +250,7 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"{name} is {vars(plan)[name]:g}", f"it must lie between {least} and {most:,}"
     if (plan.freshness or plan.streams or plan.publish_every) and SAMPLER not in plan.units:
         why = "without separate devices for generation, it alternates with training and is always on-policy"
-        yield f"freshness is {plan.freshness} and no unit is called {SAMPLER}", why
+        yield f"freshness is {plan.freshness:g} and no unit is called {SAMPLER}", why
 
 
 def _recipe_axes(grid: Grid) -> dict[str, int]:
@@ -275,4 +276,4 @@ def _unfilled(where: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[tupl
         yield f"{where}.generate_tp is {unit.generate_tp} and its pool has {pool.devices} devices", why
 
 
-_SELDOM = ("late", "streams", "publish_every", "weights", "oversample_prompts", "oversample_samples")
+_SELDOM = ("streams", "publish_every", "oversample_prompts", "oversample_samples")

@@ -175,7 +175,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     statement = _stated_recipe(load(arguments), arguments)
     steps, seed, settings = arguments.steps, arguments.seed, Settings(parts=arguments.parts)
     found = _simulated(statement.problem, plan, steps, seed=seed, settings=settings)
-    title = f"{plan.name} on {statement.problem.hardware.name}, freshness {plan.freshness}, seed {seed}"
+    title = f"{plan.name} on {statement.problem.hardware.name}, freshness {plan.freshness:g}, seed {seed}"
     lines = simulation_lines(plan, found, statement)
     _print(arguments, [f"{title}: {steps} steps simulated", *lines], simulation_data(plan, found, statement))
     if arguments.plot is not None:
@@ -259,7 +259,7 @@ def simulate_arguments(parser: argparse.ArgumentParser) -> None:
     words: Words = {
         "--steps": _word("N", "steps to simulate (20)", int, default=20),
         "--seed": _word("N", "seed of row lengths (0)", int, default=0),
-        "--freshness": _word("K", "largest age of a trained token in versions, instead of the plan's", int),
+        "--freshness": _word("K", "largest age of a trained token in versions, instead of the plan's", float),
         "--parts": _word("N", "pass a step's rows on in N parts, in order, as a run does", int, default=0),
         "--oversample": _word(("PROMPTS", "SAMPLES"), more, float, nargs=2),
     }
@@ -299,12 +299,12 @@ def _add(parser: Any, words: Words, **alike: Any) -> None:
         parser.add_argument(name, **how, **alike)
 
 
-def _freshness_bounds(text: str) -> tuple[int, ...]:
-    """Return freshness bounds. Example: ``_freshness_bounds("0,1,4") == (0, 1, 4)``."""
+def _freshness_bounds(text: str) -> tuple[float, ...]:
+    """Return freshness bounds. Example: ``_freshness_bounds("0,0.5,4") == (0, 0.5, 4)``."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and part.isascii() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers from 0 up, such as 0,1,4")
-    return tuple(map(int, parts))
+    if not all(part.replace(".", "", 1).isdecimal() and part.isascii() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 0 up, such as 0,1,4 or 0.5")
+    return tuple(float(part) if "." in part else int(part) for part in parts)
 
 
 def _write(file: Path, text: str) -> None:

@@ -23,7 +23,7 @@ from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.cost_model.transfers import Seat
 from rillflow_planner.hardware import Fleet
 from rillflow_planner.problem import Problem, Unit
-from rillflow_planner.schedule import BESIDE, Timing, in_turn, last_s, period_s, tasks_of
+from rillflow_planner.schedule import BESIDE, Timing, counted_s, in_turn, last_s, period_s, tasks_of
 
 MACHINE = 8
 """Devices of a usual machine, for a cluster of less than one."""
@@ -81,9 +81,8 @@ class StepEvaluation:
 def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
     """Return the cost of a plan.
 
-    Formulas and functions run outside the devices. Transfers within a pool and from or to the controller take
-    no time. With freshness k > 0, generation adds ``steady_s`` to its pool's load, and a sampler pauses while
-    it receives weights.
+    Formulas and functions use no devices. Transfers within a pool and from or to the controller take no time.
+    With freshness k > 0, generation adds ``steady_s`` to its pool's load, and weights make a sampler pause.
 
     Raises:
         PlanError: the plan places other units than the problem has, or needs more devices or memory than
@@ -112,18 +111,22 @@ def evaluate(problem: Problem, costs: CostModel, plan: Plan) -> StepEvaluation:
         else:
             transfers.append(costs.transfer_s(edge, source, destination))
     homes = [owners[stage.index].pool.name if stage.index in owners else BESIDE for stage in stages]
-    timings = in_turn(
-        tasks_of(problem.graph, seconds=list(seconds.values()), pools=homes, transfers=transfers)
-    )
+    tasks = tasks_of(problem.graph, seconds=list(seconds.values()), pools=homes, transfers=transfers)
+    timings = in_turn(tasks)
     step, crossing = last_s(timings), sum(seconds[index] for index in sorted(problem.publishing))
     on = {pool.name: [seat for seat in units.values() if seat.pool is pool] for pool in plan.pools}
     loads = [_load_s(problem, costs, seats, seconds, crossing) for seats in on.values()]
     latency = max((timings[index].end_s for index in problem.publishing), default=step)
-    if plan.freshness and sampler is not None and sampler.decoder is not None:
-        own = [stages[index] for index in sampler.unit.stages]
-        longer = [costs.longest_s(stage, sampler.decoder) - seconds[stage.index] for stage in own]
-        latencies = latency + np.asarray(np.sum(longer, axis=0))
-        step = period_s(loads, latencies_s=latencies.tolist(), freshness=plan.freshness)
+    counts = problem.hardware.engine.counts
+    if sampler is not None and sampler.decoder is not None and (plan.freshness or (counts and plan.streams)):
+        ends = np.add.reduce([costs.longest_s(stages[one], sampler.decoder) for one in sampler.unit.stages])
+        rest = latency - sum(seconds[index] for index in sampler.unit.stages)
+        if counts:
+            busy = crossing + (rest - crossing) * (plan.streams / problem.workload.minibatches or 1.0)
+            made = sum(costs.steady_s(stages[one], sampler.decoder) for one in sampler.unit.stages)
+            step = max(*loads, counted_s(ends, made_s=made, busy_s=busy, freshness=plan.freshness))
+        else:
+            step = period_s(loads, latencies_s=(rest + ends).tolist(), freshness=plan.freshness)
     step += problem.overhead_s
     return StepEvaluation(
         step_s=step,
@@ -307,6 +310,9 @@ def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
     for name in sorted(names ^ set(plan.units)):
         does = "does not place" if name in names else "places"
         yield f"the plan {does} {name!r}", f"the units of {problem.graph.name} are {', '.join(sorted(names))}"
+    if plan.freshness % 1 and not problem.hardware.engine.counts:
+        why = "the age of a row is bounded in whole versions, unless admission counts rows ([engine] counts)"
+        yield f"the plan's freshness is {plan.freshness:g}", why
     if plan.freshness != problem.freshness:
         why = f"the problem's is {problem.freshness}; problem.of_plan(plan) returns the matching problem"
         yield f"the plan's freshness is {plan.freshness}", why

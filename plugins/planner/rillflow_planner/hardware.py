@@ -73,9 +73,11 @@ class Factors:
     step_row_s: Seconds = 0.0
     """Further seconds of a step outside stages per row, for recording the row."""
     refit: Rate = 0.0
-    """Bytes per second when whole tensors go to colocated generation; 0 gathers only missing shards."""
+    """Bytes per second when a published stack moves whole tensors to colocated generation; with 0, and in
+    Rillflow, only missing shards move, at the speed of the links.
+    """
     refit_apart: Rate = 0.0
-    """Bytes per second when whole tensors go to a separate sampler; 0 uses the speed of the links."""
+    """The same to a separate sampler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,10 @@ class EngineFactors:
     """
     drains: bool = False
     """Without interrupts: whether replicas wait until all of them have ended their rows."""
+    counts: bool = False
+    """Whether admission counts rows: (k + 1) steps' rows may be begun and not trained when weights arrive,
+    and a batch takes the rows that end first, of any age. Otherwise no row is older than the bound.
+    """
     holds_prompts: bool = False
     """Whether a prompt counts as in flight until its longest answer has ended."""
     cache: Share = 1.0

@@ -305,9 +305,11 @@ def _head(found: Decision) -> Iterator[str]:
     yield f"{steps:,} steps: {ranged(statement, steps * step_s)}{cost}"
     if best.plan.freshness:
         updates = "1 update" if best.plan.freshness == 1 else f"{best.plan.freshness} updates"
+        counted = f"the rows of up to {best.plan.freshness:g} steps begin before their weights have arrived"
+        why = counted if hardware.engine.counts else f"rows come from weights up to {updates} old"
         yield (
-            f"freshness {best.plan.freshness}: training is off-policy, because rows come from weights up to "
-            f"{updates} old; this affects what the policy learns"
+            f"freshness {best.plan.freshness}: training is off-policy, because {why}; this affects what the "
+            "policy learns"
         )
 
 
@@ -321,7 +323,7 @@ def _gain_error(found: Decision, what: str, name: str) -> Iterator[str]:
 
 def _ahead(found: Decision) -> Iterator[str]:
     """Yield the best step of every freshness bound that was tried."""
-    bounds: dict[int, float] = {}
+    bounds: dict[float, float] = {}
     times = zip_longest(found.ranking.best, found.simulated)
     for one, simulated in times:
         step_s = one.evaluation.step_s if simulated is None else shown_s(found.statement, one, simulated)
@@ -434,7 +436,7 @@ def _warnings(found: Decision) -> Iterator[str]:
 
 def _placement(plan: Plan) -> list[str]:
     """Return the recipe's section if a run can follow the plan."""
-    parted = plan.streams or plan.publish_every
+    parted = plan.streams or plan.publish_every or plan.freshness % 1
     if parted or any(unit.grid.ep > 1 for unit in plan.units.values()):
         return ["", "a recipe cannot express this placement; --out writes it to a plan file"]
     ahead = ["", "[algorithm]", f"freshness = {plan.freshness}"] if plan.freshness else []

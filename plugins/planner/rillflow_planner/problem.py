@@ -92,7 +92,7 @@ class Problem:
     """Whether generation is its own unit, ``sampler``, with a second copy of the policy's weights."""
     recomputes: bool = True
     """Whether the backward pass recomputes activations."""
-    freshness: int = 0
+    freshness: float = 0
     """Largest age of a trained token in policy versions."""
     layouts: str = "rillflow"
     """Runtime whose grids are searched: a key of ``LAYOUTS``."""
@@ -165,7 +165,12 @@ class Problem:
         """Whether an idle model keeps its state in host memory."""
         return self.hardware.engine.offloads and not self.samples_apart
 
-    def apart(self, freshness: int = 0) -> Problem:
+    @property
+    def refits(self) -> bool:
+        """Whether whole tensors move to generation, at a measured rate; Rillflow moves what a rank lacks."""
+        return self.layouts != Problem.layouts
+
+    def apart(self, freshness: float = 0) -> Problem:
         """Return the same step with a separate sampler."""
         return replace(self, samples_apart=True, freshness=freshness)
 

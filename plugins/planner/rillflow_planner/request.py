@@ -44,9 +44,9 @@ SETTINGS: Mapping[str, Reader] = {
     "policy.tokens_per_micro_batch": whole(1),
 }
 """Settings that ``--set`` changes without a recipe."""
-_AXES: Mapping[str, Reader] = dict.fromkeys(("tp", "pp", "cp", "ep", "generate", "apart"), whole(1)) | {
-    "fsdp": whole(0, 1)
-}
+_AXES: Mapping[str, Reader] = dict.fromkeys(
+    ("tp", "pp", "cp", "ep", "generate", "apart", "streams"), whole(1)
+) | {"fsdp": whole(0, 1)}
 
 
 def state_request(
@@ -66,7 +66,7 @@ def state_request(
     reward_seconds: float,
     steps: int,
     settings: Sequence[str] = (),
-    freshness: int = 0,
+    freshness: float = 0,
 ) -> Statement:
     """Return the problem for the options of ``rillflow plan --help``, with its assumptions.
 
@@ -80,7 +80,7 @@ def state_request(
     require_within("--steps", steps, 0, 1_000_000_000)
     require_within("--reward-seconds", reward_seconds, 0, 86_400)
     hardware, changed = cluster(gpus, like or UNASKED, between or LINK, price), set_of(settings)
-    graph = stack_graph(hardware, like, algorithm, minibatches) if like else graph_of(algorithm)
+    graph = stack_graph(hardware, like, algorithm, minibatches, layout) if like else graph_of(algorithm)
     rows, answers = lengths(prompt, "--prompt"), lengths(response, "--response")
     packed = rows.limit + answers.limit if like else Workload.tokens_per_micro_batch
     workload = Workload(
@@ -139,11 +139,11 @@ def set_of(settings: Sequence[str]) -> dict[str, Any]:
     return values(found, SETTINGS, "--set without a recipe")
 
 
-def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int) -> Graph:
+def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int, layout: str = "") -> Graph:
     """Return the step of a published stack: the policy's stages one after the other.
 
     A stack whose steps train once on all rows may take the policy's log-probabilities from training: then
-    its step for this case is listed as ``NAME, once``.
+    its step for this case is listed as ``NAME, once``; ``NAME, apart`` is a step with a separate sampler.
 
     Raises:
         PlanError: no steps of this stack or algorithm were published.
@@ -151,6 +151,7 @@ def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int)
     known = hardware.published.steps if hardware.published else {}
     once = f"{algorithm}, once"
     stages = known.get(once if minibatches == 1 and once in known else algorithm)
+    stages = known.get(f"{algorithm}, apart" if "apart" in layout else "", stages)
     if stages is None:
         why = (
             f"published steps of {like} are of {', '.join(known)}"
@@ -170,7 +171,7 @@ def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int)
     )
 
 
-def layout_of(text: str, hardware: Hardware, freshness: int) -> Plan:
+def layout_of(text: str, hardware: Hardware, freshness: float) -> Plan:
     """Return the plan of one model on a given layout, such as ``tp=4,pp=2,generate=4,apart=64``.
 
     Raises:
@@ -180,12 +181,17 @@ def layout_of(text: str, hardware: Hardware, freshness: int) -> Plan:
     said = values({key: int(one) if one.isdecimal() else one for key, _, one in parts}, _AXES, "--layout")
     fleet, apart, generate = hardware.fleets[0], said.get("apart", 0), said.get("generate", said.get("tp", 1))
     axes = {axis: said.get(axis, 1) for axis in ("tp", "pp", "cp")}
-    ways, trained = math.prod(axes.values()), fleet.devices - apart
-    if trained < 1 or trained % ways or (apart or trained) % generate or bool(apart) != bool(freshness):
+    ways, trained, streams = math.prod(axes.values()), fleet.devices - apart, said.get("streams", 0)
+    if (
+        trained < 1
+        or trained % ways
+        or (apart or trained) % generate
+        or bool(apart) != bool(freshness or streams)
+    ):
         raise PlanError(
-            f"--layout is {text!r}, for {fleet.devices} devices and freshness {freshness}",
+            f"--layout is {text!r}, for {fleet.devices} devices and freshness {freshness:g}",
             why=f"{trained} devices train in groups of {ways}, and {apart or trained} generate in groups of "
-            f"{generate}; above freshness 0, and only there, generation has devices of its own (apart=N)",
+            f"{generate}; above freshness 0, or with streams=N, generation has devices of its own (apart=N)",
             fix="choose axes that divide the devices, such as tp=4,pp=2,generate=4",
         )
     grid = Grid(dp=trained // ways, ep=said.get("ep", 1), is_sharded=bool(said.get("fsdp", 0)), **axes)
@@ -195,7 +201,7 @@ def layout_of(text: str, hardware: Hardware, freshness: int) -> Plan:
         pools.append(PlannedPool(name="sample", fleet=fleet.name, devices=apart, device=fleet.device.name))
         own = Grid(dp=apart // generate, tp=generate)
         units[SAMPLER] = PlannedUnit(pool="sample", grid=own, generate_tp=generate)
-    return Plan(name="policy", pools=tuple(pools), units=units, freshness=freshness)
+    return Plan(name="policy", pools=tuple(pools), units=units, freshness=freshness, streams=streams)
 
 
 def open_shape(file: Path, name: str = "") -> ModelShape:

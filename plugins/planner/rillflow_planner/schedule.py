@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rillflow.graph.graph import Graph
 from rillflow.placement.grid import Numbers
@@ -106,7 +107,7 @@ def last_s(timings: Iterable[Timing]) -> float:
     return max((timing.end_s for timing in timings), default=0.0)
 
 
-def period_s(loads: Iterable[float], *, latencies_s: Sequence[float], freshness: int) -> float:
+def period_s(loads: Iterable[float], *, latencies_s: Sequence[float], freshness: float) -> float:
     """Return the average seconds between two updates when generation runs ahead of training.
 
     Step b begins when step b - (k + 1) has ended, and steps end in order:
@@ -121,7 +122,7 @@ def period_s(loads: Iterable[float], *, latencies_s: Sequence[float], freshness:
         latencies_s: equally likely seconds from a step's first generation to the publish of its weights.
         freshness: k, the largest age of a trained token in policy versions.
     """
-    load, ahead = max(loads, default=0.0), freshness + 1
+    load, ahead = max(loads, default=0.0), int(freshness) + 1
     if max(latencies_s) <= ahead * load:
         return load
     generator = np.random.Generator(np.random.Philox(key=np.array([0, 0], dtype=np.uint64)))
@@ -131,3 +132,27 @@ def period_s(loads: Iterable[float], *, latencies_s: Sequence[float], freshness:
     for latency in order.tolist():
         ends.append(max(ends[-1] + load, ends[-ahead] + latency))
     return (ends[-1] - ends[-1 - counted]) / counted
+
+
+def counted_s(ends_s: NDArray[np.float64], *, made_s: float = 0.0, busy_s: float, freshness: float) -> float:
+    """Return the seconds of a step when admission counts rows, as in verl and AReaL.
+
+    A row begins when weights arrive. The next batch is formed w seconds later, of the rows that end first,
+    and new weights arrive after ``busy_s``, so a step takes T = w + busy. A row of d seconds is passed over
+    by ``ceil((d - w) / T)`` batches. w is the smallest wait with which that mean is at most k:
+    then k steps' rows are left when a batch is formed. With k = 0 a batch waits for the longest row. Below
+    k = 1, 1 - k of a step's rows begin after its weights have arrived: w is at least the time to make them.
+
+    Args:
+        ends_s: equally likely seconds from the start of a row to its end.
+        made_s: seconds to make a step's rows if replicas never run out of rows.
+        busy_s: seconds from the last batch of a step until its weights have arrived.
+        freshness: k, the steps' rows that may have begun in advance; may be a fraction.
+    """
+    low = max(1.0 - freshness, 0.0) * made_s
+    high = max(low, float(ends_s.max()))
+    for _ in range(40):
+        wait = (low + high) / 2
+        passed = float(np.mean(np.ceil((ends_s - wait).clip(0.0) / max(wait + busy_s, 1e-9))))
+        low, high = (wait, high) if passed > freshness else (low, wait)
+    return high + busy_s

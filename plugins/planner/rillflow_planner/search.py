@@ -38,7 +38,7 @@ def search(
     costs: CostsOf,
     *,
     objective: SearchObjective | None = None,
-    freshness: Sequence[int] = (0,),
+    freshness: Sequence[float] = (0,),
     apart_in_step: bool = False,
     kept: int = KEPT,
     times: Sequence[Fraction | int] = (),

@@ -93,8 +93,7 @@ def simulate_as_run(
     plan = replace(
         plan_of(recipe, problem.graph, problem.hardware.fleets[0]),
         freshness=phase.freshness,
-        streams=is_in_order and placement.samples_apart and parts > 1 and config.goes_by(parts),
-        late=config.on_stale if isinstance(config, SampledConfig) else "wait",
+        streams=int(is_in_order and placement.samples_apart and parts > 1 and config.goes_by(parts)),
     )
     planned = problem.of_plan(plan)
     functions = {role: placement.pool_of(role) for role in problem.graph.roles if role not in problem.shapes}

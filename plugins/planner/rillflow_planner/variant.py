@@ -50,7 +50,7 @@ def partitions(names: Sequence[str]) -> Iterator[Partition]:
         yield (*rest, (len(before),))
 
 
-def preference(one: Ranked) -> tuple[float, int, int, int, tuple[str, ...]]:
+def preference(one: Ranked) -> tuple[float, int, int, float, tuple[str, ...]]:
     """Return the sort key: value, then fewer devices, fewer pools, lower freshness, and names."""
     pools = tuple(pool.name for pool in one.plan.pools)
     return (one.value, one.evaluation.devices, len(pools), one.plan.freshness, pools)
@@ -182,7 +182,8 @@ class Variant:
         step = np.maximum.reduce([np.broadcast_to(end, len(rows)) for end in ends])
         if bound:
             latency = np.maximum.reduce([ends[index] for index in sorted(problem.publishing)])
-            step = np.maximum(busy, latency / (bound + 1))
+            # where admission counts rows, the longest may be left for later steps
+            step = busy if problem.hardware.engine.counts else np.maximum(busy, latency / (bound + 1))
         return self._valued(step + problem.overhead_s, rows)
 
     def _valued(self, step_s: Floats, rows: Whole) -> Floats:

@@ -205,6 +205,7 @@ def toy(
     step_s: float = 0.0,
     freshness: int = 0,
     interrupts: bool = True,
+    counts: bool = False,
     **planned: float | str,
 ) -> Toy:
     """The toy step, each unit on the pool it is given: ``policy``, ``critic``, ``reference``, ``sampler``."""
@@ -225,7 +226,7 @@ def toy(
             name="toys",
             fleets=(fleet,),
             factors=replace(Factors(), step_s=step_s),
-            engine=EngineFactors(interrupts=interrupts),
+            engine=EngineFactors(interrupts=interrupts, counts=counts),
         ),
     )
     if SAMPLER in pools:

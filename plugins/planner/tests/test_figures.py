@@ -31,11 +31,12 @@ from rillflow_planner.simulator.simulate import simulate
 from rillflow_planner.workload import Lengths
 
 FIGURES = Path(__file__).with_name("figures.json")
+REFITS = setting(factors=Factors(refit=2e9, refit_apart=1e9))
 SETTINGS = {
     "small": setting(),
     "mixture": setting(shape=MIXTURE),
     "keeps activations": setting(recomputes=False),
-    "refits": setting(factors=Factors(refit=2e9, refit_apart=1e9)),
+    "refits": replace(REFITS, problem=replace(REFITS.problem, layouts="megatron")),
     "float32": setting(workload=replace(WORKLOAD, dtype="float32")),
 }
 GRIDS = grids_of(

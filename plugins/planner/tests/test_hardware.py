@@ -197,6 +197,6 @@ def test_every_shipped_stack_says_what_it_was_fitted_on_and_how_far_off_it_is() 
         for error in (known.placed, known.searched) if known else ():
             if error is not None:
                 assert 0 < error.low < error.high and 0 <= error.held <= 1 and error.median < error.worst
-    assert {name for name, stack in stacks.items() if stack.published} == {
-        *("nemo-rl", "nemo-rl-0.6", "nemo-rl-dtensor", "verl")
-    }, "no step of Rillflow on an accelerator was measured"
+    told = {name for name, stack in stacks.items() if stack.published and stack.published.placed}
+    fitted = {"nemo-rl", "nemo-rl-0.6", "nemo-rl-dtensor", "verl"}
+    assert told == fitted, "no step of Rillflow on an accelerator was measured, and none of AReaL was fitted"

@@ -44,7 +44,7 @@ def plans(draw: st.DrawFn) -> Plan:
         units[f"{draw(NAMES)} of {name}"] = PlannedUnit(
             pool=name, grid=grid, generate_tp=draw(st.sampled_from([0, 1, grid.tp]))
         )
-    freshness = draw(st.integers(0, 4))
+    freshness = draw(st.sampled_from([0, 1, 4, 0.1, 2.5]))
     if freshness:
         units["sampler"] = PlannedUnit(pool=pools[0].name, grid=Grid(dp=pools[0].devices), generate_tp=1)
     return Plan(
@@ -52,7 +52,7 @@ def plans(draw: st.DrawFn) -> Plan:
         pools=tuple(pools),
         units=units,
         freshness=freshness,
-        late=draw(st.sampled_from(["wait", "drop"])),
+        streams=draw(st.integers(0, 4)) if freshness else 0,
         oversample_prompts=draw(st.floats(1, 4)),
         oversample_samples=draw(st.floats(1, 4)),
         predicted_step_s=draw(SECONDS),
@@ -93,9 +93,9 @@ def test_what_toml_cannot_hold_is_refused_by_its_place() -> None:
 def test_what_is_left_out_has_its_default() -> None:
     plan = read_plan(tomllib.loads(TEXT), "plan.toml")
     assert plan.units["policy"] == PlannedUnit(pool="main", grid=Grid(dp=2, tp=4))
-    assert (plan.freshness, plan.late, plan.oversample_prompts, plan.predicted_stages_s) == (
+    assert (plan.freshness, plan.streams, plan.oversample_prompts, plan.predicted_stages_s) == (
         0,
-        "wait",
+        0,
         1.0,
         {},
     )
@@ -115,7 +115,6 @@ def test_what_is_left_out_has_its_default() -> None:
         ("dp = 2", "dp = 2\nep = 3", "8 / 3 is not a whole number"),
         ("dp = 2", "dp = 2\ngenerate_tp = 3", "8 / 3 is not a whole number"),
         ('name = "ppo"', 'name = "ppo"\nfreshness = 1', "no unit is called sampler"),
-        ('name = "ppo"', 'name = "ppo"\nlate = "drp"', "did you mean 'drop'"),
         ('name = "ppo"', 'name = "ppo"\noversample_prompts = 0.5', "1 or more"),
         ('name = "ppo"', 'name = "ppo"\noversample_prompts = nan', "a finite number"),
         ('name = "ppo"', 'name = "ppo"\nfreshnes = 1', "did you mean 'freshness'"),

@@ -6,12 +6,13 @@ import itertools
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rillflow.graph.graph import Edge, Graph, Stage
-from rillflow_planner.schedule import BESIDE, Timing, in_turn, last_s, period_s, tasks_of
+from rillflow_planner.schedule import BESIDE, Timing, counted_s, in_turn, last_s, period_s, tasks_of
 
 seeds = st.integers(0, 10**6)
 
@@ -105,3 +106,28 @@ def test_steps_of_several_latencies_hold_each_other_up() -> None:
     """Latencies 10 and 30, bound 1: a step adds max(0, latency - what the last one added), a chain over 0,
     10, 20, 30 with the shares 6, 4, 2, 3 of 15: 34 / 3 on average, not 20 / 2."""
     assert period_s([0.0], latencies_s=[10.0, 30.0], freshness=1) == pytest.approx(34 / 3, rel=0.05)
+
+
+@given(
+    ends=st.lists(st.floats(0.1, 100), min_size=1, max_size=30),
+    busy=st.floats(0.1, 50),
+    bounds=st.lists(st.sampled_from([0, 0.05, 0.1, 0.5, 1, 2.5, 8]), min_size=2, max_size=2),
+)
+def test_counted_rows_reduce_to_in_step_and_more_in_advance_is_never_slower(
+    ends: list[float], busy: float, bounds: list[float]
+) -> None:
+    """Bound 0 waits for the longest row; below, the rows left when a batch is formed are at most k steps'."""
+    known = np.array(ends)
+    assert counted_s(known, busy_s=busy, freshness=0) == pytest.approx(max(ends) + busy)
+    fewer, more = sorted(bounds)
+    step = counted_s(known, busy_s=busy, freshness=fewer)
+    assert busy <= counted_s(known, busy_s=busy, freshness=more) <= step * (1 + 1e-9)
+    wait = step - busy
+    passed = [np.ceil(max(end - wait - 1e-6, 0) / step) for end in ends]
+    assert np.mean(passed) <= fewer + 1e-9
+
+
+def test_a_tenth_in_advance_leaves_the_longest_row_of_ten_for_later() -> None:
+    ends = np.array([1.0] * 9 + [50.0])
+    assert counted_s(ends, busy_s=50.0, freshness=0.1) == pytest.approx(51.0)
+    assert counted_s(ends, busy_s=50.0, freshness=0.0) == pytest.approx(100.0)

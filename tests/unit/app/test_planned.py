@@ -191,7 +191,8 @@ def test_a_plan_begins_more_than_it_trains(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda plan: replace(plan, streams=True), "a step's minibatches as they arrive"),
+        (lambda plan: replace(plan, streams=1), "a step's minibatches as they arrive"),
+        (lambda plan: replace(plan, freshness=0.5), "has the freshness 0.5"),
         (with_experts, "policy.ep to 2"),
         (lambda plan: replace(plan, name="grpo"), "is for grpo"),
         (lambda plan: replace(plan, units={**plan.units, "judge": plan.units["critic"]}), "places 'judge'"),

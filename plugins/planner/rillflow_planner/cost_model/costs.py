@@ -26,6 +26,8 @@ from rillflow_planner.cost_model.links import Links
 from rillflow_planner.cost_model.options import LAYOUTS, copy_sizes, copy_sizes_of, grids, undominated
 from rillflow_planner.problem import Problem, Unit, Work
 
+_GROUPS = 256
+"""Number of equally likely groups of a prompt's rows."""
 CostsOf: TypeAlias = "Callable[[Problem], CostModel]"
 """Class of cost models, or a function that creates one for a problem."""
 
@@ -119,14 +121,16 @@ class CostModel:
         ``rows x mean tokens / (replicas x n / tau(n))`` with n running rows of all ages. Freshness bound k
         admits at most the rows of k + 1 steps. If new weights do not interrupt rows, a replica ends its
         part of k + 1 steps' rows, drains, and then takes the weights. If all replicas drain together, k
-        steps' rows drain until the last of all has ended.
+        steps' rows drain until the last of all has ended. Where admission counts rows, they begin when
+        weights arrive, so between k + 1 and k steps' rows run.
         """
         workload, rows, engine = self._problem.workload, self._rows(stage), self._problem.hardware.engine
         if not engine.interrupts:
             steps = max(self._problem.freshness, 1) if engine.drains else self._problem.freshness + 1
             beside = 0 if engine.drains else math.ceil(steps * rows / decoder.replicas)
-            return self._batch_s(steps * rows, decoder, longest_of=beside) / steps
-        running = self._running((self._problem.freshness + 1) * rows, decoder)
+            return self._batch_s(round(steps * rows), decoder, longest_of=beside) / steps
+        ahead = self._problem.freshness + (0.5 if engine.counts else 1)
+        running = self._running(ahead * rows, decoder)
         decoded_s = rows * workload.response.mean / (decoder.replicas * running)
         decoded_s *= self._token_s(running, decoder)
         held_s = 0.0
@@ -142,18 +146,20 @@ class CostModel:
         The rows of k + 1 steps hold their slots until the longest row of their step has ended. On average, a
         share mean / longest of these rows runs, and each token takes ``tau`` of this number. Without
         interrupts, the rows of k + 1 steps drain together. If all replicas drain together, only the step's
-        own rows do.
+        own rows do. Where admission counts rows, it is the longest row of a prompt.
         """
         rows, engine = self._rows(stage), self._problem.hardware.engine
         longest = self._problem.workload.response.longest(rows)
         mean = float(longest.mean())
+        if engine.counts:
+            longest = self._problem.workload.response.longest(rows // self._problem.workload.prompts, _GROUPS)
         if not engine.interrupts:
             steps = 1 if engine.drains else self._problem.freshness + 1
-            return self._batch_s(steps * rows, decoder, longest_of=rows) * longest / mean
+            return self._batch_s(round(steps * rows), decoder, longest_of=rows) * longest / mean
         token_s = self._held_token_s((self._problem.freshness + 1) * rows, mean, decoder)
         return longest * token_s + self._begun_s(rows, decoder)
 
-    def _held_token_s(self, rows: int, longest: float, decoder: Decoder) -> float:
+    def _held_token_s(self, rows: float, longest: float, decoder: Decoder) -> float:
         """Return the seconds of a token while ``rows`` rows hold slots until the longest row has ended."""
         running = self._running(rows * self._problem.workload.response.mean / longest, decoder)
         return self._token_s(running, decoder)

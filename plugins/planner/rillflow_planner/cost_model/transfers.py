@@ -76,7 +76,7 @@ def in_place_s(setting: Setting, grids: Grid, generate_tp: Numbers) -> Numbers:
     One all-gather among the t p / t_g ranks of a micro-dp group, and over dp if parameters are sharded there.
     """
     total = setting.shape.parameters * setting.item_bytes
-    if setting.factors.refit:
+    if setting.problem.refits and setting.factors.refit:
         return total / setting.factors.refit
     ways = np.maximum(dense_cuts(grids) / generate_tp, 1.0)
     missing = received_in_place(total, grids, generate_tp)
@@ -92,7 +92,7 @@ def apart_s(setting: Setting, links: Links, source: Seat, destination: Seat) -> 
     determines the time.
     """
     total = setting.shape.parameters * setting.item_bytes
-    if setting.factors.refit_apart:
+    if setting.problem.refits and setting.factors.refit_apart:
         return total / setting.factors.refit_apart
     grid, pools = source.option.grid, (source.pool, destination.pool)
     senders: int = grid.pp * grid.tp * grid.dp if grid.is_sharded else grid.pp * grid.tp

@@ -64,12 +64,6 @@ def _tokens(
 @lru_cache(maxsize=64)
 def _orders(seed: int, stream: int, block: int, size: int, count: int) -> list[list[int]]:
     """Return an order of a block's prompts for each sample; the orders do not depend on ``count``."""
-    generator = _generator(seed, stream, block)
+    key, counter = (np.array(part, dtype=np.uint64) for part in ([seed % 2**64, stream], [0, block, 0, 0]))
+    generator = np.random.Generator(np.random.Philox(key=key, counter=counter))
     return [generator.permutation(size).tolist() for _ in range(count)]
-
-
-def _generator(seed: int, stream: int, number: int) -> np.random.Generator:
-    key = np.array([seed % 2**64, stream], dtype=np.uint64)
-    return np.random.Generator(
-        np.random.Philox(key=key, counter=np.array([0, number, 0, 0], dtype=np.uint64))
-    )

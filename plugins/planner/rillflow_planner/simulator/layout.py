@@ -104,7 +104,7 @@ class Layout:
         found = []
         for task in self.tasks:
             if task.stage in self.problem.publishing:
-                found.append(task if self.plan.weights == "exposed" else replace(task, seconds=0.0))
+                found.append(task)
             elif task.stage not in apart:
                 share, last = 1.0 / self.batches, 1.0 / self.problem.workload.prompts
                 found.append(_shared(task, share, last, apart))
@@ -119,18 +119,19 @@ class Layout:
     def flows(self) -> bool:
         """Whether rows flow from stage to stage as groups end; otherwise steps run in order."""
         plan = self.plan
-        return not self.settings.parts and (plan.freshness > 0 or plan.streams or plan.publish_every > 0)
+        return not self.settings.parts and (plan.freshness > 0 or plan.streams > 0 or plan.publish_every > 0)
 
     @property
     def batches(self) -> int:
         """Number of batches per step."""
-        minibatches, every = self.problem.workload.minibatches, self.plan.publish_every
-        return minibatches if self.plan.streams else minibatches // (every or minibatches)
+        minibatches = self.problem.workload.minibatches
+        return minibatches // (self.plan.streams or self.plan.publish_every or minibatches)
 
     @property
     def published(self) -> int:
         """Number of batches between two publishes."""
-        return (self.plan.publish_every or self.problem.workload.minibatches) if self.plan.streams else 1
+        every = self.plan.publish_every or self.problem.workload.minibatches
+        return every // (self.plan.streams or every)
 
     @cached_property
     def generating(self) -> Mapping[int, Seat]:
@@ -203,15 +204,16 @@ def require_flow(layout: Layout) -> None:
         PlanError: the plan requests something that is not simulated.
     """
     plan, workload = layout.plan, layout.problem.workload
+    every = plan.publish_every or workload.minibatches
     pools = {layout.pool_of(stage) for stage in layout.generating}
     beside = [name for name, unit in plan.units.items() if unit.pool in pools and name != SAMPLER]
     what = why = ""
     if beside or not pools:
         what = f"generation shares a pool with {', '.join(beside)}"
         why = f"off-policy or streamed generation needs a pool of its own: {SAMPLER}"
-    elif workload.minibatches % (plan.publish_every or 1) or workload.prompts % layout.batches:
+    elif workload.minibatches % every or every % (plan.streams or every) or workload.prompts % layout.batches:
         parts = f"{workload.minibatches} minibatches of {workload.prompts} prompts"
-        what = f"publish_every is {plan.publish_every}, with {parts}"
+        what = f"streams is {plan.streams} and publish_every {plan.publish_every}, with {parts}"
         why = "a step must consist of whole batches with the same number of prompts"
     elif max(plan.oversample_prompts, plan.oversample_samples) > 1.0:
         what = f"oversample_prompts is {plan.oversample_prompts:g}, samples {plan.oversample_samples:g}"
@@ -219,7 +221,9 @@ def require_flow(layout: Layout) -> None:
     elif not layout.problem.publishing:
         what, why = "no stage publishes weights", "all rows would come from version 0"
     if what:
-        raise PlanError(f"freshness is {plan.freshness}: {what}", why=why, fix="change it, or freshness = 0")
+        raise PlanError(
+            f"freshness is {plan.freshness:g}: {what}", why=why, fix="change it, or freshness = 0"
+        )
 
 
 def _shared(task: StageTask, share: float, last: float, apart: Set[int] = frozenset()) -> StageTask:

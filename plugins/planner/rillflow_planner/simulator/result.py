@@ -104,11 +104,6 @@ class Simulation:
     """Timeline, by pool, lane and time."""
 
     @property
-    def wall_s(self) -> float:
-        """Seconds of all steps."""
-        return sum(self.step_s)
-
-    @property
     def median_step_s(self) -> float:
         """Median seconds of a step."""
         return median(self.step_s)

@@ -19,11 +19,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from rillflow.controller.admission import StalenessBound
+from rillflow.controller.admission import CapacityBound, StalenessBound
 from rillflow_planner.simulator.draws import Row
 from rillflow_planner.simulator.layout import Layout
 from rillflow_planner.simulator.replica import Replica
@@ -128,6 +128,27 @@ def played(
     )
 
 
+class CountBound(CapacityBound[SampleGroup]):
+    """Admission rule of verl and AReaL: counts the groups begun and not trained, whatever their age.
+
+    Under version v, (v + k + 1) steps' groups may have begun in all. k is verl's ``staleness_threshold`` and
+    AReaL's ``max_head_offpolicyness`` (arXiv 2505.24298, equation 3).
+    """
+
+    def __init__(self, *, freshness: float, prompts: int, published: int) -> None:
+        super().__init__(freshness=math.ceil(freshness), prompts=prompts, published=published)
+        self._ahead = round((freshness + 1) * prompts * published)
+
+    def least_version(self, newest: int) -> int:
+        """Return ``newest`` while fewer groups than allowed have begun, otherwise ``newest`` + 1."""
+        most = self._ahead + int(newest * self._published * self._prompts)
+        return newest + (self._alive + self.batch * self._prompts >= most)
+
+    def overdue(self, groups: Iterable[SampleGroup]) -> list[SampleGroup]:  # noqa: ARG002
+        """Return no group: none becomes too old."""
+        return []
+
+
 @dataclass(kw_only=True, slots=True)
 class _Lane:
     """A replica with its idle cause; None while it works."""
@@ -145,12 +166,9 @@ class Stream:
         layout: the simulated plan.
         admission: rule for the groups that may begin.
         book: recorder of spans.
-        load_s: seconds for which a replica pauses when it takes new weights.
     """
 
-    def __init__(
-        self, layout: Layout, admission: StalenessBound[SampleGroup], book: Book, *, load_s: float
-    ) -> None:
+    def __init__(self, layout: Layout, admission: StalenessBound[SampleGroup], book: Book) -> None:
         stage = next(iter(layout.generating))
         self.lanes = [_Lane(replica=replica) for replica in layout.replicas(stage)]
         self.live: dict[int, SampleGroup] = {}
@@ -160,7 +178,7 @@ class Stream:
         self._engine = layout.problem.hardware.engine
         self._admission = admission
         self._book = book
-        self._load_s = load_s
+        self._load_s = layout.evaluation.crossing_s
         self._pool = layout.pool_of(stage)
         self._name = layout.problem.graph.stages[stage].name
         self._next = layout.rows(0)
@@ -170,7 +188,7 @@ class Stream:
         ahead, prompts = layout.plan.freshness, layout.problem.workload.prompts
         self._most_groups = max(ahead, 1) * prompts if self._engine.holds_prompts else math.inf
         rows = (ahead + 1) * prompts * len(self._next)
-        self._fair = max(-(-rows // len(self.lanes)), 1)
+        self._fair = max(math.ceil(rows / len(self.lanes)), 1)
         self._open = [(0, place) for place in self._empty]
         self._changed: set[int] = set()
 

@@ -29,7 +29,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from rillflow.controller.admission import CapacityBound, StalenessBound
+from rillflow.controller.admission import StalenessBound
 from rillflow.errors import PlanError
 from rillflow.placement.plan import Plan
 from rillflow_planner.cost_model.costs import CostModel
@@ -39,14 +39,13 @@ from rillflow_planner.simulator.asking import asked
 from rillflow_planner.simulator.draws import Row
 from rillflow_planner.simulator.layout import Layout, Settings, require_flow
 from rillflow_planner.simulator.result import WHOLE, Book, IdleCause, Simulation, pool_times
-from rillflow_planner.simulator.sampling import Round, SampleGroup, Stream, played
+from rillflow_planner.simulator.sampling import CountBound, Round, SampleGroup, Stream, played
 
 MOST_STEPS = 100_000
 ENOUGH_ROWS = 4096
 """Number of simulated rows that is enough to estimate a step."""
 STOPPED = "more samples than wanted"
 ASIDE = "put aside, begun anew later"
-TOO_OLD = "older than the freshness bound"
 
 
 def simulate(
@@ -76,6 +75,9 @@ def simulate(
     layout = Layout(problem=problem, costs=costs, plan=plan, settings=settings or Settings(), seed=seed)
     if layout.flows:
         require_flow(layout)
+    elif plan.freshness % 1:
+        why = "rows are passed on in order in steps, so each step begins a whole number of steps ahead"
+        raise PlanError(f"parts is {layout.parts} and freshness {plan.freshness:g}", why=why, fix="parts = 0")
     run: _Flowing | _InOrder = _Flowing(layout) if layout.flows else _InOrder(layout)
     return run.run(steps)
 
@@ -88,7 +90,7 @@ def enough_steps(problem: Problem, plan: Plan) -> int:
     """
     if not plan.freshness:
         return max(1, min(4, ENOUGH_ROWS // problem.workload.rows))
-    cycle = plan.freshness + 1
+    cycle = int(plan.freshness) + 1
     return 2 * cycle * max(1, ENOUGH_ROWS // (cycle * problem.workload.rows))
 
 
@@ -148,8 +150,7 @@ class _InOrder(_Run):
         self._aside: list[int] = []
         self._fresh = 0
         self._free_s: dict[str, float] = {}
-        crossing = layout.evaluation.crossing_s
-        self._load_s = crossing if layout.plan.freshness and layout.plan.weights == "exposed" else 0.0
+        self._load_s = layout.evaluation.crossing_s * (layout.plan.freshness > 0)
 
     def run(self, steps: int) -> Simulation:
         """Simulate this many steps."""
@@ -160,7 +161,7 @@ class _InOrder(_Run):
         return self.found(0)
 
     def _step(self, step: int) -> None:
-        layout, ahead = self.layout, self.layout.plan.freshness
+        layout, ahead = self.layout, int(self.layout.plan.freshness)
         rounds, begin_s = self._generated(), self.ends[-1 - ahead] if step > ahead + 1 else 0.0
         self.generation.append(sum(one.seconds for one in rounds.values()))
         samplers = {layout.pool_of(stage) for stage in layout.generating}
@@ -250,15 +251,13 @@ class _Flowing(_Run):
 
     def __init__(self, layout: Layout) -> None:
         super().__init__(layout)
-        plan, crossing = layout.plan, layout.evaluation.crossing_s
-        rule: type[StalenessBound[SampleGroup]] = CapacityBound if plan.late == "drop" else StalenessBound
-        self._admission = rule(
-            freshness=plan.freshness,
-            prompts=self.workload.prompts // layout.batches,
-            published=layout.published,
+        batch = {"prompts": self.workload.prompts // layout.batches, "published": layout.published}
+        self._admission = (
+            CountBound(freshness=layout.plan.freshness, **batch)
+            if layout.problem.hardware.engine.counts
+            else StalenessBound[SampleGroup](freshness=int(layout.plan.freshness), **batch)
         )
-        load_s, self._arrive_s = (crossing, 0.0) if plan.weights == "exposed" else (0.0, crossing)
-        self._stream = Stream(layout, self._admission, self.book, load_s=load_s)
+        self._stream = Stream(layout, self._admission, self.book)
         self._events: list[tuple[float, int, int, Callable[[], None]]] = []
         self._free_s: dict[str, float] = {}
         self._pushed = count()
@@ -282,10 +281,6 @@ class _Flowing(_Run):
         """Form batches while the pool of their first stage is free, and begin rows."""
         while self._free_s.get(self._first, 0.0) <= now:
             batch, groups = self._admission.batch, self._admission.take()
-            for group in self._admission.dropped:
-                self.dropped[TOO_OLD] += len(group.rows)
-                del self._stream.live[group.prompt]
-            self._admission.dropped.clear()
             if not groups:
                 break
             for group in groups:
@@ -331,8 +326,8 @@ class _Flowing(_Run):
         self.work(timings, step)
         for timing in timings:
             if timing.stage in publishing:
-                there_s = timing.start_s + self._arrive_s
-                self._push(there_s, _WEIGHTS, self._sample, self._stream.publish, there_s, version)
+                at_s = timing.start_s
+                self._push(at_s, _WEIGHTS, self._sample, self._stream.publish, at_s, version)
         self._push(self._free_s[self._first], _FREE, lambda: None)
         self._push(last_s(timings), _TRAINED, self._count, batch, last_s(timings))
 

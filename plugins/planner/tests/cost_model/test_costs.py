@@ -243,8 +243,9 @@ def test_context_parallelism_cuts_rows_and_not_parameters() -> None:
     assert shared.seconds[3] < alone.seconds[3] and shared.seconds[7] < alone.seconds[7]
 
 
-def test_whole_tensors_are_moved_at_the_rates_of_the_stack() -> None:
-    step = with_factors(problem(), refit=1e9, refit_apart=4e9)
+def test_whole_tensors_are_moved_at_the_rates_of_the_stack_and_only_by_the_stack() -> None:
+    own = with_factors(problem(), refit=1e9, refit_apart=4e9)
+    step = replace(own, layouts="megatron")
     total = 2 * SHAPE.parameters
     costs = CostModel(step)
     option = costs.option(unit(step, "policy"), "toys", 8, Grid(dp=8), 1)
@@ -253,6 +254,11 @@ def test_whole_tensors_are_moved_at_the_rates_of_the_stack() -> None:
     apart = CostModel(step.apart(1))
     here, there = seat("a", 8, Grid(dp=8)), seat("b", 8, Grid(dp=8))
     assert apart.crossing_s(here, there) == pytest.approx(total / 4e9)
+    matching = CostModel(own).option(unit(own, "policy"), "toys", 8, Grid(dp=2, tp=4), 4)
+    assert matching.seconds[publish] == 0.0, "Rillflow's own runtime moves only what a rank lacks"
+    assert CostModel(own.apart(1)).crossing_s(here, there) == CostModel(problem().apart(1)).crossing_s(
+        here, there
+    )
 
 
 def test_a_share_for_the_cache_leaves_weights_and_cache_no_more() -> None:

@@ -27,7 +27,7 @@ def run(freshness: int, parts: int, *, steps: int = 8, length: int = 6, **how: o
     """Generation of 6 s, a reward's function of 2 s, an update of 4 s; what else there is takes no time."""
     stage_s = {**dict.fromkeys(("reference.logprobs", "critic.values", "critic.update"), 0.0), **STAGES}
     one = toy(APART, response=fixed(length), replica=SECOND, stage_s=stage_s, freshness=freshness)
-    plan = replace(one.plan, streams=parts > 1, **how)
+    plan = replace(one.plan, streams=int(parts > 1), **how)
     return simulate(one.problem, one.costs, plan, steps=steps, settings=Settings(parts=parts))
 
 
@@ -62,7 +62,7 @@ def test_a_part_goes_on_when_its_longest_row_and_those_before_it_have_ended() ->
     one = toy(
         APART, prompts=2, response=rows, replica=SECOND, stage_s={**dict.fromkeys(STAGES, 0.0), **STAGES}
     )
-    plan = replace(one.plan, streams=True)
+    plan = replace(one.plan, streams=1)
     found = simulate(one.problem, one.costs, plan, steps=2, settings=Settings(parts=2))
     updates = [(span.start_s, span.end_s) for span in found.spans if span.stage == "policy.update"]
     assert updates[:2] == [pytest.approx((5.0, 7.0)), pytest.approx((9.0, 11.0))]
@@ -74,4 +74,4 @@ def test_a_part_goes_on_when_its_longest_row_and_those_before_it_have_ended() ->
 def test_every_second_of_a_pool_is_accounted_for() -> None:
     for found in (run(2, 2), run(0, 3), run(1, 1, length=1)):
         for pool in found.pools:
-            assert pool.busy_s + sum(pool.idle_s.values()) == pytest.approx(found.wall_s)
+            assert pool.busy_s + sum(pool.idle_s.values()) == pytest.approx(sum(found.step_s))

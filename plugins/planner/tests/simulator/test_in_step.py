@@ -64,7 +64,7 @@ def test_busy_and_idle_make_up_the_wall(stage_s: dict[str, float], pools: dict[s
     one = toy(pools, stage_s=stage_s, link_s=0.2, weights_s=1.0, response=LOGNORMAL, step_s=0.1)
     found = run(one, steps=3, seed=seed)
     for pool in found.pools:
-        assert pool.busy_s + sum(pool.idle_s.values()) == pytest.approx(found.wall_s)
+        assert pool.busy_s + sum(pool.idle_s.values()) == pytest.approx(sum(found.step_s))
 
 
 def test_idleness_has_its_cause() -> None:

@@ -33,9 +33,7 @@ def minibatches(one: Toy, count: int) -> Toy:
 @pytest.mark.parametrize("parts", [1, 2, 8])
 def test_a_step_streamed_at_bound_0_ends_one_minibatch_after_its_longest_row(parts: int) -> None:
     """Rows end one after another, 3 s of training among them: all but the last part of it is hidden."""
-    one = minibatches(
-        toy(STREAMED, prompts=8, samples=1, response=LONG, stage_s=TRAINING, streams=True), parts
-    )
+    one = minibatches(toy(STREAMED, prompts=8, samples=1, response=LONG, stage_s=TRAINING, streams=1), parts)
     found = run(one, steps=1)
     rows = max(span.end_s for span in found.spans if span.stage == "policy.generate")
     trained = sum(TRAINING[name] for name in ("reference.logprobs", "critic.values", "policy.update"))
@@ -49,14 +47,22 @@ def test_a_step_streamed_at_bound_0_ends_one_minibatch_after_its_longest_row(par
 def test_streaming_a_step_is_faster_and_running_ahead_faster_still() -> None:
     steps = [
         run(minibatches(toy(STREAMED, prompts=16, response=LONG, stage_s=TRAINING, **said), 8)).settled_step_s
-        for said in ({}, {"streams": True}, {"streams": True, "freshness": 1})
+        for said in ({}, {"streams": 1}, {"streams": 1, "freshness": 1})
     ]
     assert steps[0] > 1.1 * steps[1] > 1.1 * steps[2]
 
 
-@pytest.mark.parametrize("streams", [False, True])
+def test_training_takes_as_many_minibatches_at_once_as_the_plan_says() -> None:
+    """As verl's require_batches: 2 of 4 minibatches make 2 updates of a step, and weights arrive once."""
+    one = minibatches(toy(STREAMED, prompts=16, response=LONG, freshness=1, weights_s=0.1, streams=2), 4)
+    found = run(one, steps=6)
+    for stage, count in (("policy.update", 2), ("policy.publish", 1)):
+        assert len([span for span in found.spans if span.stage == stage]) == 6 * count
+
+
+@pytest.mark.parametrize("streams", [0, 1])
 @pytest.mark.parametrize("every", [1, 2, 4])
-def test_weights_published_every_m_minibatches_are_versions_of_their_own(every: int, streams: bool) -> None:
+def test_weights_published_every_m_minibatches_are_versions_of_their_own(every: int, streams: int) -> None:
     """Bound 1 is then m minibatches of age, a share m / 4 of a step: fewer rows are under way at once."""
     one = minibatches(
         toy(
@@ -81,8 +87,10 @@ def test_weights_published_every_m_minibatches_are_versions_of_their_own(every: 
 @pytest.mark.parametrize(
     ("planned", "said"),
     [
-        ({"publish_every": 3, "freshness": 1}, "publish_every is 3, with 4 minibatches"),
-        ({"streams": True, "prompts": 6}, "with 4 minibatches of 6 prompts"),
+        ({"publish_every": 3, "freshness": 1}, "publish_every 3, with 4 minibatches"),
+        ({"streams": 1, "prompts": 6}, "with 4 minibatches of 6 prompts"),
+        ({"streams": 3}, "streams is 3 and publish_every 0"),
+        ({"streams": 2, "publish_every": 1}, "streams is 2 and publish_every 1"),
     ],
 )
 def test_batches_that_do_not_divide_a_step_are_refused(planned: dict[str, int], said: str) -> None:
@@ -94,12 +102,12 @@ def test_batches_that_do_not_divide_a_step_are_refused(planned: dict[str, int], 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('weights = "hiden"', "weights is 'hiden'"),
-        ("streams = 1", "streams is 1"),
-        ('late = "drops"', "late is"),
+        ("streams = true", "streams is True"),
+        ("freshness = -0.5", "freshness is -0.5"),
     ],
 )
 def test_a_plan_file_names_a_value_that_cannot_be(line: str, said: str) -> None:
-    text = plan_text(toy(STREAMED, freshness=1).plan).replace('late = "wait"\n', "")
+    text = plan_text(toy(STREAMED, freshness=1).plan)
+    told = f"freshness = 1\n{line}\n" if "freshness" not in line else f"{line}\n"
     with pytest.raises(PlanError, match=said):
-        read_plan(tomllib.loads(text.replace("freshness = 1\n", f"freshness = 1\n{line}\n")), "plan.toml")
+        read_plan(tomllib.loads(text.replace("freshness = 1\n", told)), "plan.toml")
