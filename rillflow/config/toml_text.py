@@ -51,7 +51,9 @@ def inline_text(value: object, place: str = "the value") -> str:
         return repr(value)
     if isinstance(value, Mapping):
         kept = {name: entry for name, entry in value.items() if entry is not None}
-        return f"{{{', '.join(f'{_key(name)} = {inline_text(entry, name)}' for name, entry in kept.items())}}}"
+        return (
+            f"{{{', '.join(f'{_key(name)} = {inline_text(entry, name)}' for name, entry in kept.items())}}}"
+        )
     if isinstance(value, Sequence):
         return f"[{', '.join(inline_text(entry, place) for entry in value)}]"
     raise ConfigError(

@@ -286,12 +286,24 @@ def _unaligned(plan: Plan) -> Iterator[tuple[str, str]]:
     if one.pool != two.pool:
         why = f"{plan.fused[0]} is on pool {one.pool} and {plan.fused[1]} on {two.pool}; only updates on the "
         yield what, f"{why}same devices can use each other's idle time"
-    sizes, grids = sorted((one.grid.pp, two.grid.pp)), f"{one.grid}; {two.grid}"
-    if one.grid.tp * one.grid.cp != two.grid.tp * two.grid.cp or sizes[1] % sizes[0]:
-        why = f"their pipelines cannot be aligned: {grids}; a stage of both must lie on the same devices, so"
-        yield what, f"{why} tp must be equal and one pp a multiple of the other"
-    if sizes[1] == 1:
-        yield what, f"pp is 1 for both ({grids}), so neither has a pipeline with idle time"
+    yield from ((what, why) for why in unaligned(one.grid, two.grid))
+
+
+def unaligned(one: Grid, two: Grid) -> Iterator[str]:
+    """Yield why pipelines on two grids of the same devices cannot run as one fused stage."""
+    grids, longest = f"{one}; {two}", max(one.pp, two.pp)
+    if one.tp * one.cp != two.tp * two.cp or longest % min(one.pp, two.pp):
+        yield (
+            f"their pipelines cannot be aligned: {grids}; a stage of both must lie on the same devices, so tp "
+            "must be equal and one pp a multiple of the other"
+        )
+    if longest == 1:
+        yield f"pp is 1 for both ({grids}), so neither has a pipeline with idle time"
+    if any(grid.is_sharded and grid.pp < longest for grid in (one, two)):
+        yield (
+            f"fsdp shards the shorter pipeline ({grids}) over devices that run their passes in different "
+            "orders, so they would wait for each other's shards"
+        )
 
 
 def _recipe_axes(grid: Grid) -> dict[str, int]:

@@ -87,6 +87,7 @@ def _ranked(
 
     from rillflow.errors import PlanError
     from rillflow_planner.cost_model.costs import CostModel
+    from rillflow_planner.fusion import with_fusion
     from rillflow_planner.search import ranked_as_placed, search
 
     found: list[tuple[Statement, Ranking]] = []
@@ -116,7 +117,8 @@ def _ranked(
             said = (f"{told}; {change}",) if statement.may_recompute else ()
             stated = replace(statement, problem=problem, assumptions=(*statement.assumptions, *said))
             found.append((stated, ranking))
-    return min(found, key=lambda one: one[1].best[0].value)
+    stated, ranking = min(found, key=lambda one: one[1].best[0].value)
+    return stated, with_fusion(stated.problem, ranking, objective)
 
 
 def _stated(arguments: argparse.Namespace) -> Statement:

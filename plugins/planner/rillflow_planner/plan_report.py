@@ -298,6 +298,7 @@ def _head(found: Decision) -> Iterator[str]:
         yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows per second{how}"
         yield from _gain_error(found, "twice the devices", "doubled")
     yield from _ahead(found)
+    yield from _fusion(found)
     price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
     steps = statement.steps or 100
     spent = statement.corrected_s(steps * step_s) / HOUR_S * price
@@ -334,6 +335,24 @@ def _ahead(found: Decision) -> Iterator[str]:
         )
         yield f"in step {ranged(found.statement, bounds[0])}; generation ahead of training {ahead}"
         yield from _gain_error(found, "running ahead", "ahead")
+
+
+def _fusion(found: Decision) -> Iterator[str]:
+    """Yield the best fused plan beside the best plan without fusion."""
+    fusion, statement = found.ranking.fusion, found.statement
+    if fusion is None:
+        return
+    plain = ranged(statement, fusion.plain.evaluation.step_s)
+    if fusion.best is None:
+        yield f"fusion is not possible here: best plan {plain}, because {fusion.why}"
+        return
+    plan, least = fusion.best.plan, "at least " if fusion.is_bound else ""
+    grids = "; ".join(f"{name} {plan.units[name].grid}" for name in plan.fused)
+    best = f"{least}{ranged(statement, fusion.best.evaluation.step_s)} ({grids})"
+    if fusion.why:
+        yield f"fusion does not pay here: best fused plan {best}, best plan {plain}, because {fusion.why}"
+    else:
+        yield f"fused: {best}, best without: {plain}, gain {fusion.gain:.1%}"
 
 
 def _sensitivity(found: Decision) -> Iterator[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import combinations
 
 from rillflow.errors import PlanError, nearest
 from rillflow.graph.graph import CONTROLLER, Graph, Stage
@@ -150,6 +151,20 @@ class Problem:
     def training(self) -> frozenset[int]:
         """Indices of the stages that change weights."""
         return self._of_kind(Work.TRAIN)
+
+    @cached_property
+    def fusable(self) -> tuple[tuple[Unit, Unit], ...]:
+        """Pairs of units that each have one update, of which neither needs the result of the other."""
+        trained = [unit for unit in self.units if len(self.training.intersection(unit.stages)) == 1]
+        needs: dict[int, set[int]] = {}
+        for edge in sorted(self.graph.edges, key=lambda edge: edge.destination):
+            needs.setdefault(edge.destination, set()).update({edge.source}, needs.get(edge.source, ()))
+        found = []
+        for one, two in combinations(trained, 2):
+            (first,), (second,) = (self.training.intersection(unit.stages) for unit in (one, two))
+            if first not in needs.get(second, ()) and second not in needs.get(first, ()):
+                found.append((one, two))
+        return tuple(found)
 
     def _of_kind(self, kind: Work) -> frozenset[int]:
         return frozenset(stage.index for stage in self.graph.stages if self.work(stage) is kind)
