@@ -16,17 +16,16 @@ from rillflow.config.load import parse_override
 from rillflow.config.toml_text import inline_text
 from rillflow.errors import ConfigError, PlanError, nearest
 from rillflow.placement.grid import Grid
-from rillflow.placement.plan import SAMPLER, Plan, open_plan, plan_text
+from rillflow.placement.plan import GATHERED, SAMPLER, Plan, open_plan, plan_text
 from rillflow.runs import layout
 from rillflow.runs.evidence import Evidence
 from rillflow.workers.config import MeshSizes, PlacementConfig
 
 _AHEAD = ("freshness", "oversample_prompts", "oversample_samples")
-_GATHERED = ("gather_rows", "gather_replicas", "gather_by")
 PLANNED = (
     *map("placement.{}".format, ("pools", "roles", "train_parallel", "rollout_parallel", "fused")),
     *map("algorithm.{}".format, _AHEAD),
-    *map("rollout.{}".format, _GATHERED),
+    *map("rollout.{}".format, GATHERED),
 )
 """Settings that a plan fixes."""
 PROCESSOR = "cpu"
@@ -51,7 +50,7 @@ def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
                 why=f"the plan sets {', '.join(PLANNED)}",
                 fix="change the plan's file, or remove one of the two options",
             )
-    sections = [("algorithm", key) for key in _AHEAD] + [("rollout", key) for key in _GATHERED]
+    sections = [("algorithm", key) for key in _AHEAD] + [("rollout", key) for key in GATHERED]
     changed = [(section, key) for section, key in sections if vars(plan)[key] != vars(Plan)[key]]
     said = [f"{section}.{key}={inline_text(vars(plan)[key])}" for section, key in changed]
     return [*said, *(f"placement.{key}={inline_text(value)}" for key, value in plan.placement.items())]

@@ -18,6 +18,8 @@ from rillflow.placement.tables import TABLE, TEXT, Count, Reader, kind_of, named
 COMMENT = "Placement of the models and predicted seconds; rillflow run RECIPE --plan FILE launches it."
 SAMPLER = "sampler"
 """Name of the unit that generates on devices other than the policy's training devices."""
+GATHERED = ("gather_rows", "gather_replicas", "gather_by")
+"""Keys of a plan that are settings of ``[rollout]``: when the last rows of a step are gathered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,8 +296,8 @@ def unaligned(one: Grid, two: Grid) -> Iterator[str]:
     grids, longest = f"{one}; {two}", max(one.pp, two.pp)
     if one.tp * one.cp != two.tp * two.cp or longest % min(one.pp, two.pp):
         yield (
-            f"their pipelines cannot be aligned: {grids}; a stage of both must lie on the same devices, so tp "
-            "must be equal and one pp a multiple of the other"
+            f"their pipelines cannot be aligned: {grids}; a stage of both must lie on the same devices, so "
+            "tp must be equal and one pp a multiple of the other"
         )
     if longest == 1:
         yield f"pp is 1 for both ({grids}), so neither has a pipeline with idle time"
@@ -331,5 +333,5 @@ def _unfilled(where: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[tupl
 
 _SELDOM = (
     *("late", "streams", "publish_every", "weights", "oversample_prompts", "oversample_samples"),
-    *("gather_rows", "gather_replicas", "gather_by"),
+    *GATHERED,
 )

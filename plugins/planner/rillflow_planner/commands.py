@@ -25,6 +25,7 @@ from rillflow.cli.main import recipe_arguments
 if TYPE_CHECKING:
     from rillflow.app.recipe import LoadedRecipe
     from rillflow.placement.plan import Plan
+    from rillflow_planner.gathering import Proposal
     from rillflow_planner.problem import Problem, Statement
     from rillflow_planner.ranking import Ranking, SearchObjective
     from rillflow_planner.simulator.result import Simulation
@@ -44,6 +45,7 @@ def plan(arguments: argparse.Namespace) -> int:
     """``rillflow plan``: find the best placements of a recipe on a cluster, and rank the others."""
     from rillflow.placement.plan import plan_text
     from rillflow_planner.cost_model.costs import CostModel
+    from rillflow_planner.gathering import proposed
     from rillflow_planner.plan_report import Decision, decision_data, decision_lines, plan_page, shown_s
     from rillflow_planner.ranking import Goal, SearchObjective, order_as_shown
     from rillflow_planner.search import prompts_that_pay, variations
@@ -56,11 +58,14 @@ def plan(arguments: argparse.Namespace) -> int:
         shown = [shown_s(statement, *pair) for pair in zip(ranking.best, simulated, strict=False)]
         ranking, order = order_as_shown(ranking, shown)
         simulated = [simulated[place] for place in order]
+    gathering = proposed(problem, ranking.best[0].evaluation) if not statement.stack else None
+    ranking = _with_gathering(ranking, gathering)
     plans = [one.plan for one in ranking.best]
     found = Decision(
         statement=statement,
         objective=objective,
         ranking=ranking,
+        gathering=gathering,
         simulated=simulated,
         variations=variations(problem, CostModel, plans[:VARIED], ranking.sizes),
         pays_with=prompts_that_pay(problem, CostModel, ranking.sizes),
@@ -74,6 +79,18 @@ def plan(arguments: argparse.Namespace) -> int:
         page = plan_page(f"{title}, freshness {plans[0].freshness}", simulated[0], lines, ranking.sizes)
         _write(arguments.plot, page)
     return DONE
+
+
+def _with_gathering(ranking: Ranking, gathering: Proposal | None) -> Ranking:
+    """Return the ranking whose best plan gathers rows as proposed, if lengths of answers were seen."""
+    from dataclasses import replace
+
+    if gathering is None or gathering.is_assumed:
+        return ranking
+    rows, replicas, by = gathering.rows, gathering.replicas, gathering.by
+    first, *others = ranking.best
+    plan = replace(first.plan, gather_rows=rows, gather_replicas=replicas, gather_by=by)
+    return replace(ranking, best=(replace(first, plan=plan), *others))
 
 
 def _ranked(

@@ -23,10 +23,8 @@ from rillflow_planner.cost_model.fused import UpdatePart, fused_problem
 from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.evaluate import predicted
 from rillflow_planner.problem import Problem, Unit
-from rillflow_planner.ranking import Fusion, Ranked, Ranking, SearchObjective, explained, valued
+from rillflow_planner.ranking import PAYS, Fusion, Ranked, Ranking, SearchObjective, explained, valued
 
-PAYS = 0.03
-"""Least gain of a fused plan, as a share of its value; below, the best plan is not fused."""
 LONGEST = 16
 """Most stages of a fused pipeline."""
 BASES, BOUNDED, SCHEDULED = 2, 3, 3

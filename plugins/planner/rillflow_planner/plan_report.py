@@ -19,18 +19,28 @@ from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rillflow.config.toml_text import inline_text
-from rillflow.placement.plan import Plan
+from rillflow.placement.plan import GATHERED, Plan
 from rillflow.runs.formatting import columns, number, seconds, size
 from rillflow.runs.report.chart import Chart, Point, Series, draw
 from rillflow.runs.report.html import Html, el, page, section
 from rillflow.runs.report.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
 from rillflow_planner.hardware import Gain
 from rillflow_planner.problem import Statement
-from rillflow_planner.ranking import HOUR_S, LITTLE, ClusterSize, Goal, Ranked, Ranking, SearchObjective
+from rillflow_planner.ranking import (
+    HOUR_S,
+    LITTLE,
+    ClusterSize,
+    Fusion,
+    Goal,
+    Ranked,
+    Ranking,
+    SearchObjective,
+)
 from rillflow_planner.search import Variation
 
 if TYPE_CHECKING:
     from rillflow_planner.calibration import Calibration
+    from rillflow_planner.gathering import Proposal
     from rillflow_planner.simulator.result import PoolTime, Simulation
 
 TOLD = 0.1
@@ -52,6 +62,8 @@ class Decision:
     """The minimised quantity."""
     ranking: Ranking
     """The best plans."""
+    gathering: Proposal | None
+    """When the best plan's last rows should be gathered; None if that does not pay."""
     simulated: Sequence[Simulation]
     """Simulated steps of the best plans."""
     variations: Sequence[Variation]
@@ -129,6 +141,8 @@ def decision_data(found: Decision) -> dict[str, Any]:
             for one, simulated in zip_longest(found.ranking.best, found.simulated)
         ],
         "question": found.statement.title,
+        "fusion": _fusion_data(found.ranking.fusion),
+        "gathering": found.gathering and asdict(found.gathering),
         "step_s": found.step_s,
         "corrected_s": found.statement.corrected_s(found.step_s),
         "simulated_s": found.simulated_s,
@@ -299,6 +313,7 @@ def _head(found: Decision) -> Iterator[str]:
         yield from _gain_error(found, "twice the devices", "doubled")
     yield from _ahead(found)
     yield from _fusion(found)
+    yield from _gathering(found)
     price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
     steps = statement.steps or 100
     spent = statement.corrected_s(steps * step_s) / HOUR_S * price
@@ -353,6 +368,18 @@ def _fusion(found: Decision) -> Iterator[str]:
         yield f"fusion does not pay here: best fused plan {best}, best plan {plain}, because {fusion.why}"
     else:
         yield f"fused: {best}, best without: {plain}, gain {fusion.gain:.1%}"
+
+
+def _gathering(found: Decision) -> Iterator[str]:
+    """Yield the settings that gather the last rows of generation, and what they gain."""
+    one = found.gathering
+    if one is not None:
+        yield (
+            f"gathering the last rows: generation and scoring take {seconds(one.seconds)} instead of "
+            f"{seconds(one.without_s)} ({one.seconds / one.without_s - 1:+.0%}) with rollout.gather_rows = "
+            f'{one.rows}, rollout.gather_replicas = {one.replicas}, rollout.gather_by = "{one.by}"'
+            + ("; for assumed lengths: measure them with --lengths RUN first" if one.is_assumed else "")
+        )
 
 
 def _sensitivity(found: Decision) -> Iterator[str]:
@@ -457,8 +484,18 @@ def _placement(plan: Plan) -> list[str]:
     if parted or any(unit.grid.ep > 1 for unit in plan.units.values()):
         return ["", "a recipe cannot express this placement; --out writes it to a plan file"]
     ahead = ["", "[algorithm]", f"freshness = {plan.freshness}"] if plan.freshness else []
+    rows = [f"{key} = {inline_text(vars(plan)[key])}" for key in GATHERED if plan.gather_rows]
     placed = (f"{key} = {inline_text(value)}" for key, value in plan.placement.items())
-    return [*ahead, "", "[placement]", *placed]
+    return [*ahead, *(["", "[rollout]", *rows] if rows else []), "", "[placement]", *placed]
+
+
+def _fusion_data(fusion: Fusion | None) -> dict[str, Any] | None:
+    """Return the best fused plan beside the best plan without fusion as JSON data."""
+    if fusion is None:
+        return None
+    best = fusion.best and {**asdict(fusion.best.plan), "step_s": fusion.best.evaluation.step_s}
+    told = {key: vars(fusion)[key] for key in ("is_bound", "why")}
+    return {"best": best, "plain_step_s": fusion.plain.evaluation.step_s, "gain": fusion.gain, **told}
 
 
 def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -> dict[str, Any]:

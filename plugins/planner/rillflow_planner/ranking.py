@@ -31,6 +31,9 @@ HOUR_S = 3600.0
 LITTLE = 0.10
 """Smallest relative gain that makes a larger cluster worthwhile."""
 
+PAYS = 0.03
+"""Least relative gain for which the planner fuses updates or gathers rows."""
+
 
 class Goal(StrEnum):
     """Minimised quantity."""

@@ -95,6 +95,14 @@ class CostModel:
         resident = sum(one.resident_bytes for one in options.values())
         return device.memory_bytes * self._problem.hardware.factors.memory - resident - kept
 
+    def fused_stage(
+        self, fleet: str, options: Mapping[str, Option], pair: Sequence[Unit]
+    ) -> tuple[list[fused.UpdatePart], FusedProblem, float]:
+        """Return the two updates of a fused stage, their schedule's problem, and the room for activations."""
+        parts = [self.parts(unit, fleet, [options[unit.name].grid])[0] for unit in pair]
+        room = self.activations_room_bytes(fleet, options, pair)
+        return parts, fused.fused_problem(parts[0], parts[1], room), room
+
     def fused(self, fleet: str, options: Mapping[str, Option], pair: Sequence[Unit]) -> Mapping[str, Option]:
         """Return the options of a pool, two of whose units update in one fused stage.
 
@@ -103,9 +111,7 @@ class CostModel:
         Raises:
             PlanError: a micro-batch does not fit, a pass takes no time, or the pipelines are not aligned.
         """
-        parts = [self.parts(unit, fleet, [options[unit.name].grid])[0] for unit in pair]
-        room = self.activations_room_bytes(fleet, options, pair)
-        problem = fused.fused_problem(parts[0], parts[1], room)
+        parts, problem, room = self.fused_stage(fleet, options, pair)
         if problem not in self._schedules:
             self._schedules[problem] = fused.scheduled(problem, self._fused_rounds)
         latency_s, peak = self._schedules[problem]
