@@ -98,7 +98,7 @@ def confirmed(problem: Problem, found: Ranked) -> float:
     pool, seats = found.plan.pools[0], found.evaluation.units
     options = {name: seat.option for name, seat in seats.items()}
     pair = [seats[name].unit for name in found.plan.fused]
-    parts, whole, _ = CostModel(problem).fused_stage(pool.fleet, options, pair)
+    parts, whole = CostModel(problem).fused_stage(pool.fleet, options, pair)
     made = quick_schedule(whole)
     if faults := check(whole, made):
         raise SystemExit("\n".join(faults))
@@ -157,9 +157,9 @@ def main() -> None:
         f"Python {platform.python_version()}, {os.cpu_count()} cores. Predicted seconds of both updates of a "
         "PPO step: 512 rows of 2,048 tokens, micro-batches of one row, recomputed activations, ZeRO-1, "
         "machines of 8 H100, default factors. Gain: seconds without fusion over those with it. \"At least\" "
-        f"marks a plan whose bound cannot win by {PAYS:.0%}, so that it was not scheduled; then the gain is at "
-        f"most the one shown. Fused pipelines have at most {LONGEST} stages of equally many layers; other plans "
-        f"have no such limit. Schedules are the best of {ROUNDS} rounds of list schedules.",
+        f"marks a plan whose bound cannot win by {PAYS:.0%}, so it was not scheduled; then the gain is at "
+        f"most the one shown. Fused pipelines have at most {LONGEST} stages; other plans have no "
+        f"such limit. Schedules are the best of {ROUNDS} rounds of list schedules.",
         "",
         f"Fusion pays in {len(whole)} of {len(spent)} cases. There the schedule was made again for all "
         f"micro-batches and passed `fused.check`; a step then takes {min(whole, default=1):.3f} to "

@@ -19,7 +19,7 @@ from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit, unaligned
 from rillflow.runs.formatting import seconds
 from rillflow_planner.cost_model.costs import CostModel
-from rillflow_planner.cost_model.fused import UpdatePart, fused_problem
+from rillflow_planner.cost_model.fused import ROUNDS, UpdatePart, fused_problem
 from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.evaluate import predicted
 from rillflow_planner.problem import Problem, Unit
@@ -29,29 +29,24 @@ LONGEST = 16
 """Most stages of a fused pipeline."""
 BASES, BOUNDED, SCHEDULED = 2, 3, 3
 """Plans that a pair is fused in; fused plans of each with an evaluated bound; fused plans with a schedule."""
-_NOWHERE = PlannedUnit(pool="", grid=Grid())
 
 
-def with_fusion(
-    problem: Problem, ranking: Ranking, objective: SearchObjective, most: int = SCHEDULED
-) -> Ranking:
+def with_fusion(problem: Problem, ranking: Ranking, objective: SearchObjective) -> Ranking:
     """Return the ranking with the best fused plan beside its best plan; in front of it, if that pays.
 
     Args:
         problem: the step.
         ranking: the best plans without fusion.
         objective: the minimised quantity.
-        most: fused plans that get a schedule.
     """
     plain = ranking.best[0]
     if not problem.of_plan(plain.plan).fusable:
         return ranking
 
-    def rank(plan: Plan, rounds: int | None) -> Ranked | None:
+    def rank(plan: Plan, rounds: int) -> Ranked | None:
         step = problem.of_plan(plan)
-        costs = CostModel(step) if rounds is None else CostModel(step, rounds)
         try:
-            found, evaluation = predicted(step, costs, plan)
+            found, evaluation = predicted(step, CostModel(step, rounds), plan)
         except PlanError:
             return None
         return Ranked(plan=found, evaluation=evaluation, value=valued(problem, objective, evaluation, plan))
@@ -62,10 +57,10 @@ def with_fusion(
         why = "no two pipelines of equal tensor parallelism fit on its devices"
         return replace(ranking, fusion=Fusion(best=None, plain=plain, why=why))
     best, is_bound = bounds[0], True
-    for one in bounds[:most]:
+    for one in bounds[:SCHEDULED]:
         if one.value * (1 + PAYS) > plain.value or (not is_bound and one.value >= best.value):
             break
-        found = rank(one.plan, None)
+        found = rank(one.plan, ROUNDS)
         if found is not None and (is_bound or found.value < best.value):
             best, is_bound = found, False
     gain = plain.value / best.value - 1
@@ -80,7 +75,7 @@ def with_fusion(
 def _bounded(problem: Problem, ranking: Ranking) -> Iterator[Plan]:
     """Yield fused plans: of each pair and base, those whose stages take the least seconds by lower bounds."""
     plans = [one.plan for one in ranking.best]
-    known: dict[bool, CostModel] = {}
+    known: dict[int, CostModel] = {}
     tried: Counter[tuple[str, ...]] = Counter()
     for base in (*_merged(plans[0]), *plans):
         step = problem.of_plan(base)
@@ -88,14 +83,15 @@ def _bounded(problem: Problem, ranking: Ranking) -> Iterator[Plan]:
             names = tuple(unit.name for unit in pair)
             if len({base.units[name].pool for name in names}) == 1 and tried[names] < BASES:
                 tried[names] += 1
-                costs = known.setdefault(step.samples_apart, CostModel(step))
+                costs = known.setdefault(step.freshness, CostModel(step))
                 found = sorted(_candidates(step, costs, base, pair), key=lambda one: one[0])
                 yield from (plan for _, plan in found[:BOUNDED])
 
 
 def _merged(plan: Plan) -> Iterator[Plan]:
     """Yield the plan with one pool for all units but the sampler, if it has several in one fleet."""
-    pools = [pool for pool in plan.pools if plan.units.get(SAMPLER, _NOWHERE).pool != pool.name]
+    apart = [unit.pool for name, unit in plan.units.items() if name == SAMPLER]
+    pools = [pool for pool in plan.pools if pool.name not in apart]
     if len(pools) > 1 and len({pool.fleet for pool in pools}) == 1:
         whole = replace(pools[0], devices=sum(pool.devices for pool in pools))
         units = {
@@ -121,7 +117,8 @@ def _candidates(
             continue
         options = {**others, pair[0].name: one, pair[1].name: two}
         try:
-            fused = fused_problem(part, its, costs.activations_room_bytes(pool.fleet, options, pair))
+            room = costs.activations_room_bytes(pool.fleet, options)
+            fused = fused_problem(part, its, room_bytes=room)
         except PlanError:
             continue
         steps = problem.workload.epochs * problem.workload.minibatches
@@ -139,7 +136,7 @@ def _ways(
 ) -> list[tuple[Option, UpdatePart, float]]:
     """Return a unit's short pipelines: the option, its update, and the seconds of its other stages."""
     best: dict[Grid, tuple[float, Option]] = {}
-    for option in costs.pipelined(unit, pool.fleet, pool.devices):
+    for option in costs.every_option(unit, pool.fleet, pool.devices):
         if option.grid.pp > LONGEST or option.grid.cp * option.grid.ep > 1:
             continue
         spent = sum(option.seconds.values())
@@ -168,9 +165,10 @@ def _because(best: Ranked, plain: Ranked, is_bound: bool) -> str:
     }
     fused_s, apart_s = (sum(both[place] for both in updates.values()) for place in (0, 1))
     units = [plain.plan.units[name] for name in pair]
-    at_least = "at least " if is_bound else ""
+    at_least = "at least " * is_bound
     if best.value <= plain.value:
-        return f"the gain of {plain.value / best.value - 1:.1%} is below {PAYS:.0%}"
+        most = "at most " * is_bound
+        return f"it gains {most}{plain.value / best.value - 1:.1%}, less than {PAYS:.0%}"
     if units[0].pool != units[1].pool:
         sizes = " and ".join(str(plain.plan.pool(unit.pool).devices) for unit in units)
         return f"{' and '.join(pair)} update side by side there, on {sizes} devices"

@@ -154,17 +154,22 @@ class Problem:
 
     @cached_property
     def fusable(self) -> tuple[tuple[Unit, Unit], ...]:
-        """Pairs of units that each have one update, of which neither needs the result of the other."""
-        trained = [unit for unit in self.units if len(self.training.intersection(unit.stages)) == 1]
+        """Pairs of units that each have one update, of which neither needs the result of the other.
+
+        None if idle models leave the devices, because the state of both would have to stay.
+        """
+        updates = [
+            (unit, self.training.intersection(unit.stages)) for unit in self.units if not self.offloads
+        ]
         needs: dict[int, set[int]] = {}
         for edge in sorted(self.graph.edges, key=lambda edge: edge.destination):
             needs.setdefault(edge.destination, set()).update({edge.source}, needs.get(edge.source, ()))
-        found = []
-        for one, two in combinations(trained, 2):
-            (first,), (second,) = (self.training.intersection(unit.stages) for unit in (one, two))
-            if first not in needs.get(second, ()) and second not in needs.get(first, ()):
-                found.append((one, two))
-        return tuple(found)
+        return tuple(
+            (one, two)
+            for (one, first), (two, second) in combinations(updates, 2)
+            if len(first) == len(second) == 1
+            and not any(needs.get(stage, set()) & (first | second) for stage in first | second)
+        )
 
     def _of_kind(self, kind: Work) -> frozenset[int]:
         return frozenset(stage.index for stage in self.graph.stages if self.work(stage) is kind)

@@ -70,12 +70,9 @@ class CostModel:
         found = [(grid, generate_tp)]
         return _picked(self._laid(unit, fleet, found), found, 0)
 
-    def pipelined(self, unit: Unit, fleet: str, devices: int) -> list[Option]:
-        """Return a unit on every grid whose pipeline stages hold equally many layers.
-
-        Dominated options are among them, and such that do not fit.
-        """
-        found = [way for way in self._ways(unit, fleet, devices) if unit.shape.layers % way[0].pp == 0]
+    def every_option(self, unit: Unit, fleet: str, devices: int) -> list[Option]:
+        """Return a unit on every grid of these devices, dominated ones and ones that do not fit included."""
+        found = self._ways(unit, fleet, devices)
         laid = self._laid(unit, fleet, found)
         return [_picked(laid, found, place) for place in range(len(found))]
 
@@ -83,25 +80,16 @@ class CostModel:
         """Return the update of a unit on each of these grids, as a part of a fused stage."""
         return fused.parts_of(self._setting(unit, fleet), grids, unit.name)
 
-    def activations_room_bytes(
-        self, fleet: str, options: Mapping[str, Option], pair: Sequence[Unit]
-    ) -> float:
-        """Return a device's bytes for the activations of two units that train at the same time."""
-        device, kept = self._problem.hardware.fleet(fleet).device, 0.0
-        if self._problem.offloads:
-            for unit in pair:
-                setting, grid = self._setting(unit, fleet), options[unit.name].grid
-                kept += float(memory.weight_bytes(setting, grid) + memory.optimizer_bytes(setting, grid))
-        resident = sum(one.resident_bytes for one in options.values())
-        return device.memory_bytes * self._problem.hardware.factors.memory - resident - kept
+    def activations_room_bytes(self, fleet: str, options: Mapping[str, Option]) -> float:
+        """Return a device's bytes for activations beside the state of a pool's units."""
+        return self.room_bytes(fleet, {}) - sum(one.resident_bytes for one in options.values())
 
     def fused_stage(
         self, fleet: str, options: Mapping[str, Option], pair: Sequence[Unit]
-    ) -> tuple[list[fused.UpdatePart], FusedProblem, float]:
-        """Return the two updates of a fused stage, their schedule's problem, and the room for activations."""
+    ) -> tuple[list[fused.UpdatePart], FusedProblem]:
+        """Return the two updates of a fused stage, and the problem that its schedule solves."""
         parts = [self.parts(unit, fleet, [options[unit.name].grid])[0] for unit in pair]
-        room = self.activations_room_bytes(fleet, options, pair)
-        return parts, fused.fused_problem(parts[0], parts[1], room), room
+        return parts, fused.fused_problem(*parts, room_bytes=self.activations_room_bytes(fleet, options))
 
     def fused(self, fleet: str, options: Mapping[str, Option], pair: Sequence[Unit]) -> Mapping[str, Option]:
         """Return the options of a pool, two of whose units update in one fused stage.
@@ -111,7 +99,7 @@ class CostModel:
         Raises:
             PlanError: a micro-batch does not fit, a pass takes no time, or the pipelines are not aligned.
         """
-        parts, problem, room = self.fused_stage(fleet, options, pair)
+        parts, problem = self.fused_stage(fleet, options, pair)
         if problem not in self._schedules:
             self._schedules[problem] = fused.scheduled(problem, self._fused_rounds)
         latency_s, peak = self._schedules[problem]
@@ -119,8 +107,7 @@ class CostModel:
         spent_s = steps * (latency_s + sum(part.beside_s for part in parts))
         grids = [(self._setting(unit, fleet), options[unit.name].grid) for unit in pair]
         scoring = max(float(memory.scoring_bytes(*one)) for one in grids)
-        held = self.room_bytes(fleet, {}) - sum(one.resident_bytes for one in options.values()) - room
-        working = held + max(peak + max(part.beside_bytes for part in parts), scoring)
+        working = max(peak + max(part.beside_bytes for part in parts), scoring)
         found = dict(options)
         for unit, part in zip(pair, parts, strict=True):
             option, share = options[unit.name], part.alone_s / sum(one.alone_s for one in parts)

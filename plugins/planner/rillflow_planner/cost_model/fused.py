@@ -85,7 +85,7 @@ def parts_of(setting: Setting, grids: Sequence[Grid], name: str) -> list[UpdateP
     ]
 
 
-def fused_problem(ascending: UpdatePart, descending: UpdatePart, room_bytes: float) -> FusedProblem:
+def fused_problem(ascending: UpdatePart, descending: UpdatePart, *, room_bytes: float) -> FusedProblem:
     """Return the problem of two updates on aligned grids.
 
     Args:
