@@ -160,7 +160,7 @@ def of_step(response: str, grid: Grid, **changes: int) -> Proposal | None:
     return found
 
 
-WHOLE = Grid(dp=16, tp=4)
+WHOLE = Grid(dp=8, pp=2, tp=4)
 
 
 def test_a_long_tail_is_gathered_while_whole_models_score() -> None:
