@@ -76,7 +76,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         _write(arguments.out, plan_text(plans[0]))
     if arguments.plot is not None:
-        page = plan_page(f"{title}, freshness {plans[0].freshness}", simulated[0], lines, ranking.sizes)
+        page = plan_page(f"{title}, freshness {plans[0].freshness}", simulated[0], lines)
         _write(arguments.plot, page)
     return DONE
 

@@ -157,30 +157,30 @@ def _ways(
 
 def _because(best: Ranked, plain: Ranked, is_bound: bool) -> str:
     """Return why the best fused plan gains too little over the best plan without fusion."""
-    pair = best.plan.fused
-    updates = {
-        timing.stage: [one.evaluation.seconds[timing.stage] for one in (best, plain)]
-        for timing in best.evaluation.timings
-        if timing.name.split(".")[0] in pair and timing.name.endswith(".update")
-    }
-    fused_s, apart_s = (sum(both[place] for both in updates.values()) for place in (0, 1))
-    units = [plain.plan.units[name] for name in pair]
-    at_least = "at least " * is_bound
     if best.value <= plain.value:
         most = "at most " * is_bound
         return f"it gains {most}{plain.value / best.value - 1:.1%}, less than {PAYS:.0%}"
+    units = [plain.plan.units[name] for name in best.plan.fused]
     if units[0].pool != units[1].pool:
         sizes = " and ".join(str(plain.plan.pool(unit.pool).devices) for unit in units)
-        return f"{' and '.join(pair)} update side by side there, on {sizes} devices"
-    if fused_s < apart_s:
-        slow = max(
-            (timing for timing in best.evaluation.timings if timing.stage not in updates),
-            key=lambda timing: timing.seconds - plain.evaluation.seconds[timing.stage],
+        return f"{' and '.join(best.plan.fused)} update side by side there, on {sizes} devices"
+    updates = {f"{name}.update" for name in best.plan.fused}
+    less = plain.evaluation.seconds
+    fused_s, apart_s = (
+        sum(
+            one.evaluation.seconds[timing.stage]
+            for timing in best.evaluation.timings
+            if timing.name in updates
         )
-        less = plain.evaluation.seconds[slow.stage]
+        for one in (best, plain)
+    )
+    if fused_s < apart_s:
+        others = [timing for timing in best.evaluation.timings if timing.name not in updates]
+        slow = max(others, key=lambda timing: timing.seconds - less[timing.stage])
         return (
             f"fused updates take {seconds(fused_s)} instead of {seconds(apart_s)}, but on their grids "
-            f"{slow.name} takes {seconds(slow.seconds)} instead of {seconds(less)}"
+            f"{slow.name} takes {seconds(slow.seconds)} instead of {seconds(less[slow.stage])}"
         )
     shape = "without pipelines" if max(unit.grid.pp for unit in units) == 1 else "one after the other"
-    return f"the updates take {seconds(apart_s)} {shape}, fused {at_least}{seconds(fused_s)}"
+    least = "at least " * is_bound
+    return f"the updates take {seconds(apart_s)} {shape}, fused {least}{seconds(fused_s)}"

@@ -4,8 +4,7 @@ Statement, Ranking, sizes, simulated steps ─> Decision ─┬─ decision_line
                                                         └─ decision_data ──> JSON
 Simulation, Calibration ─ in the same way
 
-Simulation ─ simulated_bars ─ timeline ─┐
-sizes of a cluster ─ chart ─────────────┼─ plan_page ─> one page in the style of a run's report
+Simulation ─ simulated_bars ─ timeline ─┬─ plan_page ─> one page in the style of a run's report
 lines of text ──────────────────────────┘
 
 Every time is shown with its range: 80% of the steps predicted in the same way took a time within it.
@@ -21,21 +20,11 @@ from typing import TYPE_CHECKING, Any
 from rillflow.config.toml_text import inline_text
 from rillflow.placement.plan import GATHERED, Plan
 from rillflow.runs.formatting import columns, number, seconds, size
-from rillflow.runs.report.chart import Chart, Point, Series, draw
 from rillflow.runs.report.html import Html, el, page, section
 from rillflow.runs.report.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
 from rillflow_planner.hardware import Gain
 from rillflow_planner.problem import Statement
-from rillflow_planner.ranking import (
-    HOUR_S,
-    LITTLE,
-    ClusterSize,
-    Fusion,
-    Goal,
-    Ranked,
-    Ranking,
-    SearchObjective,
-)
+from rillflow_planner.ranking import HOUR_S, LITTLE, Goal, Ranked, Ranking, SearchObjective
 from rillflow_planner.search import Variation
 
 if TYPE_CHECKING:
@@ -45,8 +34,6 @@ if TYPE_CHECKING:
 
 TOLD = 0.1
 """Relative difference between simulated and computed step that is reported if no error was measured."""
-AXES = "rows per second by devices"
-"""Title of the throughput chart."""
 BESIDE = "no devices"
 """Lane of the stages that use no devices: functions and formulas."""
 Rows = list[tuple[str, ...]]
@@ -132,6 +119,7 @@ def decision_lines(found: Decision) -> list[str]:
 
 def decision_data(found: Decision) -> dict[str, Any]:
     """Return the decision as JSON data, in seconds, bytes and devices."""
+    fusion = found.ranking.fusion
     return {
         "objective": found.objective.goal,
         "placements": found.ranking.placements,
@@ -141,7 +129,12 @@ def decision_data(found: Decision) -> dict[str, Any]:
             for one, simulated in zip_longest(found.ranking.best, found.simulated)
         ],
         "question": found.statement.title,
-        "fusion": _fusion_data(found.ranking.fusion),
+        "fusion": fusion
+        and {
+            "best": fusion.best and {**asdict(fusion.best.plan), "step_s": fusion.best.evaluation.step_s},
+            "plain_step_s": fusion.plain.evaluation.step_s,
+            **{key: vars(fusion)[key] for key in ("is_bound", "why")},
+        },
         "gathering": found.gathering and asdict(found.gathering),
         "step_s": found.step_s,
         "corrected_s": found.statement.corrected_s(found.step_s),
@@ -215,29 +208,21 @@ def calibration_data(found: Calibration) -> dict[str, Any]:
     return {**asdict(found), "stages": [{**asdict(one), "error": one.error} for one in found.stages]}
 
 
-def plan_page(title: str, found: Simulation, lines: Sequence[str], sizes: Sequence[ClusterSize] = ()) -> str:
+def plan_page(title: str, found: Simulation, lines: Sequence[str]) -> str:
     """Return the HTML page.
 
     Args:
         title: heading of the page.
         found: simulation whose first steps are drawn.
         lines: the text of the command line about it.
-        sizes: the best plan for other cluster sizes; may be empty.
     """
     timeline = draw_timeline(simulated_bars(found))
-    header = el("header", el("h3", AXES), el("output", "", data_last=""))
-    card = el(
-        "section", header, draw(Chart(series=_growth(sizes), has_marks=True, x_name="devices")), class_="card"
-    )
+    where = "Made by Rillflow; plugins/planner/docs/planner.md explains how each number is predicted."
     body: list[Html] = [
         el("h1", title),
         *section("In numbers", [el("pre", "\n".join(lines))]),
         *section("Timeline", [el("section", timeline, class_="card wide")] if timeline else []),
-        *section("Throughput", [card] if sizes else []),
-        el(
-            "footer",
-            "Made by Rillflow; plugins/planner/docs/planner.md explains how each number is predicted.",
-        ),
+        el("footer", where),
     ]
     return page(title, body)
 
@@ -259,13 +244,6 @@ def simulated_bars(found: Simulation) -> Sequence[Bar]:
         if span.start_s < until and span.lane <= MOST_LANES
     ]
     return sorted(bars, key=lambda bar: (bar.pool == BESIDE, bar.pool, bar.lane, bar.start_s))
-
-
-def _growth(sizes: Sequence[ClusterSize]) -> list[Series]:
-    """Return rows per second by devices, and the linear scaling of the smallest size."""
-    points = [Point(x=one.devices, y=one.rows_per_s) for one in sizes if one.best is not None]
-    ideal = [Point(x=one.x, y=points[0].y * one.x / points[0].x) for one in points]
-    return [Series(label="best plan", points=points), Series(label="ideal", points=ideal)]
 
 
 def said_lines(statement: Statement) -> list[str]:
@@ -487,15 +465,6 @@ def _placement(plan: Plan) -> list[str]:
     rows = [f"{key} = {inline_text(vars(plan)[key])}" for key in GATHERED if plan.gather_rows]
     placed = (f"{key} = {inline_text(value)}" for key, value in plan.placement.items())
     return [*ahead, *(["", "[rollout]", *rows] if rows else []), "", "[placement]", *placed]
-
-
-def _fusion_data(fusion: Fusion | None) -> dict[str, Any] | None:
-    """Return the best fused plan beside the best plan without fusion as JSON data."""
-    if fusion is None:
-        return None
-    best = fusion.best and {**asdict(fusion.best.plan), "step_s": fusion.best.evaluation.step_s}
-    told = {key: vars(fusion)[key] for key in ("is_bound", "why")}
-    return {"best": best, "plain_step_s": fusion.plain.evaluation.step_s, "gain": fusion.gain, **told}
 
 
 def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -> dict[str, Any]:

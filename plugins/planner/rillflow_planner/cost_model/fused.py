@@ -55,34 +55,25 @@ def parts_of(setting: Setting, grids: Sequence[Grid], name: str) -> list[UpdateP
     forward_s = workload.gradient_share * work / load.micro_batches / passes
     send_s = compute.pipeline_s(setting, load, laid, passes) / load.micro_batches / 2
     beside = memory.training_bytes(setting, laid, 0)
-    columns = (
-        load.micro_batches,
-        forward_s,
-        send_s,
-        memory.training_bytes(setting, laid, 1) - beside,
-        compute.beside_s(setting, load, laid) + workload.gradient_share * (1 - hidden) * gathers_s,
-        beside,
-        compute.train_s(setting, laid),
-    )
-    return [
-        UpdatePart(
-            pipeline=even(
-                name,
-                stages=grid.pp,
-                micro_batches=int(count),
-                forward_s=forward,
-                backward_s=(passes - 1) * forward,
-                activation_bytes=kept,
-                send_s=sent,
-            ),
-            beside_s=rest_s,
-            beside_bytes=rest,
-            alone_s=alone_s,
-        )
-        for grid, count, forward, sent, kept, rest_s, rest, alone_s in zip(
-            grids, *(column.tolist() for column in columns), strict=True
-        )
-    ]
+    numbers = {
+        "count": load.micro_batches,
+        "forward_s": forward_s,
+        "send_s": send_s,
+        "activation_bytes": memory.training_bytes(setting, laid, 1) - beside,
+        "beside_s": compute.beside_s(setting, load, laid)
+        + workload.gradient_share * (1 - hidden) * gathers_s,
+        "beside_bytes": beside,
+        "alone_s": compute.train_s(setting, laid),
+    }
+    found = []
+    for place, grid in enumerate(grids):
+        one = {key: float(column[place]) for key, column in numbers.items()}
+        passed = {key: one[key] for key in ("forward_s", "send_s", "activation_bytes")}
+        passed |= {"backward_s": (passes - 1) * one["forward_s"]}
+        made = even(name, stages=grid.pp, micro_batches=int(one["count"]), **passed)
+        beside_them = {key: one[key] for key in ("beside_s", "beside_bytes", "alone_s")}
+        found.append(UpdatePart(pipeline=made, **beside_them))
+    return found
 
 
 def fused_problem(ascending: UpdatePart, descending: UpdatePart, *, room_bytes: float) -> FusedProblem:
