@@ -269,8 +269,9 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, str]]:
     if (plan.freshness or plan.streams or plan.publish_every) and SAMPLER not in plan.units:
         why = "without separate devices for generation, it alternates with training and is always on-policy"
         yield f"freshness is {plan.freshness} and no unit is called {SAMPLER}", why
-    if plan.gather_replicas and not plan.gather_rows:
-        yield f"gather_replicas is {plan.gather_replicas}", "without gather_rows, no rows are gathered"
+    if (plan.gather_replicas or plan.gather_by != Plan.gather_by) and not plan.gather_rows:
+        what = f"gather_replicas is {plan.gather_replicas} and gather_by {plan.gather_by!r}"
+        yield what, "without gather_rows, no rows are gathered"
     if plan.fused:
         yield from _unaligned(plan)
 
@@ -293,19 +294,16 @@ def _unaligned(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def unaligned(one: Grid, two: Grid) -> Iterator[str]:
     """Yield why pipelines on two grids of the same devices cannot run as one fused stage."""
-    grids, longest = f"{one}; {two}", max(one.pp, two.pp)
-    if one.tp * one.cp != two.tp * two.cp or longest % min(one.pp, two.pp):
+    grids, sizes = f"{one}; {two}", sorted((one.pp, two.pp))
+    if one.tp * one.cp != two.tp * two.cp or sizes[1] % sizes[0]:
         yield (
             f"their pipelines cannot be aligned: {grids}; a stage of both must lie on the same devices, so "
             "tp must be equal and one pp a multiple of the other"
         )
-    if longest == 1:
-        yield f"pp is 1 for both ({grids}), so neither has a pipeline with idle time"
-    if any(grid.is_sharded and grid.pp < longest for grid in (one, two)):
-        yield (
-            f"fsdp shards the shorter pipeline ({grids}) over devices that run their passes in different "
-            "orders, so they would wait for each other's shards"
-        )
+    if sizes[0] == 1:
+        yield f"pp is 1 ({grids}), and without pipeline stages there is no idle time to fill"
+    if one.is_sharded or two.is_sharded or max(one.ep, two.ep) > 1:
+        yield f"fsdp or ep ({grids}) lets every pass wait for other replicas, which may run another pass"
 
 
 def _recipe_axes(grid: Grid) -> dict[str, int]:

@@ -137,7 +137,7 @@ def _ways(
     """Return a unit's short pipelines: the option, its update, and the seconds of its other stages."""
     best: dict[Grid, tuple[float, Option]] = {}
     for option in costs.every_option(unit, pool.fleet, pool.devices):
-        if option.grid.pp > LONGEST or option.grid.cp * option.grid.ep > 1:
+        if not 1 < option.grid.pp <= LONGEST or option.grid.is_sharded:
             continue
         spent = sum(option.seconds.values())
         room = costs.room_bytes(pool.fleet, {**others, unit.name: option})

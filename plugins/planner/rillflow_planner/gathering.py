@@ -21,6 +21,7 @@ from random import Random
 from typing import Literal
 
 from rillflow.errors import PlanError
+from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model.compute import Setting
 from rillflow_planner.cost_model.generation import Decoder, cached_bytes, running_rows
 from rillflow_planner.cost_model.transfers import Seat
@@ -200,7 +201,7 @@ class Proposal:
 def proposed(problem: Problem, placed: StepEvaluation) -> Proposal | None:
     """Return when to gather the last rows of a plan's step; None if that does not pay.
 
-    Models score while rows are generated if they are on the generating devices, and whole on few of them.
+    A model scores while rows are generated if every generating device holds it whole.
     """
     workload = problem.workload
     sampler = next((seat for seat in placed.units.values() if seat.decoder is not None), None)
@@ -212,7 +213,7 @@ def proposed(problem: Problem, placed: StepEvaluation) -> Proposal | None:
         for stage in (problem.graph.stages[index] for index in seat.unit.stages)
         if seat.pool is sampler.pool and problem.work(stage) is Work.SCORE
     ]
-    partial_s = sum(placed.seconds[index] for index, grid in beside if not grid.is_sharded and grid.dp > 1)
+    partial_s = sum(placed.seconds[index] for index, grid in beside if grid == Grid(dp=grid.devices))
     whole_s = sum(placed.seconds[index] for index, _ in beside) - partial_s
     if not partial_s:
         return None

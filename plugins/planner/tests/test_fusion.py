@@ -209,8 +209,8 @@ POOLS = {"all": {"fleet": "h100", "devices": 64}}
             {"policy": {"pool": "all", "pp": 16, "tp": 4}, "critic": {"pool": "all", "pp": 32, "tp": 2}},
             "tp must",
         ),
-        ({"policy": {"pool": "all", "dp": 64}, "critic": {"pool": "all", "fsdp": 64}}, "pp is 1 for both"),
-        ({"critic": {"pool": "all", "fsdp": 4, "pp": 4, "tp": 4}}, "wait for each other's shards"),
+        ({"policy": {"pool": "all", "dp": 64}, "critic": {"pool": "all", "fsdp": 64}}, "pp is 1"),
+        ({"critic": {"pool": "all", "fsdp": 4, "pp": 4, "tp": 4}}, "wait for other replicas"),
     ],
 )
 def test_a_plan_file_with_an_impossible_fused_stage_is_refused(changes: dict[str, Any], said: str) -> None:

@@ -128,8 +128,11 @@ def test_impossible_input_is_refused() -> None:
         replace(FOUR, score_row_s=math.nan)
 
 
-def of_step(response: str, grid: Grid, **changes: int) -> Proposal | None:
-    """What is proposed for a PPO step on one pool of 64 devices, with models on one grid."""
+WHOLE, PARTED = Grid(dp=64), Grid(dp=8, pp=2, tp=4)
+
+
+def of_step(response: str, reference: Grid, **changes: int) -> Proposal | None:
+    """What is proposed for a PPO step on one pool of 64 devices, with its reference on a grid."""
     words: dict[str, Any] = dict.fromkeys(("like", "layout", "price", "between"), "")
     words |= {"prompts": 512, "samples": 4, "minibatches": 1} | changes
     model = Path(__file__).parents[3] / "examples/planning/qwen2.5-7b/config.json"
@@ -138,14 +141,14 @@ def of_step(response: str, grid: Grid, **changes: int) -> Proposal | None:
         gpus="64xH100",
         algorithm="ppo",
         response=response,
-        prompt="256",
+        prompt="2048",
         reward_seconds=0,
         steps=0,
         **words,
     ).problem
     units = {
         name: PlannedUnit(pool="all", grid=grid, generate_tp=4 if name == "policy" else 0)
-        for name in ("policy", "reference", "critic")
+        for name, grid in (("policy", PARTED), ("reference", reference), ("critic", PARTED))
     }
     pool = PlannedPool(name="all", fleet=problem.hardware.fleets[0].name, devices=64)
     plan = Plan(name="ppo", pools=(pool,), units=units)
@@ -160,11 +163,8 @@ def of_step(response: str, grid: Grid, **changes: int) -> Proposal | None:
     return found
 
 
-WHOLE = Grid(dp=8, pp=2, tp=4)
-
-
 def test_a_long_tail_is_gathered_while_whole_models_score() -> None:
-    found = of_step("mean=1000,max=8192", WHOLE)
+    found = of_step("mean=300,max=2048", WHOLE)
     assert found is not None and found.is_assumed
     assert 0 < found.rows <= 1024 and 0 < found.replicas < 16
     assert found.seconds < found.without_s / (1 + PAYS)
@@ -172,8 +172,7 @@ def test_a_long_tail_is_gathered_while_whole_models_score() -> None:
 
 def test_nothing_is_gathered_where_it_does_not_pay() -> None:
     assert of_step("1000", WHOLE) is None, "rows of one length end together"
-    sharded = Grid(dp=16, tp=4, is_sharded=True)
-    assert of_step("mean=1000,max=8192", sharded) is None, "a sharded model scores on all devices or none"
+    assert of_step("mean=300,max=2048", PARTED) is None, "a model in parts does not score on any one device"
 
 
 def test_given_lengths_are_not_assumed_and_many_rows_are_simulated_in_parts(tmp_path: Path) -> None:
@@ -181,7 +180,7 @@ def test_given_lengths_are_not_assumed_and_many_rows_are_simulated_in_parts(tmp_
     file.write_text("\n".join(map(str, log_normal(3, 2048))))
     seen = of_step(str(file), WHOLE)
     assert seen is not None and not seen.is_assumed
-    many = of_step("mean=1000,max=8192", WHOLE, samples=16)
+    many = of_step("mean=300,max=2048", WHOLE, samples=16)
     assert many is not None and many.rows % 2 == many.replicas % 2 == 0
 
 

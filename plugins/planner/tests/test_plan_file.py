@@ -58,7 +58,7 @@ def plans(draw: st.DrawFn) -> Plan:
         fused=_fused(units, draw(st.booleans())),
         gather_rows=(rows := draw(st.integers(0, 9))),
         gather_replicas=draw(st.integers(0, 9)) if rows else 0,
-        gather_by=draw(st.sampled_from(["cache", "tokens"])),
+        gather_by=draw(st.sampled_from(["cache", "tokens"])) if rows else "cache",
         predicted_step_s=draw(SECONDS),
         predicted_stages_s=draw(st.dictionaries(NAMES, SECONDS, max_size=3)),
     )
@@ -67,7 +67,7 @@ def plans(draw: st.DrawFn) -> Plan:
 def _fused(units: dict[str, PlannedUnit], is_wanted: bool) -> tuple[str, ...]:
     """Return a pair of fused roles; a second role is added beside the first unit with a pipeline."""
     for name, unit in units.items():
-        if is_wanted and name != "sampler" and unit.grid.pp > 1:
+        if is_wanted and name != "sampler" and unit.grid.pp > 1 and not unit.grid.is_sharded:
             units[f"{name}, critic"] = unit
             return f"{name}, critic", name
     return ()

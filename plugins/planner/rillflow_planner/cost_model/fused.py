@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from rillflow.placement.fused.problem import FusedProblem, Pipeline, even, lower_bound
 from rillflow.placement.fused.solve import quick_schedule
 from rillflow.placement.grid import Grid
@@ -31,7 +29,7 @@ class UpdatePart:
     pipeline: Pipeline
     """Passes of an optimiser step on one replica."""
     beside_s: float
-    """Seconds of an optimiser step outside the pipeline: all-reduce, Adam, exposed gathers."""
+    """Seconds of an optimiser step outside the pipeline: all-reduce, Adam."""
     beside_bytes: float
     """Bytes beside the activations of its micro-batches: logits, a recomputed layer."""
     alone_s: float
@@ -49,9 +47,7 @@ def parts_of(setting: Setting, grids: Sequence[Grid], name: str) -> list[UpdateP
         compute.training_load(setting, laid),
         RECOMPUTED if setting.problem.recomputes else TRAINING,
     )
-    gathers_s, hidden = compute.gathers_s(setting, load, laid, passes), setting.factors.hidden
     work = compute.work_s(setting, load, laid, passes, setting.factors.train_flops)
-    work = np.maximum(work, hidden * gathers_s)
     forward_s = workload.gradient_share * work / load.micro_batches / passes
     send_s = compute.pipeline_s(setting, load, laid, passes) / load.micro_batches / 2
     beside = memory.training_bytes(setting, laid, 0)
@@ -60,8 +56,7 @@ def parts_of(setting: Setting, grids: Sequence[Grid], name: str) -> list[UpdateP
         "forward_s": forward_s,
         "send_s": send_s,
         "activation_bytes": memory.training_bytes(setting, laid, 1) - beside,
-        "beside_s": compute.beside_s(setting, load, laid)
-        + workload.gradient_share * (1 - hidden) * gathers_s,
+        "beside_s": compute.beside_s(setting, load, laid),
         "beside_bytes": beside,
         "alone_s": compute.train_s(setting, laid),
     }
