@@ -43,6 +43,8 @@ Words = dict[str, dict[str, Any]]
 
 def plan(arguments: argparse.Namespace) -> int:
     """``rillflow plan``: find the best placements of a recipe on a cluster, and rank the others."""
+    from dataclasses import replace
+
     from rillflow.placement.plan import plan_text
     from rillflow_planner.cost_model.costs import CostModel
     from rillflow_planner.gathering import proposed
@@ -58,6 +60,8 @@ def plan(arguments: argparse.Namespace) -> int:
         shown = [shown_s(statement, *pair) for pair in zip(ranking.best, simulated, strict=False)]
         ranking, order = order_as_shown(ranking, shown)
         simulated = [simulated[place] for place in order]
+        if ranking.fusion and not ranking.fusion.why and not ranking.best[0].plan.fused:
+            ranking = replace(ranking, fusion=replace(ranking.fusion, why="its simulated step is longer"))
     gathering = proposed(problem, ranking.best[0].evaluation) if not statement.stack else None
     ranking = _with_gathering(ranking, gathering)
     plans = [one.plan for one in ranking.best]
@@ -134,8 +138,13 @@ def _ranked(
             said = (f"{told}; {change}",) if statement.may_recompute else ()
             stated = replace(statement, problem=problem, assumptions=(*statement.assumptions, *said))
             found.append((stated, ranking))
-    stated, ranking = min(found, key=lambda one: one[1].best[0].value)
-    return stated, with_fusion(stated.problem, ranking, objective)
+    place = min(range(len(found)), key=lambda one: found[one][1].best[0].value)
+    plain = found[place][1].best[0]
+    fused = [(stated, with_fusion(stated.problem, one, objective, plain)) for stated, one in found]
+    best = min(fused, key=lambda one: one[1].fusion.value if one[1].fusion else math.inf)
+    if best[1].fusion is None or not best[1].fusion.why:
+        return best if best[1].fusion else found[place]
+    return found[place][0], replace(found[place][1], fusion=best[1].fusion)
 
 
 def _stated(arguments: argparse.Namespace) -> Statement:

@@ -31,15 +31,18 @@ BASES, BOUNDED, SCHEDULED = 2, 3, 3
 """Plans that a pair is fused in; fused plans of each with an evaluated bound; fused plans with a schedule."""
 
 
-def with_fusion(problem: Problem, ranking: Ranking, objective: SearchObjective) -> Ranking:
+def with_fusion(
+    problem: Problem, ranking: Ranking, objective: SearchObjective, plain: Ranked | None = None
+) -> Ranking:
     """Return the ranking with the best fused plan beside its best plan; in front of it, if that pays.
 
     Args:
         problem: the step.
         ranking: the best plans without fusion.
         objective: the minimised quantity.
+        plain: the best plan without fusion, if it is not in the ranking.
     """
-    plain = ranking.best[0]
+    plain = plain or ranking.best[0]
     if not problem.of_plan(plain.plan).fusable:
         return ranking
 

@@ -109,7 +109,7 @@ def decision_lines(found: Decision) -> list[str]:
         "",
         *columns(_pool_rows(best.plan, found.simulated[0])),
         "",
-        "throughput by cluster size",
+        f"throughput by cluster size{', without fusion' * bool(best.plan.fused)}",
         *columns(_size_rows(found)),
         "",
         *(f"assumed: {sentence}" for sentence in statement.assumptions),
@@ -253,10 +253,11 @@ def said_lines(statement: Statement) -> list[str]:
 
 
 def pools_text(plan: Plan) -> str:
-    """Return the units of each pool. Example: ``policy reference | critic``."""
-    return " | ".join(
+    """Return the units of each pool, and fused updates. Example: ``policy reference | critic``."""
+    pools = (
         " ".join(name for name, unit in plan.units.items() if unit.pool == pool.name) for pool in plan.pools
     )
+    return " | ".join(pools) + (f", {' and '.join(plan.fused)} fused" if plan.fused else "")
 
 
 def ranged(statement: Statement, spent: float, *, is_stage: bool = False) -> str:
@@ -286,7 +287,7 @@ def _head(found: Decision) -> Iterator[str]:
     larger = next((one for one in found.ranking.sizes if one.devices > hardware.devices), None)
     if larger is not None and larger.best is not None and larger.gain is not None:
         more = ranged(statement, larger.best.evaluation.step_s)
-        how = how and ", both computed without simulation"
+        how = ", both without fusion" if best.plan.fused else how and ", both computed without simulation"
         yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows per second{how}"
         yield from _gain_error(found, "twice the devices", "doubled")
     yield from _ahead(found)

@@ -160,9 +160,14 @@ class Fusion:
     """Why fusion does not pay; empty if it pays."""
 
     @property
+    def value(self) -> float:
+        """Value of the best fused plan, or its bound."""
+        return self.best.value if self.best else math.inf
+
+    @property
     def gain(self) -> float:
         """Value without fusion over the value with it, minus 1; at most that, for a bound."""
-        return self.plain.value / self.best.value - 1 if self.best else -1.0
+        return self.plain.value / self.value - 1
 
 
 @dataclass(frozen=True, kw_only=True)
