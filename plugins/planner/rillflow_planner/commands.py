@@ -25,7 +25,7 @@ from rillflow.cli.main import recipe_arguments
 if TYPE_CHECKING:
     from rillflow.app.recipe import LoadedRecipe
     from rillflow.placement.plan import Plan
-    from rillflow_planner.gathering import Proposal
+    from rillflow_planner.gathering import GatherProposal
     from rillflow_planner.problem import Problem, Statement
     from rillflow_planner.ranking import Ranking, SearchObjective
     from rillflow_planner.simulator.result import Simulation
@@ -85,7 +85,7 @@ def plan(arguments: argparse.Namespace) -> int:
     return DONE
 
 
-def _with_gathering(ranking: Ranking, gathering: Proposal | None) -> Ranking:
+def _with_gathering(ranking: Ranking, gathering: GatherProposal | None) -> Ranking:
     """Return the ranking whose best plan gathers rows as proposed, if lengths of answers were seen."""
     from dataclasses import replace
 

@@ -181,7 +181,7 @@ def best_gathering(tail: Tail, *, step: float = 0.05, most: float = 0.5) -> Gath
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposal:
+class GatherProposal:
     """When to gather the last rows of a planned step."""
 
     rows: int
@@ -198,7 +198,7 @@ class Proposal:
     """Whether the lengths of answers are assumed."""
 
 
-def proposed(problem: Problem, placed: StepEvaluation) -> Proposal | None:
+def proposed(problem: Problem, placed: StepEvaluation) -> GatherProposal | None:
     """Return when to gather the last rows of a plan's step; None if that does not pay.
 
     A model scores while rows are generated if every generating device holds it whole.
@@ -221,7 +221,7 @@ def proposed(problem: Problem, placed: StepEvaluation) -> Proposal | None:
     best, without_s = best_gathering(tail), gathered(tail, 0, 0).total_s + whole_s
     if not best.rows or without_s < (1 + PAYS) * (best.total_s + whole_s):
         return None
-    return Proposal(
+    return GatherProposal(
         rows=best.rows * times,
         replicas=best.replicas * times,
         by="tokens" if tail.rereads else "cache",

@@ -29,7 +29,7 @@ from rillflow_planner.search import Variation
 
 if TYPE_CHECKING:
     from rillflow_planner.calibration import Calibration
-    from rillflow_planner.gathering import Proposal
+    from rillflow_planner.gathering import GatherProposal
     from rillflow_planner.simulator.result import PoolTime, Simulation
 
 TOLD = 0.1
@@ -49,7 +49,7 @@ class Decision:
     """The minimised quantity."""
     ranking: Ranking
     """The best plans."""
-    gathering: Proposal | None
+    gathering: GatherProposal | None
     """When the best plan's last rows should be gathered; None if that does not pay."""
     simulated: Sequence[Simulation]
     """Simulated steps of the best plans."""

@@ -17,7 +17,7 @@ from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.evaluate import evaluate
-from rillflow_planner.gathering import Proposal, Tail, _busy_until, best_gathering, gathered, proposed
+from rillflow_planner.gathering import GatherProposal, Tail, _busy_until, best_gathering, gathered, proposed
 from rillflow_planner.problem import Work
 from rillflow_planner.ranking import PAYS
 from rillflow_planner.request import state_request
@@ -131,7 +131,7 @@ def test_impossible_input_is_refused() -> None:
 WHOLE, PARTED = Grid(dp=64), Grid(dp=8, pp=2, tp=4)
 
 
-def of_step(response: str, reference: Grid, **changes: int) -> Proposal | None:
+def of_step(response: str, reference: Grid, **changes: int) -> GatherProposal | None:
     """What is proposed for a PPO step on one pool of 64 devices, with its reference on a grid."""
     words: dict[str, Any] = dict.fromkeys(("like", "layout", "price", "between"), "")
     words |= {"prompts": 512, "samples": 4, "minibatches": 1} | changes
