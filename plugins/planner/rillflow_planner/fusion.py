@@ -109,19 +109,18 @@ def _candidates(
 ) -> Iterator[tuple[float, Plan]]:
     """Yield plans with aligned pipelines for a pair, and the least seconds of the pair's stages."""
     pool = base.pool(base.units[pair[0].name].pool)
-    others = {}
-    for unit in problem.units:
-        if base.units[unit.name].pool == pool.name and unit not in pair:
-            choices = costs.options(unit, pool.fleet, pool.devices)
-            others[unit.name] = min(choices, key=lambda one: sum(one.seconds.values()))
+    beside = [unit for unit in problem.units if base.units[unit.name].pool == pool.name and unit not in pair]
+    choices = {unit.name: costs.options(unit, pool.fleet, pool.devices) for unit in beside}
+    if not all(choices.values()):
+        return
+    others = {name: min(ways, key=lambda one: sum(one.seconds.values())) for name, ways in choices.items()}
     ways = [_ways(problem, costs, pool, others, unit) for unit in pair]
     for (one, part, spent), (two, its, more) in product(*ways):
         if any(unaligned(one.grid, two.grid)):
             continue
         options = {**others, pair[0].name: one, pair[1].name: two}
         try:
-            room = costs.activations_room_bytes(pool.fleet, options)
-            fused = fused_problem(part, its, room_bytes=room)
+            fused = fused_problem(part, its, room_bytes=costs.activations_room_bytes(pool.fleet, options))
         except PlanError:
             continue
         steps = problem.workload.epochs * problem.workload.minibatches
@@ -148,14 +147,10 @@ def _ways(
             decoder = costs.decoder(unit, option, pool.fleet, pool.devices, max(room, 0.0))
             stage = problem.graph.stages[index]
             spent += costs.generate_s(stage, decoder) if decoder else math.inf
-        best[option.grid] = min(
-            (spent, option), best.get(option.grid, (math.inf, option)), key=lambda one: one[0]
-        )
-    kept = [(spent, option) for spent, option in best.values() if spent < math.inf]
-    if not kept:
-        return []
-    parts = costs.parts(unit, pool.fleet, [option.grid for _, option in kept])
-    return [(option, part, spent - part.alone_s) for (spent, option), part in zip(kept, parts, strict=True)]
+        if spent < best.get(option.grid, (math.inf, option))[0]:
+            best[option.grid] = spent, option
+    parts = costs.parts(unit, pool.fleet, [*best]) if best else []
+    return [(one, part, s - part.alone_s) for (s, one), part in zip(best.values(), parts, strict=True)]
 
 
 def _because(best: Ranked, plain: Ranked, is_bound: bool) -> str:
