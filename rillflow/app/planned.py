@@ -1,6 +1,7 @@
 """Planned: apply a plan to a recipe's placement, or refuse a plan that cannot run.
 
-Plan ─┬─ settings_of ─> placement.pools, roles, grids, freshness, oversampling, as --set writes them
+Plan ─┬─ settings_of ─> placement.pools, roles, grids, fused, freshness, oversampling, gathering, as --set
+      │                 writes them
       ├─ require_for ─> refuses a plan of another recipe, or a plan that no run supports yet
       └─ keep_plan ───> writes it to the run directory; returns whether the run is placed by it
 """
@@ -15,15 +16,16 @@ from rillflow.config.load import parse_override
 from rillflow.config.toml_text import inline_text
 from rillflow.errors import ConfigError, PlanError, nearest
 from rillflow.placement.grid import Grid
-from rillflow.placement.plan import SAMPLER, Plan, open_plan, plan_text
+from rillflow.placement.plan import GATHERED, SAMPLER, Plan, open_plan, plan_text
 from rillflow.runs import layout
 from rillflow.runs.evidence import Evidence
 from rillflow.workers.config import MeshSizes, PlacementConfig
 
 _AHEAD = ("freshness", "oversample_prompts", "oversample_samples")
 PLANNED = (
-    *map("placement.{}".format, ("pools", "roles", "train_parallel", "rollout_parallel")),
+    *map("placement.{}".format, ("pools", "roles", "train_parallel", "rollout_parallel", "fused")),
     *map("algorithm.{}".format, _AHEAD),
+    *map("rollout.{}".format, GATHERED),
 )
 """Settings that a plan fixes."""
 PROCESSOR = "cpu"
@@ -48,7 +50,9 @@ def settings_of(plan: Plan, overrides: Sequence[str]) -> list[str]:
                 why=f"the plan sets {', '.join(PLANNED)}",
                 fix="change the plan's file, or remove one of the two options",
             )
-    said = [f"algorithm.{key}={vars(plan)[key]}" for key in _AHEAD if vars(plan)[key] != vars(Plan)[key]]
+    sections = [("algorithm", key) for key in _AHEAD] + [("rollout", key) for key in GATHERED]
+    changed = [(section, key) for section, key in sections if vars(plan)[key] != vars(Plan)[key]]
+    said = [f"{section}.{key}={inline_text(vars(plan)[key])}" for section, key in changed]
     return [*said, *(f"placement.{key}={inline_text(value)}" for key, value in plan.placement.items())]
 
 

@@ -33,10 +33,32 @@ def toml_text(tables: Data, comment: str = "") -> str:
     return "\n".join([*head, *_lines(tables, ())]).strip("\n") + "\n"
 
 
-def inline_text(table: Data) -> str:
-    """Return a table in one line. Example: ``inline_text({"main": {"tp": 2}}) == "{main = {tp = 2}}"``."""
-    entries = (f"{_key(name)} = {_value(value, name)}" for name, value in table.items() if value is not None)
-    return f"{{{', '.join(entries)}}}"
+def inline_text(value: object, place: str = "the value") -> str:
+    """Return a value in one line. Example: ``inline_text({"main": {"tp": 2}}) == "{main = {tp = 2}}"``.
+
+    Args:
+        value: text, boolean, number, list or table; entries of a table that are None are left out.
+        place: name of the value in errors.
+
+    Raises:
+        ConfigError: TOML has no form for it, or a number is not finite.
+    """
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return repr(value)
+    if isinstance(value, Mapping):
+        kept = {name: entry for name, entry in value.items() if entry is not None}
+        return (
+            f"{{{', '.join(f'{_key(name)} = {inline_text(entry, name)}' for name, entry in kept.items())}}}"
+        )
+    if isinstance(value, Sequence):
+        return f"[{', '.join(inline_text(entry, place) for entry in value)}]"
+    raise ConfigError(
+        f"{place} is {value!r}", why="Rillflow writes strings, booleans, finite numbers, lists and tables"
+    )
 
 
 def _lines(table: Data, path: tuple[str, ...]) -> Iterator[str]:
@@ -48,7 +70,7 @@ def _lines(table: Data, path: tuple[str, ...]) -> Iterator[str]:
         yield f"[{'.'.join(map(_key, path))}]"
     for name, value in values.items():
         if value is not None:
-            yield f"{_key(name)} = {_value(value, '.'.join((*path, name)))}"
+            yield f"{_key(name)} = {inline_text(value, '.'.join((*path, name)))}"
     for name, value in inner.items():
         yield from _lines(value, (*path, name))
 
@@ -60,19 +82,3 @@ def _key(name: str) -> str:
 def _text(value: str) -> str:
     # A JSON string is a TOML string, except for DEL, which TOML requires to be escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _value(value: object, place: str) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
-        return repr(value)
-    if isinstance(value, Mapping):
-        return inline_text(value)
-    if isinstance(value, Sequence):
-        return f"[{', '.join(_value(entry, place) for entry in value)}]"
-    raise ConfigError(
-        f"{place} is {value!r}", why="Rillflow writes strings, booleans, finite numbers, lists and tables"
-    )

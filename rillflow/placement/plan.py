@@ -8,16 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rillflow.config.toml_text import toml_text
 from rillflow.errors import PlanError, nearest
 from rillflow.placement.grid import Grid
-from rillflow.placement.tables import TABLE, TEXT, Count, Reader, named, number, read, values, whole
+from rillflow.placement.tables import TABLE, TEXT, Count, Reader, kind_of, named, number, read, values, whole
 
 COMMENT = "Placement of the models and predicted seconds; rillflow run RECIPE --plan FILE launches it."
 SAMPLER = "sampler"
 """Name of the unit that generates on devices other than the policy's training devices."""
+GATHERED = ("gather_rows", "gather_replicas", "gather_by")
+"""Keys of a plan that are settings of ``[rollout]``: when the last rows of a step are gathered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,10 @@ def _unit(data: object, where: str) -> PlannedUnit:
     return PlannedUnit(pool=pool, grid=grid, generate_tp=generate_tp)
 
 
+def _pair(data: object, where: str) -> tuple[str, ...]:
+    return tuple(TEXT(one, where) for one in kind_of(list, "it must be a list of two roles")(data, where))
+
+
 _UNIT: Mapping[str, Reader] = {
     "pool": TEXT,
     **dict.fromkeys(("dp", "fsdp", "pp", "tp", "cp", "ep"), whole(1)),
@@ -110,13 +116,24 @@ class Plan:
     """Prompts begun per trained prompt; the longest ones move to later rounds."""
     oversample_samples: Annotated[float, number(1.0)] = 1.0
     """Rows begun per trained row."""
+    fused: Annotated[tuple[str, ...], _pair] = ()
+    """Two roles of one pool whose updates run as one fused stage; empty for none.
+
+    The pipeline of the first ascends over the devices, that of the second descends.
+    """
+    gather_rows: int = 0
+    """Unfinished rows of a step at which they are gathered on fewer replicas; 0 for never."""
+    gather_replicas: int = 0
+    """Replicas that then run them; 0 for the fewest that hold them."""
+    gather_by: Literal["cache", "tokens"] = "cache"
+    """Whether a gathered row's KV cache is sent, or computed again from its tokens."""
     predicted_step_s: float = 0.0
     """Predicted seconds of a step."""
     predicted_stages_s: Mapping[str, float] = field(default_factory=dict)
     """Predicted seconds of the stages of a step by name; empty without a prediction."""
 
     @property
-    def placement(self) -> Mapping[str, Mapping[str, Any]]:
+    def placement(self) -> Mapping[str, Any]:
         """Recipe section with the same placement.
 
         If all models of a pool share one grid, the pool's name holds the grid; otherwise every model has its
@@ -138,6 +155,7 @@ class Plan:
             "roles": {name: names[unit.pool] for name, unit in self.units.items()},
             "train_parallel": train,
             "rollout_parallel": {"tp": max([1, *(unit.generate_tp for unit in self.units.values())])},
+            **({"fused": list(self.fused)} if self.fused else {}),
         }
 
     def pool(self, name: str) -> PlannedPool:
@@ -175,6 +193,7 @@ def plan_text(plan: Plan) -> str:
         "name": plan.name,
         "freshness": plan.freshness,
         **{key: vars(plan)[key] for key in _SELDOM if vars(plan)[key] != vars(Plan)[key]},
+        **({"fused": list(plan.fused)} if plan.fused else {}),
         "pools": {
             pool.name: {"fleet": pool.fleet, "devices": pool.devices, "device": pool.device or None}
             for pool in plan.pools
@@ -251,6 +270,41 @@ def _contradictions(plan: Plan) -> Iterator[tuple[str, str]]:
     if (plan.freshness or plan.streams or plan.publish_every) and SAMPLER not in plan.units:
         why = "without separate devices for generation, it alternates with training and is always on-policy"
         yield f"freshness is {plan.freshness:g} and no unit is called {SAMPLER}", why
+    if (plan.gather_replicas or plan.gather_by != Plan.gather_by) and not plan.gather_rows:
+        what = f"gather_replicas is {plan.gather_replicas} and gather_by {plan.gather_by!r}"
+        yield what, "without gather_rows, no rows are gathered"
+    if plan.fused:
+        yield from _unaligned(plan)
+
+
+def _unaligned(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield why the two updates cannot be one fused stage; each assumes that the previous do not occur."""
+    what, trained = f"fused is {list(plan.fused)}", [name for name in plan.units if name != SAMPLER]
+    if len(set(plan.fused)) != 2 or len(plan.fused) != 2:
+        yield what, "a fused stage has the updates of two different roles"
+    for name in plan.fused:
+        if name not in trained:
+            known = f"the roles with weights to train are among {', '.join(trained)}"
+            yield what, f"{known}; {nearest(name, trained)}"
+    one, two = (plan.units[name] for name in plan.fused)
+    if one.pool != two.pool:
+        why = f"{plan.fused[0]} is on pool {one.pool} and {plan.fused[1]} on {two.pool}; only updates on the "
+        yield what, f"{why}same devices can use each other's idle time"
+    yield from ((what, why) for why in unaligned(one.grid, two.grid))
+
+
+def unaligned(one: Grid, two: Grid) -> Iterator[str]:
+    """Yield why pipelines on two grids of the same devices cannot run as one fused stage."""
+    grids, sizes = f"{one}; {two}", sorted((one.pp, two.pp))
+    if one.tp * one.cp != two.tp * two.cp or sizes[1] % sizes[0]:
+        yield (
+            f"their pipelines cannot be aligned: {grids}; a stage of both must lie on the same devices, so "
+            "tp must be equal and one pp a multiple of the other"
+        )
+    if sizes[0] == 1:
+        yield f"pp is 1 ({grids}), and without pipeline stages there is no idle time to fill"
+    if one.is_sharded or two.is_sharded or max(one.ep, two.ep) > 1:
+        yield f"fsdp or ep ({grids}) lets every pass wait for other replicas, which may run another pass"
 
 
 def _recipe_axes(grid: Grid) -> dict[str, int]:
@@ -276,4 +330,4 @@ def _unfilled(where: str, unit: PlannedUnit, pool: PlannedPool) -> Iterator[tupl
         yield f"{where}.generate_tp is {unit.generate_tp} and its pool has {pool.devices} devices", why
 
 
-_SELDOM = ("streams", "publish_every", "oversample_prompts", "oversample_samples")
+_SELDOM = ("streams", "publish_every", "oversample_prompts", "oversample_samples", *GATHERED)

@@ -25,6 +25,7 @@ from rillflow.cli.main import recipe_arguments
 if TYPE_CHECKING:
     from rillflow.app.recipe import LoadedRecipe
     from rillflow.placement.plan import Plan
+    from rillflow_planner.gathering import GatherProposal
     from rillflow_planner.problem import Problem, Statement
     from rillflow_planner.ranking import Ranking, SearchObjective
     from rillflow_planner.simulator.result import Simulation
@@ -42,8 +43,11 @@ Words = dict[str, dict[str, Any]]
 
 def plan(arguments: argparse.Namespace) -> int:
     """``rillflow plan``: find the best placements of a recipe on a cluster, and rank the others."""
+    from dataclasses import replace
+
     from rillflow.placement.plan import plan_text
     from rillflow_planner.cost_model.costs import CostModel
+    from rillflow_planner.gathering import proposed
     from rillflow_planner.plan_report import Decision, decision_data, decision_lines, plan_page, shown_s
     from rillflow_planner.ranking import Goal, SearchObjective, order_as_shown
     from rillflow_planner.search import prompts_that_pay, variations
@@ -56,11 +60,16 @@ def plan(arguments: argparse.Namespace) -> int:
         shown = [shown_s(statement, *pair) for pair in zip(ranking.best, simulated, strict=False)]
         ranking, order = order_as_shown(ranking, shown)
         simulated = [simulated[place] for place in order]
+        if ranking.fusion and not ranking.fusion.why and not ranking.best[0].plan.fused:
+            ranking = replace(ranking, fusion=replace(ranking.fusion, why="its simulated step is longer"))
+    gathering = proposed(problem, ranking.best[0].evaluation) if not statement.stack else None
+    ranking = _with_gathering(ranking, gathering)
     plans = [one.plan for one in ranking.best]
     found = Decision(
         statement=statement,
         objective=objective,
         ranking=ranking,
+        gathering=gathering,
         simulated=simulated,
         variations=variations(problem, CostModel, plans[:VARIED], ranking.sizes),
         pays_with=prompts_that_pay(problem, CostModel, ranking.sizes),
@@ -71,9 +80,21 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         _write(arguments.out, plan_text(plans[0]))
     if arguments.plot is not None:
-        page = plan_page(f"{title}, freshness {plans[0].freshness}", simulated[0], lines, ranking.sizes)
+        page = plan_page(f"{title}, freshness {plans[0].freshness}", simulated[0], lines)
         _write(arguments.plot, page)
     return DONE
+
+
+def _with_gathering(ranking: Ranking, gathering: GatherProposal | None) -> Ranking:
+    """Return the ranking whose best plan gathers rows as proposed, if lengths of answers were seen."""
+    from dataclasses import replace
+
+    if gathering is None or gathering.is_assumed:
+        return ranking
+    rows, replicas, by = gathering.rows, gathering.replicas, gathering.by
+    first, *others = ranking.best
+    plan = replace(first.plan, gather_rows=rows, gather_replicas=replicas, gather_by=by)
+    return replace(ranking, best=(replace(first, plan=plan), *others))
 
 
 def _ranked(
@@ -87,6 +108,7 @@ def _ranked(
 
     from rillflow.errors import PlanError
     from rillflow_planner.cost_model.costs import CostModel
+    from rillflow_planner.fusion import with_fusion
     from rillflow_planner.search import ranked_as_placed, search
 
     found: list[tuple[Statement, Ranking]] = []
@@ -116,7 +138,13 @@ def _ranked(
             said = (f"{told}; {change}",) if statement.may_recompute else ()
             stated = replace(statement, problem=problem, assumptions=(*statement.assumptions, *said))
             found.append((stated, ranking))
-    return min(found, key=lambda one: one[1].best[0].value)
+    place = min(range(len(found)), key=lambda one: found[one][1].best[0].value)
+    plain = found[place][1].best[0]
+    fused = [(stated, with_fusion(stated.problem, one, objective, plain)) for stated, one in found]
+    best = min(fused, key=lambda one: one[1].fusion.value if one[1].fusion else math.inf)
+    if best[1].fusion is None or not best[1].fusion.why:
+        return best if best[1].fusion else found[place]
+    return found[place][0], replace(found[place][1], fusion=best[1].fusion)
 
 
 def _stated(arguments: argparse.Namespace) -> Statement:

@@ -204,6 +204,9 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
         for unit in units:
             grid, generate_tp = plan.units[unit.name].grid, plan.units[unit.name].generate_tp
             options[unit.name] = costs.option(unit, pool.fleet, pool.devices, grid, generate_tp)
+        if plan.fused and plan.units[plan.fused[0]].pool == pool.name:
+            pair = [unit for name in plan.fused for unit in units if unit.name == name]
+            options = dict(costs.fused(pool.fleet, options, pair))
         room = costs.room_bytes(pool.fleet, options)
         if room < 0:
             fleet = problem.hardware.fleet(pool.fleet)
@@ -316,6 +319,10 @@ def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.freshness != problem.freshness:
         why = f"the problem's is {problem.freshness}; problem.of_plan(plan) returns the matching problem"
         yield f"the plan's freshness is {plan.freshness}", why
+    if plan.fused and not any({*plan.fused} == {one.name, two.name} for one, two in problem.fusable):
+        pairs = " or ".join(f"{one.name} and {two.name}" for one, two in problem.fusable)
+        why = "both must update once, and neither update may need the other's result"
+        yield f"fused is {list(plan.fused)}", f"{why}; {problem.graph.name} can fuse {pairs or 'nothing'}"
     fleets = {fleet.name: fleet for fleet in problem.hardware.fleets}
     for name in dict.fromkeys(pool.fleet for pool in plan.pools):
         if name not in fleets:

@@ -4,8 +4,7 @@ Statement, Ranking, sizes, simulated steps ─> Decision ─┬─ decision_line
                                                         └─ decision_data ──> JSON
 Simulation, Calibration ─ in the same way
 
-Simulation ─ simulated_bars ─ timeline ─┐
-sizes of a cluster ─ chart ─────────────┼─ plan_page ─> one page in the style of a run's report
+Simulation ─ simulated_bars ─ timeline ─┬─ plan_page ─> one page in the style of a run's report
 lines of text ──────────────────────────┘
 
 Every time is shown with its range: 80% of the steps predicted in the same way took a time within it.
@@ -19,24 +18,22 @@ from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from rillflow.config.toml_text import inline_text
-from rillflow.placement.plan import Plan
+from rillflow.placement.plan import GATHERED, Plan
 from rillflow.runs.formatting import columns, number, seconds, size
-from rillflow.runs.report.chart import Chart, Point, Series, draw
 from rillflow.runs.report.html import Html, el, page, section
 from rillflow.runs.report.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
 from rillflow_planner.hardware import Gain
 from rillflow_planner.problem import Statement
-from rillflow_planner.ranking import HOUR_S, LITTLE, ClusterSize, Goal, Ranked, Ranking, SearchObjective
+from rillflow_planner.ranking import HOUR_S, LITTLE, Goal, Ranked, Ranking, SearchObjective
 from rillflow_planner.search import Variation
 
 if TYPE_CHECKING:
     from rillflow_planner.calibration import Calibration
+    from rillflow_planner.gathering import GatherProposal
     from rillflow_planner.simulator.result import PoolTime, Simulation
 
 TOLD = 0.1
 """Relative difference between simulated and computed step that is reported if no error was measured."""
-AXES = "rows per second by devices"
-"""Title of the throughput chart."""
 BESIDE = "no devices"
 """Lane of the stages that use no devices: functions and formulas."""
 Rows = list[tuple[str, ...]]
@@ -52,6 +49,8 @@ class Decision:
     """The minimised quantity."""
     ranking: Ranking
     """The best plans."""
+    gathering: GatherProposal | None
+    """When the best plan's last rows should be gathered; None if that does not pay."""
     simulated: Sequence[Simulation]
     """Simulated steps of the best plans."""
     variations: Sequence[Variation]
@@ -110,7 +109,7 @@ def decision_lines(found: Decision) -> list[str]:
         "",
         *columns(_pool_rows(best.plan, found.simulated[0])),
         "",
-        "throughput by cluster size",
+        f"throughput by cluster size{', without fusion' * bool(best.plan.fused)}",
         *columns(_size_rows(found)),
         "",
         *(f"assumed: {sentence}" for sentence in statement.assumptions),
@@ -120,6 +119,7 @@ def decision_lines(found: Decision) -> list[str]:
 
 def decision_data(found: Decision) -> dict[str, Any]:
     """Return the decision as JSON data, in seconds, bytes and devices."""
+    fusion = found.ranking.fusion
     return {
         "objective": found.objective.goal,
         "placements": found.ranking.placements,
@@ -129,6 +129,13 @@ def decision_data(found: Decision) -> dict[str, Any]:
             for one, simulated in zip_longest(found.ranking.best, found.simulated)
         ],
         "question": found.statement.title,
+        "fusion": fusion
+        and {
+            "best": fusion.best and {**asdict(fusion.best.plan), "step_s": fusion.best.evaluation.step_s},
+            "plain_step_s": fusion.plain.evaluation.step_s,
+            **{key: vars(fusion)[key] for key in ("is_bound", "why")},
+        },
+        "gathering": found.gathering and asdict(found.gathering),
         "step_s": found.step_s,
         "corrected_s": found.statement.corrected_s(found.step_s),
         "simulated_s": found.simulated_s,
@@ -201,29 +208,21 @@ def calibration_data(found: Calibration) -> dict[str, Any]:
     return {**asdict(found), "stages": [{**asdict(one), "error": one.error} for one in found.stages]}
 
 
-def plan_page(title: str, found: Simulation, lines: Sequence[str], sizes: Sequence[ClusterSize] = ()) -> str:
+def plan_page(title: str, found: Simulation, lines: Sequence[str]) -> str:
     """Return the HTML page.
 
     Args:
         title: heading of the page.
         found: simulation whose first steps are drawn.
         lines: the text of the command line about it.
-        sizes: the best plan for other cluster sizes; may be empty.
     """
     timeline = draw_timeline(simulated_bars(found))
-    header = el("header", el("h3", AXES), el("output", "", data_last=""))
-    card = el(
-        "section", header, draw(Chart(series=_growth(sizes), has_marks=True, x_name="devices")), class_="card"
-    )
+    where = "Made by Rillflow; plugins/planner/docs/planner.md explains how each number is predicted."
     body: list[Html] = [
         el("h1", title),
         *section("In numbers", [el("pre", "\n".join(lines))]),
         *section("Timeline", [el("section", timeline, class_="card wide")] if timeline else []),
-        *section("Throughput", [card] if sizes else []),
-        el(
-            "footer",
-            "Made by Rillflow; plugins/planner/docs/planner.md explains how each number is predicted.",
-        ),
+        el("footer", where),
     ]
     return page(title, body)
 
@@ -247,13 +246,6 @@ def simulated_bars(found: Simulation) -> Sequence[Bar]:
     return sorted(bars, key=lambda bar: (bar.pool == BESIDE, bar.pool, bar.lane, bar.start_s))
 
 
-def _growth(sizes: Sequence[ClusterSize]) -> list[Series]:
-    """Return rows per second by devices, and the linear scaling of the smallest size."""
-    points = [Point(x=one.devices, y=one.rows_per_s) for one in sizes if one.best is not None]
-    ideal = [Point(x=one.x, y=points[0].y * one.x / points[0].x) for one in points]
-    return [Series(label="best plan", points=points), Series(label="ideal", points=ideal)]
-
-
 def said_lines(statement: Statement) -> list[str]:
     """Return the accuracy of predictions and the assumptions."""
     sentences = (f"assumed: {sentence}" for sentence in statement.assumptions)
@@ -261,10 +253,11 @@ def said_lines(statement: Statement) -> list[str]:
 
 
 def pools_text(plan: Plan) -> str:
-    """Return the units of each pool. Example: ``policy reference | critic``."""
-    return " | ".join(
+    """Return the units of each pool, and fused updates. Example: ``policy reference | critic``."""
+    pools = (
         " ".join(name for name, unit in plan.units.items() if unit.pool == pool.name) for pool in plan.pools
     )
+    return " | ".join(pools) + (f", {' and '.join(plan.fused)} fused" if plan.fused else "")
 
 
 def ranged(statement: Statement, spent: float, *, is_stage: bool = False) -> str:
@@ -294,10 +287,12 @@ def _head(found: Decision) -> Iterator[str]:
     larger = next((one for one in found.ranking.sizes if one.devices > hardware.devices), None)
     if larger is not None and larger.best is not None and larger.gain is not None:
         more = ranged(statement, larger.best.evaluation.step_s)
-        how = how and ", both computed without simulation"
+        how = ", both without fusion" if best.plan.fused else how and ", both computed without simulation"
         yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows per second{how}"
         yield from _gain_error(found, "twice the devices", "doubled")
     yield from _ahead(found)
+    yield from _fusion(found)
+    yield from _gathering(found)
     price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
     steps = statement.steps or 100
     spent = statement.corrected_s(steps * step_s) / HOUR_S * price
@@ -336,6 +331,36 @@ def _ahead(found: Decision) -> Iterator[str]:
         )
         yield f"in step {ranged(found.statement, bounds[0])}; generation ahead of training {ahead}"
         yield from _gain_error(found, "running ahead", "ahead")
+
+
+def _fusion(found: Decision) -> Iterator[str]:
+    """Yield the best fused plan beside the best plan without fusion."""
+    fusion, statement = found.ranking.fusion, found.statement
+    if fusion is None:
+        return
+    plain = ranged(statement, fusion.plain.evaluation.step_s)
+    if fusion.best is None:
+        yield f"fusion is not possible here: best plan {plain}, because {fusion.why}"
+        return
+    plan, least = fusion.best.plan, "at least " if fusion.is_bound else ""
+    grids = "; ".join(f"{name} {plan.units[name].grid}" for name in plan.fused)
+    best = f"{least}{ranged(statement, fusion.best.evaluation.step_s)} ({grids})"
+    if fusion.why:
+        yield f"fusion does not pay here: best fused plan {best}, best plan {plain}, because {fusion.why}"
+    else:
+        yield f"fused: {best}, best without: {plain}, gain {fusion.gain:.1%}"
+
+
+def _gathering(found: Decision) -> Iterator[str]:
+    """Yield the settings that gather the last rows of generation, and what they gain."""
+    one = found.gathering
+    if one is not None:
+        yield (
+            f"gathering the last rows: generation and scoring take {seconds(one.seconds)} instead of "
+            f"{seconds(one.without_s)} ({one.seconds / one.without_s - 1:+.0%}) with rollout.gather_rows = "
+            f'{one.rows}, rollout.gather_replicas = {one.replicas}, rollout.gather_by = "{one.by}"'
+            + ("; for assumed lengths: measure them with --lengths RUN first" if one.is_assumed else "")
+        )
 
 
 def _sensitivity(found: Decision) -> Iterator[str]:
@@ -440,8 +465,9 @@ def _placement(plan: Plan) -> list[str]:
     if parted or any(unit.grid.ep > 1 for unit in plan.units.values()):
         return ["", "a recipe cannot express this placement; --out writes it to a plan file"]
     ahead = ["", "[algorithm]", f"freshness = {plan.freshness}"] if plan.freshness else []
+    rows = [f"{key} = {inline_text(vars(plan)[key])}" for key in GATHERED if plan.gather_rows]
     placed = (f"{key} = {inline_text(value)}" for key, value in plan.placement.items())
-    return [*ahead, "", "[placement]", *placed]
+    return [*ahead, *(["", "[rollout]", *rows] if rows else []), "", "[placement]", *placed]
 
 
 def _ranked_data(statement: Statement, one: Ranked, times: Sequence[PoolTime]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import combinations
 
 from rillflow.errors import PlanError, nearest
 from rillflow.graph.graph import CONTROLLER, Graph, Stage
@@ -150,6 +151,25 @@ class Problem:
     def training(self) -> frozenset[int]:
         """Indices of the stages that change weights."""
         return self._of_kind(Work.TRAIN)
+
+    @cached_property
+    def fusable(self) -> tuple[tuple[Unit, Unit], ...]:
+        """Pairs of units that each have one update, of which neither needs the result of the other.
+
+        None if idle models leave the devices, because the state of both would have to stay.
+        """
+        updates = [
+            (unit, self.training.intersection(unit.stages)) for unit in self.units if not self.offloads
+        ]
+        needs: dict[int, set[int]] = {}
+        for edge in sorted(self.graph.edges, key=lambda edge: edge.destination):
+            needs.setdefault(edge.destination, set()).update({edge.source}, needs.get(edge.source, ()))
+        return tuple(
+            (one, two)
+            for (one, first), (two, second) in combinations(updates, 2)
+            if len(first) == len(second) == 1
+            and not any(needs.get(stage, set()) & (first | second) for stage in first | second)
+        )
 
     def _of_kind(self, kind: Work) -> frozenset[int]:
         return frozenset(stage.index for stage in self.graph.stages if self.work(stage) is kind)

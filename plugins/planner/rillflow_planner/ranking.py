@@ -22,6 +22,7 @@ import numpy as np
 from rillflow.errors import PlanError
 from rillflow.placement.plan import Plan
 from rillflow_planner.evaluate import StepEvaluation
+from rillflow_planner.problem import Problem
 
 Floats = np.ndarray
 """Float64 array with one number per compared plan."""
@@ -29,6 +30,9 @@ _KEPT_BITS = np.int64(~((1 << 20) - 1))
 HOUR_S = 3600.0
 LITTLE = 0.10
 """Smallest relative gain that makes a larger cluster worthwhile."""
+
+PAYS = 0.03
+"""Least relative gain for which the planner fuses updates or gathers rows."""
 
 
 class Goal(StrEnum):
@@ -137,7 +141,33 @@ class Ranking:
     nowhere: int
     """Number of individually searched placements that fit on no allocation."""
     sizes: tuple[ClusterSize, ...] = ()
-    """Best plan for other cluster sizes, ascending."""
+    """Best plan for other cluster sizes, ascending; without fusion."""
+    fusion: Fusion | None = None
+    """The best fused plan beside the best plan without fusion; None if a step has no two updates to fuse."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """The best plan with two updates as one fused stage, beside the best plan without."""
+
+    best: Ranked | None
+    """Best fused plan; None if no fused plan fits."""
+    plain: Ranked
+    """Best plan without fusion."""
+    is_bound: bool = False
+    """Whether the fused plan has no schedule, because its lower bound is too long already."""
+    why: str = ""
+    """Why fusion does not pay; empty if it pays."""
+
+    @property
+    def value(self) -> float:
+        """Value of the best fused plan, or its bound."""
+        return self.best.value if self.best else math.inf
+
+    @property
+    def gain(self) -> float:
+        """Value without fusion over the value with it, minus 1; at most that, for a bound."""
+        return self.plain.value / self.value - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +187,13 @@ class ClusterSize:
     def gains_little(self) -> bool:
         """Whether the gain over the previous size is less than ``LITTLE``."""
         return self.gain is not None and self.gain < LITTLE
+
+
+def valued(problem: Problem, objective: SearchObjective, evaluation: StepEvaluation, plan: Plan) -> float:
+    """Return the value of an evaluated plan."""
+    price = sum(pool.devices * problem.hardware.fleet(pool.fleet).price_per_hour for pool in plan.pools)
+    numbers = (np.array([one]) for one in (evaluation.step_s, evaluation.devices, price))
+    return float(objective.values(*numbers)[0])
 
 
 def explained(found: Ranked, winner: Ranked) -> Ranked:

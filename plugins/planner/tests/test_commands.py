@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import re
 import subprocess
 import sys
@@ -73,7 +75,7 @@ def test_a_recipe_is_planned_and_the_plan_simulated(here: Path, capsys: pytest.C
     assert plan.predicted_step_s > 0 and plan.predicted_stages_s["policy.generate"] > 0
     assert {pool.device for pool in plan.pools} == {"cpu"}
     page = (here / "plan.html").read_text()
-    assert "policy.generate, step 1" in page and "rows per second by devices" in page
+    assert "policy.generate, step 1" in page
     assert "weakness" in page and second.strip() in page
     out = said(capsys, *SIMULATE, "--steps", "3", "--plot", "steps.html")
     assert "ppo on two, freshness 0, seed 0: 3 steps simulated" in out
@@ -342,3 +344,39 @@ def test_a_plan_beside_settings_that_place_is_refused(here: Path, capsys: pytest
     said(capsys, *PLAN, "--out", "plan.toml")
     err = said(capsys, "run", "run.toml", "--plan", "plan.toml", "--set", "placement.pools.main=2", code=2)
     assert "cannot be combined with --plan" in err
+
+
+FUSING = (
+    *("plan", "--model", str(ROOT / "examples/planning/qwen2.5-7b/config.json"), "--algorithm", "ppo"),
+    *("--gpus", "64xH100", "--prompt", "1024", "--samples", "1", "--response", "mean=300,max=1024"),
+)
+
+
+def test_fusion_is_shown_beside_the_best_plan_without(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pays = said(capsys, *FUSING, "--between", "1 GB/s", "--out", "plan.toml").splitlines()
+    (line,) = [line for line in pays[:8] if line.startswith("fused: ")]
+    assert re.search(r"policy dp 2 x pp 8 x tp 4.*best without: \S+ s, gain \d+\.\d%$", line)
+    assert any("policy and critic fused" in line for line in pays)
+    assert 'fused = ["policy", "critic"]' in pays
+    assert open_plan(here / "plan.toml").fused == ("policy", "critic")
+    slower = said(capsys, *FUSING).splitlines()
+    (line,) = [line for line in slower[:8] if line.startswith("fusion does not pay here: best fused plan ")]
+    assert "best plan " in line and "because " in line
+    alone = said(capsys, *FUSING[:4], "grpo", *FUSING[5:])
+    assert "fus" not in alone
+
+
+def test_gathering_becomes_settings_only_of_lengths_that_were_given(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*FUSING, "--between", "1 GB/s"]
+    assumed = said(capsys, *words)
+    assert "rollout.gather_rows = " in assumed and "for assumed lengths" in assumed
+    assert "[rollout]" not in assumed
+    rows = [round(300 * math.exp(random.Random(row).gauss(-0.5, 1.0))) for row in range(512)]
+    (here / "lengths").write_text("\n".join(str(min(max(row, 1), 1024)) for row in rows))
+    words[words.index("mean=300,max=1024")] = "lengths"
+    seen = said(capsys, *words, "--out", "plan.toml")
+    plan = open_plan(here / "plan.toml")
+    assert f"gather_rows = {plan.gather_rows}" in seen.split("[rollout]")[1]
+    assert plan.gather_replicas > 0 and "for assumed lengths" not in seen

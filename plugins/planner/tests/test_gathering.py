@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import PlanError
-from rillflow_planner.gathering import Tail, best_gathering, gathered
+from rillflow.placement.grid import Grid
+from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.evaluate import evaluate
+from rillflow_planner.gathering import GatherProposal, Tail, _busy_until, best_gathering, gathered, proposed
+from rillflow_planner.problem import Work
+from rillflow_planner.ranking import PAYS
+from rillflow_planner.request import state_request
 
 
 def flat(_: int) -> float:
@@ -117,3 +126,71 @@ def test_impossible_input_is_refused() -> None:
         replace(FOUR, replicas=0)
     with pytest.raises(PlanError, match="nan"):
         replace(FOUR, score_row_s=math.nan)
+
+
+WHOLE, PARTED = Grid(dp=64), Grid(dp=8, pp=2, tp=4)
+
+
+def of_step(response: str, reference: Grid, **changes: int) -> GatherProposal | None:
+    """What is proposed for a PPO step on one pool of 64 devices, with its reference on a grid."""
+    words: dict[str, Any] = dict.fromkeys(("like", "layout", "price", "between"), "")
+    words |= {"prompts": 512, "samples": 4, "minibatches": 1} | changes
+    model = Path(__file__).parents[3] / "examples/planning/qwen2.5-7b/config.json"
+    problem = state_request(
+        model=model,
+        gpus="64xH100",
+        algorithm="ppo",
+        response=response,
+        prompt="2048",
+        reward_seconds=0,
+        steps=0,
+        **words,
+    ).problem
+    units = {
+        name: PlannedUnit(pool="all", grid=grid, generate_tp=4 if name == "policy" else 0)
+        for name, grid in (("policy", PARTED), ("reference", reference), ("critic", PARTED))
+    }
+    pool = PlannedPool(name="all", fleet=problem.hardware.fleets[0].name, devices=64)
+    plan = Plan(name="ppo", pools=(pool,), units=units)
+    placed = evaluate(problem, CostModel(problem), plan)
+    found = proposed(problem, placed)
+    if found is not None:
+        stages = [
+            stage for stage in problem.graph.stages if problem.work(stage) in (Work.SCORE, Work.GENERATE)
+        ]
+        planned_s = sum(placed.seconds[stage.index] for stage in stages)
+        assert found.without_s == pytest.approx(planned_s, rel=0.15), "the tail has the plan's seconds"
+    return found
+
+
+def test_a_long_tail_is_gathered_while_whole_models_score() -> None:
+    found = of_step("mean=300,max=2048", WHOLE)
+    assert found is not None and found.is_assumed
+    assert 0 < found.rows <= 1024 and 0 < found.replicas < 16
+    assert found.seconds < found.without_s / (1 + PAYS)
+
+
+def test_nothing_is_gathered_where_it_does_not_pay() -> None:
+    assert of_step("1000", WHOLE) is None, "rows of one length end together"
+    assert of_step("mean=300,max=2048", PARTED) is None, "a model in parts does not score on any one device"
+
+
+def test_given_lengths_are_not_assumed_and_many_rows_are_simulated_in_parts(tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_text("\n".join(map(str, log_normal(3, 2048))))
+    seen = of_step(str(file), WHOLE)
+    assert seen is not None and not seen.is_assumed
+    many = of_step("mean=300,max=2048", WHOLE, samples=16)
+    assert many is not None and many.rows % 2 == many.replicas % 2 == 0
+
+
+def test_many_waiting_rows_take_the_first_free_replicas() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        free = [draw.choice([0.0, 1.0, draw.uniform(0, 9)]) for _ in range(draw.randint(1, 6))]
+        rows, row_s = draw.randint(0, 40), draw.choice([0.0, 0.5, draw.random()])
+        by_hand = list(free)
+        for _ in range(rows):
+            place = by_hand.index(min(by_hand))
+            by_hand[place] += row_s
+        assert sorted(_busy_until(free, rows, row_s)) == pytest.approx(sorted(by_hand))

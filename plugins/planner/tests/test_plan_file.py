@@ -55,9 +55,22 @@ def plans(draw: st.DrawFn) -> Plan:
         streams=draw(st.integers(0, 4)) if freshness else 0,
         oversample_prompts=draw(st.floats(1, 4)),
         oversample_samples=draw(st.floats(1, 4)),
+        fused=_fused(units, draw(st.booleans())),
+        gather_rows=(rows := draw(st.integers(0, 9))),
+        gather_replicas=draw(st.integers(0, 9)) if rows else 0,
+        gather_by=draw(st.sampled_from(["cache", "tokens"])) if rows else "cache",
         predicted_step_s=draw(SECONDS),
         predicted_stages_s=draw(st.dictionaries(NAMES, SECONDS, max_size=3)),
     )
+
+
+def _fused(units: dict[str, PlannedUnit], is_wanted: bool) -> tuple[str, ...]:
+    """Return a pair of fused roles; a second role is added beside the first unit with a pipeline."""
+    for name, unit in units.items():
+        if is_wanted and name != "sampler" and unit.grid.pp > 1 and not unit.grid.is_sharded:
+            units[f"{name}, critic"] = unit
+            return f"{name}, critic", name
+    return ()
 
 
 @settings(max_examples=60, deadline=None)
@@ -119,6 +132,9 @@ def test_what_is_left_out_has_its_default() -> None:
         ('name = "ppo"', 'name = "ppo"\noversample_prompts = nan', "a finite number"),
         ('name = "ppo"', 'name = "ppo"\nfreshnes = 1', "did you mean 'freshness'"),
         ('name = "ppo"', 'name = "ppo"\npredicted = 3', "a table"),
+        ('name = "ppo"', 'name = "ppo"\ngather_replicas = 2', "without gather_rows"),
+        ('name = "ppo"', 'name = "ppo"\ngather_by = "tokns"', "did you mean 'tokens'"),
+        ('name = "ppo"', 'name = "ppo"\ngather_rows = -1', "a whole number"),
         ("[units.policy]", '[pools.idle]\nfleet = "h100"\ndevices = 8\n[units.policy]', "idle has no unit"),
     ],
 )

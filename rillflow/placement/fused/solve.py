@@ -17,6 +17,8 @@ from rillflow.placement.fused.work import FusedWork
 
 BUDGET = 20_000
 """Schedules that a search times before it gives up; most problems need a few hundred."""
+ROUNDS = 4
+"""Pairs of paces that a search follows before its first moves."""
 _ELITE, _MOVED = 8, 4
 """Paces that are varied, and the rank from which a schedule is worth moves."""
 _PASSES, _PATIENCE = 4, 200
@@ -30,43 +32,60 @@ _RENEWED = 2_000
 class _Search:
     """State of one search."""
 
-    def __init__(self, problem: FusedProblem, budget: int, seed: int, begin: Schedule | None) -> None:
+    def __init__(self, problem: FusedProblem, seed: int) -> None:
         self.works = FusedWork(problem), FusedWork(problem.reversed_in_time())
         self.bound_s = lower_bound(problem)
-        self.left, self.draw = budget, Random(seed)
-        self.renewed_at = budget - _RENEWED
+        self.left, self.renewed_at, self.draw = 0, -_RENEWED, Random(seed)
         self.elite: list[tuple[float, tuple[Pace, Pace]]] = []
         self.turns = [0] * problem.ascending.micro_batches + [1] * problem.descending.micro_batches
         self.best = Orders(self.works[0], in_turn(self.works[0], self.turns))
+        self._move(Orders(self.works[0], in_turn(self.works[0], self.turns[::-1])))
+
+    @property
+    def is_at_bound(self) -> bool:
+        return self.best.latency_s <= self.bound_s * (1 + 1e-9)
+
+    @property
+    def is_over(self) -> bool:
+        return self.left <= 0 or self.is_at_bound
+
+    def list_schedules(self, rounds: int) -> Schedule:
+        """Follow pairs of paces without moves."""
+        for _ in range(rounds):
+            if not self.is_at_bound:
+                self.round()
+        return self.works[0].schedule(self.best.starts)
+
+    def run(self, budget: int, begin: Schedule | None) -> Schedule:
+        """Search until the bound is reached or the budget is spent, what was spent before included."""
+        self.left += budget
+        self.renewed_at = self.left - _RENEWED
         for turns in (self.turns, self.turns[::-1]):
             self._move(Orders(self.works[0], in_turn(self.works[0], turns)))
         if begin is not None:
             starts = self.works[0].starts(begin)
-            is_within = max(begin.peak_bytes) <= problem.memory_bytes * (1 + 1e-9)
+            is_within = max(begin.peak_bytes) <= self.works[0].problem.memory_bytes * (1 + 1e-9)
             if is_within and begin.latency_s < self.best.latency_s:
                 self.best = Orders(self.works[0], self.works[0].orders(starts))
             if not self.is_over:
                 self._follow(starts)
-
-    @property
-    def is_over(self) -> bool:
-        return self.left <= 0 or self.best.latency_s <= self.bound_s * (1 + 1e-9)
-
-    def run(self) -> Schedule:
-        """Search until the bound is reached or the budget is spent."""
         while not self.is_over:
-            paces = self._paces()
-            slack = self.draw.random() ** 2 * (self.best.latency_s - self.bound_s)
-            found = self._follow(targets(self.works[0], paces, self.bound_s + slack))
-            if found is None or self.draw.random() < _SHAKEN:
-                self._shake()
-            if found is not None:
-                if not self.elite or found < self.elite[0][0]:
-                    self.renewed_at = self.left - _RENEWED
-                self.elite = sorted([*self.elite, (found, paces)], key=lambda each: each[0])[:_ELITE]
-            if self.left < self.renewed_at:
-                self.elite, self.renewed_at = [], self.left - _RENEWED
+            self.round()
         return self.works[0].schedule(self.best.starts)
+
+    def round(self) -> None:
+        """Follow a pair of paces; with budget left, improve the result by moves."""
+        paces = self._paces()
+        slack = self.draw.random() ** 2 * (self.best.latency_s - self.bound_s)
+        found = self._follow(targets(self.works[0], paces, self.bound_s + slack))
+        if found is None or self.draw.random() < _SHAKEN:
+            self._shake()
+        if found is not None:
+            if not self.elite or found < self.elite[0][0]:
+                self.renewed_at = self.left - _RENEWED
+            self.elite = sorted([*self.elite, (found, paces)], key=lambda each: each[0])[:_ELITE]
+        if self.left < self.renewed_at:
+            self.elite, self.renewed_at = [], self.left - _RENEWED
 
     def _shake(self) -> None:
         """Improve the best schedule after some random swaps, or new orders of random turns.
@@ -148,7 +167,20 @@ def schedule(
         seed: of the random draws.
         begin: schedule of the same pipelines whose order is tried first; it may exceed the cap.
     """
-    return _Search(problem, budget, seed, begin).run()
+    search = _Search(problem, seed)
+    search.list_schedules(ROUNDS)
+    return search.run(budget, begin)
+
+
+def quick_schedule(problem: FusedProblem, *, rounds: int = ROUNDS, seed: int = 0) -> Schedule:
+    """Return the shortest of a few list schedules, without moves: for comparing many problems.
+
+    Args:
+        problem: two pipelines and the memory cap.
+        rounds: pairs of paces to follow, up to some dozen list schedules each.
+        seed: of the random draws.
+    """
+    return _Search(problem, seed).list_schedules(rounds)
 
 
 def front(

@@ -13,6 +13,7 @@ from rillflow.algorithms.config import OnlineConfig
 from rillflow.app import planned
 from rillflow.app.planned import is_placed_by, keep_plan, require_for, settings_of
 from rillflow.app.recipe import LoadedRecipe, load_recipe
+from rillflow.config.load import parse_override
 from rillflow.errors import ConfigError, PlanError
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit, open_plan, plan_text
@@ -177,6 +178,20 @@ def test_experts_are_shared_out_over_ranks_of_dp(recipe: Path) -> None:
     require_for(plan, loaded(recipe, plan))
     assert placement.train_parallel == {"main": {"dp": 2, "ep": 2, "pp": 1, "tp": 1}}
     assert placement.mesh_of("policy") == MeshSizes(dp=4, ep=2) and is_placed_by(plan, placement)
+
+
+def test_fused_updates_and_gathered_rows_become_settings() -> None:
+    plan = plan_of(("main",) * 3, (Grid(pp=4),) * 3, fused=("policy", "critic"))
+    plan = replace(plan, gather_rows=40, gather_replicas=2, gather_by="tokens")
+    said = settings_of(plan, [])
+    assert said[:3] == ["rollout.gather_rows=40", "rollout.gather_replicas=2", 'rollout.gather_by="tokens"']
+    assert said[-1] == 'placement.fused=["policy", "critic"]'
+    assert parse_override(said[-1]).value == ["policy", "critic"]
+    for text in ("placement.fused=[]", "rollout.gather_rows=0"):
+        with pytest.raises(ConfigError, match="cannot be combined with --plan"):
+            settings_of(plan, [text])
+    plain = plan_of(("main",) * 3, (Grid(pp=4),) * 3)
+    assert not any("fused" in text or "gather" in text for text in settings_of(plain, []))
 
 
 def test_a_plan_begins_more_than_it_trains(recipe: Path) -> None:

@@ -295,16 +295,22 @@ def optimizer_s(setting: Setting, grids: Grid) -> Numbers:
     return held * moved / (setting.fleet.device.memory_bandwidth * factors.decode_bandwidth)
 
 
+def work_s(setting: Setting, load: Load, grids: Grid, passes: float, share: float) -> Numbers:
+    """Return the seconds of all micro-batches on a pipeline stage: products and what goes with each layer."""
+    work = products_s(setting, load, grids, passes, share)
+    for term in (activations_s, attention_s, launches_s, tensor_s, experts_s, context_s):
+        work = work + term(setting, load, grids, passes)
+    return work
+
+
 def passes_s(setting: Setting, load: Load, grids: Grid, passes: float, share: float) -> Numbers:
     """Return the seconds of all micro-batches of one load, including the pipeline bubble and gathers.
 
     A share ``hidden`` of the gathers overlaps with the work; that share only counts if it takes longer than
     the work.
     """
-    work = products_s(setting, load, grids, passes, share)
-    for term in (activations_s, attention_s, launches_s, tensor_s, experts_s, context_s, pipeline_s):
-        work = work + term(setting, load, grids, passes)
-    drained = work * (1 + bubble(load, grids))
+    sent_s = pipeline_s(setting, load, grids, passes)
+    drained = (work_s(setting, load, grids, passes, share) + sent_s) * (1 + bubble(load, grids))
     gathers, hidden = gathers_s(setting, load, grids, passes), setting.factors.hidden
     return np.maximum(drained, hidden * gathers) + (1 - hidden) * gathers
 
@@ -318,13 +324,20 @@ def score_s(setting: Setting, grids: Grid) -> Numbers:
 
 def train_s(setting: Setting, grids: Grid) -> Numbers:
     """Return the seconds of all epochs and optimiser steps over a step's rows, [grids]."""
+    workload, load = setting.workload, training_load(setting, grids)
+    passes = RECOMPUTED if setting.problem.recomputes else TRAINING
+    once = workload.gradient_share * passes_s(setting, load, grids, passes, setting.factors.train_flops)
+    return workload.epochs * workload.minibatches * (once + beside_s(setting, load, grids))
+
+
+def training_load(setting: Setting, grids: Grid) -> Load:
+    """Return the work of the busiest replica in one optimiser step."""
     workload = setting.workload
-    load = load_of(workload, grids.dp, workload.minibatches, workload.packing.trained, grids.cp)
-    passes, learnt = RECOMPUTED if setting.problem.recomputes else TRAINING, workload.gradient_share
-    once = (
-        learnt * passes_s(setting, load, grids, passes, setting.factors.train_flops)
-        + (1 - learnt) * passes_s(setting, load, grids, FORWARD, setting.factors.score_flops)
-        + gradients_s(setting, grids)
-        + optimizer_s(setting, grids)
-    )
-    return workload.epochs * workload.minibatches * once
+    return load_of(workload, grids.dp, workload.minibatches, workload.packing.trained, grids.cp)
+
+
+def beside_s(setting: Setting, load: Load, grids: Grid) -> Numbers:
+    """Return the seconds of an optimiser step outside its backward passes: rows without a gradient, Adam."""
+    unlearnt = 1 - setting.workload.gradient_share
+    forward_s = unlearnt * passes_s(setting, load, grids, FORWARD, setting.factors.score_flops)
+    return forward_s + gradients_s(setting, grids) + optimizer_s(setting, grids)

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rillflow.graph.graph import Edge, Stage
+from rillflow.placement.fused.problem import FusedProblem
 from rillflow.placement.grid import Grid, Numbers
 from rillflow.placement.plan import SAMPLER
-from rillflow_planner.cost_model import generation, memory, transfers
+from rillflow_planner.cost_model import fused, generation, memory, transfers
 from rillflow_planner.cost_model.compute import Setting, score_s, train_s
 from rillflow_planner.cost_model.generation import Decoder
 from rillflow_planner.cost_model.grids import Option, grids_of
@@ -41,8 +42,9 @@ class CostModel:
     seconds never rise with its room. ``function_s`` never rises with devices.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, fused_rounds: int = fused.ROUNDS) -> None:
+        self._problem, self._fused_rounds = problem, fused_rounds
+        self._schedules: dict[FusedProblem, tuple[float, float]] = {}
         self._options: dict[tuple[str, str, int], tuple[tuple[Option, ...], float]] = {}
         self._decoders: dict[tuple[str, int, str, int, float], Decoder | None] = {}
         self._batches_s: dict[tuple[int, int, Decoder, int], float] = {}
@@ -69,6 +71,54 @@ class CostModel:
                 return known
         found = [(grid, generate_tp)]
         return _picked(self._laid(unit, fleet, found), found, 0)
+
+    def every_option(self, unit: Unit, fleet: str, devices: int) -> list[Option]:
+        """Return a unit on every grid of these devices, dominated ones and ones that do not fit included."""
+        found = self._ways(unit, fleet, devices)
+        laid = self._laid(unit, fleet, found)
+        return [_picked(laid, found, place) for place in range(len(found))]
+
+    def parts(self, unit: Unit, fleet: str, grids: Sequence[Grid]) -> list[fused.UpdatePart]:
+        """Return the update of a unit on each of these grids, as a part of a fused stage."""
+        return fused.parts_of(self._setting(unit, fleet), grids, unit.name)
+
+    def activations_room_bytes(self, fleet: str, options: Mapping[str, Option]) -> float:
+        """Return a device's bytes for activations beside the state of a pool's units."""
+        return self.room_bytes(fleet, {}) - sum(one.resident_bytes for one in options.values())
+
+    def fused_stage(
+        self, fleet: str, options: Mapping[str, Option], pair: Sequence[Unit]
+    ) -> tuple[list[fused.UpdatePart], FusedProblem]:
+        """Return the two updates of a fused stage, and the problem that its schedule solves."""
+        parts = [self.parts(unit, fleet, [options[unit.name].grid])[0] for unit in pair]
+        return parts, fused.fused_problem(*parts, room_bytes=self.activations_room_bytes(fleet, options))
+
+    def fused(self, fleet: str, options: Mapping[str, Option], pair: Sequence[Unit]) -> Mapping[str, Option]:
+        """Return the options of a pool, two of whose units update in one fused stage.
+
+        Each update gets its part of the fused stage's seconds, in proportion to its seconds without fusion.
+
+        Raises:
+            PlanError: a micro-batch does not fit, a pass takes no time, or the pipelines are not aligned.
+        """
+        parts, problem = self.fused_stage(fleet, options, pair)
+        if problem not in self._schedules:
+            self._schedules[problem] = fused.scheduled(problem, self._fused_rounds)
+        latency_s, peak = self._schedules[problem]
+        steps = self._problem.workload.epochs * self._problem.workload.minibatches
+        spent_s = steps * (latency_s + sum(part.beside_s for part in parts))
+        grids = [(self._setting(unit, fleet), options[unit.name].grid) for unit in pair]
+        scoring = max(float(memory.scoring_bytes(*one)) for one in grids)
+        working = max(peak + max(part.beside_bytes for part in parts), scoring)
+        found = dict(options)
+        for unit, part in zip(pair, parts, strict=True):
+            option, share = options[unit.name], part.alone_s / sum(one.alone_s for one in parts)
+            (index,) = self._problem.training.intersection(unit.stages)
+            seconds = option.seconds[index] - part.alone_s + share * spent_s
+            found[unit.name] = replace(
+                option, seconds={**option.seconds, index: seconds}, working_bytes=working
+            )
+        return found
 
     def room_bytes(self, fleet: str, options: Mapping[str, Option]) -> float:
         """Return a device's remaining bytes for a KV cache beyond these units.

@@ -6,7 +6,7 @@ seconds by stage name ─┬─ scoring, training, functions, publishing ─> us
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
 from rillflow.graph.graph import Edge, Stage
@@ -37,6 +37,11 @@ class GivenCosts(CostModel):
         found = super().option(unit, fleet, devices, grid, generate_tp)
         seconds = {index: self._given.get(index, spent) for index, spent in found.seconds.items()}
         return replace(found, seconds=seconds)
+
+    def fused(self, fleet: str, options: Mapping[str, Option], pair: Sequence[Unit]) -> Mapping[str, Option]:
+        """Return the options with their given seconds; without those, of the fused stage."""
+        updates = {index for unit in pair for index in self._problem.training.intersection(unit.stages)}
+        return options if updates <= set(self._given) else super().fused(fleet, options, pair)
 
     def decoder(
         self, unit: Unit, option: Option, fleet: str, devices: int, room_bytes: float

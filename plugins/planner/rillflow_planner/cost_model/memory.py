@@ -43,15 +43,17 @@ def micro_batch_tokens(setting: Setting, load: Load, grids: Grid, packed: int = 
     return np.minimum(load.tokens, max(packed or workload.tokens_per_micro_batch, longest) / grids.cp)
 
 
-def activation_bytes(setting: Setting, load: Load, grids: Grid) -> Numbers:
-    """Return activation bytes in training: the first pipeline stage holds as many micro-batches as stages.
+def activation_bytes(setting: Setting, load: Load, grids: Grid, micro_batches: int | None = None) -> Numbers:
+    """Return activation bytes in training of a number of micro-batches.
 
+    By default as many as the first pipeline stage holds: one for each stage.
     With recomputation: one hidden state per token and layer, plus one complete layer; otherwise every
     complete layer. Rillflow keeps what ``rillflow check`` counts; Megatron's fused layers keep less.
     """
     shape, tokens = setting.shape, micro_batch_tokens(setting, load, grids)
     recomputes = setting.problem.recomputes
-    kept = np.ceil(shape.layers / grids.pp) * np.minimum(grids.pp, load.micro_batches)
+    held = np.minimum(grids.pp, load.micro_batches) if micro_batches is None else micro_batches
+    kept = np.ceil(shape.layers / grids.pp) * held
     if setting.problem.layouts == "rillflow":
         numbers = kept_numbers(
             hidden=shape.hidden,
@@ -78,11 +80,11 @@ def logit_bytes(setting: Setting, tokens: Numbers, grids: Grid, copies: int) -> 
     return copies * GRADIENT_BYTES * found
 
 
-def training_bytes(setting: Setting, grids: Grid) -> Numbers:
-    """Return the largest additional bytes of an optimiser step, [grids]."""
+def training_bytes(setting: Setting, grids: Grid, micro_batches: int | None = None) -> Numbers:
+    """Return the largest additional bytes of an optimiser step that keeps some micro-batches, [grids]."""
     load = load_of(setting.workload, grids.dp, setting.workload.minibatches, cp=grids.cp)
     tokens = micro_batch_tokens(setting, load, grids)
-    found = activation_bytes(setting, load, grids) + logit_bytes(setting, tokens, grids, 2)
+    found = activation_bytes(setting, load, grids, micro_batches) + logit_bytes(setting, tokens, grids, 2)
     return found + _gathered(setting, grids)
 
 
