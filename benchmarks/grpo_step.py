@@ -369,9 +369,14 @@ def _head(arguments: argparse.Namespace) -> list[str]:
         "",
         measured_at.line(),
         "",
-        f"`{command}`, {os.cpu_count()} cores, {arguments.threads} threads, {_versions(arguments.trl)}. "
+        f"`{command}`, {_gpu(arguments)}{os.cpu_count()} cores, {arguments.threads} threads, {_versions(arguments.trl)}. "
         f"Median and spread of {arguments.steps} steps after the first; the setting is at the script's head.",
     ]
+
+
+def _gpu(arguments: argparse.Namespace) -> str:
+    """Return the name of the GPU, for the page; nothing on a CPU."""
+    return f"{torch.cuda.get_device_name()}, " if arguments.device == "cuda" else ""
 
 
 def _table(found: dict[str, list[Timing]], dtype: str) -> str:
