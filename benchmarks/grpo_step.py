@@ -369,13 +369,16 @@ def _head(arguments: argparse.Namespace) -> list[str]:
         "",
         measured_at.line(),
         "",
-        f"`{command}`, {_gpu(arguments)}{os.cpu_count()} cores, {arguments.threads} threads, {_versions(arguments.trl)}. "
+        f"`{command}`, {_gpu(arguments)}{os.cpu_count()} cores, {arguments.threads} threads, "
+        f"{_versions(arguments.trl)}. "
         f"Median and spread of {arguments.steps} steps after the first; the setting is at the script's head.",
     ]
 
 
 def _gpu(arguments: argparse.Namespace) -> str:
     """Return the name of the GPU, for the page; nothing on a CPU."""
+    import torch
+
     return f"{torch.cuda.get_device_name()}, " if arguments.device == "cuda" else ""
 
 
