@@ -8,6 +8,9 @@ A stage is streamed if the step calls it once, with the sampled rows alone; if i
 them; and if its weights do not change during the phase and its ranks train nothing. A stage on the ranks of a
 trained role would wait behind updates, so it runs when the step asks for it.
 
+Ranks that sample and score in turn (``SharedRanks``) compute a stage while no row runs on them. Each of them
+is a worker of its own: it holds the whole model, and the endpoint has no collectives (``Endpoint.alone``).
+
 A stage has one worker for each rank of a reward function, and for each world of a model's ranks: a replica,
 where replicas are worlds of their own. A world that is lost is replaced while the others work on; its groups
 are computed again.
@@ -37,6 +40,20 @@ from rillflow.workers.values import Facts, Lie
 
 WAIT_S = 0.05
 """Longest time, in seconds, that a call of a reward waits for a group to be scored."""
+SHARED_WAIT_S = 0.01
+"""The same on a rank that other stages share, while it runs no rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedRanks:
+    """Ranks that sample and score in turn."""
+
+    pool: str
+    """The sampler's pool."""
+    whole: Collection[str]
+    """Roles of which each rank of the pool has a whole model, or needs none."""
+    busy: set[Place]
+    """Ranks that run rows; the source changes it."""
 
 
 class StageWorker(Protocol):
@@ -94,6 +111,8 @@ class EndpointWorker:
     """Largest number of groups of a call."""
     recovery: Recovery
     """See StageWorker."""
+    is_free: Callable[[], bool] = lambda: True
+    """Returns whether its ranks may begin a call."""
     worked: list[Facts] = field(default_factory=list)
     _groups: list[GroupId] = field(default_factory=list)
     _begun: Pending | None = None
@@ -106,7 +125,7 @@ class EndpointWorker:
     @property
     def room(self) -> int:
         """See StageWorker."""
-        return self.most if self._begun is None and self.recovery.is_live else 0
+        return self.most if self._begun is None and self.recovery.is_live and self.is_free() else 0
 
     @property
     def events(self) -> Sequence[Sequence[Pending]]:
@@ -161,6 +180,8 @@ class RewardWorker:
     """Rows over which failures of the reward are judged."""
     recovery: Recovery
     """See StageWorker."""
+    is_free: Callable[[], bool] = lambda: True
+    """Returns whether a call may wait."""
     worked: list[Facts] = field(default_factory=list)
     _queued: dict[GroupId, Pending] = field(default_factory=dict)
     _given_up: list[GroupId] = field(default_factory=list)
@@ -206,7 +227,7 @@ class RewardWorker:
         if self._asked is not None or not (self._running or self._given_up) or not self.recovery.is_live:
             return
         rows = arguments_of(self._queued, self.reads) if self._queued else []
-        how = (self._given_up, self.wait_s, self.window, *rows)
+        how = (self._given_up, self.wait_s if self.is_free() else 0.0, self.window, *rows)
         self._queued, self._given_up = {}, []
         self._asked = self.executor.on_rank(self.role, self.rank, score_groups, *how)
 
@@ -253,6 +274,7 @@ def streamed_stages(
     step_rows: int,
     restarts: int = 0,
     restart: Callable[[str], Callable[[Sequence[Place]], Iterator[ReplacementStep]] | None] = lambda _: None,
+    shared: SharedRanks | None = None,
 ) -> list[StageWorker]:
     """Return the workers of the stages that run group by group.
 
@@ -264,6 +286,7 @@ def streamed_stages(
         step_rows: rows of a step.
         restarts: replacements of a rank in a row, without a result in between.
         restart: returns, for a pool, what replaces some of its ranks; None if they cannot be replaced.
+        shared: the sampler's ranks, if they compute stages too.
     """
     budget, recoveries = RestartBudget(restarts), dict[tuple[Place, ...], Recovery]()
 
@@ -284,10 +307,13 @@ def streamed_stages(
             continue
         if list(args) != ["policy.generate"] or None in options.values():
             continue
-        if described.by_groups:
-            found += _rewards(stage, group, executor, recovery, most, step_rows)
+        turns = shared if shared is not None and shared.pool == pool else None
+        if turns is not None and not (described.alone and role in turns.whole):
             continue
-        replicas = _replicas(group, executor)
+        if described.by_groups:
+            found += _rewards(stage, group, executor, recovery, most, step_rows, turns)
+            continue
+        replicas = _replicas(group, executor, 1 if turns is not None else 0)
         found += [
             EndpointWorker(
                 stage=stage,
@@ -297,10 +323,30 @@ def streamed_stages(
                 options=options,
                 most=-(-most // len(replicas)),
                 recovery=recovery(replica.places[0]),
+                is_free=_free(turns, replica.places[0]),
             )
             for replica in replicas
         ]
     return found
+
+
+def before_updates(
+    calls: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]], executor: GroupExecutor
+) -> dict[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]]:
+    """Return the calls of a step before the first stage that may change weights."""
+    found = {}
+    for stage, made in calls.items():
+        role, _, name = stage.partition(".")
+        described = executor.serving(role, name).endpoints.get(name) if role in executor.groups else None
+        if described is not None and not described.writes:
+            break
+        found[stage] = made
+    return found
+
+
+def _free(shared: SharedRanks | None, place: Place) -> Callable[[], bool]:
+    """Return a function that returns whether a rank runs no rows."""
+    return lambda: shared is None or place not in shared.busy
 
 
 def _rewards(
@@ -310,8 +356,10 @@ def _rewards(
     recovery: Callable[[Place], Recovery],
     most: int,
     step_rows: int,
+    shared: SharedRanks | None,
 ) -> list[RewardWorker]:
     """Return a worker for each rank of a reward."""
+    wait_s = 0.0 if shared is None else SHARED_WAIT_S
     pool = group.places[0].pool
     is_alone = all(each is group or each.places[0].pool != pool for each in executor.groups.values())
     return [
@@ -321,18 +369,21 @@ def _rewards(
             rank=rank,
             executor=executor,
             reads=group.endpoints[stage.partition(".")[2]].reads,
-            wait_s=WAIT_S if is_alone else 0.0,
+            wait_s=WAIT_S if is_alone else wait_s,
             most=most,
             window=-(-step_rows // len(group.places)),
             recovery=recovery(place),
+            is_free=_free(shared, place),
         )
         for rank, place in enumerate(group.places)
     ]
 
 
-def _replicas(group: Group, executor: GroupExecutor) -> list[Group]:
-    """Return a group for each world of a role's ranks; ``dp`` is the first axis of their mesh."""
+def _replicas(group: Group, executor: GroupExecutor, size: int = 0) -> list[Group]:
+    """Return a group for each world of a role's ranks, or each ``size`` ranks; ``dp`` is the first axis."""
     worlds = list(dict.fromkeys(executor.backend.world_of(place) for place in group.places))
+    if size:
+        worlds = [(*group.places[first : first + size],) for first in range(0, len(group.places), size)]
     if len(worlds) == 1:
         return [group]
     first, *others = group.mesh.axes

@@ -27,7 +27,6 @@ from rillflow.records.batch import Batch, Field, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 
-
 CACHE = "cache"
 """Field of the KV caches of rows that move to another engine."""
 

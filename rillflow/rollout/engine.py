@@ -182,6 +182,10 @@ class RowByRow:
     def step(self) -> list[Rollout]:
         """See Engine."""
 
+    def detach(self, row: RowId) -> Rollout:
+        """See Engine; nobody calls it, since ``can`` lacks Capability.CACHE."""
+        raise NotImplementedError
+
     @abstractmethod
     def _clear(self) -> None:
         """Remove every row."""

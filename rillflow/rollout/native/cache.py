@@ -151,8 +151,8 @@ class Cache:
         """Write what ``read`` returned to a row's first positions."""
         parts = [part[row.row, :, : len(states)] for layer in self._layers_of(row) for part in layer]
         widths = [part.shape[0] * part.shape[2] for part in parts]
-        for part, own in zip(parts, states.to(self._device).split(widths, dim=1), strict=True):
-            part.copy_(own.unflatten(1, (part.shape[0], part.shape[2])).transpose(0, 1))
+        for part, own in zip(parts, torch.split(states.to(self._device), widths, dim=1), strict=True):
+            part.copy_(own.view(len(states), part.shape[0], part.shape[2]).transpose(0, 1))
 
     def _layers_of(self, row: CacheRow) -> list[Layer]:
         return [self.layers[index][row.bucket] for index in self._shapes]
