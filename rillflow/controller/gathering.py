@@ -197,8 +197,8 @@ class Gathering(Source):
     def _gather(self) -> None:
         """Release the rows of all but m replicas, if few enough are unfinished."""
         replicas, rule = self._flight.replicas, self._rule
-        left = sum(each.rows for each in replicas)
-        if self._is_gathered or not 0 < left < rule.rows:
+        left, is_begun = sum(each.rows for each in replicas), not any(each.begun for each in replicas)
+        if self._is_gathered or not is_begun or not 0 < left < rule.rows:
             return
         self._is_gathered = True
         most = sorted(replicas, key=lambda each: (-each.rows, each.number))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from importlib.util import find_spec
 
 import pytest
 
+from rillflow.records.rollout import Rollout
+from rillflow.rollout.native.engine import NativeEngine
 from rillflow.runs.reader import read_rollouts
 from tests.flows.conftest import SUMS, Tiny
 
@@ -22,22 +25,36 @@ REWARD = """
 def reward(prompts, completions, **_):
     return [sum(letter < "5" for letter in text) / 10 for text in completions]
 """
-LONG = ("rollout.max_tokens=12", "rollout.deterministic=true", "rollout.max_rows=16")
+LONG = (
+    "rollout.max_tokens=40",
+    "rollout.deterministic=true",
+    "rollout.max_rows=16",
+    f'rollout.engine="{__name__}:Slow"',
+)
 TWO = ("placement.pools={main=2}", "placement.train_parallel={main={dp=2}}")
 INLINE, RAY = "placement.backend=inline", "placement.backend=ray"
+
+
+class Slow(NativeEngine):
+    """The native engine, so slow that the rows of a step end in many calls."""
+
+    def step(self) -> list[Rollout]:
+        time.sleep(0.02)
+        return super().step()
 
 
 @pytest.fixture
 def tiny(tiny: Tiny) -> Tiny:
     tiny.write(REST, REWARD)
-    tiny.recipe.write_text(tiny.recipe.read_text().replace('name = "grpo"\n', ""))
+    text = tiny.recipe.read_text().replace('name = "grpo"\n', "").replace("context = 16", "context = 64")
+    tiny.recipe.write_text(text)
     return tiny
 
 
 def rows(tiny: Tiny, name: str) -> list[list[tuple[object, ...]]]:
     """Of every step the rows in order, with the bits of their log probabilities."""
     found = [read_rollouts(tiny.folder / name, step) for step in range(1, 4)]
-    return [[(tuple(row.row), row.completion, tuple(row.versions)) for row in each] for each in found]
+    return [[(tuple(row.row), row.completion, row.logprobs, row.versions) for row in each] for each in found]
 
 
 @pytest.mark.parametrize("by", ["tokens", "cache"])
