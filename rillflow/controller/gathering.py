@@ -180,7 +180,7 @@ class Gathering(Source):
             self._gather()
             self._shared.busy.clear()
             self._shared.busy.update(self._busy)
-            # Rows that arrive wait for the calls before them: their replica gets no more until they are known.
+            # Rows that arrive wait for earlier calls, so their replica gets no more until they are known.
             held = {each.number for move in self._moves if move.released is None for each in move.targets}
             for replica in flight.replicas:
                 while replica.may_call and replica.number not in held:
