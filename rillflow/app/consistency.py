@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, cuts_tail, is_ready_first
 from rillflow.app.batch_arithmetic import step_rows
+from rillflow.app.gathering_checks import gathering_problems
 from rillflow.app.meshes import impossible, unfit
 from rillflow.app.role_table import model_roles, roles_of
 from rillflow.config.problems import shown
 from rillflow.errors import ConfigError, nearest
 from rillflow.models.config import misfits
 from rillflow.placement.mesh import divisors
-from rillflow.rollout.config import gather_replicas
-from rillflow.workers.config import SAMPLER
 
 if TYPE_CHECKING:
     from rillflow.app.recipe import Recipe
@@ -35,7 +34,7 @@ def inconsistencies(recipe: Recipe) -> list[ConfigError]:
         *_schedule(recipe),
         *_sampling(recipe),
         *_judge(recipe),
-        *_unread_gathering(recipe),
+        *gathering_problems(recipe),
         *_placement(recipe),
     ]
 
@@ -81,8 +80,6 @@ def _ahead(recipe: Recipe) -> Iterator[ConfigError]:
         yield from _ready_first(recipe, config)
     if cuts_tail(config):
         yield from _cut(recipe, config)
-    if recipe.rollout.gather_rows:
-        yield from _gathering(recipe, config)
     if (config.freshness or is_ready_first(config)) and not placement.samples_apart:
         said = f"freshness is {config.freshness}" if config.freshness else 'async_mode is "ready_first"'
         yield ConfigError(
@@ -209,76 +206,6 @@ def _cut(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
             why="a step trains on groups that were sampled before it began, all with the same settings",
             fix=fix,
         )
-
-
-def _gathering(recipe: Recipe, config: SampledConfig) -> Iterator[ConfigError]:
-    """Yield errors about steps whose last rows cannot gather on few replicas."""
-    rollout, placement = recipe.rollout, recipe.placement
-    rows, most = rollout.gather_rows, gather_replicas(rollout)
-    said, off = f"rollout.gather_rows is {rows}", "rollout.gather_rows = 0"
-    replicas = placement.pools.get(placement.pool_of(SAMPLER), 1) // max(1, placement.generate_tp)
-    reasons = {
-        f"algorithm.freshness is {config.freshness}": (
-            config.freshness > 0,
-            "a sampler that runs ahead does not wait for the last rows, so no rank is idle meanwhile",
-        ),
-        'algorithm.async_mode is "ready_first"': (
-            is_ready_first(config) and not config.freshness,
-            "a step of the groups that are ready first does not wait for the last rows",
-        ),
-        "algorithm.oversample_prompts or oversample_samples is above 1": (
-            cuts_tail(config),
-            "a step that leaves its longest rows for later has no tail to gather",
-        ),
-        f"rollout.stream_chunks is {rollout.stream_chunks}": (
-            rollout.stream_chunks > 1,
-            "the rows of a chunk go on when all of them have ended, wherever they run",
-        ),
-        "rollout.agent writes the rows": (
-            rollout.agent is not None,
-            "the row of an agent cannot go on in another process",
-        ),
-        f"{config.name} does not sample its step in one call": (
-            recipe.chosen.answers(config) is None,
-            "the rows of a step begin before its own code runs, all with the same settings",
-        ),
-        f"a step has {config.rows_per_step} rows": (
-            rows > config.rows_per_step,
-            "no more rows than these can be unfinished; about a fifth of them is a good start",
-        ),
-        f"the sampler has {replicas} replica{'s' * (replicas > 1)}, of which {most} would run the rows "
-        f"(rollout.gather_replicas = {rollout.gather_replicas}, rollout.max_rows = {rollout.max_rows})": (
-            most >= replicas,
-            "no replica would be given up, so no rank would score earlier",
-        ),
-    }
-    for other, (is_so, why) in reasons.items():
-        if is_so:
-            yield ConfigError(f"{said}, and {other}", why=why, fix=f"change one of them, or set {off}")
-
-
-def _unread_gathering(recipe: Recipe) -> Iterator[ConfigError]:
-    """Yield errors about settings of gathered rows, where none gather."""
-    rollout = recipe.rollout
-    is_sampled = isinstance(recipe.algorithm, SampledConfig)
-    if rollout.gather_rows and not is_sampled:
-        yield ConfigError(
-            f"rollout.gather_rows is {rollout.gather_rows}, and {recipe.algorithm.name} samples no rows",
-            why="only sampled rows can be unfinished",
-            fix="remove rollout.gather_rows",
-        )
-    if rollout.gather_rows:
-        return
-    for name, is_set in (
-        (f"gather_replicas is {rollout.gather_replicas}", rollout.gather_replicas > 0),
-        (f'gather_by is "{rollout.gather_by}"', rollout.gather_by != "cache"),
-    ):
-        if is_set:
-            yield ConfigError(
-                f"rollout.{name}, and rollout.gather_rows is 0",
-                why="no rows are gathered, so nothing reads it",
-                fix="set rollout.gather_rows, about a fifth of a step's rows; or remove it",
-            )
 
 
 def _unknown(recipe: Recipe) -> Iterator[ConfigError]:

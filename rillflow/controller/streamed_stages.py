@@ -33,6 +33,7 @@ from rillflow.placement.mesh import Mesh
 from rillflow.roles.reward import Reward, Scored
 from rillflow.roles.sampler import GroupId
 from rillflow.workers.backend import Place
+from rillflow.workers.endpoint import Endpoint
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
 from rillflow.workers.restarts import Recovery, ReplacementStep, RestartBudget
@@ -279,7 +280,7 @@ def streamed_stages(
     """Return the workers of the stages that run group by group.
 
     Args:
-        calls: arguments and options of a step's calls, by stage, as the algorithm was heard to make them.
+        calls: arguments and options of a step's calls, by stage, as the algorithm makes them.
         executor: has the groups of ranks.
         changing: roles that the phase trains or moves.
         most: largest number of groups in flight.
@@ -289,31 +290,28 @@ def streamed_stages(
         shared: the sampler's ranks, if they compute stages too.
     """
     budget, recoveries = RestartBudget(restarts), dict[tuple[Place, ...], Recovery]()
-
-    def recovery(place: Place) -> Recovery:
-        """Return the recovery of a rank's world, which all workers on these ranks share."""
-        world = executor.backend.world_of(place)
-        return recoveries.setdefault(world, Recovery(world, budget, restart(place.pool)))
-
     busy = {executor.groups[role].places[0].pool for role in changing}
     found: list[StageWorker] = []
+
+    def recovery(place: Place) -> Recovery:
+        world = executor.backend.world_of(place)  # all workers on these ranks share it
+        return recoveries.setdefault(world, Recovery(world, budget, restart(place.pool)))
+
     for stage, made in calls.items():
         role, _, name = stage.partition(".")
         if len(made) != 1 or role not in executor.groups or role in changing:
             continue
         (args, options), group = made[0], executor.serving(role, name)
         described, pool = group.endpoints.get(name), group.places[0].pool
-        if described is None or not described.is_row_by_row or pool in busy:
+        turns = shared if shared is not None and shared.pool == pool else None
+        if described is None or pool in busy or not _fits(described, role, turns):
             continue
         if list(args) != ["policy.generate"] or None in options.values():
-            continue
-        turns = shared if shared is not None and shared.pool == pool else None
-        if turns is not None and not (described.alone and role in turns.whole):
             continue
         if described.by_groups:
             found += _rewards(stage, group, executor, recovery, most, step_rows, turns)
             continue
-        replicas = _replicas(group, executor, 1 if turns is not None else 0)
+        replicas = _replicas(group, executor, 1 if turns else 0)
         found += [
             EndpointWorker(
                 stage=stage,
@@ -328,6 +326,11 @@ def streamed_stages(
             for replica in replicas
         ]
     return found
+
+
+def _fits(described: Endpoint, role: str, shared: SharedRanks | None) -> bool:
+    """Return whether an endpoint computes fields of rows, and single ranks can do so if they have to."""
+    return described.is_row_by_row and (shared is None or (described.alone and role in shared.whole))
 
 
 def before_updates(

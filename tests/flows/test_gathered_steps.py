@@ -155,6 +155,7 @@ REFUSED = [
     (("rollout.gather_rows=4", "rollout.stream_chunks=2"), "rollout.stream_chunks is 2"),
     (("rollout.gather_rows=4", "algorithm.oversample_prompts=1.5"), "oversample_prompts or"),
     (("rollout.gather_rows=4", 'rollout.agent.function="agent.py:run"'), "rollout.agent writes the rows"),
+    (("rollout.gather_rows=4", 'rollout.engine="service"'), 'rollout.engine is "service"'),
     (("rollout.gather_replicas=1",), "rollout.gather_replicas is 1, and rollout.gather_rows is 0"),
     (('rollout.gather_by="tokens"',), 'rollout.gather_by is "tokens", and rollout.gather_rows is 0'),
 ]
