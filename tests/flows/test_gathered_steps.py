@@ -117,6 +117,23 @@ def test_a_run_has_the_bits_of_one_that_does_not_gather(tiny: Tiny, by: str, bac
     assert any(scores_beside_rows(tiny, step) for step in range(1, 4))
 
 
+def test_a_sampler_on_ranks_of_its_own_shares_them_with_a_reference(tiny: Tiny) -> None:
+    """The critic is on the policy's rank, which has nothing else to do meanwhile."""
+    apart = (
+        "placement.pools={main=1, answers=2}",
+        'placement.roles={sampler="answers", reference="answers"}',
+        INLINE,
+        "policy.tokens_per_micro_batch=1",
+    )
+    assert tiny.run("plain", *LONG, *apart) == 0
+    assert tiny.run("gathered", *LONG, *apart, "rollout.gather_rows=6") == 0
+    assert rows(tiny, "plain") == rows(tiny, "gathered")
+    tiny.assert_same_weights("plain", "gathered")
+    found = [each for each in tiny.lines("gathered", "spans.jsonl") if each["stage"] == "reference.logprobs"]
+    assert {each["pool"] for each in found} == {"answers"}
+    assert any(scores_beside_rows(tiny, step) for step in range(1, 4))
+
+
 def test_larger_micro_batches_change_scores_by_rounding_only(tiny: Tiny) -> None:
     assert tiny.run("plain", *LONG, *TWO, INLINE, "algorithm.steps=1") == 0
     assert tiny.run("gathered", *LONG, *TWO, INLINE, "algorithm.steps=1", "rollout.gather_rows=6") == 0
