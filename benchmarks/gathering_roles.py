@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -14,11 +15,12 @@ import torch
 from torch import Tensor
 
 from rillflow.records.batch import Batch
-from rillflow.records.rollout import Finish, Rollout
+from rillflow.records.rollout import Finish, Rollout, rollout_batch, starts
 from rillflow.records.row import RowId
 from rillflow.roles.sampler import Sampler
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability, RowByRow
+from rillflow.rollout.native.engine import NativeEngine
 from rillflow.workers.backend import Site
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import SPLIT_DP
@@ -134,3 +136,44 @@ class Scorer:
         """Return the field ``scores``."""
         time.sleep(row_s * len(rollouts))
         return Batch(ids=rollouts.ids, fields={"scores": torch.zeros(len(rollouts))})
+
+
+def step_length(row: RowId) -> int:
+    """Return the tokens of a row of a whole step: one in eight is long."""
+    return 110 if Random(str(row)).random() < 0.125 else 20
+
+
+class GivenLengths(NativeEngine):
+    """The native engine, whose rows are as long as told and whose decoding steps take their time."""
+
+    can: ClassVar = NativeEngine.can
+
+    def __init__(self, *given: Any, **how: Any) -> None:
+        super().__init__(*given, **{**how, "stop_tokens": frozenset(), "stops": None})
+        self._config: RolloutConfig = given[1]
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        """See Engine."""
+        chosen = (sampling or self._config).model_copy(update={"max_tokens": step_length(rollout.row)})
+        super().add(rollout, chosen)
+
+    def step(self) -> list[Rollout]:
+        """See Engine."""
+        began, ended = time.monotonic(), super().step()
+        time.sleep(max(0.0, began + float(os.environ[TOKEN_S]) - time.monotonic()))
+        return ended
+
+    def generate(
+        self,
+        prompts: Batch,
+        samples: int = 1,
+        sampling: SamplingConfig | Sequence[SamplingConfig] | None = None,
+    ) -> Batch:
+        """See Engine."""
+        assert sampling is None or isinstance(sampling, SamplingConfig)
+        begun, found = starts(prompts, samples), dict[RowId, Rollout]()
+        for each in begun:
+            self.add(each, sampling)
+        while self.has_work:
+            found |= {each.row: each for each in self.step()}
+        return rollout_batch([found[each.row] for each in begun])
