@@ -119,7 +119,7 @@ class Ranks:
 
     def gathered(self, prompts: Batch, scorers: int, row_s: float, rule: GatherRule) -> Measured:
         """Return a step whose last rows gather."""
-        shared = SharedRanks(pool="main", whole=SCORERS, busy=set())
+        shared = SharedRanks(pool="main", copies=dict.fromkeys(SCORERS, 1), busy=set())
         calls: dict[str, Any] = {"policy.generate": [(["data"], {"samples": 1})]}
         calls |= {f"{name}.score": [(["policy.generate"], {"row_s": row_s})] for name in SCORERS[:scorers]}
         source = Gathering(

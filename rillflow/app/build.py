@@ -312,16 +312,7 @@ class Build:
         """Return the source of steps whose last rows gather on few replicas."""
         recipe, config, executor = self._recipe, plan.config, self._roles.executor
         assert isinstance(config, SampledConfig)  # was checked
-        specs, placement = roles_of(recipe), recipe.placement
-        shared = SharedRanks(
-            pool=executor.groups[SAMPLER].places[0].pool,
-            whole=[
-                role
-                for role in executor.groups
-                if not specs[role].is_model or placement.mesh_of(role).is_plain
-            ],
-            busy=set(),
-        )
+        shared = SharedRanks(pool=executor.groups[SAMPLER].places[0].pool, copies=self._copies(), busy=set())
         calls = before_updates(plan.algorithm.listened(config).calls, executor)
         streamed = streamed_stages(
             calls,
@@ -353,6 +344,20 @@ class Build:
             shared=shared,
             sync=self._roles.delivery if plan.evaluated else None,
         )
+
+    def _copies(self) -> dict[str, int]:
+        """Return the ranks of one copy of each role's model, by role, without roles that need all ranks."""
+        recipe, specs = self._recipe, roles_of(self._recipe)
+        sizes = {role: recipe.placement.mesh_of(role) for role in self._roles.executor.groups}
+        # The weights of a sharded policy are the sampler's or the trainer's on all ranks at once.
+        switched = {"policy", *(("reference",) if recipe.policy.model.adapter is not None else ())}
+        found = {}
+        for role, mesh in sizes.items():
+            if not specs[role].is_model or mesh.is_plain:
+                found[role] = 1
+            elif not mesh.is_sharded and role not in switched:
+                found[role] = mesh.replica
+        return found
 
     def _rows(self, plan: PhasePlan, groups: Sequence[Sequence[int]]) -> Batch | None:
         """Return the rows of some groups (epoch, prompt) that the phase has drawn; None if there are none."""

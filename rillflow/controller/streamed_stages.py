@@ -8,8 +8,8 @@ A stage is streamed if the step calls it once, with the sampled rows alone; if i
 them; and if its weights do not change during the phase and its ranks train nothing. A stage on the ranks of a
 trained role would wait behind updates, so it runs when the step asks for it.
 
-Ranks that sample and score in turn (``SharedRanks``) compute a stage while no row runs on them. Each of them
-is a worker of its own: it holds the whole model, and the endpoint has no collectives (``Endpoint.alone``).
+Ranks that sample and score in turn (``SharedRanks``) compute a stage while no row runs on them. The ranks of
+one copy of the model are a worker: the endpoint has no collectives with others (``Endpoint.alone``).
 
 A stage has one worker for each rank of a reward function, and for each world of a model's ranks: a replica,
 where replicas are worlds of their own. A world that is lost is replaced while the others work on; its groups
@@ -30,6 +30,7 @@ from typing import Any, Protocol
 from rillflow.controller.executor import GroupExecutor, GroupPart, arguments_of, rows_of
 from rillflow.controller.source import add_work, collected_each
 from rillflow.placement.mesh import Mesh
+from rillflow.records.batch import Batch
 from rillflow.roles.reward import Reward, Scored
 from rillflow.roles.sampler import GroupId
 from rillflow.workers.backend import Place
@@ -51,8 +52,8 @@ class SharedRanks:
 
     pool: str
     """The sampler's pool."""
-    whole: Collection[str]
-    """Roles of which each rank of the pool has a whole model, or needs none."""
+    copies: Mapping[str, int]
+    """Ranks that hold one copy of a role's model, by role; 1 without a model. Other roles need all ranks."""
     busy: set[Place]
     """Ranks that run rows; the source changes it."""
 
@@ -114,6 +115,8 @@ class EndpointWorker:
     """See StageWorker."""
     is_free: Callable[[], bool] = lambda: True
     """Returns whether its ranks may begin a call."""
+    is_part: bool = False
+    """Whether its ranks are one of several copies that have collectives together otherwise."""
     worked: list[Facts] = field(default_factory=list)
     _groups: list[GroupId] = field(default_factory=list)
     _begun: Pending | None = None
@@ -137,7 +140,14 @@ class EndpointWorker:
         """See StageWorker."""
         part = GroupPart(place=self.group.places[0], rows=rows)
         gathered = self.executor.gathered(f"rows for {self.stage}", [part], Lie.new(is_whole=True))
-        self._begun = self.group.call(self.endpoint, gathered, **self.options)
+        if self.is_part:
+            every, (taken,) = self.executor.groups[self.group.role].places, self.group.takes(self.endpoint)
+            places = [taken, *(each for each in self.group.places if each != taken)]
+            ranks = [every.index(each) for each in places]
+            how = (score_alone, self.endpoint, dict(self.options), gathered)
+            self._begun = self.executor.on_ranks(self.group.role, ranks, *how)
+        else:
+            self._begun = self.group.call(self.endpoint, gathered, **self.options)
         self._groups = [*rows]
 
     def give_up(self, group: GroupId) -> None:
@@ -259,6 +269,13 @@ class RewardWorker:
                 del self._collecting[group]
 
 
+def score_alone(role: Any, endpoint: str, options: Mapping[str, Any], rows: Batch) -> Batch:
+    """Have the ranks of one copy of a model compute an endpoint; see ``Parallel.copy_alone``."""
+    with role.share.parallel.copy_alone():
+        scored: Batch = getattr(role, endpoint)(rows, **options)
+    return scored
+
+
 def score_groups(
     reward: Reward, given_up: Sequence[GroupId], wait_s: float, window: int, *rows: Any
 ) -> Scored:
@@ -311,7 +328,7 @@ def streamed_stages(
         if described.by_groups:
             found += _rewards(stage, group, executor, recovery, most, step_rows, turns)
             continue
-        replicas = _replicas(group, executor, 1 if turns else 0)
+        replicas = _replicas(group, executor, turns.copies[role] if turns else 0)
         found += [
             EndpointWorker(
                 stage=stage,
@@ -321,7 +338,8 @@ def streamed_stages(
                 options=options,
                 most=-(-most // len(replicas)),
                 recovery=recovery(replica.places[0]),
-                is_free=_free(turns, replica.places[0]),
+                is_free=_free(turns, replica.places),
+                is_part=len(replica.places) > 1 and turns is not None,
             )
             for replica in replicas
         ]
@@ -330,7 +348,7 @@ def streamed_stages(
 
 def _fits(described: Endpoint, role: str, shared: SharedRanks | None) -> bool:
     """Return whether an endpoint computes fields of rows, and single ranks can do so if they have to."""
-    return described.is_row_by_row and (shared is None or (described.alone and role in shared.whole))
+    return described.is_row_by_row and (shared is None or (described.alone and role in shared.copies))
 
 
 def before_updates(
@@ -347,9 +365,9 @@ def before_updates(
     return found
 
 
-def _free(shared: SharedRanks | None, place: Place) -> Callable[[], bool]:
-    """Return a function that returns whether a rank runs no rows."""
-    return lambda: shared is None or place not in shared.busy
+def _free(shared: SharedRanks | None, places: Sequence[Place]) -> Callable[[], bool]:
+    """Return a function that returns whether ranks run no rows."""
+    return lambda: shared is None or shared.busy.isdisjoint(places)
 
 
 def _rewards(
@@ -376,7 +394,7 @@ def _rewards(
             most=most,
             window=-(-step_rows // len(group.places)),
             recovery=recovery(place),
-            is_free=_free(shared, place),
+            is_free=_free(shared, [place]),
         )
         for rank, place in enumerate(group.places)
     ]

@@ -117,6 +117,21 @@ def test_a_run_has_the_bits_of_one_that_does_not_gather(tiny: Tiny, by: str, bac
     assert any(scores_beside_rows(tiny, step) for step in range(1, 4))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_the_ranks_of_one_copy_of_a_sharded_model_score_alone(tiny: Tiny, axis: str) -> None:
+    """Each rank samples; two ranks hold one copy of the reference, and one of the critic."""
+    text = tiny.recipe.read_text().replace("layers = 1", "layers = 2").replace("kv_heads = 1", "kv_heads = 2")
+    tiny.recipe.write_text(text)
+    mesh = f"placement.train_parallel={{main={{dp=2, {axis}=2}}}}"
+    how = (*LONG, "placement.pools={main=4}", mesh, RAY, "policy.tokens_per_micro_batch=1")
+    assert tiny.run("plain", *how) == 0
+    assert tiny.run("gathered", *how, "rollout.gather_rows=6", "rollout.gather_replicas=2") == 0
+    assert rows(tiny, "plain") == rows(tiny, "gathered")
+    assert any(scores_beside_rows(tiny, step) for step in range(1, 4))
+
+
 def test_a_sampler_on_ranks_of_its_own_shares_them_with_a_reference(tiny: Tiny) -> None:
     """The critic is on the policy's rank, which has nothing else to do meanwhile."""
     apart = (

@@ -108,7 +108,7 @@ class Steps:
         made["sampler"].start(lambda _: Sampler(cast(Any, Weights()), **more))
         made["scorer"].start(Scorer)
         self.executor = executor = GroupExecutor(made, backend)
-        shared = SharedRanks(pool="main", whole=("scorer",), busy=set())
+        shared = SharedRanks(pool="main", copies={"scorer": 1}, busy=set())
         workers = streamed_stages(
             before_updates(CALLS, executor), executor, changing=(), most=2, step_rows=8, shared=shared
         )
