@@ -58,7 +58,7 @@ REPLICAS, ROWS = 4, 64
 SCORERS = ("reference", "critic", "reward_model")
 SHARES = [each / 20 for each in range(21)]
 """Thresholds, as shares of the batch."""
-TIE = 0.03
+TIE = 0.05
 """Thresholds whose seconds differ by less than this share are alike; the lowest of them is the best."""
 LONGEST = 400
 WAIT_S = 600.0
