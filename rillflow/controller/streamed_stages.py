@@ -57,6 +57,10 @@ class SharedRanks:
     busy: set[Place]
     """Ranks that run rows; the source changes it."""
 
+    def are_free(self, places: Collection[Place]) -> bool:
+        """Return whether none of these ranks runs rows."""
+        return self.busy.isdisjoint(places)
+
 
 class StageWorker(Protocol):
     """Ranks that compute a streamed stage."""
@@ -113,10 +117,8 @@ class EndpointWorker:
     """Largest number of groups of a call."""
     recovery: Recovery
     """See StageWorker."""
-    is_free: Callable[[], bool] = lambda: True
-    """Returns whether its ranks may begin a call."""
-    is_part: bool = False
-    """Whether its ranks are one of several copies that have collectives together otherwise."""
+    shared: SharedRanks | None = None
+    """The sampler's ranks, if it is one copy of a model on them; None: it has ranks of its own."""
     worked: list[Facts] = field(default_factory=list)
     _groups: list[GroupId] = field(default_factory=list)
     _begun: Pending | None = None
@@ -129,7 +131,8 @@ class EndpointWorker:
     @property
     def room(self) -> int:
         """See StageWorker."""
-        return self.most if self._begun is None and self.recovery.is_live and self.is_free() else 0
+        is_free = self.shared is None or self.shared.are_free(self.group.places)
+        return self.most if self._begun is None and self.recovery.is_live and is_free else 0
 
     @property
     def events(self) -> Sequence[Sequence[Pending]]:
@@ -140,7 +143,7 @@ class EndpointWorker:
         """See StageWorker."""
         part = GroupPart(place=self.group.places[0], rows=rows)
         gathered = self.executor.gathered(f"rows for {self.stage}", [part], Lie.new(is_whole=True))
-        if self.is_part:
+        if self.shared is not None and len(self.group.places) > 1:
             every, (taken,) = self.executor.groups[self.group.role].places, self.group.takes(self.endpoint)
             places = [taken, *(each for each in self.group.places if each != taken)]
             ranks = [every.index(each) for each in places]
@@ -191,8 +194,8 @@ class RewardWorker:
     """Rows over which failures of the reward are judged."""
     recovery: Recovery
     """See StageWorker."""
-    is_free: Callable[[], bool] = lambda: True
-    """Returns whether a call may wait."""
+    shared: SharedRanks | None = None
+    """The sampler's ranks, if it has one of them."""
     worked: list[Facts] = field(default_factory=list)
     _queued: dict[GroupId, Pending] = field(default_factory=dict)
     _given_up: list[GroupId] = field(default_factory=list)
@@ -238,7 +241,9 @@ class RewardWorker:
         if self._asked is not None or not (self._running or self._given_up) or not self.recovery.is_live:
             return
         rows = arguments_of(self._queued, self.reads) if self._queued else []
-        how = (self._given_up, self.wait_s if self.is_free() else 0.0, self.window, *rows)
+        place = self.executor.groups[self.role].places[self.rank]
+        may_wait = self.shared is None or self.shared.are_free([place])
+        how = (self._given_up, self.wait_s if may_wait else 0.0, self.window, *rows)
         self._queued, self._given_up = {}, []
         self._asked = self.executor.on_rank(self.role, self.rank, score_groups, *how)
 
@@ -338,8 +343,7 @@ def streamed_stages(
                 options=options,
                 most=-(-most // len(replicas)),
                 recovery=recovery(replica.places[0]),
-                is_free=_free(turns, replica.places),
-                is_part=len(replica.places) > 1 and turns is not None,
+                shared=turns,
             )
             for replica in replicas
         ]
@@ -363,11 +367,6 @@ def before_updates(
             break
         found[stage] = made
     return found
-
-
-def _free(shared: SharedRanks | None, places: Sequence[Place]) -> Callable[[], bool]:
-    """Return a function that returns whether ranks run no rows."""
-    return lambda: shared is None or shared.busy.isdisjoint(places)
 
 
 def _rewards(
@@ -394,7 +393,7 @@ def _rewards(
             most=most,
             window=-(-step_rows // len(group.places)),
             recovery=recovery(place),
-            is_free=_free(shared, [place]),
+            shared=shared,
         )
         for rank, place in enumerate(group.places)
     ]
