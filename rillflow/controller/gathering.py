@@ -157,6 +157,7 @@ class Gathering(Source):
         for stage, rows in results.items():
             made[stage] = joined(stage, [rows], worked=flight.worked(stage))
         flight.taken(taken)
+        flight.decisions.flush()  # nothing repeats them
         return self._made(concatenate([*drawn.values()]), made)
 
     def opened(self) -> OpenedStep:

@@ -172,6 +172,7 @@ def test_a_step_has_all_of_its_rows_in_order_whatever_moves() -> None:
             assert rows.row_ids() == wanted
             assert rows.ragged("tokens").lengths.tolist() == [length(row) for row in wanted]
             assert rows.dense("scores").tolist() == [length(row) for row in wanted]
+            assert not scene.source._flight.groups and not scene.source._flight.table.left
             measured = scene.source.opened().measured
             moved += int(measured["gather/rows/sum"].value) if "gather/rows/sum" in measured else 0
     assert moved > 100 and len(Cached.moved) > 50
