@@ -40,7 +40,7 @@ def scored(ranks: Ranks, case: Case) -> dict[str, Any]:
 
 @pytest.mark.parametrize("axis", ["pp", "tp"])
 def test_one_copy_computes_alone_and_agrees_upon_errors(axis: str) -> None:
-    case = Case(dp=2, layers=2, **{axis: 2})
+    case = Case(dp=2, layers=2, pp=2 if axis == "pp" else 1, tp=2 if axis == "tp" else 1)
     found = together(4, scored, case)
     copy, other = found[:2], found[2:]
     assert [each["error"] for each in copy] == ["the row is bad"] * 2

@@ -96,7 +96,7 @@ def scores_beside_rows(tiny: Tiny, step: int) -> bool:
     spans = {each["stage"]: each for each in tiny.lines("gathered", "spans.jsonl") if each["step"] == step}
     ran = spans["policy.generate"]["ranks"]
     last = max(each["start_s"] + each["duration_s"] for each in ran if each["rows"] == 0)
-    return min(each["start_s"] for each in spans["critic.values"]["ranks"]) < last
+    return bool(min(each["start_s"] for each in spans["critic.values"]["ranks"]) < last)
 
 
 @pytest.mark.parametrize("by", ["tokens", "cache"])

@@ -15,6 +15,7 @@ from torch import Tensor
 from rillflow.controller import replicas
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.gathering import Gathering, GatherRule
+from rillflow.controller.replicas import SamplerReplica
 from rillflow.controller.source import DataStream, GroupSampling
 from rillflow.controller.streamed_stages import SharedRanks, before_updates, streamed_stages
 from rillflow.placement.mesh import Mesh
@@ -24,9 +25,10 @@ from rillflow.records.row import RowId
 from rillflow.roles.sampler import Sampler
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability
-from rillflow.workers.backend import Pool, Site
+from rillflow.workers.backend import Pool, RankDied, Site
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
+from rillflow.workers.inline import InlineBackend
 from rillflow.workers.transfer import SPLIT_DP
 from tests.unit.controller.test_async_rollout import SAMPLES, Shuffled, Tailed, Weights, prompts
 
@@ -91,9 +93,10 @@ class Steps:
         kept: int,
         with_caches: bool = True,
         most_rows: int = 40,
+        backend: InlineBackend | None = None,
     ) -> None:
         self.drawn, self.groups = 0, groups
-        self.backend = backend = Shuffled(Random(seed))
+        self.backend = backend = backend or Shuffled(Random(seed))
         backend.open([Pool(name="main", size=ranks * tp, takes_device=False)])
         mesh, dp = Mesh.of(dp=ranks, tp=tp), Mesh.of(dp=ranks * tp)
         how: dict[str, Any] = {"pool": "main", "backend": backend}
@@ -189,3 +192,21 @@ def test_the_ranks_that_give_up_their_rows_score_before_the_last_row_ends() -> N
         assert sum(counts) == 8 * SAMPLES
         early += max(counts) > 8
     assert early > 0
+
+
+def test_a_replica_that_dies_while_its_rows_move_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are lost: the error names the rank, and the run begins the step again from a checkpoint."""
+    scene = Steps(0, groups=8, ranks=2, tp=1, rows=12, kept=1, backend=InlineBackend())
+    release, dead = SamplerReplica.release, []
+
+    def dies(replica: SamplerReplica, *given: Any, **how: Any) -> Any:
+        dead.append(replica.places[0])
+        scene.backend.kill(replica.places[0])
+        return release(replica, *given, **how)
+
+    monkeypatch.setattr(SamplerReplica, "release", dies)
+    with pytest.raises(RankDied) as died:
+        for _ in range(50):
+            scene.step()
+    assert died.value.place == dead[0]
+    scene.backend.close()

@@ -43,7 +43,8 @@ def test_a_row_alone_goes_on_elsewhere_bit_for_bit(engine: Engines, prompts: Pro
     moved = first.detach(start.row)
     assert moved.cache is not None and len(moved.cache) == len(moved.tokens) - 1 == 10
     assert not first.has_work
-    second.add(*sent([moved]))
+    (arrived,) = sent([moved])
+    second.add(arrived)
     found = ended(second)[start.row]
     assert (found.tokens, found.logprobs, found.versions) == (known.tokens, known.logprobs, known.versions)
     assert found.cache is None
