@@ -24,7 +24,7 @@ from rillflow.app.evaluate import judged
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.phases import PhasePlan, phase_plans
 from rillflow.app.resume import keeps_decisions
-from rillflow.app.role_table import EVAL_REWARD
+from rillflow.app.role_table import EVAL_REWARD, roles_of
 from rillflow.app.roles import RoleGroups, pools_of
 from rillflow.app.shared_paths import require_shared
 from rillflow.config.problems import together
@@ -36,19 +36,20 @@ from rillflow.controller.decisions import Decisions, RecordedDecisions, decision
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.flow import Flow
+from rillflow.controller.gathering import CALLS, Gathering, GatherRule
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Loop
 from rillflow.controller.open_step import Phase
 from rillflow.controller.saved_flight import FLIGHT, KeptFlight, kept_flight
 from rillflow.controller.source import DataStream, GroupSampling, Source
 from rillflow.controller.step_executor import StepExecutor
-from rillflow.controller.streamed_stages import streamed_stages
+from rillflow.controller.streamed_stages import SharedRanks, before_updates, streamed_stages
 from rillflow.controller.tail_batching import ASIDE, TailBatching
 from rillflow.models.language_model import choose_device
 from rillflow.records.batch import Batch, load_batch
 from rillflow.records.metrics import Mean
 from rillflow.records.row import HELD_OUT_EPOCH
-from rillflow.rollout.config import SamplingConfig
+from rillflow.rollout.config import SamplingConfig, gather_replicas
 from rillflow.runs import layout
 from rillflow.runs.progress import Progress
 from rillflow.runs.reader import Evaluation
@@ -189,6 +190,8 @@ class Build:
             return self._ready(plan, stream, left or [], flight, kept)
         if cuts_tail(plan.config):
             return self._cut(plan, stream, aside or [], kept)
+        if self._recipe.rollout.gather_rows and isinstance(plan.config, SampledConfig):
+            return self._gathering(plan, stream, kept)
         return Source(
             self._roles.executor,
             stream,
@@ -304,6 +307,57 @@ class Build:
             sync=self._roles.delivery,
             chunks=self._recipe.rollout.stream_chunks,
         )
+
+    def _gathering(self, plan: PhasePlan, stream: DataStream, kept: Checkpoint | None) -> Gathering:
+        """Return the source of steps whose last rows gather on few replicas."""
+        recipe, config, executor = self._recipe, plan.config, self._roles.executor
+        assert isinstance(config, SampledConfig)  # was checked
+        shared = SharedRanks(pool=executor.groups[SAMPLER].places[0].pool, copies=self._copies(), busy=set())
+        calls = before_updates(plan.algorithm.listened(config).calls, executor)
+        streamed = streamed_stages(
+            calls,
+            executor,
+            changing=(),
+            most=-(-config.prompts_per_step // CALLS),
+            step_rows=config.rows_per_step,
+            restarts=recipe.run.restarts,
+            restart=lambda pool: self._roles.restart if self._roles.may_restart(pool) else None,
+            shared=shared,
+        )
+        if not any(place.pool == shared.pool for each in streamed for place in each.recovery.places):
+            self._say(
+                f"warning: rollout.gather_rows is {recipe.rollout.gather_rows}, and no stage can score on "
+                "the sampler's ranks before the step's last row ends: gathering only delays rows"
+            )
+        return Gathering(
+            executor,
+            stream,
+            how=self._sampling(plan, kept),
+            rule=GatherRule(
+                rows=recipe.rollout.gather_rows,
+                replicas=gather_replicas(recipe.rollout),
+                with_caches=recipe.rollout.gather_by == "cache",
+            ),
+            step_groups=config.prompts_per_step,
+            most_rows=recipe.rollout.max_rows,
+            streamed=streamed,
+            shared=shared,
+            sync=self._roles.delivery if plan.evaluated else None,
+        )
+
+    def _copies(self) -> dict[str, int]:
+        """Return the ranks of one copy of each role's model, by role, without roles that need all ranks."""
+        recipe, specs = self._recipe, roles_of(self._recipe)
+        sizes = {role: recipe.placement.mesh_of(role) for role in self._roles.executor.groups}
+        # The weights of a sharded policy are the sampler's or the trainer's on all ranks at once.
+        switched = {"policy", *(("reference",) if recipe.policy.model.adapter is not None else ())}
+        found = {}
+        for role, mesh in sizes.items():
+            if not specs[role].is_model or mesh.is_plain:
+                found[role] = 1
+            elif not mesh.is_sharded and role not in switched:
+                found[role] = mesh.replica
+        return found
 
     def _rows(self, plan: PhasePlan, groups: Sequence[Sequence[int]]) -> Batch | None:
         """Return the rows of some groups (epoch, prompt) that the phase has drawn; None if there are none."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, cuts_tail, is_ready_first
 from rillflow.app.batch_arithmetic import step_rows
+from rillflow.app.gathering_checks import gathering_problems
 from rillflow.app.meshes import impossible, unfit
 from rillflow.app.role_table import model_roles, roles_of
 from rillflow.config.problems import shown
@@ -33,6 +34,7 @@ def inconsistencies(recipe: Recipe) -> list[ConfigError]:
         *_schedule(recipe),
         *_sampling(recipe),
         *_judge(recipe),
+        *gathering_problems(recipe),
         *_placement(recipe),
     ]
 

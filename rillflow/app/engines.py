@@ -164,6 +164,12 @@ def engine_notes(facts: RecipeFacts) -> list[str]:
         (Capability.FIXED, rollout.deterministic, "rollout.deterministic is true"),
         (Capability.ROWS, is_ready_first(recipe.algorithm), 'algorithm.async_mode is "ready_first"'),
         (Capability.ROWS, cuts_tail(recipe.algorithm), "a step starts more rows than it trains"),
+        (Capability.ROWS, rollout.gather_rows > 0, f"rollout.gather_rows is {rollout.gather_rows}"),
+        (
+            Capability.CACHE,
+            rollout.gather_rows > 0 and rollout.gather_by == "cache",
+            'rollout.gather_by is "cache"; "tokens" needs no caches',
+        ),
         (Capability.ROWS, rollout.agent is not None, "rollout.agent writes the rows"),
         (Capability.PARTS, rollout.stream_chunks > 1, f"rollout.stream_chunks is {rollout.stream_chunks}"),
         (Capability.ADAPTERS, facts.adapter is not None, "policy.model has an adapter"),

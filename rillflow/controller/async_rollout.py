@@ -123,8 +123,6 @@ class AsyncRollout(Source):
         """State of the groups in flight when the newest step was opened."""
         self._owed = inf
         """Groups that the open step has not taken, at k = 0: no other group may begin with its version."""
-        self._columns: list[tuple[Pending, Mapping[str, Pending]]] = []
-        """Rows of the step that is being opened, with the results of the streamed stages on them."""
         self._close: Callable[[], Sequence[Pending] | None] = tuple
 
     @property
@@ -157,10 +155,6 @@ class AsyncRollout(Source):
         data = self._ready(lambda: self._rule.more(groups))
         self._wanted -= groups
         return data
-
-    def streamed(self, stage: str, args: Sequence[Any]) -> Pending | None:
-        """See Source."""
-        return next((made.get(stage) for rows, made in self._columns if args and args[0] is rows), None)
 
     def opened(self) -> OpenedStep:
         """See Source; the metrics are of the groups in flight when the step was formed."""
@@ -393,13 +387,6 @@ class AsyncRollout(Source):
             self._decide()
         self._decisions.flush()
         return self._made(prompts, made | to_come)
-
-    def _made(self, prompts: Batch, results: Mapping[str, Pending]) -> Batch:
-        """Keep the results of a step's groups until its stages ask for them; return its prompts."""
-        self._formed = prompts, results[GENERATE]
-        others = {stage: made for stage, made in results.items() if stage != GENERATE}
-        self._columns.append((results[GENERATE], others))
-        return prompts
 
     def _formed_by(self, form: Callable[[], list[GroupInFlight]]) -> list[GroupInFlight]:
         """Run rows until ``form`` returns groups; return them."""

@@ -18,7 +18,7 @@ shutdown      a replica or a worker that dies gives its groups back and is repla
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Flight:
     Args:
         executor: has the groups of ranks.
         stream: prompts of the phase.
-        sync: transfers versions to the sampler.
+        sync: transfers versions to the sampler; None if it has the policy's module.
         how: how groups are sampled.
         most_rows: largest number of rows of a replica at once.
         capacity: largest number of groups between the oldest in flight and the newest.
@@ -79,7 +79,7 @@ class Flight:
         executor: GroupExecutor,
         stream: DataStream,
         *,
-        sync: WeightSync,
+        sync: WeightSync | None,
         how: GroupSampling,
         most_rows: int,
         capacity: int,
@@ -127,7 +127,8 @@ class Flight:
         """Number of publishes of the phase."""
         self.saves: list[FlightSave] = []
         """Checkpoints whose groups in flight are not written yet."""
-        self._parcels: dict[int, PackedWeights] = {} if sync.initial is None else {0: sync.initial}
+        initial = None if sync is None else sync.initial
+        self._parcels: dict[int, PackedWeights] = {} if initial is None else {0: initial}
 
     def _note_rows(self, group: GroupInFlight) -> None:
         """Note that the rows of a group are on their way to the store, for checkpoints to come."""
@@ -376,6 +377,14 @@ class Flight:
         replica.begin(self.table.prompt(group))
         self.decisions.note("begin", replica.number, group)
         return begun
+
+    def move(self, group: GroupId, replica: SamplerReplica, rows: int) -> None:
+        """Note that the rows of a group, ``rows`` of them unfinished, go on with a replica's next call."""
+        moved = self.groups[group]
+        moved.replica.rows -= rows
+        replica.rows += rows
+        self.groups[group] = replace(moved, replica=replica, call=replica.next_call)
+        self.table.hand_over(GENERATE, group, replica.name)
 
     def again(self, group: GroupInFlight, reason: str) -> None:
         """Drop the rows of a group, and put its prompt into the table again."""

@@ -118,6 +118,12 @@ class GroupTable:
         self._table.died(holder, self._clock())
         return [self._groups[number] for _, number in lost]
 
+    def hand_over(self, stage: str, group: GroupId, holder: str) -> None:
+        """Give a group that is leased for a stage to another holder."""
+        key = stage, self._numbers[group]
+        lease, _ = self._leases[key]
+        self._leases[key] = lease, holder
+
     def holders(self, group: GroupId) -> set[str]:
         """Return the holders that have taken a group for a stage and are not done with it."""
         number = self._numbers[group]

@@ -44,8 +44,8 @@ class SamplerReplica:
 
     executor: GroupExecutor
     """Has the ranks of the sampler."""
-    sync: WeightSync
-    """Transfers versions to the sampler."""
+    sync: WeightSync | None
+    """Transfers versions to the sampler; None if it has the policy's module."""
     how: GroupSampling
     """How groups are sampled."""
     number: int
@@ -80,6 +80,8 @@ class SamplerReplica:
     """Times when the replica ran rows since the last step was formed."""
     is_recalled: bool = False
     """Whether its calls are not made again: a resumed run has the rows that came of them."""
+    is_released: bool = False
+    """Whether its rows go on elsewhere, so that it runs none until the next step."""
     restored: Mapping[GroupId, int] = field(default_factory=dict)
     """Groups that it has from a checkpoint, each with the number of its running rows."""
 
@@ -128,7 +130,8 @@ class SamplerReplica:
     @property
     def may_call(self) -> bool:
         """Whether a further call may be submitted, and would do something."""
-        return self.is_live and len(self.asked) < ASKED and bool(self.rows or self.given_up)
+        able = self.is_live and not self.is_released and len(self.asked) < ASKED
+        return able and bool(self.rows or self.given_up)
 
     def give_up(self, group: GroupId) -> None:
         """Drop a group with the next call."""
@@ -146,6 +149,20 @@ class SamplerReplica:
         how = (prompts, self.given_up, self.passes, self.how.samples, self.how.sampling)
         self.asked.append(self.executor.on_ranks(SAMPLER, self.ranks, Sampler.advance, *how))
         self.begun, self.given_up = [], []
+
+    def release(self, parts: Sequence[Sequence[GroupId]], *, with_caches: bool) -> list[list[Pending]]:
+        """Have groups taken out after the submitted calls; for each rank, see ``Sampler.release``."""
+        self.is_released = True
+        how = (2 * len(parts) + 1, Sampler.release, parts, with_caches)
+        return [self.executor.deal(SAMPLER, rank, *how) for rank in self.ranks]
+
+    def take_over(self, rows: Sequence[Sequence[Pending]]) -> list[Pending]:
+        """Have each of its ranks continue released rows."""
+        how = (Sampler.take_over, self.how.samples, self.how.sampling)
+        return [
+            self.executor.on_rank(SAMPLER, rank, *how, *own)
+            for rank, own in zip(self.ranks, rows, strict=True)
+        ]
 
     def save(self, folder: Path | None) -> list[Pending]:
         """Have its rows written into a checkpoint's folder, if one is given, and go on from their tokens."""
@@ -195,7 +212,7 @@ class SamplerReplica:
             add_work(self.worked, [*facts, *call.beside])
             yield self.heard, made
             self.heard += 1
-        if self.arriving and all(each.is_ready for each in self.arriving):
+        if self.sync is not None and self.arriving and all(each.is_ready for each in self.arriving):
             self.sync.arrived(self.arriving)
             self.arriving = ()
 
@@ -237,5 +254,6 @@ class SamplerReplica:
 
     def receive(self, parcel: PackedWeights, version: int) -> None:
         """Receive a version between two calls."""
+        assert self.sync is not None, "only a sampler on ranks of its own receives versions"
         self.arriving = self.sync.install(parcel, self.ranks)
         self.version = self.received = version

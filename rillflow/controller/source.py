@@ -5,6 +5,7 @@
                                                      after a resume, read from the checkpoint
     AsyncRollout    the groups that are ready first  made before
     TailBatching    the groups that end first        made before
+    Gathering       the next of the stream           made before; the last of them on few replicas
 
     loop     take ──> the step: rows, publish ──> opened ──> ... ──> deliver(weights) ──> the next step
 
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 
 from rillflow.controller.executor import GroupExecutor, write_rows
 from rillflow.controller.flow import StageResult
+from rillflow.controller.group_table import GENERATE
 from rillflow.controller.saved_flight import FlightSave
 from rillflow.controller.weight_sync import PackedWeights, WeightSync
 from rillflow.graph.handle import Options
@@ -161,6 +163,7 @@ class Source:
         self._chunks, self._kept = chunks, kept
         self._files = deque[Path]()
         self._formed: tuple[Batch, Pending] | None = None
+        self._columns: list[tuple[Pending, Mapping[str, Pending]]] = []
         self._arriving: list[Pending] = []
 
     @property
@@ -210,9 +213,16 @@ class Source:
         made = [first, *(group.call("next_part") for _ in cut[1:])]
         return ChunkedResult.of(f"{group.of}.generate", made)
 
-    def streamed(self, stage: str, args: Sequence[Any]) -> Pending | None:  # noqa: ARG002
+    def streamed(self, stage: str, args: Sequence[Any]) -> Pending | None:
         """Return the result of a stage that ran on sampled rows before the step; None if none did."""
-        return None
+        return next((made.get(stage) for rows, made in self._columns if args and args[0] is rows), None)
+
+    def _made(self, prompts: Batch, results: Mapping[str, Pending]) -> Batch:
+        """Keep the results of a step's groups until its stages ask for them; return its prompts."""
+        self._formed = prompts, results[GENERATE]
+        others = {stage: made for stage, made in results.items() if stage != GENERATE}
+        self._columns.append((results[GENERATE], others))
+        return prompts
 
     def publish(self, published: Pending) -> Pending:
         """Return the version that the policy published, on its way to the sampler."""
@@ -221,6 +231,7 @@ class Source:
     def opened(self) -> OpenedStep:
         """Note that all stages of the step are submitted."""
         arriving, self._arriving = self._arriving, []
+        self._columns.clear()
         return OpenedStep(arriving=arriving, parcels=self._published())
 
     def _published(self) -> Sequence[PackedWeights]:

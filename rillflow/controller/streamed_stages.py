@@ -8,6 +8,9 @@ A stage is streamed if the step calls it once, with the sampled rows alone; if i
 them; and if its weights do not change during the phase and its ranks train nothing. A stage on the ranks of a
 trained role would wait behind updates, so it runs when the step asks for it.
 
+Ranks that sample and score in turn (``SharedRanks``) compute a stage while no row runs on them. The ranks of
+one copy of the model are a worker: the endpoint has no collectives with others (``Endpoint.alone``).
+
 A stage has one worker for each rank of a reward function, and for each world of a model's ranks: a replica,
 where replicas are worlds of their own. A world that is lost is replaced while the others work on; its groups
 are computed again.
@@ -27,9 +30,11 @@ from typing import Any, Protocol
 from rillflow.controller.executor import GroupExecutor, GroupPart, arguments_of, rows_of
 from rillflow.controller.source import add_work, collected_each
 from rillflow.placement.mesh import Mesh
+from rillflow.records.batch import Batch
 from rillflow.roles.reward import Reward, Scored
 from rillflow.roles.sampler import GroupId
 from rillflow.workers.backend import Place
+from rillflow.workers.endpoint import Endpoint
 from rillflow.workers.group import Group
 from rillflow.workers.pending import Pending
 from rillflow.workers.restarts import Recovery, ReplacementStep, RestartBudget
@@ -37,6 +42,24 @@ from rillflow.workers.values import Facts, Lie
 
 WAIT_S = 0.05
 """Longest time, in seconds, that a call of a reward waits for a group to be scored."""
+SHARED_WAIT_S = 0.01
+"""The same on a rank that other stages share, while it runs no rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedRanks:
+    """Ranks that sample and score in turn."""
+
+    pool: str
+    """The sampler's pool."""
+    copies: Mapping[str, int]
+    """Ranks that hold one copy of a role's model, by role; 1 without a model. Other roles need all ranks."""
+    busy: set[Place]
+    """Ranks that run rows; the source changes it."""
+
+    def are_free(self, places: Collection[Place]) -> bool:
+        """Return whether none of these ranks runs rows."""
+        return self.busy.isdisjoint(places)
 
 
 class StageWorker(Protocol):
@@ -94,6 +117,8 @@ class EndpointWorker:
     """Largest number of groups of a call."""
     recovery: Recovery
     """See StageWorker."""
+    shared: SharedRanks | None = None
+    """The sampler's ranks, if it is one copy of a model on them; None: it has ranks of its own."""
     worked: list[Facts] = field(default_factory=list)
     _groups: list[GroupId] = field(default_factory=list)
     _begun: Pending | None = None
@@ -106,7 +131,8 @@ class EndpointWorker:
     @property
     def room(self) -> int:
         """See StageWorker."""
-        return self.most if self._begun is None and self.recovery.is_live else 0
+        is_free = self.shared is None or self.shared.are_free(self.group.places)
+        return self.most if self._begun is None and self.recovery.is_live and is_free else 0
 
     @property
     def events(self) -> Sequence[Sequence[Pending]]:
@@ -117,7 +143,14 @@ class EndpointWorker:
         """See StageWorker."""
         part = GroupPart(place=self.group.places[0], rows=rows)
         gathered = self.executor.gathered(f"rows for {self.stage}", [part], Lie.new(is_whole=True))
-        self._begun = self.group.call(self.endpoint, gathered, **self.options)
+        if self.shared is not None and len(self.group.places) > 1:
+            every, (taken,) = self.executor.groups[self.group.role].places, self.group.takes(self.endpoint)
+            places = [taken, *(each for each in self.group.places if each != taken)]
+            ranks = [every.index(each) for each in places]
+            how = (score_alone, self.endpoint, dict(self.options), gathered)
+            self._begun = self.executor.on_ranks(self.group.role, ranks, *how)
+        else:
+            self._begun = self.group.call(self.endpoint, gathered, **self.options)
         self._groups = [*rows]
 
     def give_up(self, group: GroupId) -> None:
@@ -161,6 +194,8 @@ class RewardWorker:
     """Rows over which failures of the reward are judged."""
     recovery: Recovery
     """See StageWorker."""
+    shared: SharedRanks | None = None
+    """The sampler's ranks, if it has one of them."""
     worked: list[Facts] = field(default_factory=list)
     _queued: dict[GroupId, Pending] = field(default_factory=dict)
     _given_up: list[GroupId] = field(default_factory=list)
@@ -206,7 +241,9 @@ class RewardWorker:
         if self._asked is not None or not (self._running or self._given_up) or not self.recovery.is_live:
             return
         rows = arguments_of(self._queued, self.reads) if self._queued else []
-        how = (self._given_up, self.wait_s, self.window, *rows)
+        place = self.executor.groups[self.role].places[self.rank]
+        may_wait = self.shared is None or self.shared.are_free([place])
+        how = (self._given_up, self.wait_s if may_wait else 0.0, self.window, *rows)
         self._queued, self._given_up = {}, []
         self._asked = self.executor.on_rank(self.role, self.rank, score_groups, *how)
 
@@ -237,6 +274,13 @@ class RewardWorker:
                 del self._collecting[group]
 
 
+def score_alone(role: Any, endpoint: str, options: Mapping[str, Any], rows: Batch) -> Batch:
+    """Have the ranks of one copy of a model compute an endpoint; see ``Parallel.copy_alone``."""
+    with role.share.parallel.copy_alone():
+        scored: Batch = getattr(role, endpoint)(rows, **options)
+    return scored
+
+
 def score_groups(
     reward: Reward, given_up: Sequence[GroupId], wait_s: float, window: int, *rows: Any
 ) -> Scored:
@@ -253,41 +297,43 @@ def streamed_stages(
     step_rows: int,
     restarts: int = 0,
     restart: Callable[[str], Callable[[Sequence[Place]], Iterator[ReplacementStep]] | None] = lambda _: None,
+    shared: SharedRanks | None = None,
 ) -> list[StageWorker]:
     """Return the workers of the stages that run group by group.
 
     Args:
-        calls: arguments and options of a step's calls, by stage, as the algorithm was heard to make them.
+        calls: arguments and options of a step's calls, by stage, as the algorithm makes them.
         executor: has the groups of ranks.
         changing: roles that the phase trains or moves.
         most: largest number of groups in flight.
         step_rows: rows of a step.
         restarts: replacements of a rank in a row, without a result in between.
         restart: returns, for a pool, what replaces some of its ranks; None if they cannot be replaced.
+        shared: the sampler's ranks, if they compute stages too.
     """
     budget, recoveries = RestartBudget(restarts), dict[tuple[Place, ...], Recovery]()
-
-    def recovery(place: Place) -> Recovery:
-        """Return the recovery of a rank's world, which all workers on these ranks share."""
-        world = executor.backend.world_of(place)
-        return recoveries.setdefault(world, Recovery(world, budget, restart(place.pool)))
-
     busy = {executor.groups[role].places[0].pool for role in changing}
     found: list[StageWorker] = []
+
+    def recovery(place: Place) -> Recovery:
+        world = executor.backend.world_of(place)  # all workers on these ranks share it
+        return recoveries.setdefault(world, Recovery(world, budget, restart(place.pool)))
+
     for stage, made in calls.items():
         role, _, name = stage.partition(".")
         if len(made) != 1 or role not in executor.groups or role in changing:
             continue
         (args, options), group = made[0], executor.serving(role, name)
         described, pool = group.endpoints.get(name), group.places[0].pool
-        if described is None or not described.is_row_by_row or pool in busy:
+        turns = shared if shared is not None and shared.pool == pool else None
+        if described is None or pool in busy or not _fits(described, role, turns):
             continue
         if list(args) != ["policy.generate"] or None in options.values():
             continue
         if described.by_groups:
-            found += _rewards(stage, group, executor, recovery, most, step_rows)
+            found += _rewards(stage, group, executor, recovery, most, step_rows, turns)
             continue
-        replicas = _replicas(group, executor)
+        replicas = _replicas(group, executor, turns.copies[role] if turns else 0)
         found += [
             EndpointWorker(
                 stage=stage,
@@ -297,9 +343,29 @@ def streamed_stages(
                 options=options,
                 most=-(-most // len(replicas)),
                 recovery=recovery(replica.places[0]),
+                shared=turns,
             )
             for replica in replicas
         ]
+    return found
+
+
+def _fits(described: Endpoint, role: str, shared: SharedRanks | None) -> bool:
+    """Return whether an endpoint computes fields of rows, and single ranks can do so if they have to."""
+    return described.is_row_by_row and (shared is None or (described.alone and role in shared.copies))
+
+
+def before_updates(
+    calls: Mapping[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]], executor: GroupExecutor
+) -> dict[str, Sequence[tuple[Sequence[Any], Mapping[str, Any]]]]:
+    """Return the calls of a step before the first stage that may change weights."""
+    found = {}
+    for stage, made in calls.items():
+        role, _, name = stage.partition(".")
+        described = executor.serving(role, name).endpoints.get(name) if role in executor.groups else None
+        if described is not None and not described.writes:
+            break
+        found[stage] = made
     return found
 
 
@@ -310,8 +376,10 @@ def _rewards(
     recovery: Callable[[Place], Recovery],
     most: int,
     step_rows: int,
+    shared: SharedRanks | None,
 ) -> list[RewardWorker]:
     """Return a worker for each rank of a reward."""
+    wait_s = 0.0 if shared is None else SHARED_WAIT_S
     pool = group.places[0].pool
     is_alone = all(each is group or each.places[0].pool != pool for each in executor.groups.values())
     return [
@@ -321,18 +389,21 @@ def _rewards(
             rank=rank,
             executor=executor,
             reads=group.endpoints[stage.partition(".")[2]].reads,
-            wait_s=WAIT_S if is_alone else 0.0,
+            wait_s=WAIT_S if is_alone else wait_s,
             most=most,
             window=-(-step_rows // len(group.places)),
             recovery=recovery(place),
+            shared=shared,
         )
         for rank, place in enumerate(group.places)
     ]
 
 
-def _replicas(group: Group, executor: GroupExecutor) -> list[Group]:
-    """Return a group for each world of a role's ranks; ``dp`` is the first axis of their mesh."""
+def _replicas(group: Group, executor: GroupExecutor, size: int = 0) -> list[Group]:
+    """Return a group for each world of a role's ranks, or each ``size`` ranks; ``dp`` is the first axis."""
     worlds = list(dict.fromkeys(executor.backend.world_of(place) for place in group.places))
+    if size:
+        worlds = [(*group.places[first : first + size],) for first in range(0, len(group.places), size)]
     if len(worlds) == 1:
         return [group]
     first, *others = group.mesh.axes

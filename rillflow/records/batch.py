@@ -59,6 +59,12 @@ class Batch:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ids and of all fields."""
+        held = [each.values if isinstance(each, Ragged) else each for each in self.fields.values()]
+        return self.ids.nbytes + sum(each.nbytes for each in held)
+
     def row_id(self, index: int) -> RowId:
         """Return the id of one row."""
         return RowId(*self.ids[index].tolist())

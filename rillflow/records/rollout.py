@@ -27,6 +27,9 @@ from rillflow.records.batch import Batch, Field, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 
+CACHE = "cache"
+"""Field of the KV caches of rows that move to another engine."""
+
 
 class Finish(IntEnum):
     """Reason why a rollout ended."""
@@ -64,6 +67,8 @@ class Rollout:
     """The prompt's other columns, as JSON text."""
     routes: Tensor | None = field(default=None, compare=False)
     """[T, R, k] int16 experts of each token, once the rollout has ended; None if they are not recorded."""
+    cache: Tensor | None = field(default=None, compare=False)
+    """[P, W] keys and values of its first P tokens in all layers, while it moves to another engine."""
 
     @staticmethod
     def start(row: RowId, prompt: Sequence[int], columns: str = "{}") -> Rollout:
@@ -138,14 +143,28 @@ def rollout_batch(rollouts: Sequence[Rollout]) -> Batch:
     )
 
 
+def moved_batch(rollouts: Sequence[Rollout]) -> Batch:
+    """Return the rollouts as a batch with their caches, if one has a cache: the ragged field ``cache``."""
+    made, caches = rollout_batch(rollouts), [each.cache for each in rollouts]
+    there = [cache for cache in caches if cache is not None]
+    if not there:
+        return made
+    lengths = torch.tensor([0 if cache is None else len(cache) for cache in caches])
+    return made.with_fields(cache=Ragged(values=torch.cat(there), lengths=lengths))
+
+
 def rollouts_of(batch: Batch) -> list[Rollout]:
-    """Return the rollouts that ``rollout_batch`` made a batch of."""
+    """Return the rollouts that ``rollout_batch`` or ``moved_batch`` made a batch of."""
     names = ("tokens", "loss_mask", "sampler_logprobs", "versions")
     fields = [[tuple(each) for each in batch.ragged(name).lists()] for name in names]
     lengths, texts = batch.ragged("tokens").lengths, batch.ragged("columns").to_text()
     routes: Sequence[Tensor | None] = [None] * len(batch)
     if "routes" in batch.fields:
         routes = torch.split(batch.ragged("routes").values, lengths.tolist())
+    caches: Sequence[Tensor | None] = [None] * len(batch)
+    if CACHE in batch.fields:
+        held = batch.ragged(CACHE)
+        caches = [each if len(each) else None for each in torch.split(held.values, held.lengths.tolist())]
     return [
         Rollout(
             row=row,
@@ -156,9 +175,10 @@ def rollouts_of(batch: Batch) -> list[Rollout]:
             finish=Finish(finish),
             columns=text,
             routes=experts,
+            cache=cache,
         )
-        for row, tokens, mask, logprobs, versions, finish, text, experts in zip(
-            batch.row_ids(), *fields, batch.dense("finish").tolist(), texts, routes, strict=True
+        for row, tokens, mask, logprobs, versions, finish, text, experts, cache in zip(
+            batch.row_ids(), *fields, batch.dense("finish").tolist(), texts, routes, caches, strict=True
         )
     ]
 

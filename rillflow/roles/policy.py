@@ -104,7 +104,13 @@ class Policy(TrainedRole[LanguageModel]):
     def _be_training(self) -> None:
         self.weights.turn_to_training()
 
-    @endpoint(SPLIT_DP, reads=("tokens", "loss_mask"), writes=("old_logprobs",), optional_fields=(*ROUTES,))
+    @endpoint(
+        SPLIT_DP,
+        reads=("tokens", "loss_mask"),
+        writes=("old_logprobs",),
+        alone=True,
+        optional_fields=(*ROUTES,),
+    )
     def logprobs(self, rollouts: Batch) -> Batch:
         """Return the field ``old_logprobs``: log probabilities of sampled tokens by the present weights."""
         self.weights.turn_to_training()
@@ -307,7 +313,7 @@ class Reference(StatefulRole):
             return cls(ModelShard.of(model, setting.sizes, setting.site.ranks), setting)
         return cls(policy.share, setting, EarlierAdapter(policy, policy.share.read_trained(model)))
 
-    @endpoint(SPLIT_DP, reads=("tokens", "loss_mask"), writes=("reference_logprobs",))
+    @endpoint(SPLIT_DP, reads=("tokens", "loss_mask"), writes=("reference_logprobs",), alone=True)
     def logprobs(self, rollouts: Batch) -> Batch:
         """Return the field ``reference_logprobs``: log probabilities of sampled tokens by the reference."""
         with self._there:

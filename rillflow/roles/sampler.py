@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, batch_bytes, load_batch
 from rillflow.records.metrics import Max, Metric, Sum, mean_of
-from rillflow.records.rollout import Finish, Rollout, rollout_batch, rollouts_of, starts
+from rillflow.records.rollout import Finish, Rollout, moved_batch, rollout_batch, rollouts_of, starts
 from rillflow.records.row import RowId
 from rillflow.rewards.function import parse_function
 from rillflow.roles.logprob_check import canary_texts, check_canary
@@ -75,6 +75,16 @@ class Advanced:
     """Number of passes, each of one token per running row."""
     wasted: int
     """Tokens of rows that are never collected."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Released:
+    """Groups that were taken out of a sampler to run on others."""
+
+    running: Sequence[Mapping[GroupId, int]]
+    """Unfinished groups of each part, each with the number of its running rows."""
+    nbytes: int
+    """Bytes of all rows, with their caches."""
 
 
 @dataclass(kw_only=True)
@@ -262,6 +272,30 @@ class Sampler:
                     with writing(path):
                         write_flushed(path, [batch_bytes(rollout_batch(rows))])
 
+    def release(self, parts: Sequence[Sequence[GroupId]], with_caches: bool) -> tuple[Any, ...]:
+        """Take out the groups of several parts that still run.
+
+        Args:
+            parts: the groups of each part; a group that is complete stays.
+            with_caches: whether running rows bring their KV caches.
+
+        Returns:
+            For each part two batches, its running rows and the rows that have ended; then a ``Released``.
+        """
+        made, running = list[Batch](), list[dict[GroupId, int]]()
+        take = self.engine.detach if with_caches else self.engine.abort
+        for part in parts:
+            groups = {each: self._running.pop(each) for each in part if self._running[each].left}
+            running.append({each: len(group.left) for each, group in groups.items()})
+            made.append(moved_batch([take(row) for group in groups.values() for row in sorted(group.left)]))
+            made.append(rollout_batch([row for group in groups.values() for row in group.ended]))
+        return (*made, Released(running=running, nbytes=sum(each.nbytes for each in made)))
+
+    def take_over(self, samples: int, sampling: SamplingConfig | None, *rows: Batch) -> None:
+        """Continue the groups that others released; ``rows`` are batches of running and of ended rows."""
+        self._turn()
+        self._take_over([row for each in rows for row in rollouts_of(each)], samples, sampling)
+
     def restore(
         self, folder: Path, name: str, samples: int, sampling: SamplingConfig | None
     ) -> Mapping[GroupId, int]:
@@ -270,7 +304,11 @@ class Sampler:
         running, ended = (
             rollouts_of(load_batch(folder / f"{name}-{kind}.safetensors")) for kind in (RUNNING, ENDED)
         )
-        for row in [*running, *ended]:
+        self._take_over([*running, *ended], samples, sampling)
+        return {group: len(each.left) for group, each in self._running.items()}
+
+    def _take_over(self, rows: Sequence[Rollout], samples: int, sampling: SamplingConfig | None) -> None:
+        for row in rows:
             fresh = _Running(sampling=sampling, wanted=samples)
             group = self._running.setdefault(row.row.group, fresh)
             if row.finish is Finish.ABORTED:
@@ -278,7 +316,6 @@ class Sampler:
                 self.engine.add(row, sampling)
             else:
                 group.ended.append(row)
-        return {group: len(each.left) for group, each in self._running.items()}
 
     @contextmanager
     def _aside(self) -> Iterator[list[Rollout]]:

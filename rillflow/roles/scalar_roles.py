@@ -73,12 +73,12 @@ class Critic(TrainedRole[ScalarModel]):
         share = setting.share(setting.load(ScalarModel))
         return cls(share, setting.training, tokenizer=setting.tokenizer, name=setting.role)
 
-    @endpoint(SPLIT_DP, reads=("tokens", "loss_mask"), writes=("values",))
+    @endpoint(SPLIT_DP, reads=("tokens", "loss_mask"), writes=("values",), alone=True)
     def values(self, rollouts: Batch) -> Batch:
         """Return the field ``values``: the value of the state before each sampled token, 0 elsewhere."""
         return Batch(ids=rollouts.ids, fields={"values": self._scorer.values(rollouts)})
 
-    @endpoint(SPLIT_DP, reads=("tokens",), writes=("final_values",))
+    @endpoint(SPLIT_DP, reads=("tokens",), writes=("final_values",), alone=True)
     def final_values(self, rollouts: Batch) -> Batch:
         """Return the field ``final_values`` [B]: the value of the state after each row's last token."""
         return Batch(ids=rollouts.ids, fields={"final_values": self._scorer.scores(rollouts)})
@@ -166,6 +166,7 @@ class RewardModel(TrainedRole[ScalarModel]):
         optional_fields=("columns",),
         writes=SCORE_FIELDS,
         measures=reward_metrics,
+        alone=True,
     )
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout.
@@ -231,6 +232,7 @@ class SafetyCostModel(RewardModel):
         optional_fields=("columns",),
         writes=COST_FIELDS,
         measures=cost_metrics,
+        alone=True,
     )
     def score(self, rollouts: Batch) -> Batch:
         """Score every rollout like ``RewardModel.score``; the scores are called ``costs``."""

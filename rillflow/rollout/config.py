@@ -188,6 +188,20 @@ class RolloutConfig(SamplingConfig):
         description="Chunks of a step's prompts; the rows of a chunk go on to the next stage when all of "
         "them have ended.",
     )
+    gather_rows: int = Field(
+        0,
+        ge=0,
+        description="With fewer unfinished rows than this in a step, the rows gather on few replicas, and "
+        "the ranks of the others score; 0: never.",
+    )
+    gather_replicas: int = Field(
+        0, ge=0, description="Replicas that run the gathered rows; 0: the least that have room for them."
+    )
+    gather_by: Literal["cache", "tokens"] = Field(
+        "cache",
+        description="What gathered rows bring to their new replica: their KV cache, or tokens to prefill "
+        "again.",
+    )
     keep_cache: bool = Field(
         False,
         description="Keep the KV cache when a row continues with new weights: faster but inexact. "
@@ -206,3 +220,8 @@ class RolloutConfig(SamplingConfig):
     deterministic: bool = Field(
         False, description="Compute with fixed shapes, so that a row has the same bits in any batch. Slower."
     )
+
+
+def gather_replicas(config: RolloutConfig) -> int:
+    """Return the number of replicas that run gathered rows: by default the least with a slot for each."""
+    return config.gather_replicas or -(-max(config.gather_rows - 1, 1) // config.max_rows)

@@ -64,6 +64,8 @@ class Capability(StrEnum):
     """``replay_routing``."""
     SCORE = "return the log probabilities of a given text"
     """``score``: after each publish, its log probabilities are compared with the trainer's."""
+    CACHE = "move a row's KV cache to another engine"
+    """``detach``, and ``add`` with ``Rollout.cache``."""
 
 
 class Engine(Protocol):
@@ -131,6 +133,9 @@ class Engine(Protocol):
     def abort(self, row: RowId) -> Rollout:
         """Remove a waiting or running row and return it with its tokens so far."""
 
+    def detach(self, row: RowId) -> Rollout:
+        """Remove a row like ``abort``; return it with its KV cache, from which ``add`` continues it."""
+
     def look(self, row: RowId) -> Rollout:
         """Return a waiting or running row with its tokens so far; it continues to run."""
 
@@ -176,6 +181,10 @@ class RowByRow:
     @abstractmethod
     def step(self) -> list[Rollout]:
         """See Engine."""
+
+    def detach(self, row: RowId) -> Rollout:
+        """See Engine; nobody calls it, since ``can`` lacks Capability.CACHE."""
+        raise NotImplementedError
 
     @abstractmethod
     def _clear(self) -> None:

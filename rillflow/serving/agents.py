@@ -57,7 +57,7 @@ class AgentEngine(RowByRow):
         stack: closed when the rank ends.
     """
 
-    can: ClassVar = frozenset(Capability) - {Capability.LOOK}
+    can: ClassVar = frozenset(Capability) - {Capability.LOOK, Capability.CACHE}
 
     def __init__(
         self,

@@ -57,9 +57,9 @@ _SEPARATOR = "\0"
 
 
 def first_said(ranks: Ranks, said: str) -> str:
-    """Return, on all ranks, the first non-empty text of a rank."""
+    """Return, on all ranks, the first non-empty text of a rank; empty if all are."""
     texts = ranks.gather(torch.tensor(list(said.encode()), dtype=torch.uint8))
-    return bytes(next(text for text in texts if len(text)).tolist()).decode()
+    return next((bytes(text.tolist()).decode() for text in texts if len(text)), "")
 
 
 def own_attention_is_whole(name: str) -> tuple[str, str, str]:
@@ -123,6 +123,7 @@ class Parallel:
         self.experts = frozenset(expert_weights(module) if groups.ep.size > 1 else ())
         """Parameters sharded over ranks of ep."""
         self._error: RillflowError | None = None
+        self._agreeing: tuple[Ranks, ...] = (groups.everyone,)
         self.part = _Part(module, groups, most_logits)
         """The module that a pass calls."""
         if not self.is_whole:
@@ -190,8 +191,17 @@ class Parallel:
         reading.check(self.module)
         return found
 
+    @contextmanager
+    def copy_alone(self) -> Iterator[None]:
+        """Let the ranks of one copy, pp x tp, run forward passes while the ranks of other copies do not."""
+        self._agreeing = (self.groups.pp, self.groups.tp)
+        try:
+            yield
+        finally:
+            self._agreeing = (self.groups.everyone,)
+
     def agree(self, met: RillflowError | None = None) -> None:
-        """Raise on every rank an error that any rank met since the last call.
+        """Raise on every rank an error that any rank met since the last call; see ``copy_alone``.
 
         Args:
             met: this rank's error outside the passes.
@@ -205,13 +215,16 @@ class Parallel:
             raise met
         if self.is_whole:
             return
-        everyone, own, self._error = self.groups.everyone, met or self._error, None
+        own, self._error = met or self._error, None
         is_hard = own is not None and not isinstance(own, NotFiniteError)
         failed = torch.tensor([float(own is not None), float(is_hard)])
-        everyone.sum_([failed])
+        for ranks in self._agreeing:
+            ranks.sum_([failed])
         if not failed[0]:
             return
-        said = first_said(everyone, "" if own is None else _SEPARATOR.join(map(str, own.args)))
+        said = "" if own is None else _SEPARATOR.join(map(str, own.args))
+        for ranks in self._agreeing:
+            said = first_said(ranks, said)
         kind = TrainingError if failed[1] else NotFiniteError
         if own is not None and (is_hard or kind is NotFiniteError):
             raise own

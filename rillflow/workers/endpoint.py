@@ -48,6 +48,8 @@ class Endpoint:
     """Whether it may receive rows one part after the other; see ``Policy.update``."""
     by_groups: bool = False
     """Whether its role also computes it group by group, with ``advance`` and ``collect``."""
+    alone: bool = False
+    """Whether a rank that holds the whole model computes it without the other ranks."""
     optional_fields: tuple[str, ...] = ()
     """Optional fields that it reads if batches have them."""
 
@@ -108,6 +110,7 @@ def endpoint(
     measures: Measure | None = None,
     by_parts: bool = False,
     by_groups: bool = False,
+    alone: bool = False,
     optional_fields: tuple[str, ...] = (),
 ) -> Callable[[Callable[Concatenate[Any, _P], _T]], Marked[_P, _T]]:
     """Mark a method as an endpoint.
@@ -123,6 +126,8 @@ def endpoint(
             ``writes`` must name the fields of that batch.
         by_parts: whether it takes ``part`` = (index, count) and then receives one part of the rows.
         by_groups: whether the role also computes it group by group, without waiting: see ``Reward.advance``.
+        alone: whether a rank that holds the whole model computes its rows without collectives; then the ranks
+            that have no more rows to sample compute it first (``controller.gathering``).
         optional_fields: fields that it reads if batches have them.
 
     Raises:
@@ -135,6 +140,7 @@ def endpoint(
         "measures": measures,
         "by_parts": by_parts,
         "by_groups": by_groups,
+        "alone": alone,
     }
     said = partial(Endpoint, transfer=transfer, optional_fields=optional_fields, **how)  # type: ignore[arg-type]
     return lambda method: Marked(method, said(name=method.__name__))

@@ -134,14 +134,26 @@ class BatchWorker:
         check_stop(chosen, self._config)
         if self._config.cache_gib is not None:
             self._check_room(rollout, limit, self._config.cache_gib)
-        prefix = self._prefix(rollout)
-        self._scheduler.add(Sequence(rollout=rollout, sampling=chosen, prefix=prefix, limit=limit))
+        cache, rollout = rollout.cache, replace(rollout, cache=None)
+        prefix = self._prefix(rollout) if cache is None else rollout.tokens[: len(cache)]
+        self._scheduler.add(
+            Sequence(rollout=rollout, sampling=chosen, prefix=prefix, limit=limit, cache=cache)
+        )
 
     def abort(self, row: RowId) -> Rollout:
         """See NativeEngine."""
         found = self.look(row)
         self._leave([self._scheduler.find(row)])
         return found
+
+    def detach(self, row: RowId) -> Rollout:
+        """See Engine; a row whose prompt is not read to its end has no cache."""
+        found, sequence = self.look(row), self._scheduler.find(row)
+        cache, read = sequence.cache, self._scheduler.clock - sequence.start_step
+        if sequence.cache_row is not None and read >= len(sequence.prefix):
+            cache = self._driven().cache.read(sequence.cache_row, read)
+        self._leave([sequence])
+        return replace(found, cache=cache)
 
     def look(self, row: RowId) -> Rollout:
         """See Engine."""
@@ -302,6 +314,8 @@ class BatchWorker:
             self._scheduler.forget()
             self._release()
         self._scheduler.drop_index()
+        for row in self._scheduler.take_caches():
+            row.prefix = self._prefix(row.rollout)
         self._sampled_version = self.version
 
     def _requeue(self, rows: Collection[Sequence]) -> None:

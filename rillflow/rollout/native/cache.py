@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rillflow.rollout.native.cache_layout import Copy, LengthBucket
+from rillflow.rollout.native.cache_layout import CacheRow, Copy, LengthBucket
 
 _AT_ONCE = 64
 """Rows that are copied together; the copy temporarily holds them a second time."""
@@ -141,6 +141,21 @@ class Cache:
                     for states, new in zip(after[each.target].until(each.length), found, strict=True):
                         states[each.targets] = new
             del before
+
+    def read(self, row: CacheRow, length: int) -> Tensor:
+        """Return [length, W] keys and values of a row's first positions in all layers, in host memory."""
+        states = (part[row.row, :, :length] for layer in self._layers_of(row) for part in layer)
+        return torch.cat([each.transpose(0, 1).flatten(1) for each in states], dim=1).cpu()
+
+    def write(self, row: CacheRow, states: Tensor) -> None:
+        """Write what ``read`` returned to a row's first positions."""
+        parts = [part[row.row, :, : len(states)] for layer in self._layers_of(row) for part in layer]
+        widths = [part.shape[0] * part.shape[2] for part in parts]
+        for part, own in zip(parts, torch.split(states.to(self._device), widths, dim=1), strict=True):
+            part.copy_(own.view(len(states), part.shape[0], part.shape[2]).transpose(0, 1))
+
+    def _layers_of(self, row: CacheRow) -> list[Layer]:
+        return [self.layers[index][row.bucket] for index in self._shapes]
 
     def _parts(self, copies: Sequence[Copy]) -> list[list[_Group]]:
         """Return the copies that run together: all of them if some read rows that others write."""

@@ -245,6 +245,10 @@ class NativeEngine:
         """
         return self._worker_of(row).abort(row)
 
+    def detach(self, row: RowId) -> Rollout:
+        """See Engine."""
+        return self._worker_of(row).detach(row)
+
     def look(self, row: RowId) -> Rollout:
         """See Engine."""
         return self._worker_of(row).look(row)

@@ -79,6 +79,8 @@ class Runner:
             self._module.check_weights()
             self._idle = False
         self.cache.arrange(step.buckets, step.copies)
+        for row, states in step.loads:
+            self.cache.write(row, states)
         names = [bucket.name for bucket in step.buckets]
         grain = CACHE_BLOCK if fixed else 1
         reaches = [-(-reach // grain) * grain for reach in step.reaches]

@@ -86,6 +86,8 @@ class Sequence:
     """The step whose draw reaches the limit."""
     collected_step: int = 0
     """The first step whose draw is not yet in ``rollout``."""
+    cache: Tensor | None = None
+    """[P, W] keys and values of its whole prefix, from another engine; None if they are to be computed."""
     uniforms: Tensor | None = None
     """Random numbers of the row's next draws, made for many rows at once; None if not made yet."""
 
@@ -137,6 +139,8 @@ class Step:
     """Copies for rows that change their cache rows and for shared beginnings; all at once."""
     moves: tuple[tuple[int, int], ...]
     """Rows that change slots, as (from, to); all at once."""
+    loads: tuple[tuple[CacheRow, Tensor], ...]
+    """Keys and values from other engines, and where they are written."""
     prefills: tuple[Prefill, ...]
     """Prefixes to read."""
     reaches: tuple[int, ...]
@@ -268,6 +272,13 @@ class Scheduler:
         """Stop sharing the present contents of the cache with other rows."""
         self._index = PrefixIndex()
 
+    def take_caches(self) -> list[Sequence]:
+        """Drop the caches that rows have brought and not used; return these rows."""
+        rows = [row for row in self._waiting if row.cache is not None]
+        for row in rows:
+            row.cache = None
+        return rows
+
     def clear(self) -> None:
         """Remove every row."""
         self._waiting.clear()
@@ -293,6 +304,11 @@ class Scheduler:
             self._index.put(_cache_row(row), row.prefix[: row.read])
         for prefill, rows in pieces.values():
             prefill.cache_rows += map(_cache_row, rows)
+        loads = []
+        for sequence in (entry.sequence for entry in entries):
+            if sequence.cache is not None:
+                loads.append((_cache_row(sequence), sequence.cache))
+                sequence.cache = None
         buckets = tuple(self.layout.buckets)
         starts = ([row.start_step for row in bucket.members] for bucket in buckets)
         self.clock += 1
@@ -303,6 +319,7 @@ class Scheduler:
             buckets=buckets,
             copies=tuple(seating.copies),
             moves=tuple(seating.moves),
+            loads=tuple(loads),
             prefills=tuple(prefill for prefill, _ in pieces.values()),
             reaches=tuple(clock - min(each, default=clock) + 1 for each in starts),
         )
@@ -337,6 +354,8 @@ class Scheduler:
 
     def _entry(self, sequence: Sequence) -> _Entry:
         """Return the row with the cache row of its cached beginning, if that is long enough to copy."""
+        if sequence.cache is not None:
+            return _Entry(sequence=sequence, source=None, shared=len(sequence.prefix))
         source, shared = self._index.find(sequence.prefix) or (None, 0)
         if shared == len(sequence.prefix) or (self._shares_parts and shared >= LEAST_SHARED):
             return _Entry(sequence=sequence, source=source, shared=shared)

@@ -137,7 +137,9 @@ class VllmEngine(RowByRow):
                 'rollout.engine = "native"',
             ) from error
 
-    can: ClassVar = frozenset(Capability) - {Capability.SHARED, Capability.FIXED, Capability.ROUTES}
+    can: ClassVar = frozenset(Capability) - {
+        *(Capability.SHARED, Capability.FIXED, Capability.ROUTES, Capability.CACHE)
+    }
 
     @property
     def has_work(self) -> bool:

@@ -54,6 +54,7 @@ class Shuffled(InlineBackend):
         self._chance = chance
         self._calls: dict[Place, deque[tuple[Future[Any], RankCall, tuple[Any, ...]]]] = defaultdict(deque)
         self._speeds: dict[Place, float] = {}
+        self._inside = set[Place]()
         self.stuck = False
 
     def submit(self, place: Place, work: RankCall, *arguments: Any, results: int = 1) -> tuple[Any, ...]:
@@ -72,13 +73,16 @@ class Shuffled(InlineBackend):
         return super().read_all(references, 0)
 
     def _turn(self) -> bool:
-        busy = [place for place, calls in self._calls.items() if calls and not self._is_stuck(calls[0][2])]
+        waiting = {place: calls for place, calls in self._calls.items() if place not in self._inside}
+        busy = [place for place, calls in waiting.items() if calls and not self._is_stuck(calls[0][2])]
         for place in busy:
             self._speeds.setdefault(place, self._chance.choice([1, 1, 8]))
         if busy:
             (place,) = self._chance.choices(busy, [self._speeds[each] for each in busy])
             whole, work, arguments = self._calls[place].popleft()
+            self._inside.add(place)  # a call that waits for another rank keeps its own
             whole.set_result(work(self._sites[place], *arguments))
+            self._inside.remove(place)
         return bool(busy)
 
     def _is_stuck(self, arguments: Sequence[Any]) -> bool:

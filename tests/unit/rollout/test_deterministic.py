@@ -71,7 +71,7 @@ def test_rows_shared_out_in_any_way_and_taken_out_at_any_time(
     prompts: Prompts,
     wanted: dict[str, Bits],
 ) -> None:
-    """Any number of workers, any order, any other rows, and rows that move to another worker."""
+    """Any number of workers, any order, any other rows; rows that move to another worker, also with caches."""
     known = reference(engine, prompts, wanted, "qwen2")
     chance = Random(seed)
     rows = [
@@ -100,7 +100,8 @@ def test_rows_shared_out_in_any_way_and_taken_out_at_any_time(
         if homes and moves and chance.random() < 0.2:
             moves -= 1
             moved = chance.choice(sorted(homes))
-            rows.append(homes.pop(moved).abort(moved))
+            home = homes.pop(moved)
+            rows.append(home.detach(moved) if chance.random() < 0.7 else home.abort(moved))
     assert found == known
 
 
