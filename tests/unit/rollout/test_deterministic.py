@@ -71,7 +71,7 @@ def test_rows_shared_out_in_any_way_and_taken_out_at_any_time(
     prompts: Prompts,
     wanted: dict[str, Bits],
 ) -> None:
-    """Any number of workers, any order, any other rows; rows that move to another worker, also with caches."""
+    """Any number of workers, any order, any other rows; rows that move, with caches or without."""
     known = reference(engine, prompts, wanted, "qwen2")
     chance = Random(seed)
     rows = [
