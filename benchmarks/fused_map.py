@@ -68,7 +68,7 @@ class Case:
 def case(pair: tuple[str, str], devices: int, link: str, minibatches: int) -> Case:
     """A PPO step of 512 rows of 2,048 tokens."""
     data: dict[str, Any] = {
-        "fleet": [{"device": "H100", "devices": devices, "per_machine": 8, "between": link}],
+        "machine_type": [{"device": "H100", "devices": devices, "per_machine": 8, "between": link}],
         "engine": {"zero1": True},
     }
     fixed = Lengths(kind="fixed", limit=ROW_TOKENS)

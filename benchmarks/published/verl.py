@@ -60,7 +60,7 @@ def cluster(row: Row) -> dict[str, Any]:
     """The content of the cluster's file."""
     devices = row.training * (1 + row.is_ahead)
     fleet = {"name": "all", "device": "H20", "devices": devices, "per_machine": 8, "between": "25 GB/s"}
-    return {"name": "H20", "like": "verl", "fleet": [fleet]}
+    return {"name": "H20", "like": "verl", "machine_type": [fleet]}
 
 
 def problem(row: Row, mean: float) -> Problem:

@@ -101,7 +101,7 @@ def _ranked(
                     CostModel,
                     objective=objective,
                     freshness=arguments.freshness,
-                    apart_in_step=arguments.apart_in_step,
+                    separate_in_step=arguments.separate_in_step,
                     times=SIZES,
                 )
                 if statement.placed is None
@@ -280,7 +280,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--objective": {"choices": choices, "default": "step", "help": goals},
         "--deadline": _word("S", "largest allowed seconds of a step", float, default=math.inf),
         "--freshness": _word("K,K", bounds, _freshness_bounds, default=(0,)),
-        "--apart-in-step": {
+        "--separate-in-step": {
             "action": "store_true",
             "help": "also try bound 0 with separate devices for generation, idle while the policy trains",
         },

@@ -180,7 +180,7 @@ def _use(costs: CostModel, seats: Sequence[Seat], load: float, step: float) -> P
         idle_share=max(0.0, 1 - load / step) if step else 0.0,
         resident_bytes=sum(seat.option.resident_bytes for seat in seats),
         working_bytes=max(seat.option.working_bytes for seat in seats),
-        room_bytes=costs.room_bytes(pool.fleet, {seat.unit.name: seat.option for seat in seats}),
+        room_bytes=costs.room_bytes(pool.machine_type, {seat.unit.name: seat.option for seat in seats}),
     )
 
 
@@ -200,10 +200,10 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
         options = {}
         for unit in units:
             grid, generate_tp = plan.units[unit.name].grid, plan.units[unit.name].generate_tp
-            options[unit.name] = costs.option(unit, pool.fleet, pool.devices, grid, generate_tp)
-        room = costs.room_bytes(pool.fleet, options)
+            options[unit.name] = costs.option(unit, pool.machine_type, pool.devices, grid, generate_tp)
+        room = costs.room_bytes(pool.machine_type, options)
         if room < 0:
-            fleet = problem.hardware.fleet(pool.fleet)
+            fleet = problem.hardware.fleet(pool.machine_type)
             largest = max(options, key=lambda name: options[name].bytes)
             raise PlanError(
                 f"{' + '.join(options)} on {pool.devices} {fleet.device.name} of {fleet.name} need "
@@ -214,12 +214,12 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
         for unit in units:
             option, decoder = options[unit.name], None
             if problem.generating.intersection(unit.stages):
-                decoder = costs.decoder(unit, option, pool.fleet, pool.devices, room)
+                decoder = costs.decoder(unit, option, pool.machine_type, pool.devices, room)
                 if decoder is None:
                     raise PlanError(
-                        f"{unit.name} on pool {pool.name} has no memory to generate a single row",
+                        f"{unit.name} on device group {pool.name} has no memory to generate a single row",
                         why=f"{', '.join(options)} leave {size(room)} per device for the KV cache",
-                        fix="give the pool more devices, move a unit to another pool, or raise generate_tp",
+                        fix="give it more devices, move a model to another group, or raise generate_tp",
                     )
             found[unit.name] = Seat(unit=unit, pool=pool, option=option, decoder=decoder)
     return {unit.name: found[unit.name] for unit in problem.units}
@@ -282,7 +282,7 @@ def missing_bytes(costs: CostModel, units: Sequence[Unit], fleet: Fleet, devices
 def least_devices(costs: CostModel, units: Sequence[Unit], fleet: Fleet) -> float:
     """Return the smallest number of devices on which the units fit together, for this machine type.
 
-    The result can exceed the fleet. It is infinite if ``MOST_MACHINES`` machines are not enough. Each unit
+    The result can exceed the cluster. It is infinite if ``MOST_MACHINES`` machines are not enough. Each unit
     uses its smallest option.
     """
     whole = max(fleet.per_machine, MACHINE)
@@ -294,11 +294,11 @@ def least_devices(costs: CostModel, units: Sequence[Unit], fleet: Fleet) -> floa
 
 
 def _least_text(least: float, fleet: Fleet) -> str:
-    kind = f"{fleet.device.name} as in fleet {fleet.name}"
+    kind = f"{fleet.device.name} of machine type {fleet.name}"
     if math.isinf(least):
         enough = f"{MOST_MACHINES} machines of {kind} are not enough"
         return f"use smaller models, shorter rows or another device; {enough}"
-    return f"use at least {least} {kind}, which has {fleet.devices}; or put a unit on other devices"
+    return f"use at least {least} {kind}, which has {fleet.devices}; or put a model on other devices"
 
 
 def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -311,10 +311,10 @@ def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
         why = f"the problem's is {problem.freshness}; problem.of_plan(plan) returns the matching problem"
         yield f"the plan's freshness is {plan.freshness}", why
     fleets = {fleet.name: fleet for fleet in problem.hardware.fleets}
-    for name in dict.fromkeys(pool.fleet for pool in plan.pools):
+    for name in dict.fromkeys(pool.machine_type for pool in plan.pools):
         if name not in fleets:
-            yield f"a pool is in fleet {name!r}", f"the cluster has no such fleet; {nearest(name, fleets)}"
-        sizes = [pool.devices for pool in plan.pools if pool.fleet == name]
+            yield f"a pool is on machine type {name!r}", f"there is no such type; {nearest(name, fleets)}"
+        sizes = [pool.devices for pool in plan.pools if pool.machine_type == name]
         if fleets[name].machines_needed(sizes) > fleets[name].machines:
-            what = f"pools of {', '.join(map(str, sizes))} devices in fleet {name}"
+            what = f"device groups of {', '.join(map(str, sizes))} devices on machine type {name}"
             yield what, f"it has only {fleets[name].machines} machines of {fleets[name].per_machine} devices"

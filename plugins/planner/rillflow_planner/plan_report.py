@@ -261,7 +261,7 @@ def said_lines(statement: Statement) -> list[str]:
 
 
 def pools_text(plan: Plan) -> str:
-    """Return the units of each pool. Example: ``policy reference | critic``."""
+    """Return the models of each device group. Example: ``policy reference | critic``."""
     return " | ".join(
         " ".join(name for name, unit in plan.units.items() if unit.pool == pool.name) for pool in plan.pools
     )
@@ -298,7 +298,7 @@ def _head(found: Decision) -> Iterator[str]:
         yield f"on {larger.devices} devices: {more} a step, {larger.gain:+.0%} rows per second{how}"
         yield from _gain_error(found, "twice the devices", "doubled")
     yield from _ahead(found)
-    price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
+    price = sum(pool.devices * hardware.fleet(pool.machine_type).price_per_hour for pool in best.plan.pools)
     steps = statement.steps or 100
     spent = statement.corrected_s(steps * step_s) / HOUR_S * price
     cost = f", {number(spent)} {hardware.fleets[0].currency}" if price else ""
@@ -347,7 +347,7 @@ def _sensitivity(found: Decision) -> Iterator[str]:
 
 def _best_rows(found: Decision) -> Rows:
     goal = "" if found.objective.goal in (Goal.STEP, Goal.DEVICES) else found.objective.goal.value
-    head = ("", "pools", "devices", "freshness", "step", "simulated", goal, "weakness", "")
+    head = ("", "device groups", "devices", "freshness", "step", "simulated", goal, "weakness", "")
     rows = (
         (
             f"{place}.",
@@ -376,16 +376,16 @@ def _simulated_notes(found: Decision) -> Iterator[str]:
 
 
 def _unit_rows(plan: Plan) -> Rows:
-    rows: Rows = [("model", "pool", "devices", "trains and scores on", "generates with")]
+    rows: Rows = [("model", "device group", "devices", "trains and scores on", "generates with")]
     for name, unit in plan.units.items():
         pool, tp = plan.pool(unit.pool), f"tp {unit.generate_tp}" if unit.generate_tp else ""
-        rows.append((name, pool.name, f"{pool.devices} x {pool.fleet}", str(unit.grid), tp))
+        rows.append((name, pool.name, f"{pool.devices} x {pool.machine_type}", str(unit.grid), tp))
     return rows
 
 
 def _stage_rows(statement: Statement, one: Ranked) -> Rows:
     """Return the seconds of each stage; those of streamed generation last until its last row has ended."""
-    rows: Rows = [("stage", "pool", "takes")]
+    rows: Rows = [("stage", "device group", "takes")]
     for timing in one.evaluation.timings:
         spent = one.evaluation.seconds[timing.stage]
         rows.append((timing.name, timing.pool or BESIDE, ranged(statement, spent, is_stage=True)))
@@ -393,7 +393,7 @@ def _stage_rows(statement: Statement, one: Ranked) -> Rows:
 
 
 def _pool_rows(plan: Plan, found: Simulation) -> Rows:
-    rows: Rows = [("pool", "devices", "busy", "idle", "peak memory per device")]
+    rows: Rows = [("device group", "devices", "busy", "idle", "peak memory per device")]
     for pool in found.pools:
         busy, idle = f"{1 - pool.idle_share:.0%}", f"{pool.idle_share:.0%}"
         rows.append((pool.pool, str(plan.pool(pool.pool).devices), busy, idle, size(pool.peak_bytes)))
@@ -401,7 +401,7 @@ def _pool_rows(plan: Plan, found: Simulation) -> Rows:
 
 
 def _size_rows(found: Decision) -> Rows:
-    rows: Rows = [("devices", "step", "rows/s", "gain", "pools")]
+    rows: Rows = [("devices", "step", "rows/s", "gain", "device groups")]
     for one in found.ranking.sizes:
         gain = "" if one.gain is None else f"{one.gain:+.0%}"
         step = ranged(found.statement, one.best.evaluation.step_s) if one.best else "nothing fits"
@@ -429,7 +429,7 @@ def _warnings(found: Decision) -> Iterator[str]:
         is_unsaid = fleet.between_bandwidth == fleet.device.inside_bandwidth
         larger = any(one.devices > hardware.devices for one in found.ranking.sizes)
         if is_unsaid and fleet.devices == fleet.per_machine and larger:
-            yield f"note: fleet {fleet.name} has no bandwidth between machines; the speed within one is used"
+            yield f"note: {fleet.name} has no bandwidth between machines; the speed within one is used"
 
 
 def _placement(plan: Plan) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any
 from rillflow.errors import ModelError, PlanError, nearest
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.placement.grid import Grid
-from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow.placement.plan import SAMPLER, Plan, PlannedUnit
 from rillflow.placement.tables import YES, Reader, one_of, values, whole
 from rillflow_planner.hardware import Hardware, read_hardware
 from rillflow_planner.model_shape import ModelShape, read_shape
@@ -44,7 +44,7 @@ SETTINGS: Mapping[str, Reader] = {
     "policy.tokens_per_micro_batch": whole(1),
 }
 """Settings that ``--set`` changes without a recipe."""
-_AXES: Mapping[str, Reader] = dict.fromkeys(("tp", "pp", "cp", "ep", "generate", "apart"), whole(1)) | {
+_AXES: Mapping[str, Reader] = dict.fromkeys(("tp", "pp", "cp", "ep", "generate", "separate"), whole(1)) | {
     "fsdp": whole(0, 1)
 }
 
@@ -171,28 +171,28 @@ def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int)
 
 
 def layout_of(text: str, hardware: Hardware, freshness: int) -> Plan:
-    """Return the plan of one model on a given layout, such as ``tp=4,pp=2,generate=4,apart=64``.
+    """Return the plan of one model on a given layout, such as ``tp=4,pp=2,generate=4,separate=64``.
 
     Raises:
         PlanError: unknown axes, or devices that the axes do not divide.
     """
     parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
     said = values({key: int(one) if one.isdecimal() else one for key, _, one in parts}, _AXES, "--layout")
-    fleet, apart, generate = hardware.fleets[0], said.get("apart", 0), said.get("generate", said.get("tp", 1))
     axes = {axis: said.get(axis, 1) for axis in ("tp", "pp", "cp")}
+    fleet, apart, generate = hardware.fleets[0], said.get("separate", 0), said.get("generate", axes["tp"])
     ways, trained = math.prod(axes.values()), fleet.devices - apart
     if trained < 1 or trained % ways or (apart or trained) % generate or bool(apart) != bool(freshness):
         raise PlanError(
             f"--layout is {text!r}, for {fleet.devices} devices and freshness {freshness}",
             why=f"{trained} devices train in groups of {ways}, and {apart or trained} generate in groups of "
-            f"{generate}; above freshness 0, and only there, generation has devices of its own (apart=N)",
+            f"{generate}; above freshness 0, and only there, generation has separate devices (separate=N)",
             fix="choose axes that divide the devices, such as tp=4,pp=2,generate=4",
         )
     grid = Grid(dp=trained // ways, ep=said.get("ep", 1), is_sharded=bool(said.get("fsdp", 0)), **axes)
-    pools = [PlannedPool(name="train", fleet=fleet.name, devices=trained, device=fleet.device.name)]
+    pools = [fleet.pool("train", trained)]
     units = {"policy": PlannedUnit(pool="train", grid=grid, generate_tp=0 if apart else generate)}
     if apart:
-        pools.append(PlannedPool(name="sample", fleet=fleet.name, devices=apart, device=fleet.device.name))
+        pools.append(fleet.pool("sample", apart))
         own = Grid(dp=apart // generate, tp=generate)
         units[SAMPLER] = PlannedUnit(pool="sample", grid=own, generate_tp=generate)
     return Plan(name="policy", pools=tuple(pools), units=units, freshness=freshness)
@@ -249,7 +249,8 @@ def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:
     count, kind = int(found[1]), found[2]
     fleet = {"device": kind, "devices": count, "per_machine": min(count, MACHINE), "between": between}
     fleet |= {"price": price} if price else {}
-    return read_hardware({"name": f"{count} x {kind}", "like": like, "fleet": [fleet]}, "the --gpus cluster")
+    data = {"name": f"{count} x {kind}", "like": like, "machine_type": [fleet]}
+    return read_hardware(data, "the --gpus cluster")
 
 
 def lengths(text: str, where: str) -> Lengths:

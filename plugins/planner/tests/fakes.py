@@ -233,7 +233,7 @@ def toy(
     generates = SAMPLER if SAMPLER in pools else "policy"
     plan = Plan(
         name="toy",
-        pools=tuple(PlannedPool(name=name, fleet="toy", devices=4) for name in names),
+        pools=tuple(PlannedPool(name=name, machine_type="toy", devices=4) for name in names),
         units={
             unit: PlannedUnit(pool=pool, grid=Grid(dp=4), generate_tp=int(unit == generates))
             for unit, pool in pools.items()

@@ -35,7 +35,7 @@ SETTINGS = {
     "small": setting(),
     "mixture": setting(shape=MIXTURE),
     "keeps activations": setting(recomputes=False),
-    "refits": setting(factors=Factors(refit=2e9, refit_apart=1e9)),
+    "refits": setting(factors=Factors(refit=2e9, refit_separate=1e9)),
     "float32": setting(workload=replace(WORKLOAD, dtype="float32")),
 }
 GRIDS = grids_of(

@@ -48,7 +48,7 @@ minibatches = 3
 loss.kl = 0.1
 """
 CLUSTER = """
-[[fleet]]
+[[machine_type]]
 device = "cpu"
 devices = 4
 per_machine = 4

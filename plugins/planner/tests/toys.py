@@ -127,7 +127,12 @@ class ToyCosts:
         return self._draw("function", stage.index).choice((0.0, 0.1, 4.0 / devices)) * self.speed
 
     def transfer_s(self, edge: Edge, source: Seat, destination: Seat) -> float:
-        ends = (source.pool.fleet, source.pool.devices, destination.pool.fleet, destination.pool.devices)
+        ends = (
+            source.pool.machine_type,
+            source.pool.devices,
+            destination.pool.machine_type,
+            destination.pool.devices,
+        )
         draw = self._draw("edge", edge.source, edge.destination, *ends)
         grids = (str(source.option.grid), str(destination.option.grid))
         by_grid = self._draw("grids", edge.source, edge.destination, *grids)
@@ -221,7 +226,7 @@ def every_plan(problem: Problem, costs: ToyCosts, objective: SearchObjective) ->
             continue
         for taken in itertools.product(places, repeat=max(numbers) + 1):
             pools = [
-                PlannedPool(name=f"p{pool}", fleet=fleet, devices=size)
+                PlannedPool(name=f"p{pool}", machine_type=fleet, devices=size)
                 for pool, (fleet, size) in enumerate(taken)
             ]
             for plan in _plans(problem, costs, dict(zip(units, numbers, strict=True)), pools):
@@ -229,7 +234,7 @@ def every_plan(problem: Problem, costs: ToyCosts, objective: SearchObjective) ->
                     found = evaluate(problem, costs, plan)
                 except PlanError:
                     continue
-                price = sum(pool.devices * prices[pool.fleet] for pool in pools)
+                price = sum(pool.devices * prices[pool.machine_type] for pool in pools)
                 value = objective.values(
                     np.array([found.step_s]), np.array([found.devices]), np.array([price])
                 )[0]
@@ -250,7 +255,7 @@ def _plans(
     problem: Problem, costs: ToyCosts, pool_of: Mapping[str, int], pools: Sequence[PlannedPool]
 ) -> Iterator[Plan]:
     options = [
-        costs.options(unit, pools[pool_of[unit.name]].fleet, pools[pool_of[unit.name]].devices)
+        costs.options(unit, pools[pool_of[unit.name]].machine_type, pools[pool_of[unit.name]].devices)
         for unit in problem.units
     ]
     for chosen in itertools.product(*options):

@@ -1,6 +1,6 @@
 """Costs: answer the questions of search and simulator from the formulas, with a cache.
 
-unit, fleet, devices ─> options        (compute, memory, colocated transfers)
+unit, machine type, devices ─> options (compute, memory, colocated transfers)
 option, room ─────────> decoder ─> seconds of generation
 edge, seats ──────────> seconds of a transfer
 """
@@ -80,7 +80,7 @@ class CostModel:
             return free - working
         copies = sum(one.sampling_bytes for one in options.values())
         apart = sum(one.resident_bytes for one in options.values() if not one.seconds)
-        share = self._problem.hardware.engine.cache_apart if apart else self._problem.hardware.engine.cache
+        share = self._problem.hardware.engine.cache_separate if apart else self._problem.hardware.engine.cache
         return min(free - copies, share * device.memory_bytes - copies - apart)
 
     def decoder(
@@ -190,13 +190,13 @@ class CostModel:
 
     def crossing_s(self, source: transfers.Seat, sampler: transfers.Seat) -> float:
         """Return the seconds to send the policy's weights from training to a separate sampler."""
-        links, setting = self._slower_links(source, sampler), self._setting(sampler.unit, source.pool.fleet)
-        return transfers.apart_s(setting, links, source, sampler)
+        setting = self._setting(sampler.unit, source.pool.machine_type)
+        return transfers.apart_s(setting, self._slower_links(source, sampler), source, sampler)
 
     def _slower_links(self, *seats: transfers.Seat) -> Links:
-        """Return the links of the fleet with the slower network."""
+        """Return the links of the machine type with the slower network."""
         hardware = self._problem.hardware
-        fleets = [hardware.fleet(seat.pool.fleet) for seat in seats]
+        fleets = [hardware.fleet(seat.pool.machine_type) for seat in seats]
         return min((Links.of(fleet, hardware.factors) for fleet in fleets), key=lambda found: found.between)
 
     def _rows(self, stage: Stage) -> int:

@@ -244,7 +244,7 @@ def test_context_parallelism_cuts_rows_and_not_parameters() -> None:
 
 
 def test_whole_tensors_are_moved_at_the_rates_of_the_stack() -> None:
-    step = with_factors(problem(), refit=1e9, refit_apart=4e9)
+    step = with_factors(problem(), refit=1e9, refit_separate=4e9)
     total = 2 * SHAPE.parameters
     costs = CostModel(step)
     option = costs.option(unit(step, "policy"), "toys", 8, Grid(dp=8), 1)
