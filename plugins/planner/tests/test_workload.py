@@ -38,7 +38,7 @@ def test_spread_is_ascending_and_within_the_limit(lengths: Lengths, rows: int) -
 @given(lengths=lognormal)
 @example(lengths=Lengths(kind="lognormal", limit=23_186, median=8.0, sigma=1.5))
 def test_the_mean_counts_what_is_clipped_at_the_limit(lengths: Lengths) -> None:
-    # An integral over the normal deviate: equal parts of the rows would miss the tail, which rules the square.
+    # An integral over the normal deviate: equal parts of the rows miss the tail, which rules the square.
     normal, places = NormalDist(), np.linspace(-7.5, 7.5, 3_001)
     weights = np.exp(-(places**2) / 2) * (places[1] - places[0]) / math.sqrt(2 * math.pi)
     found = np.array([lengths.quantile(normal.cdf(place)) for place in places])
