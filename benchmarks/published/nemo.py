@@ -28,6 +28,7 @@ from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.evaluate import StepEvaluation, evaluate
 from rillflow_planner.hardware import Factors, Hardware, read_hardware
 from rillflow_planner.problem import Problem
@@ -205,7 +206,7 @@ def problem(row: Row) -> Problem:
         hardware=hardware,
         samples_apart=row.ahead > 0,
         freshness=row.ahead,
-        layouts="fsdp" if row.is_sharded else "megatron",
+        layouts=LAYOUTS["fsdp" if row.is_sharded else "megatron"],
         recomputes=row.model in RECOMPUTED if row.recomputes is None else row.recomputes,
     )
 

@@ -14,6 +14,7 @@ from published.models import shape
 from published.nemo import graph, placed
 from rillflow.placement.grid import Grid
 from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.evaluate import StepEvaluation, evaluate
 from rillflow_planner.hardware import Factors, read_hardware
 from rillflow_planner.problem import Problem
@@ -80,7 +81,7 @@ def problem(row: Row, mean: float) -> Problem:
         hardware=read_hardware(cluster(row), "H20"),
         samples_apart=row.is_ahead,
         freshness=int(row.is_ahead),
-        layouts="fsdp",
+        layouts=LAYOUTS["fsdp"],
     )
 
 

@@ -21,6 +21,7 @@ from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER, Plan, PlannedUnit
 from rillflow.placement.tables import YES, Reader, one_of, values, whole
+from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.hardware import Hardware, read_hardware
 from rillflow_planner.model_shape import ModelShape, read_shape
 from rillflow_planner.problem import Problem, Statement, assumed
@@ -98,7 +99,7 @@ def state_request(
         shapes=_shapes(graph, open_shape(model)),
         workload=workload,
         hardware=hardware,
-        layouts=hardware.published.layouts if like and hardware.published else Problem.layouts,
+        layouts=LAYOUTS[hardware.published.layouts if like and hardware.published else "rillflow"],
         recomputes=changed.get("policy.gradient_checkpointing", True),
     )
     return Statement(

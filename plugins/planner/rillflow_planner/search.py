@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from rillflow.errors import PlanError
 from rillflow.placement.plan import Plan
 from rillflow_planner.cost_model.costs import CostsOf
-from rillflow_planner.evaluate import evaluate, no_plan_fits, predicted
+from rillflow_planner.evaluate import evaluate, predicted
 from rillflow_planner.hardware import Hardware
+from rillflow_planner.misfit import no_plan_fits
 from rillflow_planner.problem import Problem
 from rillflow_planner.ranking import LITTLE, ClusterSize, Goal, Ranked, Ranking, SearchObjective, explained
 from rillflow_planner.variant import Variant, preference
@@ -77,7 +78,7 @@ def search(
                 fix="allow more seconds, more devices, or a freshness bound",
             )
         step = replace(made[0].problem, hardware=problem.hardware)
-        raise no_plan_fits(step, costs(step))
+        raise no_plan_fits(step, costs)
     sizes: list[ClusterSize] = []
     for hardware in clusters:
         is_own = hardware.devices == problem.hardware.devices

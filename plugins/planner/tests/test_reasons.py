@@ -151,7 +151,7 @@ def test_the_least_cluster_that_would_do_is_named() -> None:
     small = replace(PROBLEM, hardware=replace(PROBLEM.hardware, fleets=(toy_fleet(devices=2),)))
     with pytest.raises(PlanError) as error:
         search(small, plain(memory=70.0))
-    assert "use at least 3 toy of machine type here, which has 2" in error.value.fix
+    assert "use at least 4 toy of machine type here instead of 2" in error.value.fix
 
 
 def test_a_deadline_none_keeps_is_told() -> None:

@@ -14,6 +14,7 @@ from rillflow.app.graphs import graphs
 from rillflow.app.recipe import load_recipe
 from rillflow.errors import ModelError, PlanError
 from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.problem import Statement
 from rillflow_planner.request import graph_of, lengths, state_request
 from rillflow_planner.search import ranked_as_placed, search
@@ -184,6 +185,6 @@ def test_the_largest_published_models_are_planned_in_step(
     assert published is not None and published.searched is not None
     assert placed == pytest.approx(published_s, rel=0.15)
     assert published.searched.bias * searched == pytest.approx(published_s, rel=0.2)
-    own = replace(stated.problem, layouts="rillflow")
+    own = replace(stated.problem, layouts=LAYOUTS["rillflow"])
     with pytest.raises(PlanError, match=r"key-value head|more memory|lacks"):
         search(own, CostModel)

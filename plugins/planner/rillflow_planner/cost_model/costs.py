@@ -23,7 +23,7 @@ from rillflow_planner.cost_model.compute import Setting, score_s, train_s
 from rillflow_planner.cost_model.generation import Decoder
 from rillflow_planner.cost_model.grids import Option, grids_of
 from rillflow_planner.cost_model.links import Links
-from rillflow_planner.cost_model.options import LAYOUTS, copy_sizes, copy_sizes_of, grids, undominated
+from rillflow_planner.cost_model.options import copy_sizes, copy_sizes_of, grids, undominated
 from rillflow_planner.problem import Problem, Unit, Work
 
 CostsOf: TypeAlias = "Callable[[Problem], CostModel]"
@@ -230,7 +230,7 @@ class CostModel:
 
     def _ways(self, unit: Unit, fleet: str, devices: int) -> list[tuple[Grid, int]]:
         """Return every grid of these devices with every size of a generation copy."""
-        layouts = LAYOUTS[self._problem.layouts]
+        layouts = self._problem.layouts
         if unit.name == SAMPLER:
             return [(Grid(dp=devices // tp, tp=tp), tp) for tp in copy_sizes(unit.shape, devices, layouts)]
         generates = bool(self._problem.generating.intersection(unit.stages))

@@ -52,7 +52,7 @@ def activation_bytes(setting: Setting, load: Load, grids: Grid) -> Numbers:
     shape, tokens = setting.shape, micro_batch_tokens(setting, load, grids)
     recomputes = setting.problem.recomputes
     kept = np.ceil(shape.layers / grids.pp) * np.minimum(grids.pp, load.micro_batches)
-    if setting.problem.layouts == "rillflow":
+    if setting.problem.layouts.is_own:
         numbers = kept_numbers(
             hidden=shape.hidden,
             inner=shape.layer_inner / grids.tp,
@@ -73,7 +73,7 @@ def logit_bytes(setting: Setting, tokens: Numbers, grids: Grid, copies: int) -> 
     Rillflow's runtime computes at most ``MOST_LOGITS`` of them at a time.
     """
     found = tokens * (1 if setting.shape.is_scalar else setting.shape.vocabulary) / grids.tp
-    if setting.problem.layouts == "rillflow":
+    if setting.problem.layouts.is_own:
         found = np.minimum(found, MOST_LOGITS)
     return copies * GRADIENT_BYTES * found
 
