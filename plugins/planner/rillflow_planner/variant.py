@@ -241,10 +241,14 @@ class Variant:
                 stage = self._stages[index]
                 seconds[index] = spent = self._costs.generate_s(stage, decoder)
                 load += self._costs.steady_s(stage, decoder) if bound else spent
+        busy = load
         if self.problem.samples_apart:
             seconds |= dict.fromkeys(self.problem.publishing.intersection(seconds), 0.0)
+            for unit, option in zip(units, options, strict=True):
+                if unit.name == SAMPLER or self.problem.publishing.intersection(unit.stages):
+                    busy += self._costs.crossing_side_s(unit, option, fleet.name)
         latency = sum(seconds.values()) / (bound + 1)
-        score = max(load, latency) + 0.1 * (load + latency) if bound else load
+        score = max(busy, latency) + 0.1 * (busy + latency) if bound else busy
         if score >= most:
             return None
         return _Way(options=tuple(options), seconds=seconds, load_s=load, score=score)

@@ -119,6 +119,9 @@ class FakeCosts:
     def crossing_s(self, source: Seat, sampler: Seat) -> float:
         return self.weights_s
 
+    def crossing_side_s(self, unit: Unit, option: Option, fleet: str) -> float:
+        return 0.0
+
     def _rows(self, stage: Stage) -> int:
         return self.workload.prompts if stage.endpoint == "greedy" else self.workload.rows
 

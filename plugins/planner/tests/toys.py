@@ -143,6 +143,9 @@ class ToyCosts:
         draw = self._draw("crossing", str(source.option.grid), *sizes)
         return draw.choice((0.5, 1.0, 3.0)) * self.link
 
+    def crossing_side_s(self, unit: Unit, option: Option, fleet: str) -> float:
+        return 0.0
+
     def _option(self, unit: Unit, fleet: str, devices: int, number: int) -> Option:
         draw = self._draw("option", unit.name, fleet, devices, number)
         generates = any(self.problem.graph.stages[index].endpoint == "generate" for index in unit.stages)

@@ -193,6 +193,14 @@ class CostModel:
         setting = self._setting(sampler.unit, source.pool.machine_type)
         return transfers.apart_s(setting, self._slower_links(source, sampler), source, sampler)
 
+    def crossing_side_s(self, unit: Unit, option: Option, fleet: str) -> float:
+        """Return the seconds to send weights to a separate sampler, as far as one side limits it."""
+        setting, grid = self._setting(unit, fleet), option.grid
+        is_part = max(grid.devices, option.generate_tp) < setting.links.per_machine
+        rate = setting.links.inside if is_part else setting.links.between
+        shards = grid.pp * grid.tp * (grid.dp if grid.is_sharded else 1)
+        return setting.shape.parameters * setting.item_bytes / float(option.generate_tp or shards) / rate
+
     def _slower_links(self, *seats: transfers.Seat) -> Links:
         """Return the links of the machine type with the slower network."""
         hardware = self._problem.hardware
