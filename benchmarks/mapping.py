@@ -206,7 +206,7 @@ def checked_lines(count: int) -> list[str]:
     worst = max(one.ratio for one in found)
     return [
         f"{count} drawn problems of 4 to 16 devices against all their plans: as good in "
-        f"{count - len(worse)}, at worst {worst:.3f} times the best step. A separate sampler counts as a model;",
+        f"{count - len(worse)}, at worst {worst:.3f} times the best step. A sampler is a model here;",
         f"{sum(one.problem.freshness > 0 for one in found)} problems run ahead. Nothing fits in "
         f"{sum(math.isinf(one.best_s) for one in found)}, for the search and for all plans.",
         "",

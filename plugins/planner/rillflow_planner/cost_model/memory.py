@@ -27,13 +27,17 @@ def held_parameters(shape: ModelShape, grids: Grid) -> Numbers:
 
 
 def optimizer_bytes(setting: Setting, grids: Grid) -> Numbers:
-    """Return bytes of gradients and Adam: 4 + 8 per parameter, and 4 for a float32 copy of shorter weights.
+    """Return bytes of Adam: 8 per parameter, and 4 for a float32 copy of shorter weights.
 
-    Rajbhandari et al., arXiv 1910.02054, 3.1, with gradients in float32.
+    Rajbhandari et al., arXiv 1910.02054, 3.1.
     """
     copy = GRADIENT_BYTES if setting.item_bytes < GRADIENT_BYTES else 0
-    gradients = held_parameters(setting.shape, grids) * GRADIENT_BYTES
-    return gradients + optimized_parameters(setting, grids) * (2 * GRADIENT_BYTES + copy)
+    return optimized_parameters(setting, grids) * (2 * GRADIENT_BYTES + copy)
+
+
+def gradient_bytes(setting: Setting, grids: Grid) -> Numbers:
+    """Return bytes of float32 gradients; Rillflow frees them after a step, others keep them."""
+    return held_parameters(setting.shape, grids) * GRADIENT_BYTES
 
 
 def micro_batch_tokens(setting: Setting, load: Load, grids: Grid, packed: int = 0) -> Numbers:
@@ -47,7 +51,8 @@ def activation_bytes(setting: Setting, load: Load, grids: Grid) -> Numbers:
     """Return activation bytes in training: the first pipeline stage holds as many micro-batches as stages.
 
     With recomputation: one hidden state per token and layer, plus one complete layer; otherwise every
-    complete layer. Rillflow keeps what ``rillflow check`` counts; Megatron's fused layers keep less.
+    complete layer. Rillflow keeps what ``rillflow check`` counts, and common prefixes once; Megatron's fused
+    layers keep less.
     """
     shape, tokens = setting.shape, micro_batch_tokens(setting, load, grids)
     recomputes = setting.problem.recomputes
@@ -60,7 +65,8 @@ def activation_bytes(setting: Setting, load: Load, grids: Grid) -> Numbers:
             layers=kept,
             recomputes=recomputes,
         )
-        return tokens * numbers * GRADIENT_BYTES * (NARROW if setting.item_bytes < GRADIENT_BYTES else 1.0)
+        computed = tokens * setting.workload.packing.trained
+        return computed * numbers * GRADIENT_BYTES * (NARROW if setting.item_bytes < GRADIENT_BYTES else 1.0)
     cut = grids.tp if setting.problem.hardware.engine.cuts_sequence else 1
     whole = shape.layer_numbers(grids.tp / cut) / cut
     numbers = kept * shape.hidden / cut + whole if recomputes else kept * whole
