@@ -46,7 +46,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from rillflow_planner.cost_model.costs import CostModel
     from rillflow_planner.plan_report import Decision, decision_data, decision_lines, plan_page, shown_s
     from rillflow_planner.ranking import Goal, SearchObjective, order_as_shown
-    from rillflow_planner.search import prompts_that_pay, variations
+    from rillflow_planner.search import variations
 
     objective = SearchObjective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
     statement, ranking = _ranked(_stated(arguments), objective, arguments)
@@ -63,7 +63,6 @@ def plan(arguments: argparse.Namespace) -> int:
         ranking=ranking,
         simulated=simulated,
         variations=variations(problem, CostModel, plans[:VARIED], ranking.sizes),
-        pays_with=prompts_that_pay(problem, CostModel, ranking.sizes),
     )
     lines = decision_lines(found)
     title = statement.title
@@ -71,7 +70,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         _write(arguments.out, plan_text(plans[0]))
     if arguments.plot is not None:
-        page = plan_page(f"{title}, freshness {plans[0].freshness}", simulated[0], lines, ranking.sizes)
+        page = plan_page(f"{title}, freshness {plans[0].freshness}", simulated[0], lines)
         _write(arguments.plot, page)
     return DONE
 

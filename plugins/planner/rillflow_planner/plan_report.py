@@ -5,8 +5,7 @@ Statement, Ranking, sizes, simulated steps ─> Decision ─┬─ decision_line
 Simulation, Calibration ─ in the same way
 
 Simulation ─ simulated_bars ─ timeline ─┐
-sizes of a cluster ─ chart ─────────────┼─ plan_page ─> one page in the style of a run's report
-lines of text ──────────────────────────┘
+lines of text ──────────────────────────┴─ plan_page ─> one page in the style of a run's report
 
 Every time is shown with its range: 80% of the steps predicted in the same way took a time within it.
 """
@@ -21,22 +20,17 @@ from typing import TYPE_CHECKING, Any
 from rillflow.config.toml_text import inline_text
 from rillflow.placement.plan import Plan
 from rillflow.runs.formatting import columns, number, seconds, size
-from rillflow.runs.report.chart import Chart, Point, Series, draw
 from rillflow.runs.report.html import Html, el, page, section
 from rillflow.runs.report.timeline import MOST_LANES, SHOWN_STEPS, Bar, draw_timeline
 from rillflow_planner.hardware import Gain
 from rillflow_planner.problem import Statement
-from rillflow_planner.ranking import HOUR_S, LITTLE, ClusterSize, Goal, Ranked, Ranking, SearchObjective
+from rillflow_planner.ranking import HOUR_S, LITTLE, Goal, Ranked, Ranking, SearchObjective
 from rillflow_planner.search import Variation
 
 if TYPE_CHECKING:
     from rillflow_planner.calibration import Calibration
     from rillflow_planner.simulator.result import PoolTime, Simulation
 
-TOLD = 0.1
-"""Relative difference between simulated and computed step that is reported if no error was measured."""
-AXES = "rows per second by devices"
-"""Title of the throughput chart."""
 BESIDE = "no devices"
 """Lane of the stages that use no devices: functions and formulas."""
 Rows = list[tuple[str, ...]]
@@ -56,9 +50,6 @@ class Decision:
     """Simulated steps of the best plans."""
     variations: Sequence[Variation]
     """Predictions for the same problem with other lengths."""
-    pays_with: int | None
-    """Smallest tried number of prompts per step for which the next cluster size pays off; None without one.
-    """
 
     @property
     def best(self) -> Ranked:
@@ -101,7 +92,6 @@ def decision_lines(found: Decision) -> list[str]:
         f"{ranking.placements:,} placement{'s' * (ranking.placements > 1)}{nowhere}; the best "
         f"{len(ranking.best)}",
         *columns(_best_rows(found), left=2, text=2),
-        *_simulated_notes(found),
         "",
         "best plan:",
         *columns(_unit_rows(best.plan)),
@@ -201,25 +191,13 @@ def calibration_data(found: Calibration) -> dict[str, Any]:
     return {**asdict(found), "stages": [{**asdict(one), "error": one.error} for one in found.stages]}
 
 
-def plan_page(title: str, found: Simulation, lines: Sequence[str], sizes: Sequence[ClusterSize] = ()) -> str:
-    """Return the HTML page.
-
-    Args:
-        title: heading of the page.
-        found: simulation whose first steps are drawn.
-        lines: the text of the command line about it.
-        sizes: the best plan for other cluster sizes; may be empty.
-    """
+def plan_page(title: str, found: Simulation, lines: Sequence[str]) -> str:
+    """Return the HTML page with the text of the command line and the first steps of a simulation."""
     timeline = draw_timeline(simulated_bars(found))
-    header = el("header", el("h3", AXES), el("output", "", data_last=""))
-    card = el(
-        "section", header, draw(Chart(series=_growth(sizes), has_marks=True, x_name="devices")), class_="card"
-    )
     body: list[Html] = [
         el("h1", title),
         *section("In numbers", [el("pre", "\n".join(lines))]),
         *section("Timeline", [el("section", timeline, class_="card wide")] if timeline else []),
-        *section("Throughput", [card] if sizes else []),
         el(
             "footer",
             "Made by Rillflow; plugins/planner/docs/planner.md explains how each number is predicted.",
@@ -245,13 +223,6 @@ def simulated_bars(found: Simulation) -> Sequence[Bar]:
         if span.start_s < until and span.lane <= MOST_LANES
     ]
     return sorted(bars, key=lambda bar: (bar.pool == BESIDE, bar.pool, bar.lane, bar.start_s))
-
-
-def _growth(sizes: Sequence[ClusterSize]) -> list[Series]:
-    """Return rows per second by devices, and the linear scaling of the smallest size."""
-    points = [Point(x=one.devices, y=one.rows_per_s) for one in sizes if one.best is not None]
-    ideal = [Point(x=one.x, y=points[0].y * one.x / points[0].x) for one in points]
-    return [Series(label="best plan", points=points), Series(label="ideal", points=ideal)]
 
 
 def said_lines(statement: Statement) -> list[str]:
@@ -365,16 +336,6 @@ def _best_rows(found: Decision) -> Rows:
     return [head, *rows]
 
 
-def _simulated_notes(found: Decision) -> Iterator[str]:
-    """Yield a note where simulated and computed step differ by more than the usual prediction error."""
-    accuracy = found.statement.error
-    told = TOLD if accuracy is None else accuracy.median
-    for place, (one, simulated) in enumerate(zip(found.ranking.best, found.simulated_s, strict=False), 1):
-        more = simulated / one.evaluation.step_s - 1
-        if abs(more) > told:
-            yield f"note: plan {place} takes {more:+.0%} when simulated row by row; trust the simulated step"
-
-
 def _unit_rows(plan: Plan) -> Rows:
     rows: Rows = [("model", "device group", "devices", "trains and scores on", "generates with")]
     for name, unit in plan.units.items():
@@ -411,20 +372,12 @@ def _size_rows(found: Decision) -> Rows:
 
 
 def _warnings(found: Decision) -> Iterator[str]:
-    """Yield a warning where twice the devices gain little, with the batch size for which they would pay
-    off.
-    """
+    """Yield a warning where twice the devices gain little."""
     hardware = found.statement.problem.hardware
     for before, one in pairwise(found.ranking.sizes):
         if one.gains_little and one.gain is not None:
             gain = f"{one.gain:.1%} over {before.devices}, less than {LITTLE:.0%}"
             yield f"warning: {one.devices} devices gain {gain}"
-            if before.devices == hardware.devices:
-                pays = found.pays_with
-                batch = (
-                    f"{pays:,} prompts per step" if pays else "none of the tried numbers of prompts per step"
-                )
-                yield f"{one.devices} devices would pay off with {batch}"
     for fleet in hardware.fleets:
         is_unsaid = fleet.between_bandwidth == fleet.device.inside_bandwidth
         larger = any(one.devices > hardware.devices for one in found.ranking.sizes)

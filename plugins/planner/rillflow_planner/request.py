@@ -161,13 +161,21 @@ def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int)
         fix = "leave out --like, and Rillflow's own step is planned"
         raise PlanError(f"--like is {like} and --algorithm {algorithm!r}", why=why, fix=fix)
     names = [stage.split(".") for stage in stages]
+    return _graph(algorithm, names, [(index, index + 1, ()) for index in range(len(names) - 1)])
+
+
+def _graph(name: str, stages: Sequence[Sequence[str]], edges: Sequence[Any]) -> Graph:
+    """Return the graph of stages (role, endpoint) and edges (source, destination, fields)."""
     return Graph(
-        name=algorithm,
+        name=name,
         stages=tuple(
             Stage(index=index, role=role, endpoint=endpoint, reads=(), writes=())
-            for index, (role, endpoint) in enumerate(names)
+            for index, (role, endpoint) in enumerate(stages)
         ),
-        edges=tuple(Edge(source=index, destination=index + 1, fields=()) for index in range(len(names) - 1)),
+        edges=tuple(
+            Edge(source=source, destination=destination, fields=tuple(fields))
+            for source, destination, fields in edges
+        ),
     )
 
 
@@ -226,15 +234,7 @@ def graph_of(algorithm: str) -> Graph:
     if algorithm not in known:
         why = f"shipped algorithms are {', '.join(known)}"
         raise PlanError(f"--algorithm is {algorithm!r}", why=why, fix=nearest(algorithm, known))
-    stages = tuple(
-        Stage(index=index, role=role, endpoint=endpoint, reads=(), writes=())
-        for index, (role, endpoint) in enumerate(known[algorithm]["stages"])
-    )
-    edges = tuple(
-        Edge(source=source, destination=destination, fields=tuple(fields))
-        for source, destination, fields in known[algorithm]["edges"]
-    )
-    return Graph(name=algorithm, stages=stages, edges=edges)
+    return _graph(algorithm, known[algorithm]["stages"], known[algorithm]["edges"])
 
 
 def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:

@@ -26,7 +26,7 @@ from rillflow_planner.evaluate import evaluate, predicted
 from rillflow_planner.hardware import Hardware
 from rillflow_planner.misfit import no_plan_fits
 from rillflow_planner.problem import Problem
-from rillflow_planner.ranking import LITTLE, ClusterSize, Goal, Ranked, Ranking, SearchObjective, explained
+from rillflow_planner.ranking import ClusterSize, Goal, Ranked, Ranking, SearchObjective, explained
 from rillflow_planner.variant import Variant, preference
 from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
 
@@ -176,8 +176,6 @@ def _require_prices(problem: Problem, objective: SearchObjective) -> None:
 
 HEAVIER = 1.5
 """Factor on sigma for a heavier tail with the same mean."""
-BATCHES = (2, 4, 8)
-"""Factors on the number of prompts that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,16 +204,6 @@ def variations(
         gain = gain_of(problem, costs, sizes, workload)
         found.append(Variation(what=what, step_s=steps[0], best=best, gain=gain))
     return found
-
-
-def prompts_that_pay(problem: Problem, costs: CostsOf, sizes: Sequence[ClusterSize]) -> int | None:
-    """Return the smallest tried number of prompts for which the next size gains at least ``LITTLE``."""
-    for times in BATCHES:
-        workload = replace(problem.workload, prompts=times * problem.workload.prompts)
-        gain = gain_of(problem, costs, sizes, workload)
-        if gain is not None and gain >= LITTLE:
-            return workload.prompts
-    return None
 
 
 def gain_of(

@@ -73,7 +73,7 @@ def test_a_recipe_is_planned_and_the_plan_simulated(here: Path, capsys: pytest.C
     assert plan.predicted_step_s > 0 and plan.predicted_stages_s["policy.generate"] > 0
     assert {pool.device for pool in plan.pools} == {"cpu"}
     page = (here / "plan.html").read_text()
-    assert "policy.generate, step 1" in page and "rows per second by devices" in page
+    assert "policy.generate, step 1" in page and "throughput by cluster size" in page
     assert "weakness" in page and second.strip() in page
     out = said(capsys, *SIMULATE, "--steps", "3", "--plot", "steps.html")
     assert "ppo on two, freshness 0, seed 0: 3 steps simulated" in out
