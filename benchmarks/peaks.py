@@ -2,13 +2,13 @@
 
     counted      ``rillflow check --memory``: a rank's bytes at most
     planned      ``rillflow plan`` and ``simulate``: peak memory per device
-    measured     the most that ``rillflow run`` was resident (VmHWM), less that of a tiny model; once with
-                 the C library told to give back what is freed (MALLOC_MMAP_THRESHOLD_), once as it is
+    measured     the most that two steps of ``rillflow run`` were resident (VmHWM), less that of a tiny
+                 model, with the C library told to give back what is freed (MALLOC_MMAP_THRESHOLD_)
 
     python benchmarks/peaks.py                                      # some ten minutes
     python benchmarks/peaks.py --write benchmarks/results/peaks.md
 
-Four steps of each, the last and its checkpoint not looked at. Linux only.
+A run is stopped after its second step, before it writes a checkpoint. Linux only.
 """
 
 from __future__ import annotations
@@ -86,14 +86,13 @@ SHAPES = {
     "grpo": USUAL,
     "grpo, bfloat16": USUAL | {"dtype": "bfloat16"},
     "grpo, long rows": LONG,
-    "grpo, long rows, recomputed": LONG | {"budget": 4096, "recomputes": "true"},
     "rloo": USUAL | RLOO,
-    "rloo, long rows": LONG | RLOO,
+    "rloo, deep": DEEP | RLOO,
     "ppo": USUAL | PPO,
-    "ppo, 64 prompts": DEEP | PPO | {"prompts": 64},
-    "ppo, long rows": LONG | PPO,
+    "ppo, deep": DEEP | PPO,
     "sft": USUAL | SFT,
     "sft, deep": DEEP | SFT | {"budget": 2048},
+    "grpo, long rows, recomputed": LONG | {"budget": 4096, "recomputes": "true"},
 }
 DEVICE = {
     "memory": "64 GB",

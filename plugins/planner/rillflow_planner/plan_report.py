@@ -318,6 +318,8 @@ def _sensitivity(found: Decision) -> Iterator[str]:
 
 def _best_rows(found: Decision) -> Rows:
     goal = "" if found.objective.goal in (Goal.STEP, Goal.DEVICES) else found.objective.goal.value
+    if found.objective.goal is Goal.COST:
+        goal = f"cost of a step, {found.statement.problem.hardware.fleets[0].currency}"
     head = ("", "device groups", "devices", "freshness", "step", "simulated", goal, "weakness", "")
     rows = (
         (
