@@ -259,9 +259,8 @@ class CostModel:
         kept = weights
         working = nothing = fetched = moved = 0.0 * weights
         if Work.TRAIN in kinds:
-            gradients, is_own = memory.gradient_bytes(setting, laid), problem.layouts.is_own
-            kept = kept + memory.optimizer_bytes(setting, laid) + (nothing if is_own else gradients)
-            working = memory.training_bytes(setting, laid) + (gradients if is_own else nothing)
+            kept, working = kept + memory.optimizer_bytes(setting, laid), memory.training_bytes(setting, laid)
+            kept = kept if problem.layouts.is_own else kept + memory.gradient_bytes(setting, laid)
         if Work.SCORE in kinds:
             working = np.maximum(working, memory.scoring_bytes(setting, laid))
         copy = setting.shape.parameters * setting.item_bytes / np.maximum(tp, 1)

@@ -85,10 +85,20 @@ def logit_bytes(setting: Setting, tokens: Numbers, grids: Grid, copies: int) -> 
 
 
 def training_bytes(setting: Setting, grids: Grid) -> Numbers:
-    """Return the largest additional bytes of an optimiser step, [grids]."""
-    load = load_of(setting.workload, grids.dp, setting.workload.minibatches, cp=grids.cp)
+    """Return the largest additional bytes of an optimiser step, [grids].
+
+    The first micro-batch's gradients replace its activations layer by layer. They are kept together with
+    the activations of later ones: ``later`` is the size of the second, if rows are as long as they may be.
+    """
+    workload = setting.workload
+    load = load_of(workload, grids.dp, workload.minibatches, cp=grids.cp)
     tokens = micro_batch_tokens(setting, load, grids)
     found = activation_bytes(setting, load, grids) + logit_bytes(setting, tokens, grids, 2)
+    if setting.problem.layouts.is_own:
+        gradients, longest = gradient_bytes(setting, grids), workload.prompt.limit + workload.response.limit
+        rows = np.ceil(workload.rows / workload.minibatches / grids.dp)
+        later = np.clip(rows * longest / workload.tokens_per_micro_batch - 1, 0, 1)
+        found = np.maximum(found, gradients + later * found)
     return found + _gathered(setting, grids)
 
 
