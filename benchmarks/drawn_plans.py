@@ -57,7 +57,7 @@ def drawn(seed: int) -> Drawn:
         minibatches=draw.choice([1, 2, 4]),
     )
     data = {
-        "fleet": [{"device": "H100", "devices": devices, "per_machine": 8, "between": "50 GB/s"}],
+        "machine_type": [{"device": "H100", "devices": devices, "per_machine": 8, "between": "50 GB/s"}],
         "engine": {"interrupts": draw.random() < 0.5},
     }
     scalar = {role: role in ("critic",) for role in graph.roles}
@@ -71,7 +71,7 @@ def drawn(seed: int) -> Drawn:
         workload=workload,
         hardware=read_hardware(data, "drawn"),
     )
-    ranking = search(problem, CostModel, freshness=(freshness,), apart_in_step=True)
+    ranking = search(problem, CostModel, freshness=(freshness,), separate_in_step=True)
     plan = draw.choice(ranking.best[:4]).plan
     return Drawn(problem=problem.of_plan(plan), plan=plan)
 

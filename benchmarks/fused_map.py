@@ -49,7 +49,7 @@ ROW_TOKENS = 1024
 def updates(pair: tuple[str, str], devices: int, link: str, minibatches: int) -> Problem:
     """Both updates of 512 rows of 2,048 tokens."""
     data: dict[str, Any] = {
-        "fleet": [{"device": "H100", "devices": devices, "per_machine": 8, "between": link}],
+        "machine_type": [{"device": "H100", "devices": devices, "per_machine": 8, "between": link}],
         "engine": {"zero1": True},
     }
     fixed = Lengths(kind="fixed", limit=ROW_TOKENS)
@@ -98,7 +98,7 @@ def confirmed(problem: Problem, found: Ranked) -> float:
     pool, seats = found.plan.pools[0], found.evaluation.units
     options = {name: seat.option for name, seat in seats.items()}
     pair = [seats[name].unit for name in found.plan.fused]
-    parts, whole = CostModel(problem).fused_stage(pool.fleet, options, pair)
+    parts, whole = CostModel(problem).fused_stage(pool.machine_type, options, pair)
     made = quick_schedule(whole)
     if faults := check(whole, made):
         raise SystemExit("\n".join(faults))

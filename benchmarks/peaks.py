@@ -1,13 +1,14 @@
-"""Memory predicted by ``check`` against what runs hold: five shapes, each in a process of its own.
+"""Memory predicted by ``check`` and ``plan`` against what runs hold, each run in a process of its own.
 
-    predicted    ``rillflow check --memory``: a rank's bytes at most
-    measured     the most that ``rillflow run`` was resident (VmHWM), less that of a tiny model; once with
-                 the C library told to give back what is freed (MALLOC_MMAP_THRESHOLD_), once as it is
+    counted      ``rillflow check --memory``: a rank's bytes at most
+    planned      ``rillflow plan`` and ``simulate``: peak memory per device
+    measured     the most that two steps of ``rillflow run`` were resident (VmHWM), less that of a tiny
+                 model, with the C library told to give back what is freed (MALLOC_MMAP_THRESHOLD_)
 
-    python benchmarks/peaks.py                                      # some two minutes
+    python benchmarks/peaks.py                                      # some ten minutes
     python benchmarks/peaks.py --write benchmarks/results/peaks.md
 
-Four steps of each, the last and its checkpoint not looked at. Linux only.
+A run is stopped after its second step, before it writes a checkpoint. Linux only.
 """
 
 from __future__ import annotations
@@ -25,9 +26,14 @@ from rillflow.app.facts import RecipeFacts
 from rillflow.app.memory import rank_bytes
 from rillflow.app.peak_memory import peaks_of
 from rillflow.app.recipe import load_recipe
+from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.hardware import read_hardware
+from rillflow_planner.recipe_problem import plan_of, state_problem
+from rillflow_planner.simulator.simulate import simulate
 
 SMALLEST = []
 SLOW = ["weights"]  # starts four processes
+NEEDS = ["rillflow_planner"]
 
 MIB = 2**20
 RECIPE = """
@@ -47,15 +53,16 @@ max_tokens = {tokens}
 [algorithm]
 name = "{algorithm}"
 prompts_per_step = {prompts}
-steps = 4
+steps = 3
 {more}
-[reward]
-function = "reward.py:length"
+{reward}
 [evaluate]
 problems = 0
 """
 REWARD = "def length(prompts, completions, **columns):\n    return [len(text) % 3 for text in completions]\n"
-GRPO = "samples_per_prompt = 8\nloss.kl = 0.01\ngap_tolerance = 10.0"
+REWARDED = '[reward]\nfunction = "reward.py:length"'
+SAMPLES = "samples_per_prompt = 8\ngap_tolerance = 10.0"
+GRPO = f"{SAMPLES}\nloss.kl = 0.01"
 USUAL = {
     "budget": 512,
     "recomputes": "false",
@@ -67,25 +74,42 @@ USUAL = {
     "algorithm": "grpo",
     "prompts": 8,
     "more": GRPO,
+    "reward": REWARDED,
 }
+DEEP = USUAL | {"hidden": 512, "layers": 8, "heads": 8}
+LONG = DEEP | {"tokens": 48, "prompts": 16, "budget": 2048}
+PPO = {"algorithm": "ppo", "more": "gap_tolerance = 10.0"}
+RLOO = {"algorithm": "rloo", "more": SAMPLES}
+SFT = {"algorithm": "sft", "more": "", "reward": "", "prompts": 64}
 BASE = USUAL | {"hidden": 64, "layers": 2, "heads": 4}
 SHAPES = {
-    "weights": USUAL,
-    "bfloat16": USUAL | {"dtype": "bfloat16"},
-    "long rows": USUAL
-    | {"hidden": 512, "layers": 8, "heads": 8, "tokens": 48, "prompts": 16, "budget": 2048},
-    "recomputed": USUAL
-    | {
-        "hidden": 512,
-        "layers": 8,
-        "heads": 8,
-        "tokens": 48,
-        "prompts": 16,
-        "budget": 4096,
-        "recomputes": "true",
-    },
-    "ppo": USUAL | {"hidden": 512, "layers": 8, "heads": 8, "algorithm": "ppo", "prompts": 64, "more": ""},
+    "grpo": USUAL,
+    "grpo, bfloat16": USUAL | {"dtype": "bfloat16"},
+    "grpo, long rows": LONG,
+    "rloo": USUAL | RLOO,
+    "rloo, deep": DEEP | RLOO,
+    "ppo": USUAL | PPO,
+    "ppo, deep": DEEP | PPO,
+    "sft": USUAL | SFT,
+    "sft, deep": DEEP | SFT | {"budget": 2048},
+    "grpo, long rows, recomputed": LONG | {"budget": 4096, "recomputes": "true"},
 }
+DEVICE = {
+    "memory": "64 GB",
+    "flops": {"float32": "50 GFLOP/s", "bfloat16": "50 GFLOP/s"},
+    **dict.fromkeys(("memory_bandwidth", "inside", "host"), "10 GB/s"),
+}
+
+
+def planned(file: Path) -> float:
+    """What ``plan`` says of a rank."""
+    loaded = load_recipe(file)
+    machine = {"name": "cores", "device": "core", "devices": 1, "per_machine": 1}
+    hardware = read_hardware({"device": {"core": DEVICE}, "machine_type": [machine]}, "a core")
+    stated = state_problem(loaded, hardware).problem
+    plan = plan_of(loaded.recipe, stated.graph, hardware.fleets[0])
+    problem = stated.of_plan(plan)
+    return simulate(problem, CostModel(problem), plan, steps=4).pools[0].peak_bytes
 
 
 def predicted(file: Path) -> int:
@@ -94,33 +118,30 @@ def predicted(file: Path) -> int:
     return rank_bytes(peaks_of(RecipeFacts(recipe=loaded.recipe, base=loaded.base)), "main")
 
 
-def most_resident(file: Path, folder: Path, gives_back: bool) -> int:
-    """The most bytes that a run was resident."""
-    more = {"MALLOC_MMAP_THRESHOLD_": str(2**18)} if gives_back else {}
+def most_resident(file: Path, folder: Path) -> int:
+    """The most bytes that two steps of a run were resident; what is freed is given back."""
     command = [sys.executable, "-m", "rillflow.cli.main", "run", str(file), "--dir", str(folder), "--quiet"]
     most = 0
-    with subprocess.Popen(command, env=os.environ | more) as process:
+    with subprocess.Popen(command, env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**18)}) as process:
         status = Path(f"/proc/{process.pid}/status")
         metrics = folder / "metrics.jsonl"
-        while process.poll() is None and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 3):
+        while process.poll() is None and (not metrics.exists() or len(metrics.read_bytes().splitlines()) < 2):
             lines = [line.split() for line in status.read_text().splitlines() if line.startswith("VmHWM")]
             most = max([most, *(1024 * int(line[1]) for line in lines)])
             time.sleep(0.02)
-        process.wait()
-        if process.returncode:
+        if process.poll():
             raise SystemExit(process.returncode)
+        process.kill()
     return most
 
 
-def measured(sizes: dict[str, object]) -> tuple[int, int, int]:
-    """Bytes predicted, most resident where what is freed is given back, and most resident as it is."""
+def measured(sizes: dict[str, object]) -> tuple[float, int, int]:
+    """Bytes planned, counted and measured."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.toml"
         file.write_text(RECIPE.format(**sizes))
         file.with_name("reward.py").write_text(REWARD)
-        expected = predicted(file)
-        found = [most_resident(file, Path(folder) / f"run{back}", bool(back)) for back in (1, 0)]
-        return expected, found[0], found[1]
+        return planned(file), predicted(file), most_resident(file, Path(folder) / "run")
 
 
 def main() -> None:
@@ -131,23 +152,23 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="also write the table here")
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}; all if left out")
     arguments = parser.parse_args()
-    _, base, usual = measured(dict(BASE))
+    *_, base = measured(dict(BASE))
     lines = [
         "# Memory predicted and measured",
         "",
         f"Command: `python benchmarks/peaks.py`; {len(os.sched_getaffinity(0))} cores, torch "
         f"{version('torch')}. Bytes over those of a run of 0.1 million parameters, {base / MIB:.0f} MiB.",
-        "*Measured* with MALLOC_MMAP_THRESHOLD_=262144: what is freed is given back; *as it is*, without.",
+        "Two steps with MALLOC_MMAP_THRESHOLD_=262144, so that the C library gives back freed memory.",
         "",
-        "| shape | predicted, MiB | measured, MiB | predicted against measured | as it is, MiB |",
-        "|---|---|---|---|---|",
+        "| run | measured, MiB | `plan`, MiB | | `check --memory`, MiB | |",
+        "|---|---|---|---|---|---|",
     ]
     for name in arguments.shapes or SHAPES:
         sizes = SHAPES[name]
-        expected, most, kept = measured(dict(sizes))
-        grown, more = most - base, kept - usual
-        against = f"{expected / grown - 1:+.0%}"
-        lines.append(f"| {name} | {expected / MIB:.0f} | {grown / MIB:.0f} | {against} | {more / MIB:.0f} |")
+        plan, check, most = measured(dict(sizes))
+        grown = most - base
+        cells = (f"{one / MIB:.0f} | {one / grown - 1:+.0%}" for one in (plan, check))
+        lines.append(f"| {name} | {grown / MIB:.0f} | {' | '.join(cells)} |")
         print(lines[-1], flush=True)
     text = "\n".join([*lines, ""])
     print(text)

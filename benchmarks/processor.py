@@ -174,7 +174,7 @@ class Case:
         )
         plan = Plan(
             name="one core",
-            pools=(PlannedPool(name="main", fleet="cores", devices=1),),
+            pools=(PlannedPool(name="main", machine_type="cores", devices=1),),
             units={"policy": PlannedUnit(pool="main", grid=Grid(), generate_tp=int("generate" in stages))},
         )
         taken = {f"policy.{stage}": seconds[stage] for stage in stages}

@@ -132,7 +132,9 @@ def case(
     }
     plan = Plan(
         name=graph.name,
-        pools=tuple(PlannedPool(name=name, fleet=name, devices=devices) for name, devices in pools.items()),
+        pools=tuple(
+            PlannedPool(name=name, machine_type=name, devices=devices) for name, devices in pools.items()
+        ),
         units=units,
         freshness=freshness,
         **planned,

@@ -23,6 +23,7 @@ from rillflow.errors import PlanError
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan
 from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.evaluate import evaluate
 from rillflow_planner.hardware import read_hardware
 from rillflow_planner.problem import Problem, Work
@@ -89,8 +90,9 @@ class Pair:
     def problem(self, run: Run, mean: float) -> Problem:
         """The step of one side."""
         devices = run.training + run.sampling
-        fleet = {"name": "all", "device": self.device, "devices": devices, "per_machine": 8}
-        cluster = {"like": self.like, "fleet": [fleet | {"between": "50 GB/s"}], "engine": dict(run.engine)}
+        machines = {"name": "all", "device": self.device, "devices": devices, "per_machine": 8}
+        machines["between"] = "50 GB/s"
+        cluster = {"like": self.like, "machine_type": [machines], "engine": dict(run.engine)}
         workload = Workload(
             prompts=self.prompts,
             samples=self.samples,
@@ -106,7 +108,7 @@ class Pair:
             hardware=read_hardware(cluster, self.name),
             samples_apart=run.sampling > 0,
             freshness=run.ahead,
-            layouts="fsdp" if self.is_sharded else "megatron",
+            layouts=LAYOUTS["fsdp" if self.is_sharded else "megatron"],
         )
 
     def plan(self, run: Run) -> Plan:

@@ -28,6 +28,7 @@ from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
 from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.evaluate import StepEvaluation, evaluate
 from rillflow_planner.hardware import Factors, Hardware, read_hardware
 from rillflow_planner.problem import Problem
@@ -56,7 +57,7 @@ FREE = {
     "host_links": (0.05, 0.3, 0.9),
     "step_s": (0.5, 4.0, 12.0),
     "refit": (5e9, 35e9, 200e9),
-    "refit_apart": (5e9, 35e9, 200e9),
+    "refit_separate": (5e9, 35e9, 200e9),
     "refit_gain": (1.0, 1.5, 4.0),
     "refit_first": (1.0, 2.0, 10.0),
     "decode_gain": (1.0, 2.0, 6.0),
@@ -170,7 +171,7 @@ def cluster(row: Row) -> dict[str, Any]:
         "between": "50 GB/s",
     }
     engine = {} if row.release >= "0.5" else {"interrupts": False, "drains": True}
-    return {"name": row.device, "like": row.stack, "fleet": [fleet], "engine": engine}
+    return {"name": row.device, "like": row.stack, "machine_type": [fleet], "engine": engine}
 
 
 def predict(row: Row, factors: Factors | None = None) -> StepEvaluation:
@@ -205,7 +206,7 @@ def problem(row: Row) -> Problem:
         hardware=hardware,
         samples_apart=row.ahead > 0,
         freshness=row.ahead,
-        layouts="fsdp" if row.is_sharded else "megatron",
+        layouts=LAYOUTS["fsdp" if row.is_sharded else "megatron"],
         recomputes=row.model in RECOMPUTED if row.recomputes is None else row.recomputes,
     )
 
@@ -220,10 +221,10 @@ def plan(row: Row) -> Plan:
 
 def placed(grid: Grid, generate_tp: int, sampling: int, freshness: float) -> Plan:
     """One model on a grid, generating in place or on so many devices apart."""
-    pools = [PlannedPool(name="train", fleet="all", devices=grid.devices)]
+    pools = [PlannedPool(name="train", machine_type="all", devices=grid.devices)]
     units = {"policy": PlannedUnit(pool="train", grid=grid, generate_tp=0 if sampling else generate_tp)}
     if sampling:
-        pools.append(PlannedPool(name="sample", fleet="all", devices=sampling))
+        pools.append(PlannedPool(name="sample", machine_type="all", devices=sampling))
         own = Grid(dp=sampling // generate_tp, tp=generate_tp)
         units[SAMPLER] = PlannedUnit(pool="sample", grid=own, generate_tp=generate_tp)
     return Plan(name="policy alone", pools=tuple(pools), units=units, freshness=freshness)
@@ -247,7 +248,7 @@ def factors_of(row: Row, values: dict[str, float]) -> Factors:
     if row.release == "0.3":
         gain = 1 / values["refit_first"]
     known = {name: value for name, value in values.items() if name in vars(FIXED)}
-    known |= {name: gain * values[name] for name in ("refit", "refit_apart")}
+    known |= {name: gain * values[name] for name in ("refit", "refit_separate")}
     if row.release > "0.3":
         known["decode_token_s"] /= values["decode_gain"]
     return replace(FIXED, **known)

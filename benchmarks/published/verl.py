@@ -16,6 +16,7 @@ from published.nemo import graph, placed
 from rillflow.placement.grid import Grid
 from rillflow.placement.plan import Plan
 from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.evaluate import StepEvaluation, evaluate
 from rillflow_planner.hardware import Factors, read_hardware
 from rillflow_planner.problem import Problem
@@ -119,7 +120,7 @@ def change(one: Row, other: Row) -> str:
 def cluster(row: Row) -> dict[str, Any]:
     """The content of the cluster's file."""
     fleet = {"name": "all", "device": "H20", "devices": row.devices, "per_machine": 8, "between": "25 GB/s"}
-    return {"name": "H20", "like": "verl", "fleet": [fleet]}
+    return {"name": "H20", "like": "verl", "machine_type": [fleet]}
 
 
 def problem(row: Row, mean: float) -> Problem:
@@ -139,7 +140,7 @@ def problem(row: Row, mean: float) -> Problem:
         hardware=read_hardware(cluster(row), "H20"),
         samples_apart=row.is_apart,
         freshness=row.staleness or 0,
-        layouts="fsdp",
+        layouts=LAYOUTS["fsdp"],
     )
 
 

@@ -60,7 +60,7 @@ def require_for(plan: Plan, loaded: LoadedRecipe) -> None:
     """Refuse a plan of another recipe, or a plan that no run supports yet.
 
     Raises:
-        PlanError: it is for another algorithm, places a role the recipe does not call, spans two fleets,
+        PlanError: it is for another algorithm, places a role the recipe does not call, has two machine types,
             shards experts together with other axes, or needs accelerators that are not here.
     """
     recipe = loaded.recipe
@@ -129,9 +129,9 @@ def _not_yet(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.streams or plan.publish_every:
         streams = "a step's minibatches as they arrive" if plan.streams else "weights published within a step"
         yield f"trains on {streams}", "a run trains on whole steps"
-    fleets = sorted({pool.fleet for pool in plan.pools})
-    if len(fleets) > 1:
-        yield f"spans the fleets {' and '.join(fleets)}", "all ranks of a run are on one fleet"
+    kinds = sorted({pool.machine_type for pool in plan.pools})
+    if len(kinds) > 1:
+        yield f"has the machine types {' and '.join(kinds)}", "all ranks of a run are on one machine type"
     for name, unit in plan.units.items():
         grid = unit.grid
         if grid.ep > 1 and (grid.pp * grid.tp * grid.cp > 1 or grid.is_sharded or grid.dp % grid.ep):

@@ -24,12 +24,12 @@ GATHERED = ("gather_rows", "gather_replicas", "gather_by")
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPool:
-    """Devices that their units share in turn."""
+    """Devices that their units share, one after the other."""
 
     name: str
     """Name, unique within the plan."""
-    fleet: str
-    """Fleet of the pool."""
+    machine_type: str
+    """Name of the machines in the cluster file."""
     devices: Count
     """Number of devices."""
     device: str = ""
@@ -95,7 +95,7 @@ class Plan:
     """Placement of every unit, and how steps overlap.
 
     Example:
-        Plan(name="ppo", pools=(PlannedPool(name="main", fleet="h100", devices=8),), units=units)
+        Plan(name="ppo", pools=(PlannedPool(name="main", machine_type="h100", devices=8),), units=units)
     """
 
     name: str
@@ -195,7 +195,11 @@ def plan_text(plan: Plan) -> str:
         **{key: vars(plan)[key] for key in _SELDOM if vars(plan)[key] != vars(Plan)[key]},
         **({"fused": list(plan.fused)} if plan.fused else {}),
         "pools": {
-            pool.name: {"fleet": pool.fleet, "devices": pool.devices, "device": pool.device or None}
+            pool.name: {
+                "machine_type": pool.machine_type,
+                "devices": pool.devices,
+                "device": pool.device or None,
+            }
             for pool in plan.pools
         },
         "units": {

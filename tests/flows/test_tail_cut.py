@@ -113,7 +113,7 @@ def test_a_plan_that_begins_more_than_it_trains_is_run(tiny: Tiny) -> None:
         """name = "grpo"
 oversample_prompts = 1.75
 [pools.main]
-fleet = "cores"
+machine_type = "cores"
 devices = 1
 [units.policy]
 pool = "main"

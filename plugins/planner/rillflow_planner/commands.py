@@ -50,7 +50,7 @@ def plan(arguments: argparse.Namespace) -> int:
     from rillflow_planner.gathering import proposed
     from rillflow_planner.plan_report import Decision, decision_data, decision_lines, plan_page, shown_s
     from rillflow_planner.ranking import Goal, SearchObjective, order_as_shown
-    from rillflow_planner.search import prompts_that_pay, variations
+    from rillflow_planner.search import variations
 
     objective = SearchObjective(goal=Goal(arguments.objective), deadline_s=arguments.deadline)
     statement, ranking = _ranked(_stated(arguments), objective, arguments)
@@ -72,7 +72,6 @@ def plan(arguments: argparse.Namespace) -> int:
         gathering=gathering,
         simulated=simulated,
         variations=variations(problem, CostModel, plans[:VARIED], ranking.sizes),
-        pays_with=prompts_that_pay(problem, CostModel, ranking.sizes),
     )
     lines = decision_lines(found)
     title = statement.title
@@ -123,7 +122,7 @@ def _ranked(
                     CostModel,
                     objective=objective,
                     freshness=arguments.freshness,
-                    apart_in_step=arguments.apart_in_step,
+                    separate_in_step=arguments.separate_in_step,
                     times=SIZES,
                 )
                 if statement.placed is None
@@ -308,7 +307,7 @@ def plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--objective": {"choices": choices, "default": "step", "help": goals},
         "--deadline": _word("S", "largest allowed seconds of a step", float, default=math.inf),
         "--freshness": _word("K,K", bounds, _freshness_bounds, default=(0,)),
-        "--apart-in-step": {
+        "--separate-in-step": {
             "action": "store_true",
             "help": "also try bound 0 with separate devices for generation, idle while the policy trains",
         },

@@ -7,7 +7,6 @@ Plan ─ seated ─> units on pools ─┬─ seconds of stages ─┬─ schedu
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,16 +18,10 @@ from rillflow.graph.graph import Stage
 from rillflow.placement.plan import SAMPLER, Plan, require_possible
 from rillflow.runs.formatting import size
 from rillflow_planner.cost_model.costs import CostModel
-from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.cost_model.transfers import Seat
-from rillflow_planner.hardware import Fleet
-from rillflow_planner.problem import Problem, Unit
+from rillflow_planner.misfit import least_text, recomputation
+from rillflow_planner.problem import Problem
 from rillflow_planner.schedule import BESIDE, Timing, counted_s, in_turn, last_s, period_s, tasks_of
-
-MACHINE = 8
-"""Devices of a usual machine, for a cluster of less than one."""
-MOST_MACHINES = 4096
-"""Largest cluster, in machines, that an error suggests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +176,7 @@ def _use(costs: CostModel, seats: Sequence[Seat], load: float, step: float) -> P
         idle_share=max(0.0, 1 - load / step) if step else 0.0,
         resident_bytes=sum(seat.option.resident_bytes for seat in seats),
         working_bytes=max(seat.option.working_bytes for seat in seats),
-        room_bytes=costs.room_bytes(pool.fleet, {seat.unit.name: seat.option for seat in seats}),
+        room_bytes=costs.room_bytes(pool.machine_type, {seat.unit.name: seat.option for seat in seats}),
     )
 
 
@@ -203,108 +196,32 @@ def seated(problem: Problem, costs: CostModel, plan: Plan) -> Mapping[str, Seat]
         options = {}
         for unit in units:
             grid, generate_tp = plan.units[unit.name].grid, plan.units[unit.name].generate_tp
-            options[unit.name] = costs.option(unit, pool.fleet, pool.devices, grid, generate_tp)
+            options[unit.name] = costs.option(unit, pool.machine_type, pool.devices, grid, generate_tp)
         if plan.fused and plan.units[plan.fused[0]].pool == pool.name:
             pair = [unit for name in plan.fused for unit in units if unit.name == name]
-            options = dict(costs.fused(pool.fleet, options, pair))
-        room = costs.room_bytes(pool.fleet, options)
+            options = dict(costs.fused(pool.machine_type, options, pair))
+        room = costs.room_bytes(pool.machine_type, options)
         if room < 0:
-            fleet = problem.hardware.fleet(pool.fleet)
+            fleet = problem.hardware.fleet(pool.machine_type)
             largest = max(options, key=lambda name: options[name].bytes)
             raise PlanError(
                 f"{' + '.join(options)} on {pool.devices} {fleet.device.name} of {fleet.name} need "
                 f"{size(-room)} more memory on every device",
                 why=f"a device has {size(fleet.device.memory_bytes)}, and {largest} needs the largest part",
-                fix=_least_text(least_devices(costs, units, fleet), fleet),
+                fix="; or ".join([*recomputation(problem), least_text(costs, units, fleet)]),
             )
         for unit in units:
             option, decoder = options[unit.name], None
             if problem.generating.intersection(unit.stages):
-                decoder = costs.decoder(unit, option, pool.fleet, pool.devices, room)
+                decoder = costs.decoder(unit, option, pool.machine_type, pool.devices, room)
                 if decoder is None:
                     raise PlanError(
-                        f"{unit.name} on pool {pool.name} has no memory to generate a single row",
+                        f"{unit.name} on device group {pool.name} has no memory to generate a single row",
                         why=f"{', '.join(options)} leave {size(room)} per device for the KV cache",
-                        fix="give the pool more devices, move a unit to another pool, or raise generate_tp",
+                        fix="give it more devices, move a model to another group, or raise generate_tp",
                     )
             found[unit.name] = Seat(unit=unit, pool=pool, option=option, decoder=decoder)
     return {unit.name: found[unit.name] for unit in problem.units}
-
-
-def no_plan_fits(problem: Problem, costs: CostModel) -> PlanError:
-    """Return the error when no plan fits: the missing memory by role, and the smallest cluster that fits."""
-
-    def least_missing(units: Sequence[Unit]) -> tuple[float, str]:
-        names = " + ".join(unit.name for unit in units)
-        return min(
-            (missing_bytes(costs, units, fleet, devices), f"{names} on {devices} devices of {fleet.name}")
-            for fleet in problem.hardware.fleets
-            for devices in fleet.sizes
-        )
-
-    every = [least_missing(units) for units in (*([unit] for unit in problem.units), problem.units)]
-    missing, where = next((one for one in every if one[0]), every[-1])
-    why = f"every device lacks {size(missing)}: {where}"
-    if not math.isfinite(missing):
-        why = f"no grid splits the model evenly: {where}"
-    elif not missing:
-        why = f"no memory is left to generate a single row: {where}{_largest_copy(problem)}"
-    fixes = []
-    if not problem.recomputes:
-        fixes.append("recompute activations (policy.gradient_checkpointing = true)")
-    for fleet in problem.hardware.fleets:
-        apart = sum(least_devices(costs, [unit], fleet) for unit in problem.units)
-        fixes.append(_least_text(min(least_devices(costs, problem.units, fleet), apart), fleet))
-    return PlanError(
-        f"no plan of {problem.graph.name} fits on {problem.hardware.name}", why=why, fix="; or ".join(fixes)
-    )
-
-
-def _largest_copy(problem: Problem) -> str:
-    """Return the limit on a generation copy, where Rillflow's runtime has one."""
-    if LAYOUTS[problem.layouts].any_copy:
-        return ""
-    heads = min(unit.shape.kv_heads for unit in problem.units if problem.generating.intersection(unit.stages))
-    return (
-        f". Rillflow cuts a generation copy over at most {heads} devices, one per key-value head, within a "
-        "tensor-parallel group or among FSDP ranks"
-    )
-
-
-def missing_bytes(costs: CostModel, units: Sequence[Unit], fleet: Fleet, devices: int) -> float:
-    """Return the memory that every device lacks for the units' smallest options.
-
-    Infinite if no grid is even.
-    """
-    smallest = {}
-    for unit in units:
-        options = costs.options(unit, fleet.name, devices)
-        if not options:
-            return costs.shortfall_bytes(unit, fleet.name, devices)
-        smallest[unit.name] = min(options, key=lambda one: (one.bytes, one.grid, one.generate_tp))
-    return max(-costs.room_bytes(fleet.name, smallest), 0.0)
-
-
-def least_devices(costs: CostModel, units: Sequence[Unit], fleet: Fleet) -> float:
-    """Return the smallest number of devices on which the units fit together, for this machine type.
-
-    The result can exceed the fleet. It is infinite if ``MOST_MACHINES`` machines are not enough. Each unit
-    uses its smallest option.
-    """
-    whole = max(fleet.per_machine, MACHINE)
-    sizes, machines = [size for size in range(1, whole) if whole % size == 0], 1
-    while machines < MOST_MACHINES:
-        sizes.append(machines * whole)
-        machines += max(1, machines // 8)
-    return next((size for size in sizes if not missing_bytes(costs, units, fleet, size)), math.inf)
-
-
-def _least_text(least: float, fleet: Fleet) -> str:
-    kind = f"{fleet.device.name} as in fleet {fleet.name}"
-    if math.isinf(least):
-        enough = f"{MOST_MACHINES} machines of {kind} are not enough"
-        return f"use smaller models, shorter rows or another device; {enough}"
-    return f"use at least {least} {kind}, which has {fleet.devices}; or put a unit on other devices"
 
 
 def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -324,10 +241,10 @@ def _unfit(problem: Problem, plan: Plan) -> Iterator[tuple[str, str]]:
         why = "both must update once, and neither update may need the other's result"
         yield f"fused is {list(plan.fused)}", f"{why}; {problem.graph.name} can fuse {pairs or 'nothing'}"
     fleets = {fleet.name: fleet for fleet in problem.hardware.fleets}
-    for name in dict.fromkeys(pool.fleet for pool in plan.pools):
+    for name in dict.fromkeys(pool.machine_type for pool in plan.pools):
         if name not in fleets:
-            yield f"a pool is in fleet {name!r}", f"the cluster has no such fleet; {nearest(name, fleets)}"
-        sizes = [pool.devices for pool in plan.pools if pool.fleet == name]
+            yield f"a pool is on machine type {name!r}", f"there is no such type; {nearest(name, fleets)}"
+        sizes = [pool.devices for pool in plan.pools if pool.machine_type == name]
         if fleets[name].machines_needed(sizes) > fleets[name].machines:
-            what = f"pools of {', '.join(map(str, sizes))} devices in fleet {name}"
+            what = f"device groups of {', '.join(map(str, sizes))} devices on machine type {name}"
             yield what, f"it has only {fleets[name].machines} machines of {fleets[name].per_machine} devices"

@@ -95,7 +95,7 @@ def _merged(plan: Plan) -> Iterator[Plan]:
     """Yield the plan with one pool for all units but the sampler, if it has several in one fleet."""
     apart = [unit.pool for name, unit in plan.units.items() if name == SAMPLER]
     pools = [pool for pool in plan.pools if pool.name not in apart]
-    if len(pools) > 1 and len({pool.fleet for pool in pools}) == 1:
+    if len(pools) > 1 and len({pool.machine_type for pool in pools}) == 1:
         whole = replace(pools[0], devices=sum(pool.devices for pool in pools))
         units = {
             name: unit if name == SAMPLER else replace(unit, pool=whole.name, grid=Grid(dp=whole.devices))
@@ -110,7 +110,7 @@ def _candidates(
     """Yield plans with aligned pipelines for a pair, and the least seconds of the pair's stages."""
     pool = base.pool(base.units[pair[0].name].pool)
     beside = [unit for unit in problem.units if base.units[unit.name].pool == pool.name and unit not in pair]
-    choices = {unit.name: costs.options(unit, pool.fleet, pool.devices) for unit in beside}
+    choices = {unit.name: costs.options(unit, pool.machine_type, pool.devices) for unit in beside}
     if not all(choices.values()):
         return
     others = {name: min(ways, key=lambda one: sum(one.seconds.values())) for name, ways in choices.items()}
@@ -119,8 +119,9 @@ def _candidates(
         if any(unaligned(one.grid, two.grid)):
             continue
         options = {**others, pair[0].name: one, pair[1].name: two}
+        room = costs.activations_room_bytes(pool.machine_type, options)
         try:
-            fused = fused_problem(part, its, room_bytes=costs.activations_room_bytes(pool.fleet, options))
+            fused = fused_problem(part, its, room_bytes=room)
         except PlanError:
             continue
         steps = problem.workload.epochs * problem.workload.minibatches
@@ -138,18 +139,18 @@ def _ways(
 ) -> list[tuple[Option, UpdatePart, float]]:
     """Return a unit's short pipelines: the option, its update, and the seconds of its other stages."""
     best: dict[Grid, tuple[float, Option]] = {}
-    for option in costs.every_option(unit, pool.fleet, pool.devices):
+    for option in costs.every_option(unit, pool.machine_type, pool.devices):
         if not 1 < option.grid.pp <= LONGEST or option.grid.is_sharded:
             continue
         spent = sum(option.seconds.values())
-        room = costs.room_bytes(pool.fleet, {**others, unit.name: option})
+        room = costs.room_bytes(pool.machine_type, {**others, unit.name: option})
         for index in problem.generating.intersection(unit.stages):
-            decoder = costs.decoder(unit, option, pool.fleet, pool.devices, max(room, 0.0))
+            decoder = costs.decoder(unit, option, pool.machine_type, pool.devices, max(room, 0.0))
             stage = problem.graph.stages[index]
             spent += costs.generate_s(stage, decoder) if decoder else math.inf
         if spent < best.get(option.grid, (math.inf, option))[0]:
             best[option.grid] = spent, option
-    parts = costs.parts(unit, pool.fleet, [*best]) if best else []
+    parts = costs.parts(unit, pool.machine_type, [*best]) if best else []
     return [(one, part, s - part.alone_s) for (s, one), part in zip(best.values(), parts, strict=True)]
 
 

@@ -233,7 +233,7 @@ def proposed(problem: Problem, placed: StepEvaluation) -> GatherProposal | None:
 
 def _tail(problem: Problem, sampler: Seat, decoder: Decoder, scoring_s: float) -> tuple[Tail, int]:
     """Return the tail of a step, or of one of its equal parts if it has many rows, and how many there are."""
-    workload, fleet = problem.workload, problem.hardware.fleet(sampler.pool.fleet)
+    workload, fleet = problem.workload, problem.hardware.fleet(sampler.pool.machine_type)
     times = 1
     while workload.rows > MOST_ROWS * times and decoder.replicas % (2 * times) == 0:
         times *= 2

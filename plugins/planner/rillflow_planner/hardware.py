@@ -1,7 +1,7 @@
 """Hardware: devices, the links between them, and the share of their peak performance that models reach.
 
 devices.toml (shipped) ─┐
-cluster.toml ───────────┴─> Hardware: fleets of one device type each
+cluster.toml ───────────┴─> Hardware: machines by type
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from rillflow.errors import PlanError
 from rillflow.placement import tables
+from rillflow.placement.plan import PlannedPool
 from rillflow.placement.tables import TEXT, named, read, values
 from rillflow_planner import units
 from rillflow_planner.units import Part, Rate, Seconds, Share
@@ -76,7 +77,7 @@ class Factors:
     """Bytes per second when a published stack moves whole tensors to colocated generation; with 0, and in
     Rillflow, only missing shards move, at the speed of the links.
     """
-    refit_apart: Rate = 0.0
+    refit_separate: Rate = 0.0
     """The same to a separate sampler."""
 
 
@@ -103,7 +104,7 @@ class EngineFactors:
     """Whether a prompt counts as in flight until its longest answer has ended."""
     cache: Share = 1.0
     """Share of a device's memory for weights and KV cache when generation is colocated with training."""
-    cache_apart: Share = 1.0
+    cache_separate: Share = 1.0
     """Share of a device's memory for weights and KV cache of a separate sampler."""
 
 
@@ -174,8 +175,8 @@ UNFITTED = "default"
 """Factor set of a cluster file that names none."""
 _FLEETS = tables.checked(
     lambda tables: tables if isinstance(tables, list) and tables else None,
-    "a cluster has one or more [[fleet]] tables",
-    '[[fleet]], device = "H100", devices = 8, per_machine = 8',
+    "a cluster has one or more [[machine_type]] tables",
+    '[[machine_type]], device = "H100", devices = 8, per_machine = 8',
 )
 _FLEET = {
     "name": TEXT,
@@ -211,7 +212,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Machines of one type."""
+    """Machines of one type: a table ``[[machine_type]]`` of a cluster file."""
 
     name: str
     """Name in the cluster file."""
@@ -240,6 +241,10 @@ class Fleet:
         """Number of machines."""
         return max(1, self.devices // self.per_machine)
 
+    def pool(self, name: str, devices: int) -> PlannedPool:
+        """Return devices of these machines as a pool of a plan."""
+        return PlannedPool(name=name, machine_type=self.name, devices=devices, device=self.device.name)
+
     def machines_needed(self, sizes: Sequence[int]) -> int:
         """Return the machines needed for pools of these sizes, placing parts of a machine largest first.
 
@@ -263,7 +268,7 @@ class Hardware:
     name: str
     """Name of the cluster."""
     fleets: tuple[Fleet, ...]
-    """Machines by type; every pool lies within one fleet."""
+    """Machines by type; every pool lies on one type."""
     factors: Factors
     """Efficiency factors of the models on these devices."""
     engine: EngineFactors = field(default_factory=EngineFactors)
@@ -277,11 +282,11 @@ class Hardware:
 
     @property
     def devices(self) -> int:
-        """Number of devices in all fleets."""
+        """Number of devices of all machine types."""
         return sum(fleet.devices for fleet in self.fleets)
 
     def fleet(self, name: str) -> Fleet:
-        """Return the fleet with this name."""
+        """Return the machine type with this name."""
         return next(fleet for fleet in self.fleets if fleet.name == name)
 
 
@@ -308,27 +313,27 @@ def shipped_stacks() -> dict[str, Hardware]:
 def read_hardware(data: Mapping[str, Any], name: str) -> Hardware:
     """Read a cluster from the content of its TOML file.
 
-    Keys: ``[[fleet]]`` tables with ``device``, ``devices`` or ``machines``, ``per_machine``, ``between`` (one
-    device's share of the network) or ``between_machine`` (a machine's), and ``price``; ``[device.NAME]``
-    tables for devices that are not shipped; ``[factors]`` for efficiency shares, and ``calibrated``, a text
-    that names the data behind them.
+    Keys: ``[[machine_type]]`` tables with ``device``, ``devices`` or ``machines``, ``per_machine``,
+    ``between`` (one device's share of the network) or ``between_machine`` (a machine's), and ``price``;
+    ``[device.NAME]`` tables for devices that are not shipped; ``[factors]`` for efficiency shares, and
+    ``calibrated``, a text that names the data behind them.
 
     Raises:
         PlanError: unknown names, missing or contradictory numbers, missing units, or implausible values.
     """
     stacks = shipped_stacks()
-    readers = {"like": tables.one_of(stacks), "fleet": _FLEETS} | dict.fromkeys(("name", "calibrated"), TEXT)
+    readers = {"like": tables.one_of(stacks), "machine_type": _FLEETS, "name": TEXT, "calibrated": TEXT}
     readers |= dict.fromkeys(("device", "engine", "factors"), tables.TABLE)
-    said = values({"fleet": [], "like": UNFITTED, **data}, readers, name)
+    said = values({"machine_type": [], "like": UNFITTED, **data}, readers, name)
     stack, factors, engine = stacks[said["like"]], said.get("factors", {}), said.get("engine", {})
     changed = bool(engine) or bool(set(factors) - _OVERHEADS)
     devices = shipped_devices() | _devices(said.get("device", {}), f"{name}, device")
-    listed = enumerate(said["fleet"], 1)
-    fleets = tuple(_fleet(one, devices, f"{name}, fleet {place}") for place, one in listed)
+    listed = enumerate(said["machine_type"], 1)
+    fleets = tuple(_fleet(one, devices, f"{name}, machine type {place}") for place, one in listed)
     labels = [fleet.name for fleet in fleets]
     doubled = next((label for label in labels if labels.count(label) > 1), None)
     if doubled is not None:
-        raise PlanError(f"{name} has two fleets called {doubled!r}", fix="give each fleet a different name")
+        raise PlanError(f"{name} has two machine types called {doubled!r}", fix="give each a different name")
     return Hardware(
         name=said.get("name", name),
         fleets=fleets,
@@ -389,7 +394,7 @@ def _fleet(data: Mapping[str, Any], devices: Mapping[str, Device], where: str) -
 
 
 def _counted(said: Mapping[str, int], where: str) -> tuple[int, int]:
-    """Return the devices of a fleet and of each machine; one of the three counts may be missing."""
+    """Return the devices of a machine type and of each machine; one of the three counts may be missing."""
     machines, per_machine = said.get("machines"), said.get("per_machine")
     count = said.get("devices", (machines or 0) * (per_machine or 0))
     each = per_machine or count // (machines or 1)
@@ -397,8 +402,8 @@ def _counted(said: Mapping[str, int], where: str) -> tuple[int, int]:
         told = f"{count} devices" + (f", {machines} machines" if machines else "") + f", {each} per machine"
         raise PlanError(
             f"{where} has {told}",
-            why="all machines have the same number of devices, and together all devices of the fleet",
-            fix="set matching counts, such as devices = 16, per_machine = 8; or define two fleets",
+            why="all machines have the same number of devices, and together all devices of the type",
+            fix="set matching counts, such as devices = 16, per_machine = 8; or define two machine types",
         )
     return count, each
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from rillflow_planner.gathering import GatherProposal
     from rillflow_planner.simulator.result import PoolTime, Simulation
 
-TOLD = 0.1
-"""Relative difference between simulated and computed step that is reported if no error was measured."""
 BESIDE = "no devices"
 """Lane of the stages that use no devices: functions and formulas."""
 Rows = list[tuple[str, ...]]
@@ -55,9 +53,6 @@ class Decision:
     """Simulated steps of the best plans."""
     variations: Sequence[Variation]
     """Predictions for the same problem with other lengths."""
-    pays_with: int | None
-    """Smallest tried number of prompts per step for which the next cluster size pays off; None without one.
-    """
 
     @property
     def best(self) -> Ranked:
@@ -100,7 +95,6 @@ def decision_lines(found: Decision) -> list[str]:
         f"{ranking.placements:,} placement{'s' * (ranking.placements > 1)}{nowhere}; the best "
         f"{len(ranking.best)}",
         *columns(_best_rows(found), left=2, text=2),
-        *_simulated_notes(found),
         "",
         "best plan:",
         *columns(_unit_rows(best.plan)),
@@ -209,13 +203,7 @@ def calibration_data(found: Calibration) -> dict[str, Any]:
 
 
 def plan_page(title: str, found: Simulation, lines: Sequence[str]) -> str:
-    """Return the HTML page.
-
-    Args:
-        title: heading of the page.
-        found: simulation whose first steps are drawn.
-        lines: the text of the command line about it.
-    """
+    """Return the HTML page with the text of the command line and the first steps of a simulation."""
     timeline = draw_timeline(simulated_bars(found))
     where = "Made by Rillflow; plugins/planner/docs/planner.md explains how each number is predicted."
     body: list[Html] = [
@@ -253,7 +241,7 @@ def said_lines(statement: Statement) -> list[str]:
 
 
 def pools_text(plan: Plan) -> str:
-    """Return the units of each pool, and fused updates. Example: ``policy reference | critic``."""
+    """Return the models of each device group, and fused updates. Example: ``policy reference | critic``."""
     pools = (
         " ".join(name for name, unit in plan.units.items() if unit.pool == pool.name) for pool in plan.pools
     )
@@ -293,7 +281,7 @@ def _head(found: Decision) -> Iterator[str]:
     yield from _ahead(found)
     yield from _fusion(found)
     yield from _gathering(found)
-    price = sum(pool.devices * hardware.fleet(pool.fleet).price_per_hour for pool in best.plan.pools)
+    price = sum(pool.devices * hardware.fleet(pool.machine_type).price_per_hour for pool in best.plan.pools)
     steps = statement.steps or 100
     spent = statement.corrected_s(steps * step_s) / HOUR_S * price
     cost = f", {number(spent)} {hardware.fleets[0].currency}" if price else ""
@@ -374,7 +362,9 @@ def _sensitivity(found: Decision) -> Iterator[str]:
 
 def _best_rows(found: Decision) -> Rows:
     goal = "" if found.objective.goal in (Goal.STEP, Goal.DEVICES) else found.objective.goal.value
-    head = ("", "pools", "devices", "freshness", "step", "simulated", goal, "weakness", "")
+    if found.objective.goal is Goal.COST:
+        goal = f"cost of a step, {found.statement.problem.hardware.fleets[0].currency}"
+    head = ("", "device groups", "devices", "freshness", "step", "simulated", goal, "weakness", "")
     rows = (
         (
             f"{place}.",
@@ -392,27 +382,17 @@ def _best_rows(found: Decision) -> Rows:
     return [head, *rows]
 
 
-def _simulated_notes(found: Decision) -> Iterator[str]:
-    """Yield a note where simulated and computed step differ by more than the usual prediction error."""
-    accuracy = found.statement.error
-    told = TOLD if accuracy is None else accuracy.median
-    for place, (one, simulated) in enumerate(zip(found.ranking.best, found.simulated_s, strict=False), 1):
-        more = simulated / one.evaluation.step_s - 1
-        if abs(more) > told:
-            yield f"note: plan {place} takes {more:+.0%} when simulated row by row; trust the simulated step"
-
-
 def _unit_rows(plan: Plan) -> Rows:
-    rows: Rows = [("model", "pool", "devices", "trains and scores on", "generates with")]
+    rows: Rows = [("model", "device group", "devices", "trains and scores on", "generates with")]
     for name, unit in plan.units.items():
         pool, tp = plan.pool(unit.pool), f"tp {unit.generate_tp}" if unit.generate_tp else ""
-        rows.append((name, pool.name, f"{pool.devices} x {pool.fleet}", str(unit.grid), tp))
+        rows.append((name, pool.name, f"{pool.devices} x {pool.machine_type}", str(unit.grid), tp))
     return rows
 
 
 def _stage_rows(statement: Statement, one: Ranked) -> Rows:
     """Return the seconds of each stage; those of streamed generation last until its last row has ended."""
-    rows: Rows = [("stage", "pool", "takes")]
+    rows: Rows = [("stage", "device group", "takes")]
     for timing in one.evaluation.timings:
         spent = one.evaluation.seconds[timing.stage]
         rows.append((timing.name, timing.pool or BESIDE, ranged(statement, spent, is_stage=True)))
@@ -420,7 +400,7 @@ def _stage_rows(statement: Statement, one: Ranked) -> Rows:
 
 
 def _pool_rows(plan: Plan, found: Simulation) -> Rows:
-    rows: Rows = [("pool", "devices", "busy", "idle", "peak memory per device")]
+    rows: Rows = [("device group", "devices", "busy", "idle", "peak memory per device")]
     for pool in found.pools:
         busy, idle = f"{1 - pool.idle_share:.0%}", f"{pool.idle_share:.0%}"
         rows.append((pool.pool, str(plan.pool(pool.pool).devices), busy, idle, size(pool.peak_bytes)))
@@ -428,7 +408,7 @@ def _pool_rows(plan: Plan, found: Simulation) -> Rows:
 
 
 def _size_rows(found: Decision) -> Rows:
-    rows: Rows = [("devices", "step", "rows/s", "gain", "pools")]
+    rows: Rows = [("devices", "step", "rows/s", "gain", "device groups")]
     for one in found.ranking.sizes:
         gain = "" if one.gain is None else f"{one.gain:+.0%}"
         step = ranged(found.statement, one.best.evaluation.step_s) if one.best else "nothing fits"
@@ -438,25 +418,17 @@ def _size_rows(found: Decision) -> Rows:
 
 
 def _warnings(found: Decision) -> Iterator[str]:
-    """Yield a warning where twice the devices gain little, with the batch size for which they would pay
-    off.
-    """
+    """Yield a warning where twice the devices gain little."""
     hardware = found.statement.problem.hardware
     for before, one in pairwise(found.ranking.sizes):
         if one.gains_little and one.gain is not None:
             gain = f"{one.gain:.1%} over {before.devices}, less than {LITTLE:.0%}"
             yield f"warning: {one.devices} devices gain {gain}"
-            if before.devices == hardware.devices:
-                pays = found.pays_with
-                batch = (
-                    f"{pays:,} prompts per step" if pays else "none of the tried numbers of prompts per step"
-                )
-                yield f"{one.devices} devices would pay off with {batch}"
     for fleet in hardware.fleets:
         is_unsaid = fleet.between_bandwidth == fleet.device.inside_bandwidth
         larger = any(one.devices > hardware.devices for one in found.ranking.sizes)
         if is_unsaid and fleet.devices == fleet.per_machine and larger:
-            yield f"note: fleet {fleet.name} has no bandwidth between machines; the speed within one is used"
+            yield f"note: {fleet.name} has no bandwidth between machines; the speed within one is used"
 
 
 def _placement(plan: Plan) -> list[str]:

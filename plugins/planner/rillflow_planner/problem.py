@@ -15,6 +15,7 @@ from itertools import combinations
 from rillflow.errors import PlanError, nearest
 from rillflow.graph.graph import CONTROLLER, Graph, Stage
 from rillflow.placement.plan import SAMPLER, Plan
+from rillflow_planner.cost_model.options import LAYOUTS, Layouts
 from rillflow_planner.hardware import Accuracy, Factors, Hardware
 from rillflow_planner.model_shape import ModelShape
 from rillflow_planner.workload import Workload
@@ -95,8 +96,8 @@ class Problem:
     """Whether the backward pass recomputes activations."""
     freshness: float = 0
     """Largest age of a trained token in policy versions."""
-    layouts: str = "rillflow"
-    """Runtime whose grids are searched: a key of ``LAYOUTS``."""
+    layouts: Layouts = LAYOUTS["rillflow"]
+    """Grids that are searched."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.shapes) - set(self.graph.roles))

@@ -6,8 +6,8 @@ a ranked plan ─┬─ equally good ──────────────�
                ├─ transfers between pools take at least half of the loss ─> transfer
                ├─ its devices are idle for 5 points more of the step ─────> idle
                ├─ its stages take longer, by at least half of the loss ───> slower stages
-               ├─ its stages only wait for each other ────────────────────> turns
-               └─ it is faster by formulas, but not in the simulation ────> simulated
+               ├─ its stages only wait for each other ────────────────────> one after the other
+               └─ it is computed as faster, but not simulated as faster ──> simulated
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Goal(StrEnum):
     DEVICES = "devices"
     """Number of devices, among plans that meet the deadline."""
     COST = "cost"
-    """Price of a step on the fleets."""
+    """Price of a step, in the currency of the machines' prices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +104,14 @@ class Cause(StrEnum):
     """Devices idle because they wait for other pools."""
     SLOWER = "slower stages"
     """Stages that take longer on their devices."""
-    TURNS = "turns"
-    """Stages in sequence that the best plan runs in parallel."""
+    TURNS = "one after the other"
+    """Stages that run one after the other, and in parallel in the best plan."""
     DEVICES = "devices"
     """More devices, or more expensive ones, than their gain is worth."""
     SIMULATED = "simulated"
-    """Slower steps in the simulation, although formulas predict less."""
+    """Slower steps in the simulation than in the best plan, though computed as faster."""
     TIE = "tie"
-    """No weakness: it is equally good, and only the tie-break order puts it behind."""
+    """No weakness: it is equally good, and only the tie-break order makes it second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,9 @@ class ClusterSize:
 
 def valued(problem: Problem, objective: SearchObjective, evaluation: StepEvaluation, plan: Plan) -> float:
     """Return the value of an evaluated plan."""
-    price = sum(pool.devices * problem.hardware.fleet(pool.fleet).price_per_hour for pool in plan.pools)
+    price = sum(
+        pool.devices * problem.hardware.fleet(pool.machine_type).price_per_hour for pool in plan.pools
+    )
     numbers = (np.array([one]) for one in (evaluation.step_s, evaluation.devices, price))
     return float(objective.values(*numbers)[0])
 
@@ -203,16 +205,16 @@ def explained(found: Ranked, winner: Ranked) -> Ranked:
     more = {index: spent - best.seconds[index] for index, spent in mine.seconds.items()}
     if late <= 1e-9 * best.step_s:
         if (found.value, mine.devices) == (winner.value, best.devices):
-            why = "equally good; ties go to fewer pools, then fresher tokens, then names in order"
+            why = "equally good; ties go to fewer device groups, then fresher tokens, then names in order"
             return replace(found, cause=Cause.TIE, why=why)
         why = f"{mine.step_s:.4g} s on {mine.devices} devices; the best plan takes {best.step_s:.4g} s on"
         return replace(found, cause=Cause.DEVICES, why=f"{why} {best.devices}")
     if moved >= late / 2:
-        cause, why = Cause.TRANSFER, f"{moved:.3g} s for transfers between pools"
+        cause, why = Cause.TRANSFER, f"{moved:.3g} s for transfers between device groups"
     elif mine.idle_share - best.idle_share >= 0.05:
         pools = zip(found.plan.pools, mine.pools, strict=True)
         pool, use = max(pools, key=lambda one: one[0].devices * one[1].idle_share)
-        why = f"the {pool.devices} devices of pool {pool.name} are idle {use.idle_share:.0%} of a step"
+        why = f"the {pool.devices} devices of group {pool.name} are idle {use.idle_share:.0%} of a step"
         cause = Cause.IDLE
     elif sum(max(0.0, one) for one in more.values()) >= late / 2:
         slow = max(mine.timings, key=lambda timing: more[timing.stage])
@@ -220,7 +222,7 @@ def explained(found: Ranked, winner: Ranked) -> Ranked:
         cause, why = Cause.SLOWER, f"{slow.name} takes {spent:.3g} s, in the best plan {less:.3g} s"
     else:
         work, least = sum(mine.seconds.values()), sum(best.seconds.values())
-        why = f"its stages take {work:.3g} s in turn; the best plan overlaps stages of {least:.3g} s"
+        why = f"its stages take {work:.3g} s one after the other; the best plan overlaps {least:.3g} s"
         cause = Cause.TURNS
     return replace(found, cause=cause, why=f"{mine.step_s:.4g} s, {late:.3g} s more: {why}")
 
@@ -229,7 +231,7 @@ def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking,
     """Return the ranking with its first plans ordered by their displayed seconds.
 
     Args:
-        ranking: order by formulas.
+        ranking: order by computed steps.
         shown_s: displayed seconds of a step of the first plans: computed, or simulated with freshness.
 
     Returns:
@@ -238,9 +240,9 @@ def order_as_shown(ranking: Ranking, shown_s: Sequence[float]) -> tuple[Ranking,
     order = sorted(range(len(shown_s)), key=lambda place: (shown_s[place], place))
     best = [*(ranking.best[place] for place in order), *ranking.best[len(order) :]]
     first = replace(best[0], cause=None, why="")
-    behind = [explained(one, first) for one in best[1:]]
+    others = [explained(one, first) for one in best[1:]]
     for place, shown in enumerate(sorted(shown_s)[1:]):
-        if behind[place].evaluation.step_s < first.evaluation.step_s:
+        if others[place].evaluation.step_s < first.evaluation.step_s:
             why = f"{shown:.4g} s a step when simulated"
-            behind[place] = replace(behind[place], cause=Cause.SIMULATED, why=why)
-    return replace(ranking, best=(first, *behind)), order
+            others[place] = replace(others[place], cause=Cause.SIMULATED, why=why)
+    return replace(ranking, best=(first, *others)), order

@@ -31,7 +31,7 @@ from rillflow.errors import ModelError, PlanError
 from rillflow.graph.graph import Graph
 from rillflow.models.config import NewModel
 from rillflow.placement.grid import Grid
-from rillflow.placement.plan import Plan, PlannedPool, PlannedUnit
+from rillflow.placement.plan import Plan, PlannedUnit
 from rillflow.runs.report.predicted import stage_medians, steps_s
 from rillflow.runs.run_data import load
 from rillflow.workers.config import SAMPLER
@@ -97,19 +97,19 @@ def _problem(
 
 
 def plan_as_placed(recipe: Recipe, statement: Statement) -> Plan:
-    """Return the placement of a recipe on the only fleet of a cluster, with its predicted seconds.
+    """Return the placement of a recipe on the only machine type of a cluster, with its predicted seconds.
 
     Raises:
-        PlanError: the cluster has several fleets, fewer devices than the recipe has
+        PlanError: the cluster has several machine types, fewer devices than the recipe has
             ranks, or too little memory.
     """
     problem = statement.problem
     fleets = problem.hardware.fleets
     if len(fleets) > 1:
         raise PlanError(
-            f"the cluster has the fleets {' and '.join(fleet.name for fleet in fleets)}",
-            why="a recipe does not name the fleet of its ranks",
-            fix="pass a cluster file with only the fleet of the run",
+            f"the cluster has the machine types {' and '.join(fleet.name for fleet in fleets)}",
+            why="a recipe does not name the machine type of its ranks",
+            fix="pass a cluster file with only the machine type of the run",
         )
     plan = plan_of(recipe, problem.graph, fleets[0])
     problem = problem.of_plan(plan)
@@ -133,7 +133,7 @@ def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
         grid = Grid(dp=placement.pools[pool])
         units[SAMPLER] = PlannedUnit(pool=pool, grid=grid, generate_tp=placement.generate_tp)
     pools = tuple(
-        PlannedPool(name=pool, fleet=fleet.name, devices=placement.pools[pool], device=fleet.device.name)
+        fleet.pool(pool, placement.pools[pool])
         for pool in dict.fromkeys(unit.pool for unit in units.values())
     )
     return Plan(name=graph.name, pools=pools, units=units)
@@ -263,4 +263,4 @@ def cluster_text(
 
 def _cores(count: int) -> dict[str, Any]:
     fleet = {"name": "cores", "device": "cpu", "devices": count, "per_machine": count}
-    return {"name": "this machine", "like": "rillflow", "fleet": [fleet]}
+    return {"name": "this machine", "like": "rillflow", "machine_type": [fleet]}

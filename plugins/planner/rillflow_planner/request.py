@@ -19,8 +19,9 @@ from typing import Any
 from rillflow.errors import ModelError, PlanError, nearest
 from rillflow.graph.graph import Edge, Graph, Stage
 from rillflow.placement.grid import Grid
-from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow.placement.plan import SAMPLER, Plan, PlannedUnit
 from rillflow.placement.tables import YES, Reader, one_of, values, whole
+from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.hardware import Hardware, read_hardware
 from rillflow_planner.model_shape import ModelShape, read_shape
 from rillflow_planner.problem import Problem, Statement, assumed
@@ -45,7 +46,7 @@ SETTINGS: Mapping[str, Reader] = {
 }
 """Settings that ``--set`` changes without a recipe."""
 _AXES: Mapping[str, Reader] = dict.fromkeys(
-    ("tp", "pp", "cp", "ep", "generate", "apart", "streams"), whole(1)
+    ("tp", "pp", "cp", "ep", "generate", "separate", "streams"), whole(1)
 ) | {"fsdp": whole(0, 1)}
 
 
@@ -98,7 +99,7 @@ def state_request(
         shapes=_shapes(graph, open_shape(model)),
         workload=workload,
         hardware=hardware,
-        layouts=hardware.published.layouts if like and hardware.published else Problem.layouts,
+        layouts=LAYOUTS[hardware.published.layouts if like and hardware.published else "rillflow"],
         recomputes=changed.get("policy.gradient_checkpointing", True),
     )
     return Statement(
@@ -143,7 +144,7 @@ def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int,
     """Return the step of a published stack: the policy's stages one after the other.
 
     A stack whose steps train once on all rows may take the policy's log-probabilities from training: then
-    its step for this case is listed as ``NAME, once``; ``NAME, apart`` is a step with a separate sampler.
+    its step for this case is listed as ``NAME, once``; ``NAME, separate`` is a step with a separate sampler.
 
     Raises:
         PlanError: no steps of this stack or algorithm were published.
@@ -151,7 +152,7 @@ def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int,
     known = hardware.published.steps if hardware.published else {}
     once = f"{algorithm}, once"
     stages = known.get(once if minibatches == 1 and once in known else algorithm)
-    stages = known.get(f"{algorithm}, apart" if "apart" in layout else "", stages)
+    stages = known.get(f"{algorithm}, separate" if "separate" in layout else "", stages)
     if stages is None:
         why = (
             f"published steps of {like} are of {', '.join(known)}"
@@ -161,26 +162,34 @@ def stack_graph(hardware: Hardware, like: str, algorithm: str, minibatches: int,
         fix = "leave out --like, and Rillflow's own step is planned"
         raise PlanError(f"--like is {like} and --algorithm {algorithm!r}", why=why, fix=fix)
     names = [stage.split(".") for stage in stages]
+    return _graph(algorithm, names, [(index, index + 1, ()) for index in range(len(names) - 1)])
+
+
+def _graph(name: str, stages: Sequence[Sequence[str]], edges: Sequence[Any]) -> Graph:
+    """Return the graph of stages (role, endpoint) and edges (source, destination, fields)."""
     return Graph(
-        name=algorithm,
+        name=name,
         stages=tuple(
             Stage(index=index, role=role, endpoint=endpoint, reads=(), writes=())
-            for index, (role, endpoint) in enumerate(names)
+            for index, (role, endpoint) in enumerate(stages)
         ),
-        edges=tuple(Edge(source=index, destination=index + 1, fields=()) for index in range(len(names) - 1)),
+        edges=tuple(
+            Edge(source=source, destination=destination, fields=tuple(fields))
+            for source, destination, fields in edges
+        ),
     )
 
 
 def layout_of(text: str, hardware: Hardware, freshness: float) -> Plan:
-    """Return the plan of one model on a given layout, such as ``tp=4,pp=2,generate=4,apart=64``.
+    """Return the plan of one model on a given layout, such as ``tp=4,pp=2,generate=4,separate=64``.
 
     Raises:
         PlanError: unknown axes, or devices that the axes do not divide.
     """
     parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
     said = values({key: int(one) if one.isdecimal() else one for key, _, one in parts}, _AXES, "--layout")
-    fleet, apart, generate = hardware.fleets[0], said.get("apart", 0), said.get("generate", said.get("tp", 1))
     axes = {axis: said.get(axis, 1) for axis in ("tp", "pp", "cp")}
+    fleet, apart, generate = hardware.fleets[0], said.get("separate", 0), said.get("generate", axes["tp"])
     ways, trained, streams = math.prod(axes.values()), fleet.devices - apart, said.get("streams", 0)
     if (
         trained < 1
@@ -191,14 +200,14 @@ def layout_of(text: str, hardware: Hardware, freshness: float) -> Plan:
         raise PlanError(
             f"--layout is {text!r}, for {fleet.devices} devices and freshness {freshness:g}",
             why=f"{trained} devices train in groups of {ways}, and {apart or trained} generate in groups of "
-            f"{generate}; above freshness 0, or with streams=N, generation has devices of its own (apart=N)",
+            f"{generate}; above freshness 0, or with streams=N, generation has separate devices (separate=N)",
             fix="choose axes that divide the devices, such as tp=4,pp=2,generate=4",
         )
     grid = Grid(dp=trained // ways, ep=said.get("ep", 1), is_sharded=bool(said.get("fsdp", 0)), **axes)
-    pools = [PlannedPool(name="train", fleet=fleet.name, devices=trained, device=fleet.device.name)]
+    pools = [fleet.pool("train", trained)]
     units = {"policy": PlannedUnit(pool="train", grid=grid, generate_tp=0 if apart else generate)}
     if apart:
-        pools.append(PlannedPool(name="sample", fleet=fleet.name, devices=apart, device=fleet.device.name))
+        pools.append(fleet.pool("sample", apart))
         own = Grid(dp=apart // generate, tp=generate)
         units[SAMPLER] = PlannedUnit(pool="sample", grid=own, generate_tp=generate)
     return Plan(name="policy", pools=tuple(pools), units=units, freshness=freshness, streams=streams)
@@ -231,15 +240,7 @@ def graph_of(algorithm: str) -> Graph:
     if algorithm not in known:
         why = f"shipped algorithms are {', '.join(known)}"
         raise PlanError(f"--algorithm is {algorithm!r}", why=why, fix=nearest(algorithm, known))
-    stages = tuple(
-        Stage(index=index, role=role, endpoint=endpoint, reads=(), writes=())
-        for index, (role, endpoint) in enumerate(known[algorithm]["stages"])
-    )
-    edges = tuple(
-        Edge(source=source, destination=destination, fields=tuple(fields))
-        for source, destination, fields in known[algorithm]["edges"]
-    )
-    return Graph(name=algorithm, stages=stages, edges=edges)
+    return _graph(algorithm, known[algorithm]["stages"], known[algorithm]["edges"])
 
 
 def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:
@@ -255,7 +256,8 @@ def cluster(gpus: str, like: str, between: str, price: str) -> Hardware:
     count, kind = int(found[1]), found[2]
     fleet = {"device": kind, "devices": count, "per_machine": min(count, MACHINE), "between": between}
     fleet |= {"price": price} if price else {}
-    return read_hardware({"name": f"{count} x {kind}", "like": like, "fleet": [fleet]}, "the --gpus cluster")
+    data = {"name": f"{count} x {kind}", "like": like, "machine_type": [fleet]}
+    return read_hardware(data, "the --gpus cluster")
 
 
 def lengths(text: str, where: str) -> Lengths:

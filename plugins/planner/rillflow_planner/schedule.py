@@ -1,4 +1,4 @@
-"""Schedule: when every stage of a step runs. A pool runs its stages in turn; pools run in parallel.
+"""Schedule: when every stage of a step runs. A pool runs one stage after the other; pools run in parallel.
 
 graph, seconds of stages and edges, pools ─> tasks ─ in_turn ─> when every stage runs ─┬─> seconds of a step
                                                              latency, loads of pools ─┴─> period with a bound

@@ -2,7 +2,7 @@
 
 units ─> placements: set partitions, with each freshness bound ─ lowest bound first ─────────────────────────┐
   ┌──────────────────────────────────────────────────────────────────────────────────────────────────────────┘
-  ├─> ways: grids for the units of a pool on a fleet and size, changed one by one until none is faster
+  ├─> ways: grids for the units of a pool on a machine type and size, changed one by one until none is faster
   └─> allocations of sizes to pools, those with the lowest bounds kept ─ evaluate the best few ─> Ranked
 
 The search is a heuristic: it chooses grids pool by pool by the pool's busy seconds, and evaluates few
@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from rillflow.errors import PlanError
 from rillflow.placement.plan import Plan
 from rillflow_planner.cost_model.costs import CostsOf
-from rillflow_planner.evaluate import evaluate, no_plan_fits, predicted
+from rillflow_planner.evaluate import evaluate, predicted
 from rillflow_planner.hardware import Hardware
+from rillflow_planner.misfit import no_plan_fits
 from rillflow_planner.problem import Problem
-from rillflow_planner.ranking import LITTLE, ClusterSize, Goal, Ranked, Ranking, SearchObjective, explained
+from rillflow_planner.ranking import ClusterSize, Goal, Ranked, Ranking, SearchObjective, explained
 from rillflow_planner.variant import Variant, preference
 from rillflow_planner.workload import Lengths, Workload, lengths_of_mean
 
@@ -39,7 +40,7 @@ def search(
     *,
     objective: SearchObjective | None = None,
     freshness: Sequence[float] = (0,),
-    apart_in_step: bool = False,
+    separate_in_step: bool = False,
     kept: int = KEPT,
     times: Sequence[Fraction | int] = (),
 ) -> Ranking:
@@ -50,7 +51,7 @@ def search(
         costs: creates the cost model of a problem.
         objective: quantity to minimise; by default the seconds of a step.
         freshness: bounds to try; 0 generates on the policy's training devices, others on a separate sampler.
-        apart_in_step: whether to also try bound 0 with a separate sampler, which waits during training.
+        separate_in_step: whether to also try bound 0 with a separate sampler, which waits during training.
         kept: number of ranked placements.
         times: factors for the machines of other cluster sizes; those that split a machine are ignored.
 
@@ -63,21 +64,21 @@ def search(
     clusters = [hardware for hardware in other if hardware is not None]
     largest = max([problem.hardware, *clusters], key=lambda hardware: hardware.devices)
     steps = [replace(problem, hardware=largest, samples_apart=False, freshness=0)] if 0 in freshness else []
-    bounds = sorted(bound for bound in set(freshness) if bound or apart_in_step)
+    bounds = sorted(bound for bound in set(freshness) if bound or separate_in_step)
     steps += [replace(problem, hardware=largest).apart(bound) for bound in bounds]
     made = [Variant(one, costs(one), objective) for one in steps]
     ranking = _search(made, _room(problem.hardware), kept)
     if not ranking.best:
         if math.isfinite(objective.deadline_s):
-            fastest = search(problem, costs, freshness=freshness, apart_in_step=apart_in_step).best[0].value
+            slow = search(problem, costs, freshness=freshness, separate_in_step=separate_in_step)
             what = f"no plan of {problem.graph.name} meets the deadline of {objective.deadline_s:g} s"
             raise PlanError(
                 what,
-                why=f"the fastest step takes {fastest:.4g} s",
+                why=f"the fastest step takes {slow.best[0].value:.4g} s",
                 fix="allow more seconds, more devices, or a freshness bound",
             )
         step = replace(made[0].problem, hardware=problem.hardware)
-        raise no_plan_fits(step, costs(step))
+        raise no_plan_fits(step, costs)
     sizes: list[ClusterSize] = []
     for hardware in clusters:
         is_own = hardware.devices == problem.hardware.devices
@@ -133,7 +134,7 @@ def _room(hardware: Hardware) -> NDArray[np.int64]:
 
 
 def _search(variants: Sequence[Variant], room: NDArray[np.int64], kept: int) -> Ranking:
-    """Return the best plans within the given devices of each fleet."""
+    """Return the best plans within the given devices of each machine type."""
     every = [(variant, partition) for variant in variants for partition in variant.partitions]
     bounds = [variant.bound(partition, room) for variant, partition in every]
     found: list[Ranked] = []
@@ -152,7 +153,7 @@ def _search(variants: Sequence[Variant], room: NDArray[np.int64], kept: int) -> 
 def scaled(hardware: Hardware, factor: Fraction) -> Hardware | None:
     """Return the cluster with ``factor`` times the machines.
 
-    None if a fleet would not have whole machines.
+    None if a machine type would not have whole machines.
     """
     fleets = []
     for fleet in hardware.fleets:
@@ -167,16 +168,14 @@ def _require_prices(problem: Problem, objective: SearchObjective) -> None:
     free = [fleet.name for fleet in problem.hardware.fleets if not fleet.price_per_hour]
     if objective.goal is Goal.COST and free:
         raise PlanError(
-            f"the objective is cost, and fleet {free[0]} has no price",
-            why="plans on a fleet without a price would always win",
-            fix='set --price "2.5 $/h", or in the cluster file, for every fleet, such as price = "2.5 $/h"',
+            f"the objective is cost, and machine type {free[0]} has no price",
+            why="plans on machines without a price would always win",
+            fix='set --price "2.5 $/h", or in every [[machine_type]] a price such as price = "2.5 $/h"',
         )
 
 
 HEAVIER = 1.5
 """Factor on sigma for a heavier tail with the same mean."""
-BATCHES = (2, 4, 8)
-"""Factors on the number of prompts that are tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,16 +204,6 @@ def variations(
         gain = gain_of(problem, costs, sizes, workload)
         found.append(Variation(what=what, step_s=steps[0], best=best, gain=gain))
     return found
-
-
-def prompts_that_pay(problem: Problem, costs: CostsOf, sizes: Sequence[ClusterSize]) -> int | None:
-    """Return the smallest tried number of prompts for which the next size gains at least ``LITTLE``."""
-    for times in BATCHES:
-        workload = replace(problem.workload, prompts=times * problem.workload.prompts)
-        gain = gain_of(problem, costs, sizes, workload)
-        if gain is not None and gain >= LITTLE:
-            return workload.prompts
-    return None
 
 
 def gain_of(

@@ -85,7 +85,7 @@ def simulate_as_run(
         recipe: gives the placement of roles, and the parts that rows are passed on in.
         phase: one of its phases.
         problem: the planning problem of its step.
-        stages_s: seconds of its stages by name; formulas give the others.
+        stages_s: seconds of its stages by name; the others are computed.
         steps: number of steps, from the first one on.
     """
     parts, placement, config = recipe.rollout.stream_chunks, recipe.placement, phase.config

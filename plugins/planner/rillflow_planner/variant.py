@@ -3,8 +3,8 @@
 single units at every place ─> lower bounds of allocations ─ lowest first ─> evaluated, until none can win
 a pool's units at a place ─ one option changed at a time until none is faster ──┘
 
-A place is a fleet and a possible pool size. Units that share a pool take at least as long as each unit alone
-there, so single units give the bound of an allocation.
+A place is a machine type and a possible pool size. Units that share a pool take at least as long as each unit
+alone there, so single units give the bound of an allocation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rillflow.placement.plan import SAMPLER, Plan, PlannedPool, PlannedUnit
+from rillflow.placement.plan import SAMPLER, Plan, PlannedUnit
 from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.grids import Option
 from rillflow_planner.evaluate import predicted
@@ -79,7 +79,7 @@ class Variant:
         """All ways to distribute the units to pools."""
         self._found: dict[tuple[Pool, int], _Way | None] = {}
         self._places = [(fleet, size) for fleet in self._fleets for size in fleet.sizes]
-        """Possible places of a pool; the arrays hold each place's fleet index, devices, and price per hour.
+        """Possible places of a pool; the arrays hold each place's machine type, devices, and price per hour.
         """
         self._fleet = np.array([self._fleets.index(fleet) for fleet, _ in self._places])
         self._devices = np.array([size for _, size in self._places])
@@ -99,7 +99,7 @@ class Variant:
         return float(self._values(partition, np.zeros((1, 0), dtype=np.int64), room)[0])
 
     def best(self, partition: Partition, room: Whole) -> Ranked | None:
-        """Return the best plan found for a placement within these devices of each fleet.
+        """Return the best plan found for a placement within these devices of each machine type.
 
         None if none fits.
         """
@@ -125,7 +125,7 @@ class Variant:
         for pool, place in zip(partition, row.tolist(), strict=True):
             (fleet, size), way = self._places[place], self._way(pool, place)
             name = self._units[pool[0]].name
-            pools.append(PlannedPool(name=name, fleet=fleet.name, devices=size, device=fleet.device.name))
+            pools.append(fleet.pool(name, size))
             assert way is not None, "a plan is made of ways that were found"
             for unit, option in zip(pool, way.options, strict=True):
                 units[self._units[unit].name] = PlannedUnit(
@@ -192,7 +192,7 @@ class Variant:
         return self._objective.values(step_s, devices, self._prices[rows].sum(axis=1))
 
     def _packs(self, row: Whole, room: Whole) -> bool:
-        """Return whether the pools fit on the machines of their fleets."""
+        """Return whether the pools fit on the machines of their types."""
         return all(
             fleet.machines_needed(self._devices[row][self._fleet[row] == number].tolist())
             <= max(1, room[number] // fleet.per_machine)
@@ -242,10 +242,14 @@ class Variant:
                 stage = self._stages[index]
                 seconds[index] = spent = self._costs.generate_s(stage, decoder)
                 load += self._costs.steady_s(stage, decoder) if bound else spent
+        busy = load
         if self.problem.samples_apart:
             seconds |= dict.fromkeys(self.problem.publishing.intersection(seconds), 0.0)
+            for unit, option in zip(units, options, strict=True):
+                if unit.name == SAMPLER or self.problem.publishing.intersection(unit.stages):
+                    busy += self._costs.crossing_side_s(unit, option, fleet.name)
         latency = sum(seconds.values()) / (bound + 1)
-        score = max(load, latency) + 0.1 * (load + latency) if bound else load
+        score = max(busy, latency) + 0.1 * (busy + latency) if bound else busy
         if score >= most:
             return None
         return _Way(options=tuple(options), seconds=seconds, load_s=load, score=score)

@@ -119,6 +119,9 @@ class FakeCosts:
     def crossing_s(self, source: Seat, sampler: Seat) -> float:
         return self.weights_s
 
+    def crossing_side_s(self, unit: Unit, option: Option, fleet: str) -> float:
+        return 0.0
+
     def _rows(self, stage: Stage) -> int:
         return self.workload.prompts if stage.endpoint == "greedy" else self.workload.rows
 
@@ -234,7 +237,7 @@ def toy(
     generates = SAMPLER if SAMPLER in pools else "policy"
     plan = Plan(
         name="toy",
-        pools=tuple(PlannedPool(name=name, fleet="toy", devices=4) for name in names),
+        pools=tuple(PlannedPool(name=name, machine_type="toy", devices=4) for name in names),
         units={
             unit: PlannedUnit(pool=pool, grid=Grid(dp=4), generate_tp=int(unit == generates))
             for unit, pool in pools.items()

@@ -15,7 +15,7 @@ from rillflow_planner.problem import Statement
 from rillflow_planner.recipe_problem import open_cluster, plan_as_placed, state_problem
 from rillflow_planner.search import search
 
-FLEET = '[[fleet]]\nname = "{}"\ndevice = "cpu"\ndevices = 4\nper_machine = 4\n'
+FLEET = '[[machine_type]]\nname = "{}"\ndevice = "cpu"\ndevices = 4\nper_machine = 4\n'
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from rillflow_planner.model_shape import ModelShape
 from rillflow_planner.problem import Problem
 from rillflow_planner.workload import Lengths, Workload
 
-CORES = {"fleet": [{"name": "cores", "device": "cpu", "devices": 2, "per_machine": 2}]}
+CORES = {"machine_type": [{"name": "cores", "device": "cpu", "devices": 2, "per_machine": 2}]}
 SHAPE = ModelShape(
     name="small", hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, inner=384, vocabulary=14
 )
@@ -69,7 +69,7 @@ def observed(
     generates = int(steps is IMPROVE)
     plan = Plan(
         name="toy",
-        pools=(PlannedPool(name="main", fleet="cores", devices=devices),),
+        pools=(PlannedPool(name="main", machine_type="cores", devices=devices),),
         units={"policy": PlannedUnit(pool="main", grid=Grid(tp=devices), generate_tp=devices * generates)},
     )
     true = with_factors(problem, factors)

@@ -34,7 +34,7 @@ loss.kl = 0.1
 """
 CLUSTER = """
 name = "two"
-[[fleet]]
+[[machine_type]]
 name = "cores"
 device = "cpu"
 devices = 2
@@ -197,7 +197,7 @@ def test_a_given_layout_is_not_searched(capsys: pytest.CaptureFixture[str]) -> N
         (["--like", "rillflow", "--algorithm", "grpo"], "no steps of it were published"),
         (["--algorithm", "grpo", "--layout", "tp=3"], "--layout is 'tp=3', for 16 devices"),
         (["--algorithm", "grpo", "--layout", "tq=3"], "unknown key 'tq'"),
-        (["--algorithm", "grpo", "--layout", "tp=2,apart=8"], "freshness 0"),
+        (["--algorithm", "grpo", "--layout", "tp=2,separate=8"], "freshness 0"),
         (["--algorithm", "grpo", "--steps", "-5"], "--steps is -5"),
         (["--algorithm", "grpo", "--reward-seconds", "-1"], "--reward-seconds is -1"),
         (["--algorithm", "grpo", "--set", "policy.lr=1"], "unknown key 'policy.lr'"),
@@ -284,8 +284,8 @@ def test_freshness_takes_generation_apart(here: Path, capsys: pytest.CaptureFixt
     assert "freshness 1" in out and re.search(r"\b1 for \d+%", out)
 
 
-def test_generation_may_be_apart_in_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    every = json.loads(said(capsys, *PLAN, "--apart-in-step", "--format", "json"))
+def test_generation_may_be_separate_in_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    every = json.loads(said(capsys, *PLAN, "--separate-in-step", "--format", "json"))
     apart = [one for one in every["best"] if "sampler" in one["units"]]
     assert every["placements"] == 10
     assert apart and all(one["freshness"] == 0 for one in apart)

@@ -13,7 +13,7 @@ from rillflow.placement.plan import open_plan
 from rillflow.runs import layout
 from tests.flows.conftest import written
 
-CLUSTER = '[[fleet]]\nname = "cores"\ndevice = "cpu"\ndevices = 2\nper_machine = 2\n'
+CLUSTER = '[[machine_type]]\nname = "cores"\ndevice = "cpu"\ndevices = 2\nper_machine = 2\n'
 TITLE = "predicted and measured, medians of"
 LEFT = "does not match the placement"
 TWO = ("--set", "placement.backend=inline", "--set", "placement.pools.main=2")

@@ -65,7 +65,7 @@ def test_the_bias_of_a_search_is_that_of_rows_left_out() -> None:
 @pytest.mark.parametrize("name", FITS)
 def test_shipped_factors_are_those_that_were_fitted(name: str) -> None:
     values, factors = FITS[name]["values"], vars(shipped_stacks()[name].factors)
-    for key in set(values) & set(factors) - {"refit", "refit_apart", "decode_token_s"}:
+    for key in set(values) & set(factors) - {"refit", "refit_separate", "decode_token_s"}:
         assert factors[key] == pytest.approx(values[key], rel=5e-3), key
     bounds, loose = (", ".join(FITS[name][key]) or "none" for key in ("at_bound", "loose"))
     assert f"`{name}`: {bounds}; {loose}" in PAGE
@@ -73,7 +73,7 @@ def test_shipped_factors_are_those_that_were_fitted(name: str) -> None:
 
 def test_rillflows_own_plans_have_the_factors_of_published_steps_without_their_overheads() -> None:
     stacks = shipped_stacks()
-    theirs = replace(stacks["nemo-rl"].factors, refit=0.0, refit_apart=0.0, step_s=0.0)
+    theirs = replace(stacks["nemo-rl"].factors, refit=0.0, refit_separate=0.0, step_s=0.0)
     assert stacks["gpu"].factors == theirs and stacks["gpu"].published is None
 
 

@@ -83,10 +83,15 @@ def with_policy(plan: Plan, **changes: object) -> Plan:
         (lambda plan: with_policy(plan, generate_tp=3), "policy.generate_tp is 3"),
         (lambda plan: replace(plan, units={**plan.units, "crytic": plan.units["critic"]}), "crytic"),
         (lambda plan: replace(plan, freshness=1), "freshness is 1"),
-        (lambda plan: replace(plan, pools=(replace(plan.pools[0], fleet="her"),)), "fleet 'her'"),
+        (
+            lambda plan: replace(plan, pools=(replace(plan.pools[0], machine_type="her"),)),
+            "machine type 'her'",
+        ),
         (lambda plan: replace(plan, pools=(replace(plan.pools[0], devices=5),)), "pool policy has 5 devices"),
         (
-            lambda plan: replace(plan, pools=(*plan.pools, PlannedPool(name="x", fleet="here", devices=1))),
+            lambda plan: replace(
+                plan, pools=(*plan.pools, PlannedPool(name="x", machine_type="here", devices=1))
+            ),
             "the pool x has no unit",
         ),
         (lambda plan: replace(plan, pools=()), "pool is 'policy'"),
@@ -102,7 +107,7 @@ def test_pools_that_need_more_machines_than_there_are_are_refused() -> None:
     plan = best_plan(PROBLEM, pools=2)
     pools = tuple(replace(pool, devices=4) for pool in plan.pools)
     units = {name: replace(unit, grid=Grid(dp=4)) for name, unit in plan.units.items()}
-    with pytest.raises(PlanError, match="pools of 4, 4 devices"):
+    with pytest.raises(PlanError, match="device groups of 4, 4 devices"):
         evaluate(PROBLEM, costs(PROBLEM), replace(plan, pools=pools, units=units))
 
 

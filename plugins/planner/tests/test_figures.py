@@ -24,6 +24,7 @@ from rillflow_planner.cost_model.costs import CostModel
 from rillflow_planner.cost_model.generation import decoder_of
 from rillflow_planner.cost_model.grids import grids_of
 from rillflow_planner.cost_model.links import all_gather_s, all_reduce_s, all_to_all_s, send_s
+from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.hardware import Factors
 from rillflow_planner.problem import Problem
 from rillflow_planner.search import search
@@ -31,12 +32,12 @@ from rillflow_planner.simulator.simulate import simulate
 from rillflow_planner.workload import Lengths
 
 FIGURES = Path(__file__).with_name("figures.json")
-REFITS = setting(factors=Factors(refit=2e9, refit_apart=1e9))
+REFITS = setting(factors=Factors(refit=2e9, refit_separate=1e9))
 SETTINGS = {
     "small": setting(),
     "mixture": setting(shape=MIXTURE),
     "keeps activations": setting(recomputes=False),
-    "refits": replace(REFITS, problem=replace(REFITS.problem, layouts="megatron")),
+    "refits": replace(REFITS, problem=replace(REFITS.problem, layouts=LAYOUTS["megatron"])),
     "float32": setting(workload=replace(WORKLOAD, dtype="float32")),
 }
 GRIDS = grids_of(

@@ -62,7 +62,7 @@ def placed(policy: Grid, critic: Grid, fused: tuple[str, ...] = PAIR) -> Plan:
         name: PlannedUnit(pool="all", grid=grid, generate_tp=grid.tp if name == "policy" else 0)
         for name, grid in grids.items()
     }
-    pool = PlannedPool(name="all", fleet=problem_of().hardware.fleets[0].name, devices=64)
+    pool = PlannedPool(name="all", machine_type=problem_of().hardware.fleets[0].name, devices=64)
     return Plan(name="ppo", pools=(pool,), units=units, fused=fused)
 
 
@@ -91,7 +91,7 @@ def test_the_price_is_that_of_a_schedule_which_passes_the_check() -> None:
     seats = evaluate(problem, costs, replace(plan, fused=())).units
     options = {name: seat.option for name, seat in seats.items()}
     pair = [seats[name].unit for name in PAIR]
-    parts, whole = costs.fused_stage(plan.pools[0].fleet, options, pair)
+    parts, whole = costs.fused_stage(plan.pools[0].machine_type, options, pair)
     made = quick_schedule(whole)
     assert check(whole, made) == []
     assert (whole.ascending.name, whole.descending.name) == PAIR
@@ -192,7 +192,7 @@ def test_memory_below_one_micro_batch_is_refused() -> None:
         evaluate(small, CostModel(small), plan)
 
 
-POOLS = {"all": {"fleet": "h100", "devices": 64}}
+POOLS = {"all": {"machine_type": "h100", "devices": 64}}
 
 
 @pytest.mark.parametrize(

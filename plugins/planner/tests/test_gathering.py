@@ -150,7 +150,7 @@ def of_step(response: str, reference: Grid, **changes: int) -> GatherProposal | 
         name: PlannedUnit(pool="all", grid=grid, generate_tp=4 if name == "policy" else 0)
         for name, grid in (("policy", PARTED), ("reference", reference), ("critic", PARTED))
     }
-    pool = PlannedPool(name="all", fleet=problem.hardware.fleets[0].name, devices=64)
+    pool = PlannedPool(name="all", machine_type=problem.hardware.fleets[0].name, devices=64)
     plan = Plan(name="ppo", pools=(pool,), units=units)
     placed = evaluate(problem, CostModel(problem), plan)
     found = proposed(problem, placed)

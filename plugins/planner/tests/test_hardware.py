@@ -79,7 +79,7 @@ def test_there_are_shipped_clusters() -> None:
 
 def test_a_cluster_of_two_kinds_with_factors_and_a_device_of_its_own() -> None:
     data = {
-        "fleet": [
+        "machine_type": [
             FLEET,
             {"name": "mine", "device": "toy", "machines": 2, "per_machine": 4, "between": "1 GB/s"},
         ],
@@ -103,17 +103,19 @@ def test_a_cluster_of_two_kinds_with_factors_and_a_device_of_its_own() -> None:
 
 
 def test_the_default_factors_are_ones_that_a_cluster_may_state() -> None:
-    plain = read_hardware({"fleet": [FLEET]}, "plain").factors
+    plain = read_hardware({"machine_type": [FLEET]}, "plain").factors
     seconds = {name: f"{value} s" for name, value in vars(plain).items() if name.endswith("_s")}
     numbers = {name: value for name, value in vars(plain).items() if value and name not in seconds}
-    stated = read_hardware({"fleet": [FLEET], "factors": seconds | numbers}, "stated")
+    stated = read_hardware({"machine_type": [FLEET], "factors": seconds | numbers}, "stated")
     assert stated.factors == plain == Factors()
 
 
 def test_a_machines_link_is_shared_by_its_devices() -> None:
     fleet = {**FLEET, "between_machine": "400 GB/s"}
     del fleet["between"]
-    assert read_hardware({"fleet": [fleet]}, "shared").fleets[0].between_bandwidth == pytest.approx(50e9)
+    assert read_hardware({"machine_type": [fleet]}, "shared").fleets[0].between_bandwidth == pytest.approx(
+        50e9
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_a_machines_link_is_shared_by_its_devices() -> None:
 )
 def test_a_contradictory_fleet_is_refused(changes: dict[str, object], named: str) -> None:
     with pytest.raises(PlanError) as caught:
-        read_hardware({"fleet": [{**FLEET, **changes}]}, "bad")
+        read_hardware({"machine_type": [{**FLEET, **changes}]}, "bad")
     assert named in str(caught.value)
 
 
@@ -141,17 +143,17 @@ def test_a_contradictory_fleet_is_refused(changes: dict[str, object], named: str
     "data",
     [
         {},
-        {"fleet": []},
-        {"fleet": [FLEET], "factor": {}},
-        {"fleet": [FLEET], "factors": {"train_flop": 0.3}},
-        {"fleet": [FLEET], "factors": {"train_flops": 1.5}},
-        {"fleet": [FLEET], "factors": {"train_flops": 0.0}},
-        {"fleet": [FLEET], "factors": {"launch_s": 0.1}},
-        {"fleet": [FLEET], "factors": {"hidden": -1.0}},
-        {"fleet": [FLEET, FLEET]},
-        {"fleet": [{"device": "H100"}]},
-        {"fleet": [{"device": "H100", "devices": 16, "per_machine": 8}]},
-        {"fleet": [FLEET], "device": {"toy": {"memory": "8 GB"}}},
+        {"machine_type": []},
+        {"machine_type": [FLEET], "factor": {}},
+        {"machine_type": [FLEET], "factors": {"train_flop": 0.3}},
+        {"machine_type": [FLEET], "factors": {"train_flops": 1.5}},
+        {"machine_type": [FLEET], "factors": {"train_flops": 0.0}},
+        {"machine_type": [FLEET], "factors": {"launch_s": 0.1}},
+        {"machine_type": [FLEET], "factors": {"hidden": -1.0}},
+        {"machine_type": [FLEET, FLEET]},
+        {"machine_type": [{"device": "H100"}]},
+        {"machine_type": [{"device": "H100", "devices": 16, "per_machine": 8}]},
+        {"machine_type": [FLEET], "device": {"toy": {"memory": "8 GB"}}},
     ],
 )
 def test_a_contradictory_cluster_is_refused(data: dict[str, Any]) -> None:
@@ -162,10 +164,10 @@ def test_a_contradictory_cluster_is_refused(data: dict[str, Any]) -> None:
 
 def test_a_cluster_is_like_a_shipped_stack_but_for_what_it_says_itself() -> None:
     stack = shipped_stacks()["nemo-rl"]
-    plain = read_hardware({"fleet": [FLEET], "like": "nemo-rl"}, "x")
+    plain = read_hardware({"machine_type": [FLEET], "like": "nemo-rl"}, "x")
     assert (plain.factors, plain.engine, plain.published) == (stack.factors, stack.engine, stack.published)
     assert plain.calibrated == stack.calibrated
-    own = read_hardware({"fleet": [FLEET], "like": "nemo-rl", "factors": {"train_flops": 0.3}}, "x")
+    own = read_hardware({"machine_type": [FLEET], "like": "nemo-rl", "factors": {"train_flops": 0.3}}, "x")
     assert own.factors == replace(stack.factors, train_flops=0.3)
     assert (own.published, own.calibrated) == (None, "")
 
@@ -178,13 +180,13 @@ def test_a_cluster_is_like_a_shipped_stack_but_for_what_it_says_itself() -> None
         ({"engine": {"zero1": 1}}, "engine.zero1 is 1"),
         ({"engine": {"cache": 2}}, "engine.cache is 2"),
         ({"factors": {"refit": 18e9}}, "factors.refit"),
-        ({"fleet": [{**FLEET, "price_per_hour": "2.5 $/h"}]}, "price_per_hour"),
-        ({"fleet": [{**FLEET, "between": "200 TB/s"}]}, "the link between machines is 200000 GB/s"),
+        ({"machine_type": [{**FLEET, "price_per_hour": "2.5 $/h"}]}, "price_per_hour"),
+        ({"machine_type": [{**FLEET, "between": "200 TB/s"}]}, "the link between machines is 200000 GB/s"),
     ],
 )
 def test_what_a_cluster_says_wrong_of_its_stack_is_named(data: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError) as caught:
-        read_hardware({"fleet": [FLEET], **data}, "x")
+        read_hardware({"machine_type": [FLEET], **data}, "x")
     assert said in caught.value.what
 
 

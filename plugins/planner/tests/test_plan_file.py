@@ -18,7 +18,7 @@ SECONDS = st.floats(0, 1e9, allow_nan=False)
 TEXT = """
 name = "ppo"
 [pools.main]
-fleet = "h100"
+machine_type = "h100"
 devices = 8
 [units.policy]
 pool = "main"
@@ -39,7 +39,9 @@ def plans(draw: st.DrawFn) -> Plan:
             is_sharded=draw(st.booleans()),
         )
         pools.append(
-            PlannedPool(name=name, fleet=draw(NAMES), devices=grid.devices, device=draw(st.text(max_size=4)))
+            PlannedPool(
+                name=name, machine_type=draw(NAMES), devices=grid.devices, device=draw(st.text(max_size=4))
+            )
         )
         units[f"{draw(NAMES)} of {name}"] = PlannedUnit(
             pool=name, grid=grid, generate_tp=draw(st.sampled_from([0, 1, grid.tp]))
@@ -135,7 +137,11 @@ def test_what_is_left_out_has_its_default() -> None:
         ('name = "ppo"', 'name = "ppo"\ngather_replicas = 2', "without gather_rows"),
         ('name = "ppo"', 'name = "ppo"\ngather_by = "tokns"', "did you mean 'tokens'"),
         ('name = "ppo"', 'name = "ppo"\ngather_rows = -1', "a whole number"),
-        ("[units.policy]", '[pools.idle]\nfleet = "h100"\ndevices = 8\n[units.policy]', "idle has no unit"),
+        (
+            "[units.policy]",
+            '[pools.idle]\nmachine_type = "h100"\ndevices = 8\n[units.policy]',
+            "idle has no unit",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(old: str, new: str, said: str) -> None:
@@ -147,7 +153,7 @@ def test_what_cannot_be_is_refused(old: str, new: str, said: str) -> None:
 
 
 def test_a_plan_that_could_not_be_read_is_not_written() -> None:
-    pool = PlannedPool(name="main", fleet="h100", devices=8)
+    pool = PlannedPool(name="main", machine_type="h100", devices=8)
     unit = PlannedUnit(pool="main", grid=Grid(dp=8))
     with pytest.raises(PlanError, match="2 pools are called 'main'"):
         plan_text(Plan(name="a", pools=(pool, pool), units={"policy": unit}))

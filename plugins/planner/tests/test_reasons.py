@@ -99,7 +99,7 @@ class EqualCosts(PlainCosts):
         return 0.0
 
 
-TIED = "equally good; ties go to fewer pools, then fresher tokens, then names in order"
+TIED = "equally good; ties go to fewer device groups, then fresher tokens, then names in order"
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_equal_plans_are_in_the_order_of_the_search_and_say_so(
 def test_a_placement_with_slow_links_is_behind_by_transfer() -> None:
     _, *others = search(PROBLEM, plain(memory=300.0, link=50.0)).best
     assert {one.cause for one in others} == {Cause.TRANSFER}
-    assert "for transfers between pools" in others[0].why
+    assert "for transfers between device groups" in others[0].why
 
 
 def test_placements_too_large_for_a_device_are_counted() -> None:
@@ -144,14 +144,14 @@ def test_where_no_plan_fits_the_role_the_bytes_and_the_least_cluster_are_told() 
     with pytest.raises(PlanError, match="no plan of toy fits on toys") as error:
         search(PROBLEM, plain(memory=43.0))
     assert "every device lacks 7 bytes: policy" in error.value.why
-    assert "4096 machines of toy as in fleet here are not enough" in error.value.fix
+    assert "4096 machines of toy of machine type here are not enough" in error.value.fix
 
 
 def test_the_least_cluster_that_would_do_is_named() -> None:
     small = replace(PROBLEM, hardware=replace(PROBLEM.hardware, fleets=(toy_fleet(devices=2),)))
     with pytest.raises(PlanError) as error:
         search(small, plain(memory=70.0))
-    assert "use at least 3 toy as in fleet here, which has 2" in error.value.fix
+    assert "use at least 4 toy of machine type here instead of 2" in error.value.fix
 
 
 def test_a_deadline_none_keeps_is_told() -> None:
@@ -163,7 +163,7 @@ def test_a_deadline_none_keeps_is_told() -> None:
 
 def test_the_least_cost_needs_prices() -> None:
     free = replace(PROBLEM, hardware=replace(PROBLEM.hardware, fleets=(toy_fleet(price=0.0),)))
-    with pytest.raises(PlanError, match="fleet here has no price"):
+    with pytest.raises(PlanError, match="machine type here has no price"):
         search(free, plain(), objective=SearchObjective(goal=Goal.COST))
 
 

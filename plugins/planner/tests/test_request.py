@@ -14,6 +14,7 @@ from rillflow.app.graphs import graphs
 from rillflow.app.recipe import load_recipe
 from rillflow.errors import ModelError, PlanError
 from rillflow_planner.cost_model.costs import CostModel
+from rillflow_planner.cost_model.options import LAYOUTS
 from rillflow_planner.problem import Statement
 from rillflow_planner.request import graph_of, lengths, state_request
 from rillflow_planner.search import ranked_as_placed, search
@@ -177,7 +178,7 @@ def test_verls_staleness_as_a_user_states_it_is_within_a_quarter(
         prompt="150",
         minibatches=16,
         like="verl",
-        layout="fsdp=1,cp=4,generate=4,apart=64,streams=4",
+        layout="fsdp=1,cp=4,generate=4,separate=64,streams=4",
         between="25 GB/s",
         freshness=staleness,
     )
@@ -227,7 +228,7 @@ def test_weights_to_a_sampler_apart_are_bounded_by_the_links(apart: int) -> None
     """Each device receives its part of a copy over its own link; a copy over more devices arrives sooner."""
 
     def publish_s(generate: int) -> float:
-        layout = f"tp=4,generate={generate},apart={apart}"
+        layout = f"tp=4,generate={generate},separate={apart}"
         stated = request(layout=layout, freshness=1)
         assert stated.placed is not None
         found = ranked_as_placed(stated.problem, CostModel, stated.placed).best[0]
@@ -259,6 +260,6 @@ def test_the_largest_published_models_are_planned_in_step(
     assert published is not None and published.searched is not None
     assert placed == pytest.approx(published_s, rel=0.15)
     assert published.searched.bias * searched == pytest.approx(published_s, rel=0.2)
-    own = replace(stated.problem, layouts="rillflow")
+    own = replace(stated.problem, layouts=LAYOUTS["rillflow"])
     with pytest.raises(PlanError, match=r"key-value head|more memory|lacks"):
         search(own, CostModel)

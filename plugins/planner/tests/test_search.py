@@ -126,10 +126,10 @@ def test_the_names_of_models_decide_nothing(seed: int) -> None:
     assert one.value == search(problem, costs_of(seed, memory=300.0)).best[0].value
 
 
-def test_a_sampler_apart_in_step_is_tried_where_it_is_asked_for() -> None:
+def test_a_sampler_separate_in_step_is_tried_where_it_is_asked_for() -> None:
     problem = toy_problem(4, roles=2, fleets=[toy_fleet()])
     assert search(problem, costs_of(4, memory=300.0)).placements == 2
-    found = search(problem, costs_of(4, memory=300.0), apart_in_step=True)
+    found = search(problem, costs_of(4, memory=300.0), separate_in_step=True)
     assert found.placements == 4
     assert {"sampler" in one.plan.units for one in found.best} == {True, False}
 

@@ -127,7 +127,12 @@ class ToyCosts:
         return self._draw("function", stage.index).choice((0.0, 0.1, 4.0 / devices)) * self.speed
 
     def transfer_s(self, edge: Edge, source: Seat, destination: Seat) -> float:
-        ends = (source.pool.fleet, source.pool.devices, destination.pool.fleet, destination.pool.devices)
+        ends = (
+            source.pool.machine_type,
+            source.pool.devices,
+            destination.pool.machine_type,
+            destination.pool.devices,
+        )
         draw = self._draw("edge", edge.source, edge.destination, *ends)
         grids = (str(source.option.grid), str(destination.option.grid))
         by_grid = self._draw("grids", edge.source, edge.destination, *grids)
@@ -137,6 +142,9 @@ class ToyCosts:
         sizes = (source.pool.devices, sampler.pool.devices, sampler.option.generate_tp)
         draw = self._draw("crossing", str(source.option.grid), *sizes)
         return draw.choice((0.5, 1.0, 3.0)) * self.link
+
+    def crossing_side_s(self, unit: Unit, option: Option, fleet: str) -> float:
+        return 0.0
 
     def _option(self, unit: Unit, fleet: str, devices: int, number: int) -> Option:
         draw = self._draw("option", unit.name, fleet, devices, number)
@@ -221,7 +229,7 @@ def every_plan(problem: Problem, costs: ToyCosts, objective: SearchObjective) ->
             continue
         for taken in itertools.product(places, repeat=max(numbers) + 1):
             pools = [
-                PlannedPool(name=f"p{pool}", fleet=fleet, devices=size)
+                PlannedPool(name=f"p{pool}", machine_type=fleet, devices=size)
                 for pool, (fleet, size) in enumerate(taken)
             ]
             for plan in _plans(problem, costs, dict(zip(units, numbers, strict=True)), pools):
@@ -229,7 +237,7 @@ def every_plan(problem: Problem, costs: ToyCosts, objective: SearchObjective) ->
                     found = evaluate(problem, costs, plan)
                 except PlanError:
                     continue
-                price = sum(pool.devices * prices[pool.fleet] for pool in pools)
+                price = sum(pool.devices * prices[pool.machine_type] for pool in pools)
                 value = objective.values(
                     np.array([found.step_s]), np.array([found.devices]), np.array([price])
                 )[0]
@@ -250,7 +258,7 @@ def _plans(
     problem: Problem, costs: ToyCosts, pool_of: Mapping[str, int], pools: Sequence[PlannedPool]
 ) -> Iterator[Plan]:
     options = [
-        costs.options(unit, pools[pool_of[unit.name]].fleet, pools[pool_of[unit.name]].devices)
+        costs.options(unit, pools[pool_of[unit.name]].machine_type, pools[pool_of[unit.name]].devices)
         for unit in problem.units
     ]
     for chosen in itertools.product(*options):

@@ -53,7 +53,7 @@ def plan_of(pools: tuple[str, ...], grids: tuple[Grid, ...], **changes: object) 
         role: PlannedUnit(pool=pool, grid=grid, generate_tp=grid.tp if role == "policy" else 0)
         for role, pool, grid in zip(ROLES, pools, grids, strict=True)
     }
-    placed = tuple(PlannedPool(name=name, fleet="cores", devices=4) for name in dict.fromkeys(pools))
+    placed = tuple(PlannedPool(name=name, machine_type="cores", devices=4) for name in dict.fromkeys(pools))
     return replace(Plan(name="ppo", pools=placed, units=units), **changes)
 
 
@@ -233,9 +233,9 @@ def test_devices_that_are_not_here_are_refused(recipe: Path, monkeypatch: pytest
     require_for(far, loaded(recipe, plan))
 
 
-def test_two_fleets_are_refused(recipe: Path) -> None:
+def test_two_machine_types_are_refused(recipe: Path) -> None:
     plan = plan_of(("main", "side", "side"), (Grid(dp=4),) * 3)
-    apart = replace(plan, pools=(plan.pools[0], replace(plan.pools[1], fleet="others")))
+    apart = replace(plan, pools=(plan.pools[0], replace(plan.pools[1], machine_type="others")))
     with pytest.raises(PlanError, match="cores and others"):
         require_for(apart, loaded(recipe, plan))
 

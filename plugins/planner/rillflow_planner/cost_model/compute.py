@@ -68,7 +68,7 @@ class Setting:
 
     @cached_property
     def links(self) -> Links:
-        """The fleet's links with their efficiency."""
+        """The machines' links with their efficiency."""
         return Links.of(self.fleet, self.factors)
 
     @property

@@ -1,6 +1,6 @@
 """Costs: answer the questions of search and simulator from the formulas, with a cache.
 
-unit, fleet, devices ─> options        (compute, memory, colocated transfers)
+unit, machine type, devices ─> options (compute, memory, colocated transfers)
 option, room ─────────> decoder ─> seconds of generation
 edge, seats ──────────> seconds of a transfer
 """
@@ -24,7 +24,7 @@ from rillflow_planner.cost_model.compute import Setting, score_s, train_s
 from rillflow_planner.cost_model.generation import Decoder
 from rillflow_planner.cost_model.grids import Option, grids_of
 from rillflow_planner.cost_model.links import Links
-from rillflow_planner.cost_model.options import LAYOUTS, copy_sizes, copy_sizes_of, grids, undominated
+from rillflow_planner.cost_model.options import copy_sizes, copy_sizes_of, grids, undominated
 from rillflow_planner.problem import Problem, Unit, Work
 
 _GROUPS = 256
@@ -132,7 +132,7 @@ class CostModel:
             return free - working
         copies = sum(one.sampling_bytes for one in options.values())
         apart = sum(one.resident_bytes for one in options.values() if not one.seconds)
-        share = self._problem.hardware.engine.cache_apart if apart else self._problem.hardware.engine.cache
+        share = self._problem.hardware.engine.cache_separate if apart else self._problem.hardware.engine.cache
         return min(free - copies, share * device.memory_bytes - copies - apart)
 
     def decoder(
@@ -246,13 +246,21 @@ class CostModel:
 
     def crossing_s(self, source: transfers.Seat, sampler: transfers.Seat) -> float:
         """Return the seconds to send the policy's weights from training to a separate sampler."""
-        links, setting = self._slower_links(source, sampler), self._setting(sampler.unit, source.pool.fleet)
-        return transfers.apart_s(setting, links, source, sampler)
+        setting = self._setting(sampler.unit, source.pool.machine_type)
+        return transfers.apart_s(setting, self._slower_links(source, sampler), source, sampler)
+
+    def crossing_side_s(self, unit: Unit, option: Option, fleet: str) -> float:
+        """Return the seconds to send weights to a separate sampler, as far as one side limits it."""
+        setting, grid = self._setting(unit, fleet), option.grid
+        is_part = max(grid.devices, option.generate_tp) < setting.links.per_machine
+        rate = setting.links.inside if is_part else setting.links.between
+        shards = grid.pp * grid.tp * (grid.dp if grid.is_sharded else 1)
+        return setting.shape.parameters * setting.item_bytes / float(option.generate_tp or shards) / rate
 
     def _slower_links(self, *seats: transfers.Seat) -> Links:
-        """Return the links of the fleet with the slower network."""
+        """Return the links of the machine type with the slower network."""
         hardware = self._problem.hardware
-        fleets = [hardware.fleet(seat.pool.fleet) for seat in seats]
+        fleets = [hardware.fleet(seat.pool.machine_type) for seat in seats]
         return min((Links.of(fleet, hardware.factors) for fleet in fleets), key=lambda found: found.between)
 
     def _rows(self, stage: Stage) -> int:
@@ -286,7 +294,7 @@ class CostModel:
 
     def _ways(self, unit: Unit, fleet: str, devices: int) -> list[tuple[Grid, int]]:
         """Return every grid of these devices with every size of a generation copy."""
-        layouts = LAYOUTS[self._problem.layouts]
+        layouts = self._problem.layouts
         if unit.name == SAMPLER:
             return [(Grid(dp=devices // tp, tp=tp), tp) for tp in copy_sizes(unit.shape, devices, layouts)]
         generates = bool(self._problem.generating.intersection(unit.stages))
@@ -308,6 +316,7 @@ class CostModel:
         working = nothing = fetched = moved = 0.0 * weights
         if Work.TRAIN in kinds:
             kept, working = kept + memory.optimizer_bytes(setting, laid), memory.training_bytes(setting, laid)
+            kept = kept if problem.layouts.is_own else kept + memory.gradient_bytes(setting, laid)
         if Work.SCORE in kinds:
             working = np.maximum(working, memory.scoring_bytes(setting, laid))
         copy = setting.shape.parameters * setting.item_bytes / np.maximum(tp, 1)

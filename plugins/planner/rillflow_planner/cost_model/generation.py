@@ -210,7 +210,7 @@ def drain_s(
 
 
 def _waves_s(workload: Workload, decoder: Decoder, lengths: NDArray[np.float64], slots: int) -> float:
-    """Return the seconds of rows that take turns in ``slots`` slots."""
+    """Return the seconds of rows that use ``slots`` slots one after the other."""
     full, *ends = _ends_in_turn(lengths.tobytes(), slots)
     mean = workload.running_tokens
     filled_s = decoder.advance_s(slots, slots * (mean - full / 2), full)

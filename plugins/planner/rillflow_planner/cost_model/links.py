@@ -18,7 +18,7 @@ from rillflow_planner.hardware import Factors, Fleet
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Bandwidth and latency of a fleet's links, including efficiency."""
+    """Bandwidth and latency of a machine type's links, including efficiency."""
 
     inside: float
     """Bytes per second in one direction between devices of a machine."""
@@ -35,7 +35,7 @@ class Links:
 
     @classmethod
     def of(cls, fleet: Fleet, factors: Factors) -> Links:
-        """Return the links of a fleet with efficiency factors."""
+        """Return the links of a machine type with efficiency factors."""
         return cls(
             inside=fleet.device.inside_bandwidth * factors.inside_links,
             between=fleet.between_bandwidth * factors.between_links,

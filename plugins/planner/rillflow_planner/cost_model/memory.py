@@ -27,13 +27,17 @@ def held_parameters(shape: ModelShape, grids: Grid) -> Numbers:
 
 
 def optimizer_bytes(setting: Setting, grids: Grid) -> Numbers:
-    """Return bytes of gradients and Adam: 4 + 8 per parameter, and 4 for a float32 copy of shorter weights.
+    """Return bytes of Adam: 8 per parameter, and 4 for a float32 copy of shorter weights.
 
-    Rajbhandari et al., arXiv 1910.02054, 3.1, with gradients in float32.
+    Rajbhandari et al., arXiv 1910.02054, 3.1.
     """
     copy = GRADIENT_BYTES if setting.item_bytes < GRADIENT_BYTES else 0
-    gradients = held_parameters(setting.shape, grids) * GRADIENT_BYTES
-    return gradients + optimized_parameters(setting, grids) * (2 * GRADIENT_BYTES + copy)
+    return optimized_parameters(setting, grids) * (2 * GRADIENT_BYTES + copy)
+
+
+def gradient_bytes(setting: Setting, grids: Grid) -> Numbers:
+    """Return bytes of float32 gradients; Rillflow frees them after a step, others keep them."""
+    return held_parameters(setting.shape, grids) * GRADIENT_BYTES
 
 
 def micro_batch_tokens(setting: Setting, load: Load, grids: Grid, packed: int = 0) -> Numbers:
@@ -48,13 +52,14 @@ def activation_bytes(setting: Setting, load: Load, grids: Grid, micro_batches: i
 
     By default as many as the first pipeline stage holds: one for each stage.
     With recomputation: one hidden state per token and layer, plus one complete layer; otherwise every
-    complete layer. Rillflow keeps what ``rillflow check`` counts; Megatron's fused layers keep less.
+    complete layer. Rillflow keeps what ``rillflow check`` counts, and common prefixes once; Megatron's fused
+    layers keep less.
     """
     shape, tokens = setting.shape, micro_batch_tokens(setting, load, grids)
     recomputes = setting.problem.recomputes
     held = np.minimum(grids.pp, load.micro_batches) if micro_batches is None else micro_batches
     kept = np.ceil(shape.layers / grids.pp) * held
-    if setting.problem.layouts == "rillflow":
+    if setting.problem.layouts.is_own:
         numbers = kept_numbers(
             hidden=shape.hidden,
             inner=shape.layer_inner / grids.tp,
@@ -62,7 +67,8 @@ def activation_bytes(setting: Setting, load: Load, grids: Grid, micro_batches: i
             layers=kept,
             recomputes=recomputes,
         )
-        return tokens * numbers * GRADIENT_BYTES * (NARROW if setting.item_bytes < GRADIENT_BYTES else 1.0)
+        computed = tokens * setting.workload.packing.trained
+        return computed * numbers * GRADIENT_BYTES * (NARROW if setting.item_bytes < GRADIENT_BYTES else 1.0)
     cut = grids.tp if setting.problem.hardware.engine.cuts_sequence else 1
     whole = shape.layer_numbers(grids.tp / cut) / cut
     numbers = kept * shape.hidden / cut + whole if recomputes else kept * whole
@@ -75,16 +81,26 @@ def logit_bytes(setting: Setting, tokens: Numbers, grids: Grid, copies: int) -> 
     Rillflow's runtime computes at most ``MOST_LOGITS`` of them at a time.
     """
     found = tokens * (1 if setting.shape.is_scalar else setting.shape.vocabulary) / grids.tp
-    if setting.problem.layouts == "rillflow":
+    if setting.problem.layouts.is_own:
         found = np.minimum(found, MOST_LOGITS)
     return copies * GRADIENT_BYTES * found
 
 
 def training_bytes(setting: Setting, grids: Grid, micro_batches: int | None = None) -> Numbers:
-    """Return the largest additional bytes of an optimiser step that keeps some micro-batches, [grids]."""
-    load = load_of(setting.workload, grids.dp, setting.workload.minibatches, cp=grids.cp)
+    """Return the largest additional bytes of an optimiser step that keeps some micro-batches, [grids].
+
+    The first micro-batch's gradients replace its activations layer by layer. They are kept together with
+    the activations of later ones: ``later`` is the size of the second, if rows are as long as they may be.
+    """
+    workload = setting.workload
+    load = load_of(workload, grids.dp, workload.minibatches, cp=grids.cp)
     tokens = micro_batch_tokens(setting, load, grids)
     found = activation_bytes(setting, load, grids, micro_batches) + logit_bytes(setting, tokens, grids, 2)
+    if setting.problem.layouts.is_own:
+        gradients, longest = gradient_bytes(setting, grids), workload.prompt.limit + workload.response.limit
+        rows = np.ceil(workload.rows / workload.minibatches / grids.dp)
+        later = np.clip(rows * longest / workload.tokens_per_micro_batch - 1, 0, 1)
+        found = np.maximum(found, gradients + later * found)
     return found + _gathered(setting, grids)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +37,16 @@ class Layouts:
         LAYOUTS["megatron"].any_copy
     """
 
+    is_own: bool = False
+    """Whether this is Rillflow's runtime."""
     cuts_layers: bool = True
     """Whether training may use tensor and pipeline parallelism."""
     sharded: tuple[bool, ...] = (False, True)
     """Whether parameters are whole on every data-parallel device, or sharded over them (``fsdp``)."""
     context: int = 1
     """Largest context parallelism."""
+    cuts_experts: bool = True
+    """Whether tensor parallelism may cut a mixture, in training and in a generation copy."""
     mixes_experts: bool = False
     """Whether expert parallelism combines with other axes than dp."""
     any_copy: bool = False
@@ -49,11 +54,21 @@ class Layouts:
 
 
 LAYOUTS: Mapping[str, Layouts] = {
-    "rillflow": Layouts(),
+    "rillflow": Layouts(is_own=True, cuts_experts=False),
     "megatron": Layouts(sharded=(False,), context=8, mixes_experts=True, any_copy=True),
     "fsdp": Layouts(cuts_layers=False, sharded=(True,), context=8, any_copy=True),
 }
 """Rillflow's own runtime (``rillflow/app/meshes.py``), and the training backends of published stacks."""
+LIMITS: Mapping[str, Mapping[str, Any]] = {
+    "tensor parallelism splits linear layers and no experts, and expert parallelism works with dp alone": {
+        "cuts_experts": True,
+        "mixes_experts": True,
+    },
+    "a generation copy lies within a tensor-parallel group or among FSDP ranks, on at most one device per "
+    "key-value head": {"any_copy": True},
+    "there is no context parallelism: a device computes whole rows": {"context": 8},
+}
+"""Limits of Rillflow's runtime, each with the change of ``Layouts`` that would lift it."""
 _LARGEST_COPY = 64
 
 
@@ -65,7 +80,7 @@ def grids(shape: ModelShape, devices: int, per_machine: int, layouts: Layouts) -
     for tp, cp in product(divisors(devices), repeat=2):
         if tp * cp > per_machine or per_machine % (tp * cp) or devices % (tp * cp) or cp > layouts.context:
             continue
-        if not cuts_heads(shape, tp) or (tp > 1 and not layouts.cuts_layers):
+        if not cuts_heads(shape, tp) or (tp > 1 and not (layouts.cuts_layers and cuts_model(shape, layouts))):
             continue
         for pp in divisors(devices // (tp * cp)):
             if pp > (shape.layers if layouts.cuts_layers else 1):
@@ -78,6 +93,11 @@ def grids(shape: ModelShape, devices: int, per_machine: int, layouts: Layouts) -
                 yield Grid(dp=dp, pp=pp, tp=tp, cp=cp, ep=ep, is_sharded=is_sharded)
 
 
+def cuts_model(shape: ModelShape, layouts: Layouts) -> bool:
+    """Return whether tensor parallelism may cut this model."""
+    return layouts.cuts_experts or not shape.is_mixture
+
+
 def expert_sizes(shape: ModelShape, devices: int, tp: int) -> list[int]:
     """Return sizes of ep: 1, and divisors of the experts and of a stage's devices that are at least tp."""
     if not shape.is_mixture:
@@ -87,6 +107,8 @@ def expert_sizes(shape: ModelShape, devices: int, tp: int) -> list[int]:
 
 def copy_sizes(shape: ModelShape, devices: int, layouts: Layouts) -> list[int]:
     """Return possible sizes of a generation copy on these devices: divisors that divide the heads."""
+    if not cuts_model(shape, layouts):
+        return [1]
     if layouts.any_copy:
         return [tp for tp in divisors(devices) if shape.heads % tp == 0 and tp <= _LARGEST_COPY]
     return [tp for tp in divisors(devices) if cuts_heads(shape, tp)]

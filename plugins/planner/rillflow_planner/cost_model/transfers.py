@@ -92,12 +92,12 @@ def apart_s(setting: Setting, links: Links, source: Seat, destination: Seat) -> 
     determines the time.
     """
     total = setting.shape.parameters * setting.item_bytes
-    if setting.problem.refits and setting.factors.refit_apart:
-        return total / setting.factors.refit_apart
+    if setting.problem.refits and setting.factors.refit_separate:
+        return total / setting.factors.refit_separate
     grid, pools = source.option.grid, (source.pool, destination.pool)
     senders: int = grid.pp * grid.tp * grid.dp if grid.is_sharded else grid.pp * grid.tp
     is_near = sum(pool.devices for pool in pools) <= links.per_machine
-    rate = links.inside if is_near and pools[0].fleet == pools[1].fleet else links.between
+    rate = links.inside if is_near and pools[0].machine_type == pools[1].machine_type else links.between
     taken_s = total / max(destination.option.generate_tp, 1) / rate
     sent_s = total / min(senders, source.pool.devices) / rate
     return max(taken_s, sent_s) + links.between_s

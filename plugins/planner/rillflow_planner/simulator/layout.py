@@ -66,7 +66,7 @@ class Layout:
 
     @cached_property
     def evaluation(self) -> StepEvaluation:
-        """Cost of the plan by formulas."""
+        """Computed cost of the plan."""
         return evaluate(self.problem, self.costs, self.plan)
 
     @cached_property
@@ -85,7 +85,7 @@ class Layout:
         """Stages that process groups one by one when rows flow, with the seconds of one group.
 
         These stages score, read only groups' data, and share their pool only with such stages. A function
-        processes groups in turn.
+        processes one group after the other.
         """
         graph, rest = self.problem.graph, [task for task in self.tasks if task.stage not in self.generating]
         kinds = (Work.SCORE, Work.FUNCTION)
@@ -209,7 +209,7 @@ def require_flow(layout: Layout) -> None:
     beside = [name for name, unit in plan.units.items() if unit.pool in pools and name != SAMPLER]
     what = why = ""
     if beside or not pools:
-        what = f"generation shares a pool with {', '.join(beside)}"
+        what = f"generation shares its devices with {', '.join(beside)}"
         why = f"off-policy or streamed generation needs a pool of its own: {SAMPLER}"
     elif workload.minibatches % every or every % (plan.streams or every) or workload.prompts % layout.batches:
         parts = f"{workload.minibatches} minibatches of {workload.prompts} prompts"

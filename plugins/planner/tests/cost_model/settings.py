@@ -103,4 +103,4 @@ def seat(pool: str, devices: int, grid: Grid, generate_tp: int = 1) -> Seat:
         grid=grid, generate_tp=generate_tp, seconds={}, resident_bytes=0, working_bytes=0, sampling_bytes=0
     )
     unit = Unit(name="policy", shape=SHAPE, stages=())
-    return Seat(unit=unit, pool=PlannedPool(name=pool, fleet="toys", devices=devices), option=option)
+    return Seat(unit=unit, pool=PlannedPool(name=pool, machine_type="toys", devices=devices), option=option)

@@ -37,7 +37,7 @@ GIVEN = {
 }
 PLAN = Plan(
     name="toy",
-    pools=tuple(PlannedPool(name=name, fleet="cores", devices=1) for name in ("main", "answers")),
+    pools=tuple(PlannedPool(name=name, machine_type="cores", devices=1) for name in ("main", "answers")),
     units={
         "policy": PlannedUnit(pool="main", grid=Grid()),
         SAMPLER: PlannedUnit(pool="answers", grid=Grid(), generate_tp=1),

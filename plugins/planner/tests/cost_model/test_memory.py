@@ -21,7 +21,8 @@ ONE = grids_of(Grid())
 @pytest.mark.parametrize(("dtype", "state"), [("bfloat16", 18), ("float32", 16)])
 def test_bytes_of_a_trained_parameter(dtype: str, state: int) -> None:
     one = setting(workload=replace(WORKLOAD, dtype=dtype))
-    kept = memory.weight_bytes(one, ONE)[0] + memory.optimizer_bytes(one, ONE)[0]
+    terms = (memory.weight_bytes, memory.optimizer_bytes, memory.gradient_bytes)
+    kept = sum(term(one, ONE)[0] for term in terms)
     assert kept == pytest.approx(state * SHAPE.parameters)
 
 

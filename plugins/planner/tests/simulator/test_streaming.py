@@ -175,7 +175,7 @@ def test_interrupted_rows_keep_the_age_of_their_oldest_token() -> None:
 @pytest.mark.parametrize(
     ("pools", "changes", "said"),
     [
-        ({**APART, "reference": "sample"}, {}, "generation shares a pool with reference"),
+        ({**APART, "reference": "sample"}, {}, "generation shares its devices with reference"),
         (APART, {"oversample_prompts": 1.5}, "freshness is 1: oversample_prompts is 1.5"),
         (APART, {"oversample_samples": 1.5}, "oversample_prompts is 1, samples 1.5"),
     ],

@@ -22,7 +22,7 @@ from rillflow.runs.run_data import RunData, load
 MakeRun = Callable[..., Path]
 PLAN = Plan(
     name="grpo",
-    pools=(PlannedPool(name="main", fleet="cores", devices=1),),
+    pools=(PlannedPool(name="main", machine_type="cores", devices=1),),
     units={"policy": PlannedUnit(pool="main", grid=Grid(), generate_tp=1)},
     predicted_step_s=1.5,
     predicted_stages_s={"policy.generate": 0.52, "policy.update": 0.1, "policy.publish": 0.001},
