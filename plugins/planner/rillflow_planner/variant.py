@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,8 @@ BEAM = 4096
 """Largest number of partial allocations kept from pool to pool."""
 EVALUATED = 16
 """Largest number of allocations of a placement that are evaluated with transfers between pools."""
+STARTS = 32
+"""Largest number of options of a pool's units, taken together, from which a search of its grids may begin."""
 
 
 def partitions(names: Sequence[str]) -> Iterator[Partition]:
@@ -202,20 +205,25 @@ class Variant:
     def _way(self, pool: Pool, place: int) -> _Way | None:
         """Return the way that no change of one option improves.
 
-        Start from the smallest; None without room.
+        Start from the smallest options, or the first of ``STARTS`` small ones that fit; None without room.
         """
         if (pool, place) not in self._found:
             fleet, devices = self._places[place]
             choices = [self._costs.options(self._units[unit], fleet.name, devices) for unit in pool]
-            picked = [min(one, key=lambda it: it.bytes) for one in choices if one]
-            best, before = self._laid(pool, place, picked) if all(choices) else None, None
+            smallest = (sorted(one, key=lambda it: it.bytes) for one in choices)
+            best: _Way | None = None
+            before: _Way | None = None
+            for tried in islice(product(*smallest), STARTS):
+                picked, best = list(tried), self._laid(pool, place, tried)
+                if best is not None:
+                    break
             while best is not None and best is not before:
                 before = best
                 for number, option in ((n, one) for n, options in enumerate(choices) for one in options):
-                    tried = [*picked[:number], option, *picked[number + 1 :]]
-                    found = self._laid(pool, place, tried, best.score * (1 - 1e-9))
+                    changed = [*picked[:number], option, *picked[number + 1 :]]
+                    found = self._laid(pool, place, changed, best.score * (1 - 1e-9))
                     if found is not None:
-                        picked, best = tried, found
+                        picked, best = changed, found
             self._found[pool, place] = best
         return self._found[pool, place]
 
