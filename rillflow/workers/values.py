@@ -42,6 +42,34 @@ class Fetcher(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TimedPass:
+    """One pass of a micro-batch through a pipeline stage, in seconds since the epoch."""
+
+    micro_batch: int
+    """Index of the micro-batch in its replica."""
+    is_backward: bool
+    """Whether it is the backward pass."""
+    began: float
+    """Start of the computation."""
+    ended: float
+    """End of the computation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRun:
+    """The passes of one rank for one optimiser step of a pipeline."""
+
+    stage: int
+    """Pipeline stage of the rank."""
+    passes: tuple[TimedPass, ...]
+    """Its passes in order."""
+    gain: float | None = None
+    """Predicted share of time that fusing saves of both pipelines in turn; None without a partner."""
+    bubble: float | None = None
+    """Predicted share of idle time in the fused schedule; None if the pipeline ran alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """Metadata of a result."""
 
@@ -61,6 +89,8 @@ class Facts:
     """End time of the method in seconds since the epoch."""
     place: Place
     """Rank that ran the method."""
+    runs: tuple[PipelineRun, ...] = ()
+    """Runs of its pipeline with backward passes, the first ones of the call."""
 
 
 @dataclass(frozen=True, kw_only=True)
