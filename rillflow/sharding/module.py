@@ -237,7 +237,10 @@ class Parallel:
 
         if self.groups.pp.size > 1:
             ranks, readings = require_processes(self.groups.pp), list(self._readings(parts, back, routing))
-            for reading in run_pipeline(ranks, self.module, self.part, readings, share, after):
+            is_descending = self.groups.is_descending
+            for reading in run_pipeline(
+                ranks, self.module, self.part, readings, share, after, is_descending=is_descending
+            ):
                 reading.check(self.module)
             return
         for index, reading in enumerate(self._readings(parts, back, routing)):

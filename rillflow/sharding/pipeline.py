@@ -250,6 +250,8 @@ def run_pipeline(
     readings: Sequence[Reading],
     finish: NumberedShare,
     after: Callable[[], None] | None = None,
+    *,
+    is_descending: bool = False,
 ) -> list[Reading]:
     """Run all micro-batches forward, and backward if ``after`` is given.
 
@@ -260,6 +262,7 @@ def run_pipeline(
         readings: the micro-batches, the same on every stage; may be empty.
         finish: called on the last stage, in the order of micro-batches.
         after: called after every backward pass.
+        is_descending: whether the first stage is on the last rank.
 
     Returns:
         The readings as they were run, padded.
@@ -268,7 +271,8 @@ def run_pipeline(
         return []
     longest = max(reading.size for reading in readings)
     filled = [reading.padded(longest) for reading in readings]
-    first, last = ranks.rank == 0, ranks.rank == ranks.size - 1
+    index = ranks.size - 1 - ranks.rank if is_descending else ranks.rank
+    first, last = index == 0, index == ranks.size - 1
     trains = after is not None
     # Only shapes are needed, so meta tensors avoid a pass to infer them.
     width = int(module.config.get_text_config().hidden_size)
@@ -276,7 +280,7 @@ def run_pipeline(
     share = torch.empty((), device="meta", requires_grad=trains)
     stage = _Stage(
         _Step(part, filled, finish if last else None),
-        ranks.rank,
+        index,
         ranks.size,
         module.device,
         input_args=torch.empty(1, dtype=torch.int64, device="meta") if first else state,
@@ -284,6 +288,8 @@ def run_pipeline(
         group=ranks.group,
     )
     stage.after = after
+    if is_descending:
+        stage.stage_index_to_group_rank = {each: ranks.size - 1 - each for each in range(ranks.size)}
     count, numbers = len(filled), torch.arange(len(filled))
     few = not trains or count < ranks.size
     kind: type[PipelineScheduleSingle] = ScheduleGPipe if few else Schedule1F1B

@@ -39,11 +39,14 @@ class MeshSizes:
     """Consecutive dp ranks that shard one copy of a mixture's experts."""
     sequence: bool = False
     """Whether tp ranks also shard the tokens in layers that are not sharded (``sharding.tensor``)."""
+    is_descending: bool = False
+    """Whether the first pipeline stage is on the last rank of a replica (``sharding.fused_pipeline``)."""
 
     @property
     def mesh(self) -> Mesh:
         """Mesh of the ranks by dp, pp and tp."""
-        return Mesh.of(dp=self.dp, pp=self.pp, tp=self.tp)
+        mesh = Mesh.of(dp=self.dp, pp=self.pp, tp=self.tp)
+        return mesh.turned("pp") if self.is_descending else mesh
 
     @property
     def ranks(self) -> int:
