@@ -11,7 +11,6 @@ the passes before. Before the first ones a stage counts by its parameters.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
@@ -143,14 +142,15 @@ def run_together(one: WaitingPipeline, other: WaitingPipeline) -> tuple[SharedRu
         return None
     if plan.gain < LEAST_GAIN:
         return SharedRun(gain=plan.gain), SharedRun(gain=plan.gain)
+    if not (one.given.readings or other.given.readings):
+        return SharedRun(gain=plan.gain, readings=()), SharedRun(gain=plan.gain, readings=())
     run = run_fused(one.given, other.given, plan.schedule)
-    began = time.time() - run.passes[-1].end_s
     passes = [
         TimedPass(
             micro_batch=each.micro_batch,
             is_backward=each.is_backward,
-            began=began + each.start_s,
-            ended=began + each.end_s,
+            began=run.began + each.start_s,
+            ended=run.began + each.end_s,
         )
         for each in run.passes
     ]
