@@ -114,8 +114,8 @@ class PlacementConfig(Section):
         False,
         description="Whether tensor-parallel ranks may span nodes, over slower links.",
     )
-    fused: list[str] = Field(
-        [],
+    fused: tuple[str, ...] = Field(
+        (),
         description="Two trained models whose updates fill each other's pipeline bubbles on the same ranks, "
         'such as ["policy", "critic"]; the second model\'s stages are in reverse order.',
     )
