@@ -1,7 +1,7 @@
 """FusedCalls: hold back the first of two updates until the second is called, and submit both as one call.
 
-    critic.update ─ held ─ formulas, calls of other models ─ policy.update ──> one call of both on their ranks
-    critic.update ─ held ─ critic.values, which needs the new weights ───────> critic.update alone, then values
+    critic.update ─ held ─ formulas, other models ─ policy.update ──────> one call of both on their ranks
+    critic.update ─ held ─ critic.values, which needs the new weights ──> critic.update alone, then values
 
 The held update has a result at once. Whoever needs its value first has it submitted alone. So a step without
 the second update, or one that reads the first one's report before it, runs as without fusion.

@@ -11,8 +11,8 @@ points: their collectives keep one order.
     Side.meet   consumes   this call's offer
                 waits for  the baton, which the other call hands on at its next meeting or its end
                 produces   this call's share of the common work; None if it has no partner left
-    an error    ends both calls: the other one raises ``PartnerEnded`` at its next meeting. ``run_both`` raises
-                the first error. An error of the caller's thread, such as a stop, waits for that
+    an error    ends both calls: the other one raises ``PartnerEnded`` at its next meeting. Then ``run_both``
+                raises the first error; so does a stop, which arrives in the caller's thread
 """
 
 from __future__ import annotations
