@@ -153,8 +153,15 @@ def run_both(roles: Sequence[Fusible], calls: Sequence[Callable[[], Any]]) -> li
         helper.start()
         try:
             run(0)
-        finally:
-            helper.join()
+        except BaseException as stop:  # noqa: BLE001  it arrived while the baton changed hands
+            errors.insert(0, stop)
+            baton.end(0, has_failed=True)
+        while helper.is_alive():
+            try:
+                helper.join()
+            except BaseException as stop:  # noqa: BLE001  a rank runs no other call before the helper ends
+                errors.insert(0, stop)
+                baton.end(0, has_failed=True)
     if errors:
         raise errors[0]
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -157,3 +158,29 @@ def test_the_helper_thread_has_the_settings_of_the_caller() -> None:
             run_both([Role("a", 0, []), Role("b", 0, [])], [seen, seen])
     assert found[0] == found[1] and found[2] == found[3]
     assert [each for each, _ in found] == [True, True, False, False]
+
+
+def test_a_stop_that_arrives_while_the_caller_waits_ends_the_helper_first() -> None:
+    """As on a rank: the signal's handler raises in the main thread, which waits for the second call."""
+    ended: list[str] = []
+
+    class Slow(Role):
+        def call(self) -> list[Any]:
+            signal.raise_signal(signal.SIGUSR2)  # Python runs its handler in the main thread
+            for _ in range(20):
+                threading.Event().wait(0.01)
+            ended.append(self.name)
+            return super().call()
+
+    def stop(*_: object) -> None:
+        raise Signalled
+
+    before = signal.signal(signal.SIGUSR2, stop)
+    try:
+        for meetings in (0, 1):
+            log: list[str] = []
+            with pytest.raises(Signalled):
+                both(Role("a", meetings, log), Slow("b", 3, log))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert ended == ["b", "b"]
