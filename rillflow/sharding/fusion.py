@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rillflow.placement.fused.problem import FusedProblem, Pipeline, Schedule
+from rillflow.placement.fused.problem import FusedProblem, Pipeline, Schedule, lower_bound
 from rillflow.placement.fused.solve import schedule
 from rillflow.sharding.fused_pipeline import PipelinePass, run_fused
 from rillflow.sharding.mesh import RankGroups, require_processes
@@ -140,7 +140,7 @@ def run_together(one: WaitingPipeline, other: WaitingPipeline) -> tuple[SharedRu
     plan = one.runner.schedules.plan(one, other)
     if plan is None:
         return None
-    if plan.gain < LEAST_GAIN:
+    if plan.schedule is None:
         return SharedRun(gain=plan.gain), SharedRun(gain=plan.gain)
     if not (one.given.readings or other.given.readings):
         return SharedRun(gain=plan.gain, readings=()), SharedRun(gain=plan.gain, readings=())
@@ -172,11 +172,11 @@ def run_together(one: WaitingPipeline, other: WaitingPipeline) -> tuple[SharedRu
 class FusedPlan:
     """The schedule of two models' micro-batches on the ranks of this block."""
 
-    schedule: Schedule
-    """The orders of its devices."""
     gain: float
     """Predicted share of the time that it saves of both pipelines in turn."""
-    bubble: float
+    schedule: Schedule | None = None
+    """The orders of its devices; None if the gain is too small."""
+    bubble: float = 0.0
     """Predicted share of idle time."""
 
 
@@ -184,7 +184,7 @@ class FusedSchedules:
     """Schedules of two models' micro-batches; all ranks have the same."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[list[float], FusedProblem, Schedule]] = {}
+        self._known: dict[tuple[int, int], tuple[list[float], FusedProblem, Schedule | None]] = {}
 
     def plan(self, ascending: WaitingPipeline, descending: WaitingPipeline) -> FusedPlan | None:
         """Return the plan for the micro-batches that wait on all ranks; every rank calls it.
@@ -203,17 +203,23 @@ class FusedSchedules:
         ]
         problem, made = self._schedule((counts[0], counts[1]), pipelines)
         in_turn_s = sum(each.bound_s for each in problem.pipelines)
+        gain = 1 - (lower_bound(problem) if made is None else made.latency_s) / in_turn_s
+        if made is None or gain < LEAST_GAIN:
+            return FusedPlan(gain=gain)
         work_s = sum(task.end_s - task.start_s for tasks in made.devices for task in tasks)
         return FusedPlan(
+            gain=gain,
             schedule=_of_block(made, found[:, :, 0].long().tolist(), groups),
-            gain=1 - made.latency_s / in_turn_s,
             bubble=1 - work_s / (problem.devices * made.latency_s),
         )
 
     def _schedule(
         self, counts: tuple[int, int], pipelines: Sequence[Pipeline]
-    ) -> tuple[FusedProblem, Schedule]:
-        """Return the problem and a schedule, from memory if stages take about the same shares of the time."""
+    ) -> tuple[FusedProblem, Schedule | None]:
+        """Return the problem and a schedule, from memory if stages take about the same shares of the time.
+
+        There is no schedule if even the lower bound has too small a gain.
+        """
         times = [spent for each in pipelines for spent in (*each.forward_s, *each.backward_s)]
         shares = [spent / sum(times) for spent in times]
         if counts in self._known:
@@ -229,7 +235,8 @@ class FusedSchedules:
             memory_bytes=sum(kept),
         )
         tasks = 2 * problem.devices * sum(counts)
-        made = schedule(problem, budget=max(1, min(_BUDGET, _TASKS // tasks)))
+        may_gain = lower_bound(problem) <= (1 - LEAST_GAIN) * sum(each.bound_s for each in pipelines)
+        made = schedule(problem, budget=max(1, min(_BUDGET, _TASKS // tasks))) if may_gain else None
         if len(self._known) >= _KEPT_SCHEDULES:
             del self._known[next(iter(self._known))]
         self._known[counts] = shares, problem, made

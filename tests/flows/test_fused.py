@@ -56,7 +56,7 @@ class Ran:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors of the newest checkpoint, whatever files they are in."""
-        newest, found = max((self.run / "checkpoints").glob("step-*")), {}
+        newest, found = max((self.run / "checkpoints").glob("step-*")), dict[str, torch.Tensor]()
         for name in ("policy", "critic", "policy.optimizer", "critic.optimizer"):
             for file in sorted((newest / name).glob("*.safetensors")):
                 found |= {f"{name}/{key}": tensor for key, tensor in load_file(file).items()}

@@ -33,11 +33,12 @@ class Trained(Fusible):
     """A role that is updated."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.side = name, None
+        self.name = name
+        self.side: Side | None = None
         self.runs = [PipelineRun(stage=0, passes=())]
 
     def fuse(self, side: Side | None) -> None:
-        self.side: Side | None = side
+        self.side = side
 
     def taken_runs(self) -> Sequence[PipelineRun]:
         taken, self.runs = self.runs, []
