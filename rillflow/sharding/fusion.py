@@ -197,8 +197,9 @@ class FusedSchedules:
         counts = found[:, :, 0].max(0).values.long().tolist()
         if not all(counts):
             return None
+        is_measured = bool((found[:, :, 2:4] > 0).all())  # of both: seconds and parameters do not compare
         pipelines = [
-            _pipeline(found[:, index], each.runner.groups, name)
+            _pipeline(found[:, index], each.runner.groups, name, is_measured=is_measured)
             for index, (each, name) in enumerate(zip(both, ("ascending", "descending"), strict=True))
         ]
         problem, made = self._schedule((counts[0], counts[1]), pipelines)
@@ -243,14 +244,13 @@ class FusedSchedules:
         return problem, made
 
 
-def _pipeline(facts: Tensor, groups: RankGroups, name: str) -> Pipeline:
+def _pipeline(facts: Tensor, groups: RankGroups, name: str, *, is_measured: bool) -> Pipeline:
     """Return a model's pipeline from the facts [R, 6] of all ranks; see ``PipelineRunner.facts``."""
     micro_batches, longest = int(facts[:, 0].max()), float(facts[:, 1].max())
     by_stage = [
         facts[[rank for rank in groups.mesh.ranks if groups.mesh.coordinates(rank)["pp"] == stage]]
         for stage in range(groups.pp.size)
     ]
-    is_measured = bool((facts[:, 2:4] > 0).all())
     each_s = [
         (float(rows[:, 2].mean()), float(rows[:, 3].mean()))
         if is_measured
