@@ -29,7 +29,7 @@ from rillflow.training.minibatches import minibatches
 from rillflow.training.scorer import Scorer
 from rillflow.training.terms import Loss
 from rillflow.training.trainer import Trainer
-from rillflow.workers.baton import Fusible, Side
+from rillflow.workers.baton import Fusible, BatonSide
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import BROADCAST
 from rillflow.workers.values import PipelineRun
@@ -118,7 +118,7 @@ class TrainedRole(StatefulRole, Fusible, Generic[Model]):
         if resume is not None:
             self.share.load_state(self.trainer, resume)
 
-    def fuse(self, side: Side | None) -> None:
+    def fuse(self, side: BatonSide | None) -> None:
         """See Fusible."""
         self.share.parallel.pipeline.side = side
 

@@ -1,7 +1,7 @@
 """Fusion: run a model's pipeline alone, or together with the other model's on the same ranks.
 
     Parallel.run ─ PipelineRunner.run ─┬─ no partner ─────────────────────────────────> run_pipeline
-                                       └─ Side.meet ─ both ─ sizes and times of all ranks
+                                       └─ BatonSide.meet ─ both ─ sizes and times of all ranks
                                                               ├─ small gain ──────────> run_pipeline, in turn
                                                               └─ FusedSchedules ──────> run_fused
 
@@ -26,7 +26,7 @@ from rillflow.sharding.mesh import RankGroups, require_processes
 from rillflow.sharding.packed_rows import Reading
 from rillflow.sharding.pass_times import PassClock, median_s
 from rillflow.sharding.pipeline import NumberedShare, run_pipeline
-from rillflow.workers.baton import Side
+from rillflow.workers.baton import BatonSide
 from rillflow.workers.values import PipelineRun, TimedPass
 
 LEAST_GAIN = 0.03
@@ -51,8 +51,8 @@ class PipelineRunner:
 
     def __init__(self, groups: RankGroups, module: Any, part: nn.Module) -> None:
         self.groups, self._module, self._part = groups, module, part
-        self.side: Side | None = None
-        """Side of a call that shares its passes with another model's; None alone."""
+        self.side: BatonSide | None = None
+        """BatonSide of a call that shares its passes with another model's; None alone."""
         self.seconds = 0.0, 0.0
         """Seconds of the last passes for one packed token, forward and backward; 0 if there were none."""
         self.schedules = FusedSchedules()

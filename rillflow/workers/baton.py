@@ -3,12 +3,12 @@
     caller's thread   first   ── runs ─┐ meet           ┌ runs both meetings, goes on ─┐ meet, or its end
     a helper thread   second           └─ runs ── meet ─┘                              └─ goes on ── ...
 
-A call offers the work that it could share (``Side.meet``) and hands the baton on. Once both have offered,
+A call offers the work that it could share (``BatonSide.meet``) and hands the baton on. Once both have offered,
 the caller's thread runs the two offers together. A call whose partner has ended runs its own work alone. The
 baton changes hands only there and at the end of a call, so ranks that make the same calls switch at the same
 points: their collectives keep one order.
 
-    Side.meet   consumes   this call's offer
+    BatonSide.meet   consumes   this call's offer
                 waits for  the baton, which the other call hands on at its next meeting or its end
                 produces   this call's share of the common work; None if it has no partner left
     an error    ends both calls: the other one raises ``PartnerEnded`` at its next meeting. Then ``run_both``
@@ -40,7 +40,7 @@ class Fusible(ABC):
     """A role with calls that can share work with another role's call on the same ranks."""
 
     @abstractmethod
-    def fuse(self, side: Side | None) -> None:
+    def fuse(self, side: BatonSide | None) -> None:
         """Share work through this side of a baton; None ends that."""
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Fusible(ABC):
         """Return the pipeline runs since the last call."""
 
 
-class Side:
+class BatonSide:
     """One of two calls."""
 
     def __init__(self, baton: Baton, index: int) -> None:
@@ -71,7 +71,7 @@ class Baton:
     """Turns of two calls; index 0 is the caller's thread."""
 
     def __init__(self) -> None:
-        self.sides = Side(self, 0), Side(self, 1)
+        self.sides = BatonSide(self, 0), BatonSide(self, 1)
         """The sides of the two calls."""
         self._condition = threading.Condition()
         self._holder = 0
@@ -81,7 +81,7 @@ class Baton:
         self._has_failed = False
 
     def meet(self, index: int, offer: Any, together: Together) -> Any:
-        """See Side."""
+        """See BatonSide."""
         other = 1 - index
         if not self._has_failed and not self._open[other]:
             return None

@@ -16,7 +16,7 @@ from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric
 from rillflow.workers.backend import Pool
-from rillflow.workers.baton import Fusible, Side
+from rillflow.workers.baton import Fusible, BatonSide
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.inline import InlineBackend
@@ -34,10 +34,10 @@ class Trained(Fusible):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.side: Side | None = None
+        self.side: BatonSide | None = None
         self.runs = [PipelineRun(stage=0, passes=())]
 
-    def fuse(self, side: Side | None) -> None:
+    def fuse(self, side: BatonSide | None) -> None:
         self.side = side
 
     def taken_runs(self) -> Sequence[PipelineRun]:

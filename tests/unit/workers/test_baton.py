@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rillflow.errors import Signalled, TrainingError
-from rillflow.workers.baton import Fusible, PartnerEnded, Side, run_both
+from rillflow.workers.baton import Fusible, PartnerEnded, BatonSide, run_both
 from rillflow.workers.values import PipelineRun
 
 
@@ -20,9 +20,9 @@ class Role(Fusible):
 
     def __init__(self, name: str, meetings: int, log: list[str]) -> None:
         self.name, self.meetings, self.log = name, meetings, log
-        self.side: Side | None = None
+        self.side: BatonSide | None = None
 
-    def fuse(self, side: Side | None) -> None:
+    def fuse(self, side: BatonSide | None) -> None:
         self.side = side
 
     def taken_runs(self) -> Sequence[PipelineRun]:
