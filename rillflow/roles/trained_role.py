@@ -29,7 +29,7 @@ from rillflow.training.minibatches import minibatches
 from rillflow.training.scorer import Scorer
 from rillflow.training.terms import Loss
 from rillflow.training.trainer import Trainer
-from rillflow.workers.baton import Fusible, BatonSide
+from rillflow.workers.baton import BatonSide, Fusible
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import BROADCAST
 from rillflow.workers.values import PipelineRun

@@ -3,8 +3,8 @@
     caller's thread   first   ── runs ─┐ meet           ┌ runs both meetings, goes on ─┐ meet, or its end
     a helper thread   second           └─ runs ── meet ─┘                              └─ goes on ── ...
 
-A call offers the work that it could share (``BatonSide.meet``) and hands the baton on. Once both have offered,
-the caller's thread runs the two offers together. A call whose partner has ended runs its own work alone. The
+A call offers work that it could share (``BatonSide.meet``) and hands the baton on. Once both have offered, the
+caller's thread runs the two offers together. A call whose partner has ended runs its own work alone. The
 baton changes hands only there and at the end of a call, so ranks that make the same calls switch at the same
 points: their collectives keep one order.
 

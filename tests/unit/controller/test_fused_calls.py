@@ -16,7 +16,7 @@ from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch
 from rillflow.records.metrics import Mean, Metric
 from rillflow.workers.backend import Pool
-from rillflow.workers.baton import Fusible, BatonSide
+from rillflow.workers.baton import BatonSide, Fusible
 from rillflow.workers.endpoint import endpoint, endpoints_of
 from rillflow.workers.group import Group
 from rillflow.workers.inline import InlineBackend

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rillflow.errors import Signalled, TrainingError
-from rillflow.workers.baton import Fusible, PartnerEnded, BatonSide, run_both
+from rillflow.workers.baton import BatonSide, Fusible, PartnerEnded, run_both
 from rillflow.workers.values import PipelineRun
 
 
