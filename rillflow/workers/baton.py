@@ -3,12 +3,12 @@
     caller's thread   first   ── runs ─┐ meet           ┌ runs both meetings, goes on ─┐ meet, or its end
     a helper thread   second           └─ runs ── meet ─┘                              └─ goes on ── ...
 
-A call offers work that it could share (``BatonSide.meet``) and hands the baton on. Once both have offered, the
-caller's thread runs the two offers together. A call whose partner has ended runs its own work alone. The
+A call offers work that it could share (``BatonSide.meet``) and hands the baton on. Once both have offered,
+the caller's thread runs the two offers together. A call whose partner has ended runs its own work alone. The
 baton changes hands only there and at the end of a call, so ranks that make the same calls switch at the same
 points: their collectives keep one order.
 
-    BatonSide.meet   consumes   this call's offer
+    meet        consumes   this call's offer
                 waits for  the baton, which the other call hands on at its next meeting or its end
                 produces   this call's share of the common work; None if it has no partner left
     an error    ends both calls: the other one raises ``PartnerEnded`` at its next meeting. Then ``run_both``
