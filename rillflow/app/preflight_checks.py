@@ -142,7 +142,7 @@ def _look_at_step(facts: RecipeFacts, report: Report) -> None:
         report.notes += filter(None, map(unpublished, graphs(facts.recipe)))
 
 
-def _look_at_fused(facts: RecipeFacts, report: Report) -> None:  # noqa: ARG001
+def _look_at_fused(facts: RecipeFacts, _report: Report) -> None:
     """Check that two fused updates do not need each other's results."""
     fused = facts.recipe.placement.fused
     if fused:

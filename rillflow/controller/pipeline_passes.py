@@ -11,10 +11,7 @@ from dataclasses import replace
 
 from rillflow.records.metrics import Mean, Metric
 from rillflow.runs.passes import ALONE, PassesRecord, RankPasses, alone_bubble, windows
-from rillflow.workers.values import Facts
-
-MOST_RANKS = 16
-"""Ranks of a pool whose passes are recorded, counted from the first: those that a timeline shows."""
+from rillflow.workers.values import RECORDED_RANKS, Facts
 
 
 def passes_record(stage: str, step: int, facts: Sequence[Facts], ahead_s: float) -> PassesRecord | None:
@@ -26,8 +23,8 @@ def passes_record(stage: str, step: int, facts: Sequence[Facts], ahead_s: float)
         facts: facts of its ranks.
         ahead_s: clock of the run minus seconds since the epoch.
     """
-    found = sorted((each for each in facts if each.runs), key=lambda each: each.place.rank)
-    found = [each for each in found if each.place.rank < MOST_RANKS]
+    found = [each for each in facts if each.runs and each.place.rank < RECORDED_RANKS]
+    found.sort(key=lambda each: each.place.rank)
     if not any(run.passes for each in found for run in each.runs):
         return None
     runs = found[0].runs

@@ -27,7 +27,7 @@ from rillflow.sharding.packed_rows import Reading
 from rillflow.sharding.pass_times import PassClock, median_s
 from rillflow.sharding.pipeline import NumberedShare, run_pipeline
 from rillflow.workers.baton import BatonSide
-from rillflow.workers.values import PipelineRun, TimedPass
+from rillflow.workers.values import RECORDED_RANKS, PipelineRun, TimedPass
 
 LEAST_GAIN = 0.03
 """Predicted share of saved time below which the pipelines run in turn."""
@@ -89,7 +89,7 @@ class PipelineRunner:
                 median_s(passes, is_backward=False) / size,
                 median_s(passes, is_backward=True) / size,
             )
-        if len(self._runs) < KEPT_RUNS:
+        if len(self._runs) < KEPT_RUNS and self.groups.everyone.rank < RECORDED_RANKS:
             run = PipelineRun(stage=self.groups.stage, passes=passes, gain=gain, bubble=bubble)
             self._runs.append(run)
         return found

@@ -28,6 +28,8 @@ from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import merge_metrics
 from rillflow.workers.backend import Place
 
+RECORDED_RANKS = 16
+"""Ranks of a pool, counted from the first, whose pipeline passes are recorded: those that a timeline shows."""
 GROUPS = 0
 """Unit that keeps neighbouring rows of one prompt together."""
 Names = tuple[str, ...] | None

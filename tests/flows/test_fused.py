@@ -123,9 +123,9 @@ def test_fused_updates_have_the_bits_of_updates_in_turn(
         ("placement.train_parallel.main.pp=2",),
         ("placement.train_parallel.policy.pp=4", "placement.train_parallel.critic.pp=2"),
         ("placement.train_parallel.policy.pp=2", "placement.train_parallel.critic.pp=4"),
-        ("placement.train_parallel.main={pp=2,tp=2}",),
+        ("placement.train_parallel.main={pp=2,tp=2}", "policy.gradient_checkpointing=true"),
     ],
-    ids=["pp 4", "dp 2 x pp 2", "pp 4 and dp 2 x pp 2", "dp 2 x pp 2 and pp 4", "pp 2 x tp 2"],
+    ids=["pp 4", "dp 2 x pp 2", "pp 4 and dp 2 x pp 2", "dp 2 x pp 2 and pp 4", "pp 2 x tp 2, recomputed"],
 )
 def test_every_pair_of_grids_has_the_bits_of_updates_in_turn(grids: tuple[str, ...], tmp_path: Path) -> None:
     settings = ("placement.pools.main=4", *grids, "algorithm.prompts_per_step=6", "algorithm.steps=3")
