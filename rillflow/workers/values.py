@@ -29,7 +29,7 @@ from rillflow.records.metrics import merge_metrics
 from rillflow.workers.backend import Place
 
 RECORDED_RANKS = 16
-"""Ranks of a pool, counted from the first, whose pipeline passes are recorded: those that a timeline shows."""
+"""Ranks of a pool whose pipeline passes are recorded, the first ones: those that a timeline draws."""
 GROUPS = 0
 """Unit that keeps neighbouring rows of one prompt together."""
 Names = tuple[str, ...] | None
