@@ -21,6 +21,8 @@ _ELITE, _MOVED = 8, 4
 """Paces that are varied, and the rank from which a schedule is worth moves."""
 _PASSES, _PATIENCE = 4, 200
 """List schedules, and moves, without a gain before the next pace."""
+_PATIENT = 0.1
+"""Largest share of the budget for moves without a gain: a small budget is better spent on paces."""
 _SHAKEN = 0.05
 """Share of rounds that shake the best schedule although their list schedules came to an end."""
 _RENEWED = 2_000
@@ -34,6 +36,7 @@ class _Search:
         self.works = FusedWork(problem), FusedWork(problem.reversed_in_time())
         self.bound_s = lower_bound(problem)
         self.left, self.draw = budget, Random(seed)
+        self.patience = max(1, min(_PATIENCE, int(_PATIENT * budget)))
         self.renewed_at = budget - _RENEWED
         self.elite: list[tuple[float, tuple[Pace, Pace]]] = []
         self.turns = [0] * problem.ascending.micro_batches + [1] * problem.descending.micro_batches
@@ -104,9 +107,8 @@ class _Search:
     def _move(self, orders: Orders) -> None:
         """Improve orders by moves, and keep them if they are the best."""
         if not self.is_over:
-            self.left -= improve(
-                orders, bound_s=self.bound_s, draw=self.draw, patience=min(_PATIENCE, self.left)
-            )
+            patience = min(self.patience, self.left)
+            self.left -= improve(orders, bound_s=self.bound_s, draw=self.draw, patience=patience)
         if orders.latency_s < self.best.latency_s:
             self.best = orders
 
