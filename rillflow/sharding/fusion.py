@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rillflow.placement.fused.problem import FusedProblem, Pipeline, Schedule, lower_bound
-from rillflow.placement.fused.solve import schedule
+from rillflow.placement.fused.problem import Pipeline, Schedule
+from rillflow.placement.fused.step import StepPlan, step_plan
 from rillflow.sharding.fused_pipeline import PipelinePass, run_fused
 from rillflow.sharding.mesh import RankGroups, require_processes
 from rillflow.sharding.packed_rows import Reading
@@ -29,12 +28,8 @@ from rillflow.sharding.pipeline import NumberedShare, run_pipeline
 from rillflow.workers.baton import BatonSide
 from rillflow.workers.values import RECORDED_RANKS, PipelineRun, TimedPass
 
-LEAST_GAIN = 0.03
-"""Predicted share of saved time below which the pipelines run in turn."""
 KEPT_RUNS = 4
 """Runs of a call whose passes are recorded: its first optimiser steps."""
-_BUDGET, _TASKS = 1_000, 400_000
-"""Schedules that a search times at most, and tasks in all of them."""
 _KEPT_SCHEDULES = 16
 _ALIKE = 0.25
 """Relative change of a stage's share of the time up to which a schedule is used again."""
@@ -184,7 +179,7 @@ class FusedSchedules:
     """Schedules of two models' micro-batches; all ranks have the same."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[list[float], FusedProblem, Schedule | None]] = {}
+        self._known: dict[tuple[int, int], tuple[list[float], StepPlan]] = {}
 
     def plan(self, ascending: WaitingPipeline, descending: WaitingPipeline) -> FusedPlan | None:
         """Return the plan for the micro-batches that wait on all ranks; every rank calls it.
@@ -202,46 +197,31 @@ class FusedSchedules:
             _pipeline(found[:, index], each.runner.groups, name, is_measured=is_measured)
             for index, (each, name) in enumerate(zip(both, ("ascending", "descending"), strict=True))
         ]
-        problem, made = self._schedule((counts[0], counts[1]), pipelines)
-        in_turn_s = sum(each.bound_s for each in problem.pipelines)
-        gain = 1 - (lower_bound(problem) if made is None else made.latency_s) / in_turn_s
-        if made is None or gain < LEAST_GAIN:
-            return FusedPlan(gain=gain)
-        work_s = sum(task.end_s - task.start_s for tasks in made.devices for task in tasks)
-        return FusedPlan(
-            gain=gain,
-            schedule=_of_block(made, found[:, :, 0].long().tolist(), groups),
-            bubble=1 - work_s / (problem.devices * made.latency_s),
-        )
+        made = self._step_plan((counts[0], counts[1]), pipelines, is_measured=is_measured)
+        if not made.pays:
+            return FusedPlan(gain=made.gain)
+        schedule = _of_block(made.schedule, found[:, :, 0].long().tolist(), groups)
+        return FusedPlan(gain=made.gain, schedule=schedule, bubble=made.idle)
 
-    def _schedule(
-        self, counts: tuple[int, int], pipelines: Sequence[Pipeline]
-    ) -> tuple[FusedProblem, Schedule | None]:
-        """Return the problem and a schedule, from memory if stages take about the same shares of the time.
-
-        There is no schedule if even the lower bound has too small a gain.
-        """
+    def _step_plan(
+        self, counts: tuple[int, int], pipelines: Sequence[Pipeline], *, is_measured: bool
+    ) -> StepPlan:
+        """Return a plan, from memory if stages take about the same shares of the time."""
         times = [spent for each in pipelines for spent in (*each.forward_s, *each.backward_s)]
         shares = [spent / sum(times) for spent in times]
+        begin: Schedule | None = None
         if counts in self._known:
-            before, problem, made = self._known[counts]
+            before, made = self._known.pop(counts)
             if all(abs(new - old) <= _ALIKE * old for new, old in zip(shares, before, strict=True)):
-                return problem, made
-        ascending, descending = pipelines
-        kept = [min(each.stages, each.micro_batches) * each.activation_bytes for each in pipelines]
-        problem = FusedProblem(
-            devices=lcm(ascending.stages, descending.stages),
-            ascending=ascending,
-            descending=descending,
-            memory_bytes=sum(kept),
-        )
-        tasks = 2 * problem.devices * sum(counts)
-        may_gain = lower_bound(problem) <= (1 - LEAST_GAIN) * sum(each.bound_s for each in pipelines)
-        made = schedule(problem, budget=max(1, min(_BUDGET, _TASKS // tasks))) if may_gain else None
+                self._known[counts] = before, made
+                return made
+            begin = made.schedule
         if len(self._known) >= _KEPT_SCHEDULES:
             del self._known[next(iter(self._known))]
-        self._known[counts] = shares, problem, made
-        return problem, made
+        kept = [min(each.stages, each.micro_batches) * each.activation_bytes for each in pipelines]
+        made = step_plan(*pipelines, memory_bytes=sum(kept), begin=begin, is_measured=is_measured)
+        self._known[counts] = shares, made
+        return made
 
 
 def _pipeline(facts: Tensor, groups: RankGroups, name: str, *, is_measured: bool) -> Pipeline:

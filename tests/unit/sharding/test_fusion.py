@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rillflow.placement.fused.step import LEAST_GAIN
 from rillflow.placement.mesh import Mesh
-from rillflow.sharding.fusion import LEAST_GAIN, FusedPlan, FusedSchedules, WaitingPipeline
+from rillflow.sharding.fusion import FusedPlan, FusedSchedules, WaitingPipeline
 from rillflow.sharding.mesh import rank_groups
 from rillflow.workers.collectives import SingleRank
 
