@@ -116,6 +116,7 @@ def test_fused_updates_have_the_bits_of_updates_in_turn(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "grids",
     [
@@ -135,6 +136,7 @@ def test_every_pair_of_grids_has_the_bits_of_updates_in_turn(grids: tuple[str, .
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_fused_run_resumes_to_the_same_bits_and_may_go_on_without(tmp_path: Path) -> None:
     settings = (*TWO, "algorithm.steps=3")
     whole = start(tmp_path / "whole", *settings, FUSED)
@@ -147,6 +149,7 @@ def test_a_fused_run_resumes_to_the_same_bits_and_may_go_on_without(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_an_update_that_is_not_finite_is_left_out_alone(tmp_path: Path) -> None:
     """The critic's squared error overflows in a minibatch; the policy's update beside it goes on."""
     alone, fused = (
@@ -162,6 +165,7 @@ def test_an_update_that_is_not_finite_is_left_out_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_demonstrations_and_the_other_order_keep_the_bits(tmp_path: Path) -> None:
     """PPO-ptx passes twice in each step of the policy, so half of its passes have no partner."""
     settings = (*TWO, "algorithm.pretrain_weight=0.5")
@@ -175,6 +179,7 @@ def test_demonstrations_and_the_other_order_keep_the_bits(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_safe_rlhf_trains_its_second_critic_beside(tmp_path: Path) -> None:
     settings = (*TWO, 'cost.function="reward.py:small"')
     alone, fused = (
