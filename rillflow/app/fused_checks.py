@@ -37,6 +37,13 @@ def unfusable(recipe: Recipe) -> Iterator[ConfigError]:
             why="one update fills the pipeline bubbles of one other update",
             fix='name two trained models, such as placement.fused = ["policy", "critic"]',
         )
+    elif fused[1] == "policy":
+        yield ConfigError(
+            said,
+            why="the second model's stages are in reverse order, and the order of the policy's ranks is the "
+            "order of the rows that they sample",
+            fix=f"name the policy first: {shown(['policy', fused[0]])}",
+        )
     elif odd:
         told = "is not trained" if odd[0] in specs else f"is not a role of {recipe.algorithm.name}"
         yield ConfigError(

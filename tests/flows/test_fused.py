@@ -34,7 +34,7 @@ SMALL = ("policy.tokens_per_micro_batch=16", "warm_start=none", "evaluate=none",
 """Settings with several micro-batches in each of two optimiser steps of a step."""
 HUGE = """
 def small(prompts, completions, **columns):
-    return [3e38 if prompt == "5+1=" else len(text) / 4 for prompt, text in zip(prompts, completions)]
+    return [3e38 if prompt[0] == "5" else len(text) / 4 for prompt, text in zip(prompts, completions)]
 """
 
 
@@ -166,16 +166,12 @@ def test_an_update_that_is_not_finite_is_left_out_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_demonstrations_and_the_other_order_keep_the_bits(tmp_path: Path) -> None:
+def test_demonstrations_keep_the_bits(tmp_path: Path) -> None:
     """PPO-ptx passes twice in each step of the policy, so half of its passes have no partner."""
     settings = (*TWO, "algorithm.pretrain_weight=0.5")
-    other = 'placement.fused=["critic","policy"]'
-    alone, fused, turned = (
-        start(tmp_path / name, *settings, *more)
-        for name, more in (("a", ()), ("b", (FUSED,)), ("c", (other,)))
-    )
+    alone, fused = (start(tmp_path / name, *settings, *more) for name, more in (("a", ()), ("b", (FUSED,))))
     require_same(alone, fused)
-    require_same(alone, turned)
+    assert fused_steps(fused) == 4
 
 
 @pytest.mark.slow

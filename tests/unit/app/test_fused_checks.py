@@ -50,6 +50,7 @@ def test_pipelines_on_the_same_ranks_can_be_fused(grids: tuple[Any, Any]) -> Non
     [
         (("policy",), PIPES, "one update fills the pipeline bubbles of one other update"),
         (("policy", "policy"), PIPES, "name two trained models"),
+        (("critic", "policy"), PIPES, "name the policy first"),
         (("policy", "reward"), PIPES, "reward is not trained"),
         (("policy", "crytic"), PIPES, "crytic is not a role of ppo"),
         (("policy", "cost_critic"), PIPES, "the run trains policy, critic"),
