@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from rillflow.app.launch import launch
 from rillflow.app.recipe import load_recipe
 from rillflow.cli.main import main
+from rillflow.errors import TrainingError
 from rillflow.runs import layout
 from rillflow.runs.passes import ALONE, read_passes, windows
 from rillflow.runs.reader import read_spans
@@ -162,6 +163,16 @@ def test_an_update_that_is_not_finite_is_left_out_alone(tmp_path: Path) -> None:
         for ran in (alone, fused)
     ]
     assert skips[0] == skips[1] and skips[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_error_of_one_update_ends_the_run_at_once_and_is_told(tmp_path: Path) -> None:
+    """No rank waits for the other update, and neither model has made a step of it."""
+    with pytest.raises(TrainingError) as found:
+        start(tmp_path / "run", *TWO, FUSED, "algorithm.ratio_tolerance=1e-12")
+    assert any("in policy.update" in note for note in found.value.__notes__)
+    assert "ratio" in str(found.value)
 
 
 @pytest.mark.slow
