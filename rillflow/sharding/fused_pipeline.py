@@ -7,9 +7,10 @@
     schedule ── passes of this rank's device, in order ──┬─> wait for the input ─> pass ─> send ─> after()
                                                           └─> messages of this rank, in one order
 
-A rank consumes hidden states and gradients of its neighbours; it waits for the input of its next pass alone;
-the neighbour's send unblocks it; it produces the input of a neighbour's pass. Both models' micro-batches run
-first in, first out, and each model has its own process group. So gradients have the bits of ``run_pipeline``.
+A rank consumes hidden states and gradients of its neighbours. It waits for the input of its next pass, and
+for a neighbour's receive before it drops a sent tensor; the neighbour's send or receive unblocks it. It
+produces the input of a neighbour's pass. Both models' micro-batches run first in, first out, and each model
+has its own process group. So gradients have the bits of ``run_pipeline``.
 
 No order can deadlock: a rank waits only for passes that are earlier in the schedule. Sends run beside the
 passes; their tensors are kept until the schedule says that the neighbour has used them. All messages of a
