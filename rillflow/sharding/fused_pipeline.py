@@ -7,17 +7,19 @@
     schedule ── passes of this rank's device, in order ──┬─> wait for the input ─> pass ─> send ─> after()
                                                           └─> messages of this rank, in one order
 
-A rank consumes hidden states and gradients of its neighbours; it waits for the input of its next pass alone;
-the neighbour's send unblocks it; it produces the input of a neighbour's pass. Both models' micro-batches run
-first in, first out, and each model has its own process group. So gradients have the bits of ``run_pipeline``.
+A rank consumes hidden states and gradients of its neighbours. It waits for the input of its next pass, and
+for a neighbour's receive before it drops a sent tensor; the neighbour's send or receive unblocks it. It
+produces the input of a neighbour's pass. Both models' micro-batches run first in, first out, and each model
+has its own process group. So gradients have the bits of ``run_pipeline``.
 
 No order can deadlock: a rank waits only for passes that are earlier in the schedule. Sends run beside the
-passes; their tensors are kept until the schedule says that the neighbour has used them. Receives are posted
-before sends of later passes, and at most ``AHEAD`` passes before their own. Both ranks of a link post its
-messages in the same order, by the end of the sending pass in the schedule.
+passes; their tensors are kept until the schedule says that the neighbour has used them. All messages of a
+rank are posted in one order, by the end of the sending pass in the schedule; the neighbours have the same
+order. So even sends that block until their receive is posted cannot deadlock. A receive is posted before the
+sends of later passes, and otherwise at most ``AHEAD`` passes before its own.
 
-Tested with gloo on CPUs. NCCL needs the common order of each link, because its sends and receives between two
-ranks share a stream; it is kept, but not tested: that takes several GPUs.
+Tested with gloo on CPUs, also with sends that block. NCCL is not tested, because that takes several GPUs. It
+needs the common order: its sends and receives between two ranks share a stream.
 
 Legend: U packed tokens of a model's longest micro-batch, D hidden size.
 """
@@ -28,7 +30,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -79,15 +80,6 @@ class FusedRun:
     """Passes of this rank in their order, with measured start and end in seconds since the first."""
     began: float
     """Start of the first pass, in seconds since the epoch."""
-
-    def seconds_per_token(self, pipeline: int, *, is_backward: bool) -> float:
-        """Return the median seconds of a model's passes on this rank for one packed token."""
-        spent = [
-            each.end_s - each.start_s
-            for each in self.passes
-            if each.pipeline == pipeline and each.is_backward == is_backward
-        ]
-        return median(spent) / self.readings[pipeline][0].size
 
 
 def run_fused(ascending: PipelinePass, descending: PipelinePass, schedule: Schedule) -> FusedRun:

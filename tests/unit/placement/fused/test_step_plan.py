@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rillflow.placement.fused.check import check
-from rillflow.placement.fused.problem import FusedProblem, Pipeline, even
+from rillflow.placement.fused.problem import FusedProblem, Pipeline, even, lower_bound
 from rillflow.placement.fused.step import LEAST_GAIN, in_1f1b, step_plan
 
 ACTOR = even("actor", stages=4, micro_batches=8, forward_s=5.0, activation_bytes=1.95)
@@ -33,6 +33,32 @@ def test_a_plan_saves_time_within_the_memory_of_the_larger_pipeline_alone() -> N
     assert plan.alone_s == 225.0 and plan.schedule.latency_s <= 203.0 and plan.pays
     assert plan.gain == pytest.approx(1 - plan.schedule.latency_s / 225.0)
     assert 0 < plan.idle < 0.5
+
+
+@pytest.mark.parametrize(
+    ("stages", "counts", "forward", "kept"),
+    [
+        ((8, 4), (32, 16), (5, 4), (1.95, 2)),
+        ((8, 4), (16, 8), (5, 4), (1.95, 2)),
+        ((8, 4), (8, 4), (5, 4), (1.95, 2)),
+        ((8, 8), (16, 16), (5, 2), (1.95, 1)),
+        ((4, 2), (8, 4), (5, 4), (1.95, 2)),
+        ((4, 4), (8, 8), (5, 2), (1.95, 1)),
+        ((2, 2), (8, 8), (5, 5), (2, 2)),
+    ],
+)
+def test_a_quarter_more_memory_leads_near_the_bound(
+    stages: tuple[int, int], counts: tuple[int, int], forward: tuple[int, int], kept: tuple[float, float]
+) -> None:
+    one, other = (
+        even(name, stages=size, micro_batches=count, forward_s=forward_s, activation_bytes=each)
+        for name, size, count, forward_s, each in zip("ab", stages, counts, forward, kept, strict=True)
+    )
+    cap = 1.25 * max(size * each for size, each in zip(stages, kept, strict=True))
+    problem = FusedProblem(devices=stages[0], ascending=one, descending=other, memory_bytes=cap)
+    plan = step_plan(one, other, memory_bytes=cap)
+    assert check(problem, plan.schedule) == []
+    assert plan.gain >= 1 - lower_bound(problem) / plan.alone_s - 0.03
 
 
 def test_equal_arguments_give_equal_plans() -> None:
