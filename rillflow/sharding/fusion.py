@@ -30,6 +30,8 @@ from rillflow.workers.values import RECORDED_RANKS, PipelineRun, TimedPass
 
 KEPT_RUNS = 4
 """Runs of a call whose passes are recorded: its first optimiser steps."""
+_MORE = 0.25
+"""Activations that a rank may hold beyond those of the larger pipeline alone; at least of a micro-batch."""
 _KEPT_SCHEDULES = 16
 _ALIKE = 0.25
 """Relative change of a stage's share of the time up to which a schedule is used again."""
@@ -218,8 +220,9 @@ class FusedSchedules:
             begin = made.schedule
         if len(self._known) >= _KEPT_SCHEDULES:
             del self._known[next(iter(self._known))]
-        kept = [min(each.stages, each.micro_batches) * each.activation_bytes for each in pipelines]
-        made = step_plan(*pipelines, memory_bytes=sum(kept), begin=begin, is_measured=is_measured)
+        alone = max(min(each.stages, each.micro_batches) * each.activation_bytes for each in pipelines)
+        more = max(_MORE * alone, *(each.activation_bytes for each in pipelines))
+        made = step_plan(*pipelines, memory_bytes=alone + more, begin=begin, is_measured=is_measured)
         self._known[counts] = shares, made
         return made
 
