@@ -163,6 +163,7 @@ def test_an_update_that_is_not_finite_is_left_out_alone(tmp_path: Path) -> None:
         for ran in (alone, fused)
     ]
     assert skips[0] == skips[1] and skips[0]
+    assert main(["replay", str(fused.run / "bundles" / f"step-{skips[1][0]['step']:06d}")]) == 1
 
 
 @pytest.mark.slow
