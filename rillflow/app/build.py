@@ -36,6 +36,7 @@ from rillflow.controller.decisions import Decisions, RecordedDecisions, decision
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flight import GroupInFlight
 from rillflow.controller.flow import Flow
+from rillflow.controller.fused_calls import FusedCalls
 from rillflow.controller.gathering import CALLS, Gathering, GatherRule
 from rillflow.controller.interrupt import Interruption
 from rillflow.controller.loop import Loop
@@ -162,7 +163,9 @@ class Build:
         files = kept.collected if kept is not None else {}
         rows = {name: executor.loaded(file.absolute()) for name, file in files.items()}
         source = self._source(plan, place, kept)
-        executor = StepExecutor(executor, source)
+        fused = self._recipe.placement.fused
+        updates = FusedCalls(fused if {*fused} <= {*trained} else (), trained)
+        executor = StepExecutor(executor, source, updates)
         return Phase(
             name=plan.name,
             index=index,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, cuts_tail, is_ready_first
 from rillflow.app.batch_arithmetic import step_rows
+from rillflow.app.fused_checks import unfusable
 from rillflow.app.gathering_checks import gathering_problems
 from rillflow.app.meshes import impossible, unfit
 from rillflow.app.role_table import model_roles, roles_of
@@ -44,6 +45,7 @@ def _placement(recipe: Recipe) -> Iterator[ConfigError]:
     yield from unknown
     if not unknown:
         yield from _meshes(recipe)
+        yield from unfusable(recipe)
         yield from _ahead(recipe)
     ranks, device = sum(recipe.placement.pools.values()), recipe.run.device
     if ":" in device and not recipe.placement.is_inline:

@@ -22,6 +22,7 @@ from rillflow.app.corrections import bound_notes, correction_notes
 from rillflow.app.default_pools import pool_notes, require_devices
 from rillflow.app.doctor import available_memory, cuda_devices, device_memory, machine_memory
 from rillflow.app.facts import RecipeFacts
+from rillflow.app.fused_checks import require_independent
 from rillflow.app.memory import (
     estimate,
     holds_whole,
@@ -104,6 +105,7 @@ def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
     """
     checks = [
         _look_at_step,
+        _look_at_fused,
         *([_look_at_engine] if runs_code else []),
         _look_at_settings,
         _look_at_data,
@@ -138,6 +140,15 @@ def _look_at_step(facts: RecipeFacts, report: Report) -> None:
         from rillflow.app.graphs import graphs, unpublished
 
         report.notes += filter(None, map(unpublished, graphs(facts.recipe)))
+
+
+def _look_at_fused(facts: RecipeFacts, _report: Report) -> None:
+    """Check that two fused updates do not need each other's results."""
+    fused = facts.recipe.placement.fused
+    if fused:
+        from rillflow.app.graphs import graphs
+
+        require_independent(fused, graphs(facts.recipe))
 
 
 def _look_at_engine(facts: RecipeFacts, report: Report) -> None:

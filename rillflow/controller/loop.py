@@ -105,7 +105,7 @@ class Loop:
         best = best_checkpoint(run.path)
         self._best_reward = -math.inf if best is None else best.mean_reward
         self._saves = deque[Save]()
-        self._left = ""
+        self._left = self._unfused = ""
         self._discard()  # leftovers of a killed run
         self.version = 0
         """Policy version of the last publish."""
@@ -338,6 +338,9 @@ class Loop:
         self._writing, self._written_step, self.version = step.writing, step.number, place.state["version"]
         began, self._finished_at = max(step.began, self._finished_at), self._clock()
         seconds = self._finished_at - began
+        if step.unfused and not self._unfused:
+            self._unfused = step.unfused
+            self._progress.note(self._unfused)
         for told in step.skips:
             self._progress.note(told)
         if step.skips:

@@ -22,6 +22,7 @@ from typing import Any
 from rillflow.controller.checkpoint import AHEAD, updates_of
 from rillflow.controller.executor import GroupExecutor
 from rillflow.controller.flow import Flow, Journal, Supply
+from rillflow.controller.pipeline_passes import fused_metrics, passes_record, unfused_note
 from rillflow.controller.saved_flight import FlightSave
 from rillflow.controller.source import DataStream, Source
 from rillflow.controller.telemetry import asked
@@ -29,6 +30,7 @@ from rillflow.graph.graph import CONTROLLER
 from rillflow.graph.handle import reports_of
 from rillflow.records.metrics import Max, Mean, Metric, merge_metrics
 from rillflow.roles.policy import Policy
+from rillflow.runs.passes import PassesRecord
 from rillflow.runs.reader import RankSpan, SpanRecord
 from rillflow.runs.run_directory import RunDirectory
 from rillflow.training.skipping import taken_skips
@@ -164,6 +166,7 @@ class OpenStep:
         """Whether the run ends after this step on request."""
         self.skips: list[str] = []
         """Messages about skipped updates."""
+        self._passes: list[PassesRecord] = []
         self._is_cut = False
         self.began = phase.executor.backend.now()
         self._phase, self._run, self._deadline_s = phase, run, deadline_s
@@ -203,6 +206,11 @@ class OpenStep:
         """Whether all rows of the step are sampled."""
         made = [each.result for each in self.journal.stages if self._phase.executor.is_sampled(each.stage)]
         return all(each.is_ready and not each.has_failed for each in made)
+
+    @property
+    def unfused(self) -> str:
+        """Note on updates that were to be fused and ran one after the other; empty if there are none."""
+        return unfused_note(self._passes)
 
     @property
     def writing(self) -> Sequence[Pending]:
@@ -251,7 +259,7 @@ class OpenStep:
         metrics: dict[str, Metric] = dict(self._phase.source.metrics)
         for part in self._reports:
             metrics |= part.read(wait_s)
-        metrics = self._sampled() | self._measured() | metrics
+        metrics = self._sampled() | self._measured() | fused_metrics(self._passes) | metrics
         if self.journal.published is not None:
             metrics["policy/version/max"] = Max(value=version)
         remembered = self._state["numbers"]
@@ -282,6 +290,10 @@ class OpenStep:
             after = list(dict.fromkeys(names.get(source, source) for source in made.work.after))
             facts = [*made.work.worked, *made.facts(wait_s)]
             self._run.log_span(span_of(stage, self.number, facts, ahead_s, made.beside, after))
+            passes = passes_record(stage, self.number, [*facts, *made.beside], ahead_s)
+            if passes is not None:
+                self._run.log_passes(passes)
+                self._passes.append(passes)
         for stage, sent in moved.items():
             self._run.log_span(span_of(stage, self.number, sent, ahead_s, [], []))
 

@@ -8,7 +8,7 @@ Rows of one chunk move on while later chunks are generated:
     update       3        6        9
 
 A stage that needs all rows at once (whitening, an update that mixes them, a number) is submitted after all
-chunks.
+chunks. Two updates that ``placement.fused`` names are submitted as one call (``fused_calls``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rillflow.controller.executor import GroupExecutor
+from rillflow.controller.fused_calls import FusedCalls
 from rillflow.controller.source import ChunkedResult, Source
 from rillflow.formulas import granularity
 from rillflow.graph.handle import Formula, Options
@@ -33,17 +34,20 @@ class StepExecutor(GroupExecutor):
     Args:
         executor: has the groups and their backend.
         source: gives the sampler's rows, and takes the policy's versions.
+        fused: updates that run together.
     """
 
-    def __init__(self, executor: GroupExecutor, source: Source) -> None:
+    def __init__(self, executor: GroupExecutor, source: Source, fused: FusedCalls | None = None) -> None:
         super().__init__(executor.groups, executor.backend)
-        self._source = source
+        self._source, self._fused = source, fused or FusedCalls()
         self._chain: list[tuple[ChunkedResult, Callable[[int], Pending]]] = []
         self._chunks = 0
 
     def call(self, role: str, endpoint: str, args: Sequence[Any], options: Options) -> Pending:
         """See Executor."""
         group = self.serving(role, endpoint)
+        if not self._fused.takes(group, endpoint):
+            self._fused.before(group)
         if group.role == SAMPLER:
             rows = self._source.rows(group, endpoint, args, options)
             if rows is not None:
@@ -65,6 +69,8 @@ class StepExecutor(GroupExecutor):
             )
         if called is None or not chunks or not called.by_parts or not options["passes"].goes_by(chunks):
             self._submit()
+            if self._fused.takes(group, endpoint):
+                return self._fused.call(group, args, options)
             return group.call(endpoint, *args, **options)
         if any(each.stage.startswith(f"{group.of}.") for each, _ in self._chain):
             self._submit()  # these calls need the weights before the update
@@ -121,18 +127,22 @@ class StepExecutor(GroupExecutor):
             for made, make in chain:
                 made.chunks.append(make(index))
 
-    def _at(self, places: Sequence[Place], *how: Any, **cut: Any) -> Pending:
+    def _at(self, places: Sequence[Place], name: str, role: str, *how: Any, **cut: Any) -> Pending:
         self._submit()
-        return super()._at(places, *how, **cut)
+        if role:
+            self._fused.release()
+        return super()._at(places, name, role, *how, **cut)
 
     def abandon(self) -> float:
         """See GroupExecutor; deferred stages are dropped."""
         self._chain.clear()
+        self._fused.drop()
         return super().abandon()
 
     def deal(self, *how: Any) -> list[Pending]:
         """See GroupExecutor."""
         self._submit()
+        self._fused.release()
         return super().deal(*how)
 
 

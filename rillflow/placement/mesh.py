@@ -69,6 +69,17 @@ class Mesh:
         count = prod(max(size, 0) for size in sizes.values())
         return Mesh(axes=axes, ranks=tuple(range(first, first + count) if ranks is None else ranks))
 
+    def turned(self, axis: str) -> Mesh:
+        """Return the mesh with one axis counted from the other end.
+
+        Example: ``Mesh.of(dp=2, pp=2).turned("pp").ranks == (1, 0, 3, 2)``
+        """
+        place = self.names.index(self.axis(axis).name)
+        last = self.axis(axis).size - 1
+        there = {at: rank for rank, at in self._coordinates.items()}
+        ranks = tuple(there[*at[:place], last - at[place], *at[place + 1 :]] for at in there)
+        return Mesh(axes=self.axes, ranks=ranks)
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the axes, the slowest-varying first."""

@@ -6,7 +6,7 @@ begin, begin_saving, written: a phase of training, and the state to resume it fr
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
@@ -29,8 +29,10 @@ from rillflow.training.minibatches import minibatches
 from rillflow.training.scorer import Scorer
 from rillflow.training.terms import Loss
 from rillflow.training.trainer import Trainer
+from rillflow.workers.baton import BatonSide, Fusible
 from rillflow.workers.endpoint import endpoint
 from rillflow.workers.transfer import BROADCAST
+from rillflow.workers.values import PipelineRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class StatefulRole:
         return self._saves[folder].written(wait=wait)
 
 
-class TrainedRole(StatefulRole, Generic[Model]):
+class TrainedRole(StatefulRole, Fusible, Generic[Model]):
     """A model that is trained in phases.
 
     Args:
@@ -115,6 +117,14 @@ class TrainedRole(StatefulRole, Generic[Model]):
         self._config, self._updates, self._trainer = train, updates, None
         if resume is not None:
             self.share.load_state(self.trainer, resume)
+
+    def fuse(self, side: BatonSide | None) -> None:
+        """See Fusible."""
+        self.share.parallel.pipeline.side = side
+
+    def taken_runs(self) -> Sequence[PipelineRun]:
+        """See Fusible."""
+        return self.share.parallel.pipeline.taken_runs()
 
     @property
     def updates(self) -> int:

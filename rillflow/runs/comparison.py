@@ -80,9 +80,10 @@ class ComparedStep:
 def is_clocked(metric: str) -> bool:
     """Return whether a metric depends on the clock.
 
-    The name of a measured time ends with its unit, seconds. ``flight/lag`` counts weights on their way.
+    The name of a measured time ends with its unit, seconds. ``flight/lag`` counts weights on their way, and
+    ``fused`` has shares of measured seconds.
     """
-    return metric.split("/")[-2:][0].endswith("_seconds") or metric.startswith("flight/lag/")
+    return metric.split("/")[-2:][0].endswith("_seconds") or metric.startswith(("flight/lag/", "fused/"))
 
 
 class StepComparison:

@@ -5,6 +5,7 @@ RUN/
   config.json          the resolved config            environment.json   each start of the run
   data.json            digests of its rows
   metrics.jsonl        one line per step              spans.jsonl        one line per stage and step
+  passes.jsonl         one line per step of a pipeline
   evaluations.jsonl    one line per evaluation        rollouts/          one file per step and rank
   tokens.json          the text of every token
   checkpoints/         written by another package     summary.json, report.html
@@ -31,6 +32,7 @@ DATA = "data.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 SPANS = "spans.jsonl"
+PASSES = "passes.jsonl"
 DIGESTS = "digests.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 ROLLOUTS = "rollouts"
@@ -48,7 +50,7 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 FINISHED = "finished.json"
 PLAN = "plan.toml"
-STEP_FILES = (METRICS, SPANS, EVALUATIONS, SKIPS, GIVEN_UP)
+STEP_FILES = (METRICS, SPANS, PASSES, EVALUATIONS, SKIPS, GIVEN_UP)
 """Files whose lines belong to a step."""
 LINE_FILES = (*STEP_FILES, DECISIONS)
 

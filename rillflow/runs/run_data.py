@@ -1,6 +1,7 @@
 """RunData: all data of a run that the views show, read once.
 
 metrics.jsonl ─> steps, phases     spans.jsonl ─> spans     evaluations.jsonl ─> evaluations
+passes.jsonl ─> passes
 config.json, environment.json ─> settings and machine
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from rillflow.runs import layout, reader
 from rillflow.runs.json_lines import JSON
+from rillflow.runs.passes import PassesRecord, read_passes
 from rillflow.runs.reader import EvaluationRecord, MetricsRecord, SpanRecord
 
 
@@ -47,6 +49,8 @@ class RunData:
     """Metrics of every step."""
     spans: Sequence[SpanRecord]
     """Spans of every stage and step."""
+    passes: Sequence[PassesRecord] = ()
+    """Recorded passes of pipelines."""
     evaluations: Sequence[EvaluationRecord]
     """Evaluations on the held-out rows."""
     sets: Mapping[str, Sequence[EvaluationRecord]] = field(default_factory=dict)
@@ -103,6 +107,7 @@ def load(run: Path) -> RunData:
         starts=reader.read_starts(run),
         steps=steps,
         spans=reader.read_spans(run),
+        passes=read_passes(run),
         evaluations=[each for each in every if not each.set],
         sets={name: [each for each in every if each.set == name] for name in names},
         phases=_phases(steps),

@@ -28,6 +28,7 @@ from rillflow.runs.changes import Change, allowed_changes
 from rillflow.runs.evidence import RECOVERABLE, Evidence, damage, entries, newest_checkpoint, recover
 from rillflow.runs.json_lines import JSON, decode, encode, read_json, read_lines
 from rillflow.runs.lock import Lock
+from rillflow.runs.passes import PassesRecord
 from rillflow.runs.reader import Evaluation, RankSpan, SpanRecord, read_metrics, read_spans, read_starts
 
 
@@ -232,6 +233,10 @@ class RunDirectory(ExitStack):
         """Append one stage of one step to spans.jsonl."""
         ranks = [_span_json(each) for each in span.ranks]
         self._append(layout.SPANS, **{**_span_json(span), "ranks": ranks})
+
+    def log_passes(self, passes: PassesRecord) -> None:
+        """Append the passes of one stage of one step to passes.jsonl."""
+        self._append(layout.PASSES, **{**vars(passes), "ranks": [vars(each) for each in passes.ranks]})
 
     def _append(self, name: str, /, **record: JSON) -> None:
         self.require_lock()

@@ -118,19 +118,25 @@ class RankGroups:
         return self.pp.size == self.tp.size == self.fsdp.size == self.ep.size == 1
 
     @property
+    def is_descending(self) -> bool:
+        """Whether the first stage is on the last rank of ``pp``; see ``Mesh.turned``."""
+        pipeline = self.mesh.groups("pp")[0]
+        return pipeline[0] > pipeline[-1]
+
+    @property
     def stage(self) -> int:
         """Index of the pipeline stage, from 0."""
-        return self.pp.rank
+        return self.pp.size - 1 - self.pp.rank if self.is_descending else self.pp.rank
 
     @property
     def first(self) -> bool:
         """Whether this is the first stage, which receives tokens."""
-        return self.pp.rank == 0
+        return self.stage == 0
 
     @property
     def last(self) -> bool:
         """Whether this is the last stage, which has logits, scores and losses."""
-        return self.pp.rank == self.pp.size - 1
+        return self.stage == self.pp.size - 1
 
     @property
     def speaks(self) -> bool:
@@ -286,8 +292,11 @@ class Gradients:
         square = torch.zeros(1, dtype=torch.float64)
         if own:
             square += nn.utils.get_total_norm(own).double().cpu() ** 2
-        self.groups.everyone.sum_([square])
-        return square.sqrt()[0]
+        squares = self.groups.everyone.stack(square)
+        total = squares[self.groups.mesh.ranks[0]].clone()
+        for rank in self.groups.mesh.ranks[1:]:  # by stage, so that a descending model has the same bits
+            total += squares[rank]
+        return total.sqrt()[0]
 
     def _counts(self, name: str) -> bool:
         groups = self.groups

@@ -35,6 +35,7 @@ from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weigh
 from rillflow.placement.sbp import Broadcast, Part
 from rillflow.records.batch import Batch
 from rillflow.sharding.experts import cut_experts, expert_weights
+from rillflow.sharding.fusion import PipelineRunner
 from rillflow.sharding.mesh import Gradients, RankGroups, require_processes
 from rillflow.sharding.packed_rows import Reading, empty_reading, lay_out
 from rillflow.sharding.pipeline import (
@@ -43,7 +44,6 @@ from rillflow.sharding.pipeline import (
     cut_stage,
     layers_of,
     require_same,
-    run_pipeline,
     weight_stages,
 )
 from rillflow.sharding.tensor import cut_tensors, own, share_tokens
@@ -126,6 +126,8 @@ class Parallel:
         self._agreeing: tuple[Ranks, ...] = (groups.everyone,)
         self.part = _Part(module, groups, most_logits)
         """The module that a pass calls."""
+        self.pipeline = PipelineRunner(groups, module, self.part)
+        """Runner of the passes if the model has several stages."""
         if not self.is_whole:
             if self.padded:
                 raise ModelError(*own_attention_is_whole(type(module).__name__))
@@ -249,8 +251,8 @@ class Parallel:
             return output.sum() * 0
 
         if self.groups.pp.size > 1:
-            ranks, readings = require_processes(self.groups.pp), list(self._readings(parts, back, routing))
-            for reading in run_pipeline(ranks, self.module, self.part, readings, share, after):
+            readings = list(self._readings(parts, back, routing))
+            for reading in self.pipeline.run(readings, share, after):
                 reading.check(self.module)
             return
         for index, reading in enumerate(self._readings(parts, back, routing)):

@@ -36,6 +36,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from rillflow.errors import ModelError
 from rillflow.models.architecture import relative_difference, trial
 from rillflow.sharding.packed_rows import Reading
+from rillflow.sharding.pass_times import PassClock
 from rillflow.workers.collectives import ProcessRanks
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}
@@ -250,6 +251,9 @@ def run_pipeline(
     readings: Sequence[Reading],
     finish: NumberedShare,
     after: Callable[[], None] | None = None,
+    *,
+    is_descending: bool = False,
+    clock: PassClock | None = None,
 ) -> list[Reading]:
     """Run all micro-batches forward, and backward if ``after`` is given.
 
@@ -260,6 +264,8 @@ def run_pipeline(
         readings: the micro-batches, the same on every stage; may be empty.
         finish: called on the last stage, in the order of micro-batches.
         after: called after every backward pass.
+        is_descending: whether the first stage is on the last rank.
+        clock: receives the times of the passes.
 
     Returns:
         The readings as they were run, padded.
@@ -268,7 +274,8 @@ def run_pipeline(
         return []
     longest = max(reading.size for reading in readings)
     filled = [reading.padded(longest) for reading in readings]
-    first, last = ranks.rank == 0, ranks.rank == ranks.size - 1
+    index = ranks.size - 1 - ranks.rank if is_descending else ranks.rank
+    first, last = index == 0, index == ranks.size - 1
     trains = after is not None
     # Only shapes are needed, so meta tensors avoid a pass to infer them.
     width = int(module.config.get_text_config().hidden_size)
@@ -276,14 +283,16 @@ def run_pipeline(
     share = torch.empty((), device="meta", requires_grad=trains)
     stage = _Stage(
         _Step(part, filled, finish if last else None),
-        ranks.rank,
+        index,
         ranks.size,
         module.device,
         input_args=torch.empty(1, dtype=torch.int64, device="meta") if first else state,
         output_args=share if last else state,
         group=ranks.group,
     )
-    stage.after = after
+    stage.after, stage.clock = after, clock
+    if is_descending:
+        stage.stage_index_to_group_rank = {each: ranks.size - 1 - each for each in range(ranks.size)}
     count, numbers = len(filled), torch.arange(len(filled))
     few = not trains or count < ranks.size
     kind: type[PipelineScheduleSingle] = ScheduleGPipe if few else Schedule1F1B
@@ -316,15 +325,27 @@ class _Step(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """Torch's stage with a callback after every backward pass."""
+    """Torch's stage with a callback after every backward pass, and the times of its passes."""
 
     after: Callable[[], None] | None = None
+    clock: PassClock | None = None
+
+    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        """See PipelineStage."""
+        start = None if self.clock is None else self.clock.stamp()
+        found = super().forward_one_chunk(*arguments, **options)
+        if self.clock is not None:
+            self.clock.add(arguments[0], False, start)
+        return found
 
     def backward_one_chunk(self, *arguments: Any, **options: Any) -> None:
         """See PipelineStage."""
+        start = None if self.clock is None else self.clock.stamp()
         super().backward_one_chunk(*arguments, **options)
         if self.after is not None and self.has_backward:
             self.after()
+        if self.clock is not None:
+            self.clock.add(arguments[0], True, start)
 
 
 def _share(output: Tensor, number: Tensor) -> Tensor:

@@ -19,10 +19,44 @@ from rillflow.records.batch import Batch
 from rillflow.workers import program
 from rillflow.workers.backend import Backend, Place
 from rillflow.workers.endpoint import Endpoint
-from rillflow.workers.pending import Pending, Replies, pack_options, submitted
+from rillflow.workers.pending import Pending, Replies, pack_options, pending_of, submitted
 from rillflow.workers.program import Call, Factory
 from rillflow.workers.transfer import AXES, Transfer
-from rillflow.workers.values import Lie, Names, are_whole, piece, shares
+from rillflow.workers.values import Lie, Names, RemoteValue, are_whole, piece, shares
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedCall:
+    """A call of an endpoint whose arguments are cut for the ranks."""
+
+    stage: str
+    """Name of the stage."""
+    backend: Backend
+    """Backend that runs it."""
+    calls: Sequence[tuple[Place, Sequence[Any]]]
+    """Every rank, with the arguments of ``program.run``."""
+    described: Mapping[str, Any]
+    """Further arguments of ``submitted``."""
+
+    def submit(self) -> Pending:
+        """Run it on its ranks."""
+        calls = [(place, program.run, given) for place, given in self.calls]
+        return submitted(self.stage, self.backend, calls, **self.described)
+
+
+def call_fused(first: PreparedCall, second: PreparedCall) -> tuple[Pending, Pending]:
+    """Run two calls of two roles on the same ranks at once; return their results (see workers.baton)."""
+    backend, made = first.backend, list[Sequence[Any]]()
+    for (place, one), (_, other) in zip(first.calls, second.calls, strict=True):
+        made.append(backend.submit(place, program.run_fused, one, other, results=4))
+    both = []
+    for index, each in enumerate((first, second)):
+        own = [
+            (place, RemoteValue(value=parts[2 * index], facts=parts[2 * index + 1]))
+            for (place, _), parts in zip(each.calls, made, strict=True)
+        ]
+        both.append(pending_of(each.stage, backend, own, **each.described))
+    return both[0], both[1]
 
 
 class Group:
@@ -102,6 +136,10 @@ class Group:
         Raises:
             ClusterError: there is no such endpoint, a batch is empty, or an argument cannot be serialised.
         """
+        return self.prepared(endpoint, *arguments, **options).submit()
+
+    def prepared(self, endpoint: str, *arguments: Any, **options: Any) -> PreparedCall:
+        """Return the call of an endpoint on all ranks, for ``call`` or ``call_fused``; see ``call``."""
         if endpoint not in self.endpoints:
             raise ClusterError(
                 f"role {self.role!r} has no endpoint {endpoint!r}",
@@ -119,17 +157,15 @@ class Group:
         speaks, calls = {*taken}, []
         for rank, place in enumerate(self._called):
             given = [cut.part(argument, rank, self._called[0]) for argument in ready]
-            calls.append((place, program.run, (said, given, packed, rank in speaks)))
-        return submitted(
-            str(call),
-            self._backend,
-            calls,
-            taken=taken,
-            given=(*arguments, *options.values()),
-            about=program.described(arguments),
-            is_partial=any(isinstance(part, Partial) for part in transfer.receive.values()),
-            lie=cut.of_result(called),
-        )
+            calls.append((place, (said, given, packed, rank in speaks)))
+        described = {
+            "taken": taken,
+            "given": (*arguments, *options.values()),
+            "about": program.described(arguments),
+            "is_partial": any(isinstance(part, Partial) for part in transfer.receive.values()),
+            "lie": cut.of_result(called),
+        }
+        return PreparedCall(stage=str(call), backend=self._backend, calls=calls, described=described)
 
     def takes(self, endpoint: str) -> list[Place]:
         """Return the ranks whose results of an endpoint are taken."""

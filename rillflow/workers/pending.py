@@ -247,14 +247,28 @@ def submitted(
     made = []
     for place, function, arguments in calls:
         value, facts = backend.submit(place, function, *arguments, results=2)
-        made.append(RemoteValue(value=value, facts=facts))
-    others = sorted({*range(len(calls))} - {*taken})
+        made.append((place, RemoteValue(value=value, facts=facts)))
+    return pending_of(stage, backend, made, taken=taken, given=given, after=after, **described)
+
+
+def pending_of(
+    stage: str,
+    backend: Backend,
+    made: Sequence[tuple[Place, RemoteValue]],
+    *,
+    taken: Sequence[int],
+    given: Sequence[Any],
+    after: Sequence[str] | None = None,
+    **described: Any,
+) -> Pending:
+    """Return the result of submitted calls: every rank, and what it makes; see ``submitted``."""
+    others = sorted({*range(len(made))} - {*taken})
     sources = [each for each in given if isinstance(each, Pending)]
     work = Submission(
         backend=backend,
-        places=[calls[index][0] for index in (*taken, *others)],
-        references=[made[index] for index in taken],
-        others=[made[index] for index in others],
+        places=[made[index][0] for index in (*taken, *others)],
+        references=[made[index][1] for index in taken],
+        others=[made[index][1] for index in others],
         sources=sources,
         after=stages_of(sources) if after is None else after,
         **described,

@@ -2,6 +2,7 @@
 
     start(site, role, factory)          construct the role's object and keep it here
     run(site, call, arguments)          resolve references, run the method, keep its result and Facts here
+    run_fused(site, first, second)      the same for two calls at once, which share work (workers.baton)
     gather_facts(site, held)            gather the Facts of many parts for all ranks that need them
     apply(site, role, function, ...)    run a function, with the role's object as first argument if named
     deal(site, role, function, ...)     the same, with each element of the returned tuple as a result
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from rillflow.errors import ClusterError, RecordError, RillflowError, nearest
@@ -22,8 +24,20 @@ from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.runs.error_lines import innermost_line
 from rillflow.workers.backend import Site
+from rillflow.workers.baton import Fusible, run_both
 from rillflow.workers.collectives import Stranded
-from rillflow.workers.values import Facts, Held, Own, Rows, Whole, facts_of, groups_of, lengths_of, resolved
+from rillflow.workers.values import (
+    Facts,
+    Held,
+    Own,
+    PipelineRun,
+    Rows,
+    Whole,
+    facts_of,
+    groups_of,
+    lengths_of,
+    resolved,
+)
 
 Factory = Callable[[Site], Any]
 """Constructs a role's object on one rank."""
@@ -68,10 +82,43 @@ def run(
     site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, Any], speaks: bool
 ) -> tuple[Any, Facts]:
     """Call a role's method; return its result, or None if this rank's result is not taken, and its Facts."""
-    method = getattr(_object(site, call.role), call.endpoint)  # the group has checked the name
-    whole = partial(_whole, site, arguments)
-    found, facts = _run(site, str(call), partial(_reading, call, method, whole), arguments, options)
-    return found if speaks else None, facts
+    return _ready_call(site, call, arguments, options, speaks)()
+
+
+def run_fused(site: Site, first: Sequence[Any], second: Sequence[Any]) -> tuple[Any, ...]:
+    """Run two calls of two roles at once, each given as the arguments of ``run``; see ``workers.baton``.
+
+    Returns:
+        The first call's result and Facts, then the second's.
+    """
+    calls = [_ready_call(site, *each) for each in (first, second)]
+    return tuple(chain(*run_both([_object(site, each[0].role) for each in (first, second)], calls)))
+
+
+def _ready_call(
+    site: Site, call: Call, arguments: Sequence[Any], options: Mapping[str, Any], speaks: bool
+) -> Callable[[], tuple[Any, Facts]]:
+    """Return a call whose arguments are here, ready to run; see ``run``."""
+    role, whole = _object(site, call.role), partial(_whole, site, arguments)
+    method = getattr(role, call.endpoint)  # the group has checked the name
+    ready = _ready(site, str(call), partial(_reading, call, method, whole), arguments, options)
+
+    def work() -> tuple[Any, Facts]:
+        found, facts = ready()
+        if isinstance(role, Fusible):
+            facts = replace(facts, runs=tuple(_on_clock(site, each) for each in role.taken_runs()))
+        return found if speaks else None, facts
+
+    return work
+
+
+def _on_clock(site: Site, run: PipelineRun) -> PipelineRun:
+    """Return a run with times of the driver's clock."""
+    ahead_s = site.ahead_s
+    if not ahead_s:
+        return run
+    passes = [replace(each, began=each.began - ahead_s, ended=each.ended - ahead_s) for each in run.passes]
+    return replace(run, passes=tuple(passes))
 
 
 def gather_facts(site: Site, held: Held) -> list[Facts]:
@@ -89,7 +136,7 @@ def apply(
 ) -> tuple[Any, Facts]:
     """Call a function, with a role's object before the arguments if one is named; errors call it ``name``."""
     work = partial(function, _object(site, role)) if role else function
-    return _run(site, name, work, arguments, options)
+    return _ready(site, name, work, arguments, options)()
 
 
 def deal(site: Site, *described: Any) -> tuple[Any, ...]:
@@ -113,18 +160,23 @@ def _object(site: Site, role: str) -> Any:
     return site.objects[role]
 
 
-def _run(
+def _ready(
     site: Site, name: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
-) -> tuple[Any, Facts]:
+) -> Callable[[], tuple[Any, Facts]]:
+    """Resolve the arguments, and return the call."""
     given = [resolved(argument, site.fetch) for argument in arguments]
     named = {key: resolved(option, site.fetch) for key, option in options.items()}
-    began, before = site.clock(), _written([*given, *named.values()])
-    try:
-        result = function(*given, **named)
-        _refuse_writes(name, before, _written([*given, *named.values()]))
-    except Exception as error:
-        raise _located(error, name, site, given) from error
-    return result, _facts(result, began, site)
+
+    def work() -> tuple[Any, Facts]:
+        began, before = site.clock(), _written([*given, *named.values()])
+        try:
+            result = function(*given, **named)
+            _refuse_writes(name, before, _written([*given, *named.values()]))
+        except Exception as error:
+            raise _located(error, name, site, given) from error
+        return result, _facts(result, began, site)
+
+    return work
 
 
 def _whole(site: Site, arguments: Sequence[Any]) -> list[Any]:

@@ -28,6 +28,8 @@ from rillflow.records.batch import Batch, concatenate
 from rillflow.records.metrics import merge_metrics
 from rillflow.workers.backend import Place
 
+RECORDED_RANKS = 16
+"""Ranks of a pool whose pipeline passes are recorded, the first ones: those that a timeline draws."""
 GROUPS = 0
 """Unit that keeps neighbouring rows of one prompt together."""
 Names = tuple[str, ...] | None
@@ -39,6 +41,34 @@ class Fetcher(Protocol):
 
     def __call__(self, references: Sequence[Any], fields: Names = None) -> list[Any]:
         """Return the values; batches have at least these fields."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedPass:
+    """One pass of a micro-batch through a pipeline stage, in seconds since the epoch."""
+
+    micro_batch: int
+    """Index of the micro-batch in its replica."""
+    is_backward: bool
+    """Whether it is the backward pass."""
+    began: float
+    """Start of the computation."""
+    ended: float
+    """End of the computation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRun:
+    """The passes of one rank for one optimiser step of a pipeline."""
+
+    stage: int
+    """Pipeline stage of the rank."""
+    passes: tuple[TimedPass, ...]
+    """Its passes in order."""
+    gain: float | None = None
+    """Predicted share of time that fusing saves of both pipelines in turn; None without a partner."""
+    bubble: float | None = None
+    """Predicted share of idle time in the fused schedule; None if the pipeline ran alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +91,8 @@ class Facts:
     """End time of the method in seconds since the epoch."""
     place: Place
     """Rank that ran the method."""
+    runs: tuple[PipelineRun, ...] = ()
+    """Runs of its pipeline with backward passes, the first ones of the call."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,6 +116,7 @@ LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "docs/cli.md",
     "docs/cluster.md",
     "docs/design/controller.md",
+    "docs/design/fusion.md",
     "docs/design/models.md",
     "docs/design/parallel.md",
     "docs/design/streaming.md",

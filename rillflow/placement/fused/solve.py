@@ -23,6 +23,8 @@ _ELITE, _MOVED = 8, 4
 """Paces that are varied, and the rank from which a schedule is worth moves."""
 _PASSES, _PATIENCE = 4, 200
 """List schedules, and moves, without a gain before the next pace."""
+_PATIENT = 0.1
+"""Largest share of the budget for moves without a gain: a small budget is better spent on paces."""
 _SHAKEN = 0.05
 """Share of rounds that shake the best schedule although their list schedules came to an end."""
 _RENEWED = 2_000
@@ -36,6 +38,7 @@ class _Search:
         self.works = FusedWork(problem), FusedWork(problem.reversed_in_time())
         self.bound_s = lower_bound(problem)
         self.left, self.renewed_at, self.draw = 0, -_RENEWED, Random(seed)
+        self.patience = _PATIENCE
         self.elite: list[tuple[float, tuple[Pace, Pace]]] = []
         self.turns = [0] * problem.ascending.micro_batches + [1] * problem.descending.micro_batches
         self.best = Orders(self.works[0], in_turn(self.works[0], self.turns))
@@ -59,6 +62,7 @@ class _Search:
     def run(self, budget: int, begin: Schedule | None) -> Schedule:
         """Search until the bound is reached or the budget is spent, what was spent before included."""
         self.left += budget
+        self.patience = max(1, min(_PATIENCE, int(_PATIENT * budget)))
         self.renewed_at = self.left - _RENEWED
         for turns in (self.turns, self.turns[::-1]):
             self._move(Orders(self.works[0], in_turn(self.works[0], turns)))
@@ -123,9 +127,8 @@ class _Search:
     def _move(self, orders: Orders) -> None:
         """Improve orders by moves, and keep them if they are the best."""
         if not self.is_over:
-            self.left -= improve(
-                orders, bound_s=self.bound_s, draw=self.draw, patience=min(_PATIENCE, self.left)
-            )
+            patience = min(self.patience, self.left)
+            self.left -= improve(orders, bound_s=self.bound_s, draw=self.draw, patience=patience)
         if orders.latency_s < self.best.latency_s:
             self.best = orders
 

@@ -25,7 +25,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from rillflow.errors import RunDirectoryError
 from rillflow.runs.formatting import columns, duration, seconds
+from rillflow.runs.passes import PassesRecord
 from rillflow.runs.reader import RankSpan, SpanRecord
+from rillflow.runs.report.pass_bars import pass_events, pass_lines
 from rillflow.runs.report.timeline import MOST_LANES, Bar
 from rillflow.runs.run_data import RunData
 
@@ -129,6 +131,8 @@ class Measured:
     """Waits, clipped to the window."""
     is_inputs: bool
     """Whether the run recorded the inputs of its stages."""
+    passes: Sequence[PassesRecord] = ()
+    """Recorded passes of the steps' pipelines."""
 
     @property
     def activities(self) -> list[RankWork | Wait]:
@@ -280,6 +284,7 @@ def measured(data: RunData, first: int | None = None, last: int | None = None) -
         works=[work for work in works if work.start_s < end_s and work.end_s > start_s],
         waits=waits_of(works, start_s, end_s),
         is_inputs=any(span.after for span in data.spans),
+        passes=[record for record in data.passes if low <= record.step <= high],
     )
 
 
@@ -292,6 +297,7 @@ def last_steps(data: RunData, count: int) -> Measured:
 
 def measured_lines(found: Measured) -> list[str]:
     """Return lines of text: the time of every rank, and the longest waits."""
+    passes = pass_lines(found.passes)
     given = "by recorded inputs; a stage without inputs of its step waited for the last work to end"
     how = given if found.is_inputs else "by end times only: this run recorded no inputs of stages"
     long = _longest_rows(found)
@@ -301,6 +307,7 @@ def measured_lines(found: Measured) -> list[str]:
         *columns(rank_rows(found), text=1),
         *_left_out(found),
         *(["", "longest waits, per step and rank", *columns(long, left=2, text=1)] if len(long) > 1 else []),
+        *(["", *passes] if passes else []),
         "",
         f"causes: {how}",
         "other: calls, results in transfer, records, evaluations, checkpoints",
@@ -349,7 +356,11 @@ def trace_of(found: Measured) -> dict[str, Any]:
         for kind, name in (("process", on.pool), ("thread", f"rank {on.rank}"))
     ]
     events = [_event(one, ids) for one in found.activities]
-    return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}
+    lanes = sorted({RankName(record.pool, rank.rank) for record in found.passes for rank in record.ranks})
+    below = {on: {"pid": ids[on]["pid"], "tid": len(ranks) + place} for place, on in enumerate(lanes, 1)}
+    more = {on: {"name": f"rank {on.rank} passes"} for on in lanes}
+    names += [{"ph": "M", "name": "thread_name", **below[on], "args": more[on]} for on in lanes]
+    return {"displayTimeUnit": "ms", "traceEvents": [*names, *events, *pass_events(found.passes, below)]}
 
 
 def _event(one: RankWork | Wait, ids: Mapping[RankName, Mapping[str, int]]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rillflow.runs.report import curves
 from rillflow.runs.report.chart import ChartAxis, line, svg, text
 from rillflow.runs.report.html import Html, card, cut, el, page, section, table
 from rillflow.runs.report.measured import Predict, bars_with, last_steps, measured_bars, rank_rows
+from rillflow.runs.report.pass_bars import pass_bars, pass_lines
 from rillflow.runs.report.predicted import draw_comparison_card
 from rillflow.runs.report.samples import draw_comparison, draw_groups, draw_pairs, read_samples, shade_key
 from rillflow.runs.report.shares import draw_outcomes, draw_stages
@@ -77,7 +78,18 @@ def _times(data: RunData, predict: Predict | None) -> list[Html]:
     head, *rows = rank_rows(found)
     title = f"{found.steps.capitalize()}, rank by rank"
     drawn = card(title, draw_timeline(bars), told, table(rows, head), kind="card wide")
-    return [el("div", [*draw_comparison_card(data), *draw_stages(data), drawn], class_="stack")]
+    stack = [*draw_comparison_card(data), *draw_stages(data), drawn, *_passes(data)]
+    return [el("div", stack, class_="stack")]
+
+
+def _passes(data: RunData) -> list[Html]:
+    """Draw the passes of the last step's pipelines."""
+    if not data.passes:
+        return []
+    last = data.passes[-1].step
+    bars = draw_timeline(pass_bars([record for record in data.passes if record.step == last]))
+    told = el("pre", "\n".join(pass_lines(data.passes)))
+    return [card(f"Pipeline passes of step {last:,}", bars, told, kind="card wide")]
 
 
 def _hero(data: RunData, summary: Summary) -> Html:

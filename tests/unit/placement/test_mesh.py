@@ -43,6 +43,19 @@ def test_ranks_lie_row_by_row_whatever_their_numbers() -> None:
         assert mesh.coordinates(rank) == dict(zip("abc", at, strict=True))
 
 
+def test_a_turned_axis_is_counted_from_the_other_end() -> None:
+    mesh = Mesh.of(dp=2, pp=3, tp=2)
+    turned = mesh.turned("pp")
+    assert turned.ranks == (4, 5, 2, 3, 0, 1, 10, 11, 8, 9, 6, 7)
+    for rank in mesh.ranks:
+        at = mesh.coordinates(rank)
+        assert turned.coordinates(rank) == {**at, "pp": 2 - at["pp"]}
+    assert turned.groups("pp") == tuple(group[::-1] for group in mesh.groups("pp"))
+    assert turned.turned("pp") == mesh
+    with pytest.raises(PlacementError, match="no axis 'ep'"):
+        mesh.turned("ep")
+
+
 def test_meshes_are_values() -> None:
     assert Mesh.of(dp=2) == Mesh.of(dp=2, ranks=[0, 1])
     assert hash(Mesh.of(dp=2)) == hash(copy.deepcopy(Mesh.of(dp=2)))

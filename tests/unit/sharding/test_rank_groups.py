@@ -52,6 +52,22 @@ def test_every_rank_has_its_neighbours() -> None:
     assert [s.stage for s in groups[:6]] == [0, 0, 1, 1, 2, 2]
 
 
+def test_a_descending_pipeline_begins_on_its_last_rank() -> None:
+    group = ThreadGroup(12, 20.0)
+    mesh = Mesh.of(dp=2, pp=3, tp=2).turned("pp")
+    with ThreadPoolExecutor(12) as threads:
+        groups = list(threads.map(lambda rank: rank_groups(mesh, ThreadRanks(group, rank)), range(12)))
+    assert all(each.is_descending for each in groups)
+    places = [(s.dp.rank, s.stage, s.tp.rank) for s in groups]
+    assert places == [tuple(mesh.coordinates(rank).values()) for rank in range(12)]
+    assert [s.stage for s in groups[:6]] == [2, 2, 1, 1, 0, 0]
+    assert [s.pp.rank for s in groups[:6]] == [0, 0, 1, 1, 2, 2]
+    assert [s.everyone.rank for s in groups if s.speaks] == [0, 6]
+    assert [s.everyone.rank for s in groups if s.first] == [4, 5, 10, 11]
+    assert [s.everyone.rank for s in groups if s.last] == [0, 1, 6, 7]
+    assert [s.ends.size for s in groups[:6]] == [2, 2, 1, 1, 2, 2]
+
+
 def test_ranks_that_share_a_copy_follow_one_another() -> None:
     group, mesh = ThreadGroup(8, 20.0), Mesh.of(dp=4, pp=1, tp=2)
     with ThreadPoolExecutor(8) as threads:

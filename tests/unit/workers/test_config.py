@@ -32,6 +32,12 @@ def test_dp_is_what_pp_and_tp_leave_of_a_pool() -> None:
     assert PlacementConfig(pools={"main": 12}).mesh_of("policy") == MeshSizes(dp=12)
 
 
+def test_the_stages_of_a_descending_model_begin_on_the_last_rank() -> None:
+    sizes = MeshSizes(dp=2, pp=2, tp=2)
+    assert MeshSizes(dp=2, pp=2, tp=2, is_descending=True).mesh == sizes.mesh.turned("pp") != sizes.mesh
+    assert MeshSizes(dp=4, is_descending=True).mesh == MeshSizes(dp=4).mesh
+
+
 def test_every_rank_generates_with_a_whole_policy_unless_tp_is_said() -> None:
     assert PlacementConfig().generate_tp == 1
     assert PlacementConfig(rollout_parallel={"tp": 4}).generate_tp == 4

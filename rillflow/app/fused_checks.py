@@ -1,0 +1,154 @@
+"""Fused checks: refuse ``placement.fused`` where two updates cannot run as one stage.
+
+    recipe ─ unfusable ─> the roles, their ranks and pipelines, the order of rows     as contradictions
+    graph ── require_independent ─> the second update must not need the first one's result
+
+Imports nothing heavy; ``rillflow check`` reports it before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from rillflow.algorithms.config import SampledConfig
+from rillflow.app.role_table import roles_of
+from rillflow.config.problems import shown
+from rillflow.errors import ConfigError, nearest
+from rillflow.graph.graph import Graph
+
+if TYPE_CHECKING:
+    from rillflow.app.recipe import Recipe
+
+_UPDATE = "update"
+
+
+def unfusable(recipe: Recipe) -> Iterator[ConfigError]:
+    """Yield errors about the two roles of ``placement.fused``; roles and pools of the placement are known."""
+    fused, specs = recipe.placement.fused, roles_of(recipe)
+    if not fused:
+        return
+    trained = [role for role, spec in specs.items() if spec.is_trained]
+    said = f"placement.fused is {shown(list(fused))}"
+    odd = [role for role in fused if role not in trained]
+    if len(fused) != 2 or fused[0] == fused[1]:
+        yield ConfigError(
+            said,
+            why="one update fills the pipeline bubbles of one other update",
+            fix='name two trained models, such as placement.fused = ["policy", "critic"]',
+        )
+    elif fused[1] == "policy":
+        yield ConfigError(
+            said,
+            why="the second model's stages are in reverse order, and the order of the policy's ranks is the "
+            "order of the rows that they sample",
+            fix=f"name the policy first: {shown(['policy', fused[0]])}",
+        )
+    elif odd:
+        told = "is not trained" if odd[0] in specs else f"is not a role of {recipe.algorithm.name}"
+        yield ConfigError(
+            f"{said}, and {odd[0]} {told}",
+            why=f"the run trains {', '.join(trained)}",
+            fix=nearest(odd[0], trained) if len(trained) > 1 else "remove placement.fused",
+        )
+    else:
+        yield from _apart(recipe, said)
+        yield from _in_parts(recipe, said)
+
+
+def _apart(recipe: Recipe, said: str) -> Iterator[ConfigError]:
+    """Yield errors about pools and grids on which the two pipelines do not meet."""
+    placement = recipe.placement
+    one, other = placement.fused
+    pools, grids = (
+        [placement.pool_of(each) for each in (one, other)],
+        [placement.mesh_of(each) for each in (one, other)],
+    )
+    if pools[0] != pools[1]:
+        yield ConfigError(
+            f"{said}, and {one} is on pool {pools[0]}, {other} on pool {pools[1]}",
+            why="each model's passes run in the other's idle time, so both need the same ranks",
+            fix=f'set placement.roles.{other} = "{pools[0]}", or remove placement.fused',
+        )
+        return
+    for role, grid in zip((one, other), grids, strict=True):
+        if grid.is_sharded:
+            yield ConfigError(
+                f"{said}, and {role} is trained with {grid}",
+                why="with fsdp or ep every pass also communicates with other replicas",
+                fix="leave fsdp and ep at 1, or remove placement.fused",
+            )
+        elif grid.pp == 1:
+            yield ConfigError(
+                f"{said}, and {role} is trained with {grid}",
+                why="without pipeline stages there is no bubble to fill",
+                fix=f"set pp above 1 in placement.train_parallel.{placement.grid_key(role)}, or remove "
+                "placement.fused",
+            )
+    if grids[0].tp != grids[1].tp:
+        yield ConfigError(
+            f"{said}, and {one} is trained with {grids[0]}, {other} with {grids[1]}",
+            why="a stage of both models must have the same ranks, so both need one tp",
+            fix="set the same tp for both in placement.train_parallel",
+        )
+
+
+def _in_parts(recipe: Recipe, said: str) -> Iterator[ConfigError]:
+    """Yield errors about updates that receive their rows in parts."""
+    config, parts = recipe.algorithm, recipe.rollout.stream_chunks
+    if parts > 1 and config.goes_by(parts):
+        yield ConfigError(
+            f"{said}, and rollout.stream_chunks is {parts}",
+            why="each chunk is trained as it arrives, so the two updates do not begin together",
+            fix="set rollout.stream_chunks = 1, or algorithm.shuffle = true; or remove placement.fused",
+        )
+    if isinstance(config, SampledConfig) and config.syncs_per_step > 1:
+        yield ConfigError(
+            f"{said}, and algorithm.syncs_per_step is {config.syncs_per_step}",
+            why="the policy's update is cut into parts, with a publish after each",
+            fix="set algorithm.syncs_per_step = 1, or remove placement.fused",
+        )
+
+
+def require_independent(fused: Sequence[str], graphs: Sequence[Graph]) -> None:
+    """Refuse a step whose second update needs the result of the first, or weights that it changed.
+
+    Raises:
+        ConfigError: the message names the stages between the two; or no step has both updates.
+    """
+    names = [f"{role}.{_UPDATE}" for role in fused]
+    found = [graph for graph in graphs if {*names} <= {stage.name for stage in graph.stages}]
+    if not found:
+        raise ConfigError(
+            f"placement.fused names {' and '.join(fused)}, and no step calls {' and '.join(names)}",
+            why=f"the steps are those of {', '.join(graph.name for graph in graphs)}",
+            fix="remove placement.fused",
+        )
+    for graph in found:
+        first, second = sorted(next(s.index for s in graph.stages if s.name == name) for name in names)
+        between = _way(graph, first, second)
+        if between:
+            stages = [graph.stages[index].name for index in between]
+            raise ConfigError(
+                f"placement.fused names {' and '.join(fused)}, and {stages[-1]} needs {stages[0]} first",
+                why=f"the step of {graph.name} has {' -> '.join(stages)}",
+                fix="remove placement.fused, or call both updates before anything reads their results",
+            )
+
+
+def _way(graph: Graph, first: int, second: int) -> list[int]:
+    """Return stages that lead from one to another, by fields or by a role's weights; empty if none do."""
+    before = {first: first}
+    role = graph.stages[first].role
+    for stage in graph.stages[first + 1 : second + 1]:
+        sources = [edge.source for edge in graph.into(stage.index) if edge.source in before]
+        if stage.role == role:
+            sources.append(first)
+        if sources:
+            before[stage.index] = sources[0]
+    if second not in before:
+        return []
+    way = [second]
+    while way[-1] != first:
+        way.append(before[way[-1]])
+    return way[::-1]
