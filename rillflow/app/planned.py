@@ -93,6 +93,7 @@ def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
     return (
         alike
         and placement.samples_apart == (SAMPLER in plan.units)
+        and placement.fused == plan.fused
         and all(grid_of(placement.mesh_of(name)) == unit.grid for name, unit in models.items())
         and all(unit.generate_tp in (0, placement.generate_tp) for unit in plan.units.values())
     )

@@ -136,7 +136,8 @@ def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
         fleet.pool(pool, placement.pools[pool])
         for pool in dict.fromkeys(unit.pool for unit in units.values())
     )
-    return Plan(name=graph.name, pools=pools, units=units)
+    fused = placement.fused if units.keys() >= {*placement.fused} else ()
+    return Plan(name=graph.name, pools=pools, units=units, fused=fused)
 
 
 def shapes_of(loaded: LoadedRecipe, graph: Graph) -> Mapping[str, ModelShape]:
