@@ -23,7 +23,7 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     shape, steps, lengths = grpo_step.shape_of(arguments), arguments.steps + 1, list[float]()
@@ -68,27 +68,34 @@ def run_trl(folder: Path, arguments: argparse.Namespace) -> None:
         reward_funcs=share_of_wanted,
         train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
         callbacks=[Turns()],
-        args=GRPOConfig(
-            output_dir=str(folder / "trl"),
-            per_device_train_batch_size=grpo_step.GROUPS * grpo_step.SAMPLES,
-            num_generations=grpo_step.SAMPLES,
-            max_completion_length=shape.answer,
-            max_steps=steps,
-            learning_rate=grpo_step.RATE,
-            lr_scheduler_type="constant",
-            beta=0.0,
-            temperature=1.0,
-            gradient_checkpointing=False,  # on by default; off, it is faster here
-            bf16=False,
-            use_cpu=arguments.device == "cpu",
-            shuffle_dataset=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=settings_of(folder, steps, arguments),
     )
     trainer.train()
+
+
+def settings_of(folder: Path, steps: int, arguments: argparse.Namespace) -> Any:
+    """Return TRL's settings for the same steps."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=grpo_step.GROUPS * grpo_step.SAMPLES,
+        num_generations=grpo_step.SAMPLES,
+        max_completion_length=grpo_step.shape_of(arguments).answer,
+        max_steps=steps,
+        learning_rate=grpo_step.RATE,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        temperature=1.0,
+        gradient_checkpointing=False,  # on by default; off, it is faster here
+        bf16=False,
+        use_cpu=arguments.device == "cpu",
+        shuffle_dataset=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
 
 
 def their_adapter(rank: int) -> Any:
