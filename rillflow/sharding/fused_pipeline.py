@@ -26,7 +26,6 @@ Legend: U packed tokens of a model's longest micro-batch, D hidden size.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,10 +35,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rillflow.placement.fused.problem import FusedTask, Schedule
+from rillflow.placement.fused.problem import Schedule
 from rillflow.sharding.packed_rows import Reading, empty_reading
+from rillflow.sharding.pass_times import PassClock
 from rillflow.sharding.pipeline import NumberedShare
 from rillflow.workers.collectives import ProcessRanks
+from rillflow.workers.values import TimedPass
 
 AHEAD = 4
 """Passes of a rank before which the receive of its input is posted."""
@@ -76,10 +77,8 @@ class FusedRun:
 
     readings: tuple[list[Reading], list[Reading]]
     """The readings of both models as they were run, padded, with the empty ones."""
-    passes: tuple[FusedTask, ...]
-    """Passes of this rank in their order, with measured start and end in seconds since the first."""
-    began: float
-    """Start of the first pass, in seconds since the epoch."""
+    passes: tuple[tuple[TimedPass, ...], tuple[TimedPass, ...]]
+    """The passes of both models on this rank, in their order."""
 
 
 def run_fused(ascending: PipelinePass, descending: PipelinePass, schedule: Schedule) -> FusedRun:
@@ -100,33 +99,21 @@ def run_fused(ascending: PipelinePass, descending: PipelinePass, schedule: Sched
         for index, given in enumerate((ascending, descending))
     )
     messages = _Messages(schedule, device, models)
-    stamps, began = [], 0.0
+    clock = PassClock(models[0].device)
     with torch.enable_grad():
         for place, task in enumerate(tasks):
             given, model = messages.receive(place), models[task.pipeline]
-            began, start = began or time.time(), _stamp(model.device)
+            start = clock.stamp()
             run = model.backward if task.is_backward else model.forward
             messages.send(place, run(task.micro_batch, given))
             del given
             if task.is_backward:
                 model.given.after()
-            stamps.append((start, _stamp(model.device)))
+            clock.add(task.micro_batch, task.is_backward, start)
     messages.finish()
-    measured = zip(tasks, _seconds(stamps), strict=True)
-    return FusedRun(
-        readings=(models[0].readings, models[1].readings),
-        passes=tuple(
-            FusedTask(
-                pipeline=task.pipeline,
-                is_backward=task.is_backward,
-                micro_batch=task.micro_batch,
-                start_s=start_s,
-                end_s=end_s,
-            )
-            for task, (start_s, end_s) in measured
-        ),
-        began=began,
-    )
+    timed = list(zip(tasks, clock.passes(), strict=True))
+    first, second = (tuple(each for task, each in timed if task.pipeline == index) for index in range(2))
+    return FusedRun(readings=(models[0].readings, models[1].readings), passes=(first, second))
 
 
 def device_of(schedule: Schedule, ascending: PipelinePass, descending: PipelinePass) -> int:
@@ -283,21 +270,3 @@ class _Messages:
             if message.used_s <= now_s and message.work is not None:
                 message.work.wait()
         self._kept = [message for message in self._kept if message.used_s > now_s]
-
-
-def _stamp(device: torch.device) -> Any:
-    """Return a point in time on a device: seconds, or a CUDA event that is read later."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _seconds(stamps: Sequence[tuple[Any, Any]]) -> list[tuple[float, float]]:
-    """Return pairs of stamps in seconds since the first one."""
-    first = stamps[0][0]
-    if isinstance(first, float):
-        return [(start - first, end - first) for start, end in stamps]
-    torch.cuda.synchronize()
-    return [(first.elapsed_time(start) / 1e3, first.elapsed_time(end) / 1e3) for start, end in stamps]

@@ -142,22 +142,11 @@ def run_together(one: WaitingPipeline, other: WaitingPipeline) -> tuple[SharedRu
     if not (one.given.readings or other.given.readings):
         return SharedRun(gain=plan.gain, readings=()), SharedRun(gain=plan.gain, readings=())
     run = run_fused(one.given, other.given, plan.schedule)
-    passes = [
-        TimedPass(
-            micro_batch=each.micro_batch,
-            is_backward=each.is_backward,
-            began=run.began + each.start_s,
-            ended=run.began + each.end_s,
-        )
-        for each in run.passes
-    ]
     first, second = (
         SharedRun(
             gain=plan.gain,
             readings=run.readings[index],
-            passes=tuple(
-                timed for timed, each in zip(passes, run.passes, strict=True) if each.pipeline == index
-            ),
+            passes=run.passes[index],
             bubble=plan.bubble,
         )
         for index in range(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rillflow.placement.fused.listing import list_schedule
-from rillflow.placement.fused.problem import FusedProblem, FusedTask, Schedule, even
+from rillflow.placement.fused.problem import FusedProblem, Schedule, even
 from rillflow.placement.fused.work import FusedWork
 from rillflow.placement.mesh import Mesh
 from rillflow.records.batch import Batch
@@ -141,22 +142,20 @@ def compared(ranks: Ranks, pairs: list[Pair]) -> list[dict[str, bool]]:
         plan = pair.schedule
         run = run_fused(one, other, plan)
         fused = gradients(actor), gradients(critic)
+        every = sorted((each.began, index, each) for index, model in enumerate(run.passes) for each in model)
         order = plan.devices[ranks.rank // pair.actor.tp % len(plan.devices)]
         found.append(
             {
                 "equal": all(same(a, b) for a, b in zip(expected, fused, strict=True)),
                 "learned": all(float(g.abs().sum()) > 0 for each in expected for g in each.values()),
-                "order": [key(task) for task in run.passes] == [key(task) for task in order],
-                "mixed": is_mixed(run.passes),
+                "order": [(index, each.is_backward, each.micro_batch) for _, index, each in every]
+                == [(task.pipeline, task.is_backward, task.micro_batch) for task in order],
+                "mixed": is_mixed([index for _, index, _ in every]),
                 "after": [len(after_one), len(after_other)] == list(map(len, run.readings)),
-                "apart": all(a.end_s <= b.start_s for a, b in zip(run.passes, run.passes[1:], strict=False)),
+                "apart": all(a.ended <= b.began for (*_, a), (*_, b) in pairwise(every)),
             }
         )
     return found
-
-
-def key(task: FusedTask) -> tuple[int, bool, int]:
-    return task.pipeline, task.is_backward, task.micro_batch
 
 
 def same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> bool:
@@ -166,9 +165,8 @@ def same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> bool:
     return expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in found)
 
 
-def is_mixed(passes: Sequence[FusedTask]) -> bool:
+def is_mixed(models: list[int]) -> bool:
     """Whether one model runs before the other has ended."""
-    models = [each.pipeline for each in passes]
     return models != sorted(models) and models != sorted(models, reverse=True)
 
 
