@@ -234,7 +234,11 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
             f"{each.seconds:.2f}",
             f"{each.seconds / each.told.total_s:.2f}",
         ]
-        cells += [last.of("gather/rows/sum"), last.of("gather/wait_s/max"), last.of("gather/idle/share")]
+        cells += [
+            last.of("gather/rows/sum"),
+            last.of("gather/wait_seconds/max"),
+            last.of("gather/idle/share"),
+        ]
         yield f"| {' | '.join(cells)} |"
 
 

@@ -251,7 +251,7 @@ class Gathering(Source):
         found: dict[str, Metric] = {
             "gather/rows/sum": Sum(value=sum(sum(each.values()) for each in move.released.running)),
             "gather/moved_bytes/sum": Sum(value=move.released.nbytes),
-            "gather/wait_s/max": Max(value=waited),
+            "gather/wait_seconds/max": Max(value=waited),
         }
         self._measured = merge_metrics([self._measured, found])
 

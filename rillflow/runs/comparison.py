@@ -77,13 +77,17 @@ class ComparedStep:
         return f"step {self.step}: {', '.join([*counts, found])}{left}"
 
 
+_CLOCKED = ("flight/lag/", "fused/", "gather/")
+"""First parts of the names of metrics that depend on the clock, whatever their unit."""
+
+
 def is_clocked(metric: str) -> bool:
     """Return whether a metric depends on the clock.
 
-    The name of a measured time ends with its unit, seconds. ``flight/lag`` counts weights on their way, and
-    ``fused`` has shares of measured seconds.
+    The name of a measured time ends with its unit, seconds. ``flight/lag`` counts weights on their way,
+    ``fused`` has shares of measured seconds, and which rows move (``gather``) depends on when others end.
     """
-    return metric.split("/")[-2:][0].endswith("_seconds") or metric.startswith(("flight/lag/", "fused/"))
+    return metric.split("/")[-2:][0].endswith("_seconds") or metric.startswith(_CLOCKED)
 
 
 class StepComparison:
