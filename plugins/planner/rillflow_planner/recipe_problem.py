@@ -202,11 +202,17 @@ def observe(
 
     Raises:
         RunDirectoryError: the path is not a run directory.
-        PlanError: it made too few steps, or ran on unknown hardware.
+        PlanError: it made too few steps, ran on unknown hardware, or fused updates.
     """
     data = load(run)
     loaded = recipe_of(data, algorithms)
     recipe = loaded.recipe
+    if recipe.placement.fused:
+        raise PlanError(
+            f"{run} fused the updates of {' and '.join(recipe.placement.fused)}",
+            why="their stages overlap, so neither has seconds of its own to fit factors to",
+            fix="calibrate from a run without placement.fused",
+        )
     if hardware is None:
         device = str(data.starts[-1].get("device", "cpu")) if data.starts else "cpu"
         if device.split(":")[0] != "cpu":

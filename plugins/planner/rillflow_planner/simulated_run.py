@@ -8,7 +8,7 @@ run ─┬─ recipe ─> graph, placement, bound, parts ──────┐
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rillflow.algorithms.algorithm import Algorithm
@@ -72,7 +72,8 @@ def _simulated(loaded: LoadedRecipe, data: RunData, first: int, last: int) -> Si
     )
     count = last - first + 1
     before = phase.freshness + 1 if phase.freshness else 0
-    found = simulate_as_run(loaded.recipe, phase, problem, worked_s(spans, count), steps=before + count)
+    worked = worked_s(spans, count, fused=loaded.recipe.placement.fused)
+    found = simulate_as_run(loaded.recipe, phase, problem, worked, steps=before + count)
     return SimulatedSteps(first=first, steps_s=found.step_s[before:], simulation=found, before=before)
 
 
@@ -92,6 +93,7 @@ def simulate_as_run(
     is_in_order = not is_ready_first(config)
     plan = replace(
         plan_of(recipe, problem.graph, problem.hardware.fleets[0]),
+        fused=(),  # the seconds of their stages are known
         freshness=phase.freshness,
         streams=int(is_in_order and placement.samples_apart and parts > 1 and config.goes_by(parts)),
     )
@@ -101,11 +103,12 @@ def simulate_as_run(
     return simulate(planned, GivenCosts(planned, stages_s), plan, steps=steps, settings=settings)
 
 
-def worked_s(spans: Sequence[SpanRecord], steps: int) -> dict[str, float]:
+def worked_s(spans: Sequence[SpanRecord], steps: int, fused: Sequence[str] = ()) -> dict[str, float]:
     """Return the mean seconds per step that the busiest rank of each stage worked, over all parts.
 
     Publishing counts everything that delivers a version. If the sampler serves a version later, the two sides
-    overlap, and only the side that is busy longer counts.
+    overlap, and only the side that is busy longer counts. Two updates that are fused share the seconds in
+    which both ran.
     """
     worked: dict[tuple[int, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for span in spans:
@@ -113,12 +116,26 @@ def worked_s(spans: Sequence[SpanRecord], steps: int) -> dict[str, float]:
             worked[span.step, span.stage][each.rank] += each.duration_s
         if not span.ranks:
             worked[span.step, span.stage][0] += span.duration_s
+    for step, stage, rank, seconds in _overlaps(spans, fused):
+        worked[step, stage][rank] -= seconds
     found: dict[str, float] = defaultdict(float)
     for (_, stage), ranks in worked.items():
         found[stage] += max(ranks.values()) / steps
     sides = [sum(found[name] for name in names) for names in ((PUBLISH, SENT), RECEIVED)]
     found[PUBLISH] = max(sides) if found[RECEIVED[-1]] else sum(sides) + found["policy.digest"]
     return dict(found)
+
+
+def _overlaps(spans: Sequence[SpanRecord], fused: Sequence[str]) -> Iterator[tuple[int, str, int, float]]:
+    """Yield step, stage, rank and seconds that the other fused update's spans count already."""
+    one, other = ([span for span in spans if span.stage == f"{role}.update"] for role in fused or ("", ""))
+    for first, second in ((a, b) for a in one for b in other if a.step == b.step):
+        for x, y in ((x, y) for x in first.ranks for y in second.ranks if x.rank == y.rank):
+            both = min(x.start_s + x.duration_s, y.start_s + y.duration_s) - max(x.start_s, y.start_s)
+            if both > 0:
+                share = x.duration_s / (x.duration_s + y.duration_s)
+                yield first.step, first.stage, x.rank, both * (1 - share)
+                yield first.step, second.stage, x.rank, both * share
 
 
 def endless(devices: int, **factors: float) -> Hardware:

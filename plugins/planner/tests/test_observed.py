@@ -14,6 +14,7 @@ from rillflow.app.resume import recipe_of, resolved
 from rillflow.cli.main import main
 from rillflow.errors import PlanError
 from rillflow.records.metrics import Mean
+from rillflow.runs import layout
 from rillflow.runs.reader import SpanRecord
 from rillflow.runs.run_data import load
 from rillflow.runs.run_directory import RunDirectory
@@ -135,6 +136,16 @@ def test_a_kept_recipe_is_the_recipe(make_run: Callable[..., Path], tmp_path: Pa
 def test_a_run_of_too_few_steps_is_refused(make_run: Callable[..., Path]) -> None:
     with pytest.raises(PlanError, match="no phase of more than 2 steps"):
         observe(make_run(steps=2))
+
+
+def test_a_run_with_fused_updates_is_refused(make_run: Callable[..., Path]) -> None:
+    settings = ["policy.model.new.layers=2", "placement.pools.main=2", "placement.train_parallel.main.pp=2"]
+    recipe = Path(__file__).parents[3] / "recipes" / "ppo" / "run.toml"
+    fused = load_recipe(recipe, [*settings, 'placement.fused=["policy", "critic"]']).recipe
+    run = make_run()
+    (run / layout.CONFIG).write_text(fused.model_dump_json())
+    with pytest.raises(PlanError, match="fused the updates of policy and critic"):
+        observe(run)
 
 
 def test_of_another_device_the_cluster_has_to_be_given(make_run: Callable[..., Path]) -> None:

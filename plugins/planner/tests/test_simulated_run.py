@@ -9,8 +9,9 @@ import pytest
 
 from rillflow.app.phases import phase_plans
 from rillflow.app.recipe import load_recipe
+from rillflow.runs.reader import RankSpan, SpanRecord
 from rillflow_planner.recipe_problem import state_problem
-from rillflow_planner.simulated_run import endless, simulate_as_run
+from rillflow_planner.simulated_run import endless, simulate_as_run, worked_s
 from rillflow_planner.simulator.result import Simulation
 from rillflow_planner.workload import Lengths
 
@@ -67,3 +68,19 @@ def test_ready_first_a_long_row_holds_up_nobody_else(tmp_path: Path) -> None:
     found = simulated(tmp_path, "algorithm.freshness=4", "algorithm.async_mode=ready_first")
     assert sum(found.step_s[4:]) / 5 < 0.6 * sum(simulated(tmp_path, "algorithm.freshness=4").step_s[4:]) / 5
     assert max(found.ages) <= 4
+
+
+def test_fused_updates_share_the_seconds_in_which_both_ran() -> None:
+    """Critic from 0 to 6 s, policy from 2 to 10 s: 10 s together; the 4 s of both are shared 6 to 8."""
+
+    def span(stage: str, start_s: float, duration_s: float) -> SpanRecord:
+        each = {"start_s": start_s, "duration_s": duration_s, "rows": 0, "tokens": 0}
+        return SpanRecord(step=1, stage=stage, pool="main", ranks=(RankSpan(rank=0, **each),), **each)
+
+    spans = [span("critic.update", 0.0, 6.0), span("policy.update", 2.0, 8.0), span("reward.score", 1.0, 3.0)]
+    found = worked_s(spans, 1, fused=("policy", "critic"))
+    assert found["critic.update"] == pytest.approx(6 - 4 * 8 / 14)
+    assert found["policy.update"] == pytest.approx(8 - 4 * 6 / 14)
+    assert found["critic.update"] + found["policy.update"] == pytest.approx(10)
+    assert found["reward.score"] == pytest.approx(3)
+    assert worked_s(spans, 1)["policy.update"] == pytest.approx(8)
