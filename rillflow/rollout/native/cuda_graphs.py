@@ -4,7 +4,7 @@
                              n rows rounded up to N      captured at its second pass
                              L positions read, up to a multiple too
 
-On an H100 a pass of a 0.5B model takes 20 ms from Python and a fraction of it on the GPU. A graph has fixed
+On an H200 a pass of 128 rows of a 0.5B model takes 22 ms from Python and 6 ms as a graph. A graph has fixed
 shapes and addresses. So rows and positions are rounded up, and a change of the cache's memory discards the
 graphs. Additional rows write to places of the cache that no row uses, at position 0.
 

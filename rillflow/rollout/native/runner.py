@@ -177,7 +177,7 @@ class RecordedModule:
         self._recordings: dict[_Kind, nn.Module | None] = {}
         self._graphed: GraphedPasses | None = None
         if self._weights[0].device.type == "cuda":
-            self._record_after = inf  # a trace gains little on top of graphs, and takes half a minute
+            self._record_after = inf  # graphs take the place of traces
             if ROUTES not in shapes:
                 self._graphed = GraphedPasses(module, captures=record_after < inf)
 
