@@ -48,7 +48,6 @@ from rillflow.sharding.fused_pipeline import PipelinePass, run_fused  # noqa: E4
 from rillflow.sharding.mesh import rank_groups, require_processes  # noqa: E402
 from rillflow.sharding.module import Parallel  # noqa: E402
 from rillflow.sharding.packed_rows import lay_out  # noqa: E402
-from rillflow.sharding.pipeline import run_pipeline  # noqa: E402
 from rillflow.workers.collectives import Ranks  # noqa: E402
 
 SMALLEST = ["--setups 0 --unit-ms 1 --rounds 1 --budget 50 --pairs 0 --tokens 8"]
@@ -129,16 +128,7 @@ PAIRS = (
 def in_turn(both: Sequence[PipelinePass], between: Callable[[], None]) -> None:
     """Run both pipelines one after the other."""
     for index, given in enumerate(both):
-        with torch.enable_grad():
-            run_pipeline(
-                given.ranks,
-                given.module,
-                given.part,
-                given.readings,
-                given.finish,
-                given.after,
-                is_descending=index == 1,
-            )
+        given.run_alone(is_descending=index == 1)
         between()
 
 

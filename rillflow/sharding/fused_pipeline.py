@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from rillflow.placement.fused.problem import Schedule
 from rillflow.sharding.packed_rows import Reading, empty_reading
 from rillflow.sharding.pass_times import PassClock
-from rillflow.sharding.pipeline import NumberedShare
+from rillflow.sharding.pipeline import NumberedShare, run_pipeline
 from rillflow.workers.collectives import ProcessRanks
 from rillflow.workers.values import TimedPass
 
@@ -69,6 +69,20 @@ class PipelinePass:
     def longest(self) -> int:
         """Packed tokens of the longest micro-batch; 0 without micro-batches."""
         return max((reading.size for reading in self.readings), default=0)
+
+    def run_alone(self, *, is_descending: bool, clock: PassClock | None = None) -> list[Reading]:
+        """Run them without another model's, by ``run_pipeline``; return the readings as they were run."""
+        with torch.enable_grad():
+            return run_pipeline(
+                self.ranks,
+                self.module,
+                self.part,
+                self.readings,
+                self.finish,
+                self.after,
+                is_descending=is_descending,
+                clock=clock,
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -60,23 +60,24 @@ class PipelineRunner:
     ) -> Sequence[Reading]:
         """Run all micro-batches forward, and backward if ``after`` is given; see ``run_pipeline``."""
         ranks, is_descending = require_processes(self.groups.pp), self.groups.is_descending
-        what: tuple[Any, ...] = (ranks, self._module, self._part, readings, finish, after)
         if after is None:
-            return run_pipeline(*what, is_descending=is_descending)
+            return run_pipeline(
+                ranks, self._module, self._part, readings, finish, is_descending=is_descending
+            )
+        given = PipelinePass(
+            ranks=ranks,
+            module=self._module,
+            part=self._part,
+            readings=readings,
+            finish=finish,
+            after=after,
+        )
         shared: SharedRun | None = None
         if self.side is not None:
-            given = PipelinePass(
-                ranks=ranks,
-                module=self._module,
-                part=self._part,
-                readings=readings,
-                finish=finish,
-                after=after,
-            )
             shared = self.side.meet(WaitingPipeline(runner=self, given=given), run_together)
         if shared is None or shared.readings is None:
             clock = PassClock(self._module.device)
-            found: Sequence[Reading] = run_pipeline(*what, is_descending=is_descending, clock=clock)
+            found: Sequence[Reading] = given.run_alone(is_descending=is_descending, clock=clock)
             passes, gain, bubble = clock.passes(), None if shared is None else shared.gain, None
         else:
             found, passes, gain, bubble = shared.readings, shared.passes, shared.gain, shared.bubble

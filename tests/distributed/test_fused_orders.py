@@ -22,7 +22,6 @@ from rillflow.placement.fused.problem import FusedProblem, Schedule, even
 from rillflow.placement.fused.step import step_plan
 from rillflow.placement.fused.work import FusedWork
 from rillflow.sharding.fused_pipeline import PipelinePass, run_fused
-from rillflow.sharding.pipeline import run_pipeline
 from rillflow.workers.collectives import Ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -82,16 +81,7 @@ def ran(
     ]
     expected = []
     for index, given in enumerate(both):
-        with torch.enable_grad():
-            run_pipeline(
-                given.ranks,
-                given.module,
-                given.part,
-                given.readings,
-                given.finish,
-                given.after,
-                is_descending=index == 1,
-            )
+        given.run_alone(is_descending=index == 1)
         expected.append(taken(given))
     parts: list[Any] = [given.part for given in both]
     for seed in seeds:

@@ -23,7 +23,6 @@ from rillflow.sharding.fused_pipeline import PipelinePass, run_fused
 from rillflow.sharding.mesh import rank_groups, require_processes
 from rillflow.sharding.module import Parallel
 from rillflow.sharding.packed_rows import Reading, lay_out
-from rillflow.sharding.pipeline import run_pipeline
 from rillflow.sharding.tensor import local_gradient
 from rillflow.workers.collectives import Ranks
 
@@ -117,16 +116,7 @@ def gradients(parallel: Parallel) -> dict[str, Tensor]:
 
 
 def alone(parallel: Parallel, given: PipelinePass, *, is_descending: bool) -> dict[str, Tensor]:
-    with torch.enable_grad():
-        run_pipeline(
-            given.ranks,
-            given.module,
-            given.part,
-            given.readings,
-            given.finish,
-            given.after,
-            is_descending=is_descending,
-        )
+    given.run_alone(is_descending=is_descending)
     return gradients(parallel)
 
 
