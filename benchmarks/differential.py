@@ -63,9 +63,9 @@ class Found:
     """Largest differences of a quantity over all batches."""
 
     raw: float = 0.0
-    """Before known differences are removed."""
+    """Largest difference, with the known ones."""
     left: dict[str, float]
-    """By dtype, after known differences are removed."""
+    """Largest remaining difference for each dtype, without the known ones."""
     explained: set[str]
     """Keys of the entries of EXPLAINED that applied."""
 

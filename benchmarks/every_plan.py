@@ -51,7 +51,7 @@ class Checked:
 
     @property
     def ratio(self) -> float:
-        """How many times the best step the found step takes; 1 if nothing fits for both."""
+        """Seconds of the step found over those of the best one; 1 if neither finds a plan that fits."""
         return 1.0 if self.searched_s == self.best_s else self.searched_s / self.best_s
 
 

@@ -187,9 +187,9 @@ class Line:
     rows: int
     """R."""
     told: Gathered
-    """What the simulator says."""
+    """Result of the simulator."""
     made: list[Measured]
-    """What was measured, in each round."""
+    """Measurements, one for each round."""
 
     @property
     def seconds(self) -> float:

@@ -82,11 +82,11 @@ class Stage:
     """One stage of one step."""
 
     seconds: float
-    """Its seconds."""
+    """Seconds of the stage."""
     peak: int
     """The most bytes of device memory allocated in it; 0 on processors."""
     result: Any
-    """What it returned."""
+    """Result of the stage."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ DEVICE = {
 
 
 def planned(file: Path) -> float:
-    """What ``plan`` says of a rank."""
+    """Return the peak bytes of a rank that ``rillflow plan`` predicts."""
     loaded = load_recipe(file)
     machine = {"name": "cores", "device": "core", "devices": 1, "per_machine": 1}
     hardware = read_hardware({"device": {"core": DEVICE}, "machine_type": [machine]}, "a core")
@@ -113,7 +113,7 @@ def planned(file: Path) -> float:
 
 
 def predicted(file: Path) -> int:
-    """What ``check --memory`` says of a rank."""
+    """Return the peak bytes of a rank that ``rillflow check --memory`` predicts."""
     loaded = load_recipe(file)
     return rank_bytes(peaks_of(RecipeFacts(recipe=loaded.recipe, base=loaded.base)), "main")
 

@@ -341,7 +341,7 @@ def verl_lines(fit: dict[str, Any]) -> list[str]:
         f"## verl, Qwen2.5-Math-7B on H20, up to 28k tokens: {len(verl.ROWS)} steps",
         "",
         f"One mean for all rows, {mean:.0f} tokens, fitted too; sigma {verl.SIGMA:g} is assumed. Apart: "
-        "training takes 4 minibatches at once, and staleness_threshold is a freshness of so many steps.",
+        "training takes 4 minibatches at once, and staleness_threshold is stated as freshness, in steps.",
         "",
         *error_lines(fit, ratios, "verl"),
         "| devices | published step | fitted | row left out |",

@@ -55,7 +55,7 @@ class Run:
     scored: int = 1
     """Forward passes."""
     engine: Mapping[str, bool] = field(default_factory=dict)
-    """How the engine differs from that of the stack."""
+    """Engine settings that differ from those of the stack."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +63,7 @@ class Pair:
     """Two published runs of one workload."""
 
     name: str
-    """What changes."""
+    """Name of the change between the two runs."""
     model: str
     device: str
     like: str

@@ -51,7 +51,7 @@ class Row:
 
     @property
     def is_apart(self) -> bool:
-        """Whether generation has devices of its own."""
+        """Whether generation runs on separate devices."""
         return self.staleness is not None
 
     @property
@@ -101,8 +101,8 @@ REQUIRED = (
     _apart(64, 0.5, 2, wait_s=26.32, update_s=128.08, step_s=158.72),
     _apart(64, 0.5, 4, wait_s=25.62, update_s=95.06, step_s=124.64),
 )
-"""Its ablation of ``require_batches``, not fitted: the page says that answers grew longer the fewer batches
-were taken at once. The first 100 steps took 3 h 31, 3 h 35 and 3 h 13.
+"""Ablation of ``require_batches`` in verl's page; not fitted. With fewer batches at once, answers grew
+longer, the page says. The first 100 steps took 3 h 31, 3 h 35 and 3 h 13.
 """
 
 
