@@ -29,6 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from every_plan import checked
+from measured_at import below_title, line
 
 from rillflow.app.graphs import graphs
 from rillflow.app.recipe import load_recipe
@@ -249,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text += "\n".join(whole_lines(options.wholes)) + "\n"
     print(text)
     if options.write:
-        options.write.write_text(text, "utf-8")
+        options.write.write_text(below_title(text, line()), "utf-8")
 
 
 if __name__ == "__main__":
