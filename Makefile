@@ -12,6 +12,7 @@
 #   make mutation     random small faults of the package: does a test notice each? (hours)
 #   make packages     the wheels in empty environments, with oldest and newest dependencies (minutes)
 #   make docs         draws the graphs of docs/algorithms and the tables of sizes anew
+#   make site         the documentation as a searchable site in build/site, in an environment of its own
 #   make size         files and lines of code of every package and plugin
 #   make clean        removes .venv and caches; runs/ stays
 
@@ -39,7 +40,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check -
 # installed, and the result is kept: every process that is started imports the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart workflow test test-all test-vllm lint benchmark oracles simulation chaos mutation packages docs size setup clean
+.PHONY: quickstart workflow test test-all test-vllm lint benchmark oracles simulation chaos mutation packages docs site size setup clean
 
 quickstart: $(LEAN)
 	$(BIN)/rillflow run recipes/arithmetic/run.toml
@@ -94,13 +95,26 @@ docs: $(LEAN)
 	$(BIN)/python docs/draw_graphs.py
 	$(BIN)/python docs/size.py --write
 
+# The generator's successor, zensical, is at 0.1 and reads the same mkdocs.yml.
+SITE_VENV := .venv-site
+SITE_FULL := $(SITE_VENV)/.full
+site: $(SITE_FULL)
+	$(SITE_VENV)/bin/python docs/site_pages.py build/pages
+	NO_MKDOCS_2_WARNING=1 $(SITE_VENV)/bin/mkdocs build --strict
+	@echo "open build/site/index.html"
+
+$(SITE_FULL): Makefile | $(BIN)/python
+	$(BIN)/python -m venv $(SITE_VENV)
+	$(SITE_VENV)/bin/python -m pip install --disable-pip-version-check --quiet mkdocs-material==9.8.2 latex2mathml==3.81.1
+	@touch $@
+
 size: $(BIN)/python
 	@$(BIN)/python docs/size.py
 
 setup: $(FULL)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SITE_VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VLLM_FULL): pyproject.toml constraints-vllm.txt | $(BIN)/python
