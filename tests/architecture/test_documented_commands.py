@@ -115,6 +115,7 @@ LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "docs/algorithms/README.md",
     "docs/cli.md",
     "docs/cluster.md",
+    "docs/start.md",
     "docs/design/controller.md",
     "docs/design/fusion.md",
     "docs/design/models.md",
