@@ -16,6 +16,7 @@ from rillflow.app.role_table import roles_of
 from rillflow.config.problems import shown
 from rillflow.errors import ConfigError, nearest
 from rillflow.graph.graph import Graph
+from rillflow.placement.plan import unaligned
 
 if TYPE_CHECKING:
     from rillflow.app.recipe import Recipe
@@ -71,25 +72,12 @@ def _apart(recipe: Recipe, said: str) -> Iterator[ConfigError]:
             fix=f'set placement.roles.{other} = "{pools[0]}", or remove placement.fused',
         )
         return
-    for role, grid in zip((one, other), grids, strict=True):
-        if grid.is_sharded:
-            yield ConfigError(
-                f"{said}, and {role} is trained with {grid}",
-                why="with fsdp or ep every pass also communicates with other replicas",
-                fix="leave fsdp and ep at 1, or remove placement.fused",
-            )
-        elif grid.pp == 1:
-            yield ConfigError(
-                f"{said}, and {role} is trained with {grid}",
-                why="without pipeline stages there is no bubble to fill",
-                fix=f"set pp above 1 in placement.train_parallel.{placement.grid_key(role)}, or remove "
-                "placement.fused",
-            )
-    if grids[0].tp != grids[1].tp:
+    for found in unaligned(grids[0].grid, grids[1].grid):
+        keys = sorted({f"placement.train_parallel.{placement.grid_key(each)}" for each in (one, other)})
         yield ConfigError(
             f"{said}, and {one} is trained with {grids[0]}, {other} with {grids[1]}",
-            why="a stage of both models must have the same ranks, so both need one tp",
-            fix="set the same tp for both in placement.train_parallel",
+            why=found.why,
+            fix=f"{found.fix} in {' and '.join(keys)}, or remove placement.fused",
         )
 
 

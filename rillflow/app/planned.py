@@ -15,11 +15,10 @@ from rillflow.app.recipe import LoadedRecipe
 from rillflow.config.load import parse_override
 from rillflow.config.toml_text import inline_text
 from rillflow.errors import ConfigError, PlanError, nearest
-from rillflow.placement.grid import Grid
 from rillflow.placement.plan import GATHERED, SAMPLER, Plan, open_plan, plan_text
 from rillflow.runs import layout
 from rillflow.runs.evidence import Evidence
-from rillflow.workers.config import MeshSizes, PlacementConfig
+from rillflow.workers.config import PlacementConfig
 
 _AHEAD = ("freshness", "oversample_prompts", "oversample_samples")
 PLANNED = (
@@ -94,14 +93,9 @@ def is_placed_by(plan: Plan, placement: PlacementConfig) -> bool:
         alike
         and placement.samples_apart == (SAMPLER in plan.units)
         and placement.fused == plan.fused
-        and all(grid_of(placement.mesh_of(name)) == unit.grid for name, unit in models.items())
+        and all(placement.mesh_of(name).grid == unit.grid for name, unit in models.items())
         and all(unit.generate_tp in (0, placement.generate_tp) for unit in plan.units.values())
     )
-
-
-def grid_of(mesh: MeshSizes) -> Grid:
-    """Return the grid of a recipe's mesh; sharding over some ranks of dp counts as sharding over all."""
-    return Grid(dp=mesh.dp, pp=mesh.pp, tp=mesh.tp, ep=mesh.ep, is_sharded=mesh.fsdp > 1)
 
 
 def keep_plan(run: Path, plan: Plan | None, placement: PlacementConfig) -> bool:

@@ -294,21 +294,42 @@ def _unaligned(plan: Plan) -> Iterator[tuple[str, str]]:
     if one.pool != two.pool:
         why = f"{plan.fused[0]} is on pool {one.pool} and {plan.fused[1]} on {two.pool}; only updates on the "
         yield what, f"{why}same devices can use each other's idle time"
-    yield from ((what, why) for why in unaligned(one.grid, two.grid))
+    yield from ((what, each.why) for each in unaligned(one.grid, two.grid))
 
 
-def unaligned(one: Grid, two: Grid) -> Iterator[str]:
+@dataclass(frozen=True, kw_only=True)
+class Misalignment:
+    """A reason why two pipelines cannot run as one fused stage."""
+
+    why: str
+    """The reason, with both grids."""
+    fix: str
+    """The change that removes the reason."""
+
+
+def unaligned(one: Grid, two: Grid) -> Iterator[Misalignment]:
     """Yield why pipelines on two grids of the same devices cannot run as one fused stage."""
     grids, sizes = f"{one}; {two}", sorted((one.pp, two.pp))
-    if one.tp * one.cp != two.tp * two.cp or sizes[1] % sizes[0]:
-        yield (
-            f"their pipelines cannot be aligned: {grids}; a stage of both must lie on the same devices, so "
-            "tp must be equal and one pp a multiple of the other"
+    if one.tp * one.cp != two.tp * two.cp:
+        yield Misalignment(
+            why=f"a stage of both must lie on the same devices, so both need one tp, not {grids}",
+            fix="set the same tp for both",
+        )
+    elif sizes[1] % sizes[0]:
+        yield Misalignment(
+            why=f"the shorter pipeline is repeated beside the longer; its pp must divide the other: {grids}",
+            fix=f"set both pp to {sizes[1]}",
         )
     if sizes[0] == 1:
-        yield f"pp is 1 ({grids}), and without pipeline stages there is no idle time to fill"
+        yield Misalignment(
+            why=f"without pipeline stages there is no idle time to fill: {grids}",
+            fix="set pp above 1 for both",
+        )
     if one.is_sharded or two.is_sharded or max(one.ep, two.ep) > 1:
-        yield f"fsdp or ep ({grids}) lets every pass wait for other replicas, which may run another pass"
+        yield Misalignment(
+            why=f"with fsdp or ep every pass waits for other replicas, which may run another pass: {grids}",
+            fix="leave fsdp and ep at 1",
+        )
 
 
 def _recipe_axes(grid: Grid) -> dict[str, int]:

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from rillflow.config.schema import Section
+from rillflow.placement.grid import Grid
 from rillflow.placement.mesh import Mesh
 
 TRAIN_AXES = ("dp", "fsdp", "ep", "pp", "tp")
@@ -47,6 +48,11 @@ class MeshSizes:
         """Mesh of the ranks by dp, pp and tp."""
         mesh = Mesh.of(dp=self.dp, pp=self.pp, tp=self.tp)
         return mesh.turned("pp") if self.is_descending else mesh
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of a plan; sharding over some ranks of dp counts as sharding over all."""
+        return Grid(dp=self.dp, pp=self.pp, tp=self.tp, ep=self.ep, is_sharded=self.fsdp > 1)
 
     @property
     def ranks(self) -> int:

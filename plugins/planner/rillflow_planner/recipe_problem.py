@@ -21,7 +21,6 @@ from rillflow.algorithms.algorithm import Algorithm
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.graphs import graphs
 from rillflow.app.phases import PhasePlan, phase_plans
-from rillflow.app.planned import grid_of
 from rillflow.app.recipe import LoadedRecipe, Recipe
 from rillflow.app.resume import recipe_of
 from rillflow.app.role_table import model_roles, table_of
@@ -122,7 +121,7 @@ def plan_of(recipe: Recipe, graph: Graph, fleet: Fleet) -> Plan:
     units = {
         role: PlannedUnit(
             pool=placement.pool_of(role),
-            grid=grid_of(placement.mesh_of(role)),
+            grid=placement.mesh_of(role).grid,
             generate_tp=placement.generate_tp if role == "policy" and not placement.samples_apart else 0,
         )
         for role in roles

@@ -204,13 +204,16 @@ POOLS = {"all": {"machine_type": "h100", "devices": 64}}
         ({"fused": "policy"}, "a list of two roles"),
         ({"fused": ["policy", 3]}, "text in quotes"),
         ({"critic": {"pool": "more", "dp": 64}}, "on pool all and critic on more"),
-        ({"critic": {"pool": "all", "dp": 8, "pp": 4, "tp": 2}}, "cannot be aligned"),
+        ({"critic": {"pool": "all", "dp": 8, "pp": 4, "tp": 2}}, "both need one tp"),
         (
             {"policy": {"pool": "all", "pp": 16, "tp": 4}, "critic": {"pool": "all", "pp": 32, "tp": 2}},
-            "tp must",
+            "both need one tp",
         ),
-        ({"policy": {"pool": "all", "dp": 64}, "critic": {"pool": "all", "fsdp": 64}}, "pp is 1"),
-        ({"critic": {"pool": "all", "fsdp": 4, "pp": 4, "tp": 4}}, "wait for other replicas"),
+        (
+            {"policy": {"pool": "all", "dp": 64}, "critic": {"pool": "all", "fsdp": 64}},
+            "no idle time to fill",
+        ),
+        ({"critic": {"pool": "all", "fsdp": 4, "pp": 4, "tp": 4}}, "waits for other replicas"),
     ],
 )
 def test_a_plan_file_with_an_impossible_fused_stage_is_refused(changes: dict[str, Any], said: str) -> None:
