@@ -175,6 +175,11 @@ class RolloutConfig(SamplingConfig):
     agent: AgentConfig | None = Field(
         None, description="An agent that produces the rows; left out, the policy completes each prompt once."
     )
+    tool_format: Literal["auto", "hermes", "qwen", "llama", "template"] = Field(
+        "auto",
+        description="Format in which the model writes tool calls; auto finds it in the chat template, "
+        "template is the tokeniser's response_template.",
+    )
     max_rows: int = Field(256, gt=0, description="Rows that are sampled at the same time.")
     cache_gib: float | None = Field(
         None,

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -27,6 +28,8 @@ from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.engine_queue import EngineQueue
 from rillflow.serving.openai_server import Door, NewRows
 from rillflow.serving.server import LoopbackServer, bound
+from rillflow.serving.text_scores import text_scores
+from rillflow.serving.tool_calls import Tags
 from rillflow.tasks.encoded import Encoder
 
 KEY = secrets.token_urlsafe(16)
@@ -88,6 +91,8 @@ def door(model: LanguageModel) -> Iterator[tuple[str, Passes]]:
         queue,
         model="tiny",
         visitor=lambda key: visitor if key == KEY else None,
+        tools=Tags(has_xml=True),
+        scores=partial(text_scores, model.module),
     ).app()
     going = True
 
@@ -240,7 +245,7 @@ def test_a_client_that_goes_away_takes_its_rows_along(door: tuple[str, Passes]) 
     ("path", "says", "status", "told"),
     [
         ("/completions", {"prompt": "1", "temprature": 1}, 400, "did you mean 'temperature'?"),
-        ("/completions", {"prompt": "1", "seed": 3}, 400, "seed is not supported; why: the engine's seed"),
+        ("/completions", {"prompt": "1", "suffix": "2"}, 400, "suffix is not supported; why: it belongs to"),
         ("/completions", {"prompt": "1", "n": 0}, 400, "n is 0; why: Input should be greater"),
         ("/completions", {"prompt": "#"}, 400, "the tokeniser has no character '#'"),
         ("/completions", {"prompt": []}, 400, "prompt is []"),
