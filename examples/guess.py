@@ -1,7 +1,7 @@
 """A game as an environment: the policy guesses a number from 1 to 7 in four turns.
 
-After each guess the environment writes ">" if the number is larger, "<" if it is smaller. The policy learns to
-guess in the middle of what is left. ``reset`` gets the row's columns; ``step`` gets the policy's turn.
+After each guess the environment writes ">" if the number is larger, "<" if it is smaller. The policy learns
+to guess in the middle of what is left. ``reset`` gets the row's columns; ``step`` gets the policy's turn.
 
     rillflow run examples/guess.toml --dir runs/guess
 """

@@ -428,8 +428,7 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
         )
     if recipe.placement.generate_tp > 1:
         yield ConfigError(
-            f"placement.rollout_parallel.tp is {recipe.placement.generate_tp}, "
-            f"and {writer} writes the rows",
+            f"placement.rollout_parallel.tp is {recipe.placement.generate_tp}, and {writer} writes the rows",
             why="ranks that share a copy must run the same steps, but turns end at any time on one of them",
             fix="set placement.rollout_parallel.tp = 1",
         )

@@ -81,7 +81,7 @@ def encode_task(
 
 
 def longest_row(recipe: Recipe, encoded: EncodedTask) -> int:
-    """Return the tokens of the longest row, prompt and answer; a row of several turns may fill the context."""
+    """Return the tokens of the longest row, prompt and answer; one of several turns may fill the context."""
     if recipe.rollout.writer is not None:
         return encoded.model_input.context
     kind, limit = recipe.chosen.data, recipe.rollout.max_tokens

@@ -61,7 +61,7 @@ def _played(pool: Pool, columns: str, answer: str | None) -> list[str]:
             lines.append(f"step({shown(text)}): {said}, reward {told.reward:g}{over}")
         if told.is_over or turn == _TURNS:
             break
-        pool.step(row, text)
+        pool.step(row, text, {"role": "assistant", "content": text})
     return lines
 
 

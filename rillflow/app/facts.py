@@ -34,6 +34,7 @@ from rillflow.models.tokenizer import ModelInput, Tokenizer, load_tokenizer
 from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.function import FunctionPath, parse_files, parse_function
 from rillflow.rewards.judge_prompt import KEPT, no_frame
+from rillflow.serving.environments.dataset import environment_rows
 from rillflow.serving.environments.source import REWARD, EnvironmentSource, parse_environment
 from rillflow.tasks.example import shown
 from rillflow.tasks.files import Rows
@@ -92,6 +93,9 @@ class RecipeFacts:
         """
         recipe, kind, rows = self.recipe, self.recipe.chosen.data, self.given.rows
         seed, base = recipe.run.seed, self.base
+        environment = recipe.rollout.environment
+        if rows is None and environment is not None and recipe.task.source == environment.source:
+            rows = environment_rows(environment, self.base)
         task = open_task(recipe.task, kind, base=base, seed=seed, drawn=self.drawn, rows=rows)
         task = replace(task, sets=read_sets(recipe.evaluate.sets, self.base, kind))
         _require_numbers(task, recipe.algorithm.columns)

@@ -20,8 +20,8 @@ from pathlib import Path
 from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.app.corrections import bound_notes, correction_notes
 from rillflow.app.default_pools import pool_notes, require_devices
-from rillflow.app.environment_check import TRIED, look_at_environment
 from rillflow.app.doctor import available_memory, cuda_devices, device_memory, machine_memory
+from rillflow.app.environment_check import TRIED, look_at_environment
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.fused_checks import require_independent
 from rillflow.app.memory import (

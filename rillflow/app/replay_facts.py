@@ -28,8 +28,10 @@ from rillflow.runs.run_directory import require_format
 from rillflow.tasks.files import GIVEN
 
 _FUNCTIONS = {
-    **{"reward": ("reward", "function"), "cost": ("cost", "function")},
-    **{"agent": ("rollout", "agent", "function"), "environment": ("rollout", "environment", "source")},
+    "reward": ("reward", "function"),
+    "cost": ("cost", "function"),
+    "agent": ("rollout", "agent", "function"),
+    "environment": ("rollout", "environment", "source"),
 }
 """Setting of a function by its name in the config's sources."""
 _MACHINE = {"device": "device", "python": "Python", "platform": "platform", "git_revision": "git revision"}

@@ -200,7 +200,8 @@ class RolloutConfig(SamplingConfig):
         None, description="An agent that produces the rows; left out, the policy completes each prompt once."
     )
     environment: EnvironmentConfig | None = Field(
-        None, description="An environment that the policy acts in; left out, the policy completes each prompt."
+        None,
+        description="An environment that the policy acts in; left out, the policy completes each prompt.",
     )
     max_rows: int = Field(256, gt=0, description="Rows that are sampled at the same time.")
     cache_gib: float | None = Field(

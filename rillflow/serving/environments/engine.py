@@ -4,15 +4,15 @@
     row  <─ the episode has ended, or failed   ^                                       │
                                                └──────────── observation <─────────────┘
 
-Every engine with ``Capability.ROWS`` can be the inner engine; a sampler uses this engine like any other. A row
-leaves the inner engine while its environment works, so other rows take its slot. The native engine reads only
-the part of a returning row whose keys and values are no longer in its cache.
+Every engine with ``Capability.ROWS`` can be the inner engine; a sampler uses this engine like any other. A
+row leaves the inner engine while its environment works, so other rows take its slot. The native engine reads
+only the part of a returning row whose keys and values are no longer in its cache.
 
 Loop (``step``, in the thread of the sampler's rank)
     consumes      added rows; rows whose turn has ended; answers of environments
     waits for     if no row is being sampled: an answer, or the next deadline of a call. If most rows have
-                  just been given to their environments: their answers, at most half a pass long, because a pass
-                  of all rows costs little more than a pass of a few
+                  just been given to their environments: their answers, at most half a pass long, because a
+                  pass of all rows costs little more than a pass of a few
     unblocked by  either; a call of an environment has ``timeout_s``
     produces      each row once: its turns, with the environment's reward or its failure
     shuts down    ``close``: the environment processes end; the driver's death ends them, kill -9 included
@@ -134,7 +134,8 @@ class EnvironmentEngine(RowByRow):
             for rollout in self._inner.step():
                 number = self._sampling.pop(rollout.row)
                 episode = self._acting[number] = self._episodes[number]
-                self._pool.step(number, episode.answered(rollout))
+                text = episode.answered(rollout)
+                self._pool.step(number, text, episode.message(text))
             took = time.monotonic() - begun
             self._pass_s = took if not self._pass_s else 0.9 * self._pass_s + 0.1 * took
         return self._gathered()

@@ -51,7 +51,7 @@ class Episode:
         self.since = time.monotonic()
         """Time of the open call of the environment."""
         self._encoder, self._context, self._max_turns = encoder, context, max_turns
-        self._turns: list[Mapping[str, Any]] | None = None
+        self._turns: list[dict[str, Any]] | None = None
         self._tools: list[dict[str, Any]] | None = self.columns.get("tools")
         self._count, self._reward = 0, 0.0
         self._metrics: Mapping[str, float] = {}
@@ -62,18 +62,17 @@ class Episode:
         Raises:
             DataError, ModelError: its messages are invalid, or its text cannot be encoded.
         """
-        said, prompt = told.observation, self.columns["prompt"]
+        said, prompt = told.observation or None, self.columns["prompt"]
         self._tools, self._metrics = told.tools or self._tools, told.metrics
-        if isinstance(said, list) or not isinstance(prompt, str):
-            self._turns = list(said) if isinstance(said, list) and said else _joined(prompt, said or "")
-            prompt = prompt_of({"prompt": [*self._turns], "tools": self._tools})
-            example = Example(index=0, prompt=prompt, columns={"tools": self._tools}, place="the episode")
-            self._turns = [*example.turns]
-            if said:
+        if isinstance(said, str) and isinstance(prompt, str):
+            self.row = self.start.inserted(self._encoded(said))
+        elif not isinstance(prompt, str) or said is not None:
+            turns = said if isinstance(said, list) else _joined(prompt, said or "")
+            example = self._conversation(turns)
+            self._turns = example.turns
+            if said is not None:
                 tokens = self._encoder.rows([example])[0].prompt.tolist()
                 self.row = Rollout.start(self.start.row, tokens, self.start.columns)
-        elif said:
-            self.row = self.start.inserted(self._encoded(said))
         self._require_room()
         return self.row
 
@@ -84,6 +83,10 @@ class Episode:
         text = self._encoder.tokenizer.decode(own)
         self._said = text
         return text
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Return the policy's turn as a message of the assistant."""
+        return {"role": "assistant", "content": text}
 
     def observed(self, told: Told) -> Rollout | None:
         """Append an observation; return the row to sample on, None if it has ended.
@@ -128,8 +131,7 @@ class Episode:
             return self._encoded(said or "")
         more = said if isinstance(said, list) else [{"role": "user", "content": said or ""}]
         later = [*self._turns, {"role": "assistant", "content": self._said}, *more]
-        prompt = prompt_of({"prompt": later, "tools": self._tools})
-        later = [*Example(index=0, prompt=prompt, columns={"tools": self._tools}).turns]
+        later = self._conversation(later).turns
         before, after = (
             Chat(turns=turns, tools=self._tools, arguments=self._encoder.template_arguments)
             for turns in (self._turns, later)
@@ -139,6 +141,10 @@ class Episode:
         return tokenizer.encode_next(
             before, self._said, after, is_ended=self.row.tokens[-1] in tokenizer.stop_tokens
         )
+
+    def _conversation(self, turns: list[Any]) -> Example:
+        prompt = prompt_of({"prompt": [*turns], "tools": self._tools})
+        return Example(index=0, prompt=prompt, columns={"tools": self._tools}, place="the episode")
 
     def _encoded(self, text: str) -> list[int]:
         if not text:
@@ -154,7 +160,7 @@ class Episode:
             )
 
 
-def _joined(prompt: list[Mapping[str, Any]], said: str) -> list[Mapping[str, Any]]:
+def _joined(prompt: list[dict[str, Any]], said: str) -> list[dict[str, Any]]:
     """Return the messages of a prompt, with a text after the last message of the user."""
     if said and prompt[-1]["role"] == "user" and isinstance(prompt[-1]["content"], str):
         return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + said}]

@@ -15,7 +15,6 @@ It is loaded by path in a child process, whose functions load the user's class a
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import math
@@ -56,9 +55,8 @@ class Host:
             has = f"has no {lacking[0]}" if isinstance(loaded, type) else "is no class"
             raise Refused(f"{has}; an environment is a class with reset and step")
         self._class, self._file, self._arguments = loaded, file, arguments
-        self._running = dict[int, Any]()
+        self._running, self._loops = dict[int, Any](), dict[int, Any]()
         self._calls, self._answers = SimpleQueue[Any](), SimpleQueue[Any]()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._lock, self._threads, self._busy = threading.Lock(), 0, 0
 
     @property
@@ -96,7 +94,6 @@ class Host:
             try:
                 answer = [number, "observed", self._called(number, what, given)]
             except BaseException as error:  # noqa: BLE001  the user's class may raise anything
-                self._running.pop(number, None)
                 answer = [number, "failed", self._reason(what, error)]
             with self._lock:
                 self._busy -= 1
@@ -107,22 +104,25 @@ class Host:
         if what == "close":
             environment = self._running.pop(number, None)
             if environment is not None and "close" in dir(environment):
-                self._awaited(environment.close())
+                self._awaited(number, environment.close())
+            if (loop := self._loops.pop(number, None)) is not None:
+                loop.close()
             return {}
         if what == "reset":
             environment = self._running[number] = self._class(**self._arguments)
-            return self._reset(self._awaited(environment.reset(**given)))
-        return self._stepped(self._awaited(self._running[number].step(given)))
+            return self._reset(self._awaited(number, environment.reset(**given)))
+        turn = given["message"] if "takes_messages" in dir(self._class) else given["text"]
+        return self._stepped(self._awaited(number, self._running[number].step(turn)))
 
-    def _awaited(self, result: Any) -> Any:
-        """Return the result of a method, which may be a coroutine; all of them share one event loop."""
+    def _awaited(self, number: int, result: Any) -> Any:
+        """Return the result of a method, which may be a coroutine; an environment has its own event loop."""
         if not inspect.iscoroutine(result):
             return result
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(result, self._loop).result()
+        import asyncio  # imported only here: it doubles the start time of a child
+
+        if number not in self._loops:
+            self._loops[number] = asyncio.new_event_loop()
+        return self._loops[number].run_until_complete(result)
 
     def _reset(self, result: Any) -> dict[str, Any]:
         observation, info = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
@@ -162,7 +162,7 @@ class Host:
         if len(text) > TEXT_CHARACTERS:
             limit = f"at most {TEXT_CHARACTERS:,} characters as its observation, not {len(text):,}"
             raise self._invalid(method, text[:40], limit)
-        return value
+        return text if is_text else list(value)
 
     def _told(self, method: str, info: Any) -> dict[str, Any]:
         """Return the metrics and tools of an info."""

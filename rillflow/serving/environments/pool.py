@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import hmac
 import math
-import select
 import secrets
+import select
 import socket
 import sys
 import time
@@ -281,8 +281,6 @@ class _Process:
                 told = [each for each in map(_told, answers) if each.row in self.rows]
                 for each in told:
                     self.rows[each.row] = math.inf
-                    if each.failed is not None:
-                        del self.rows[each.row]
                 return told
         raise FrameError(f"an answer of type {frame['type']!r}")
 
@@ -291,7 +289,11 @@ def _told(answer: Any) -> Told:
     match answer:
         case [int(row), "failed", str(what)]:
             return Told(row=row, failed=(Outcome.ERROR, f"the environment {what}"))
-        case [int(row), "observed", {"observation": str() | list() | None as said, "metrics": dict(metrics), **more}]:
+        case [
+            int(row),
+            "observed",
+            {"observation": str() | list() | None as said, "metrics": dict(metrics), **more},
+        ]:
             reward, tools = more.get("reward", 0.0), more.get("tools")
             if isinstance(reward, float) and isinstance(tools, list | None):
                 is_over = more.get("is_over") is True
@@ -344,13 +346,13 @@ class Pool:
         process.call(number, "reset", columns)
         return number
 
-    def step(self, row: int, text: str) -> None:
-        """Give an environment the policy's turn."""
+    def step(self, row: int, text: str, message: Mapping[str, Any]) -> None:
+        """Give an environment the policy's turn, as text and as a message."""
         process = self._owners[row]
         if process.is_ended:
             self._told.append(Told(row=row, failed=(Outcome.ERROR, "the environment's process has ended")))
         else:
-            process.call(row, "step", text)
+            process.call(row, "step", {"text": text, "message": message})
 
     def leave(self, row: int) -> None:
         """Forget a row; its environment is closed."""

@@ -22,7 +22,7 @@ from rillflow.rollout.config import EnvironmentConfig
 VERIFIERS, OPENENV = "verifiers:", "openenv:"
 """Beginnings of the sources of other libraries."""
 ENVIRONMENT_REWARD, METRICS, TURNS = "environment_reward", "environment_metrics", "turns"
-"""Columns of a row that an environment wrote: the sum of its rewards, its last metrics, the number of turns."""
+"""Columns of a row that an environment wrote: the sum of its rewards, its last metrics, its turns."""
 _FOLDER = Path(__file__).resolve().parent
 REWARD = FunctionPath(file=_FOLDER / "reward.py", name=ENVIRONMENT_REWARD)
 """Reward function of rows that an environment wrote."""
