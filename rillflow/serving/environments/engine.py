@@ -5,8 +5,8 @@
                                                └──────────── observation <─────────────┘
 
 Every engine with ``Capability.ROWS`` can be the inner engine; a sampler uses this engine like any other. A
-row leaves the inner engine while its environment works, so other rows take its slot. The native engine reads
-only the part of a returning row whose keys and values are no longer in its cache.
+row leaves the inner engine while its environment works, so other rows take its slot. The native engine gives
+the row its KV cache, and reads only the new tokens when the row returns.
 
 Loop (``step``, in the thread of the sampler's rank)
     consumes      added rows; rows whose turn has ended; answers of environments
@@ -76,7 +76,7 @@ class EnvironmentEngine(RowByRow):
         self._acting: dict[int, Episode] = {}  # by number; in the environment
         self._sampling: dict[RowId, int] = {}  # number by row; in the inner engine
         self._episodes: dict[int, Episode] = {}
-        self._pass_s = 0.0
+        self._pass_s, self._version = 0.0, -1
         self.idle_s = 0.0
         """Seconds that ``step`` waited for environments."""
         stack.callback(self._pool.close)
@@ -89,11 +89,16 @@ class EnvironmentEngine(RowByRow):
     @property
     def held_bytes(self) -> int:
         """See Engine."""
-        return self._inner.held_bytes
+        caches = (each.row.cache for each in self._acting.values())
+        return self._inner.held_bytes + sum(each.nbytes for each in caches if each is not None)
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See Engine."""
         self._inner.load(version, weights)
+        if version != self._version and not self._config.keep_cache:
+            for episode in self._acting.values():
+                episode.drop_cache()  # computed with the old weights
+        self._version = version
 
     def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See Engine."""

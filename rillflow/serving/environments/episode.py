@@ -109,15 +109,19 @@ class Episode:
         self.row = replace(self.row, finish=Finish.LENGTH)
         return None
 
+    def drop_cache(self) -> None:
+        """Forget the row's KV cache, so that it is computed again."""
+        self.row = replace(self.row, cache=None)
+
     def ended(self) -> Rollout:
         """Return the row of an episode that has ended, with its reward in the columns."""
         more = {ENVIRONMENT_REWARD: self._reward, METRICS: dict(self._metrics), TURNS: self._count}
-        return replace(self.row, columns=json.dumps({**self.columns, **more}))
+        return replace(self.row, cache=None, columns=json.dumps({**self.columns, **more}))
 
     def failed(self, outcome: Outcome, why: str) -> Rollout:
         """Return the row of an episode that has failed."""
         columns = {**self.columns, RETURNED: None, FAILED: (outcome, why)}
-        return replace(self.row, finish=Finish.LENGTH, columns=json.dumps(columns))
+        return replace(self.row, finish=Finish.LENGTH, cache=None, columns=json.dumps(columns))
 
     def _next(self, said: str | list[dict[str, Any]] | None) -> list[int]:
         """Return the tokens between the policy's turn and its next one."""
