@@ -215,7 +215,7 @@ class Build:
             deadline_s=self._recipe.placement.deadline_s,
             restarts=self._recipe.run.restarts,
             restart=self._roles.restart_sampler if self._roles.may_restart_sampler else None,
-            may_save=self._recipe.rollout.agent is None,
+            may_save=self._recipe.rollout.writer is None,
             say=self._say,
         )
 

@@ -397,33 +397,38 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
             fix="set it to 0.7 to 1.0; evaluate.temperature is a separate setting and may be 0",
         )
     samples, judged = recipe.evaluate.samples, recipe.evaluate.problems > 0
-    if samples > 1 and judged and recipe.evaluate.temperature == 0 and recipe.rollout.agent is None:
+    if samples > 1 and judged and recipe.evaluate.temperature == 0 and recipe.rollout.writer is None:
         yield ConfigError(
             f"evaluate.samples is {samples}, and evaluate.temperature is 0",
             why="all answers to a prompt would be identical",
             fix="set evaluate.temperature = 1.0, or evaluate.samples = 1",
         )
-    if recipe.rollout.agent is None:
+    if (writer := recipe.rollout.writer) is None:
         return
+    if recipe.rollout.agent is not None and recipe.rollout.environment is not None:
+        yield ConfigError(
+            "rollout.agent and rollout.environment are both set",
+            why="one of them writes the rows",
+            fix="remove one of them",
+        )
     judge = recipe.reward.judge
     named = {"reward.model": recipe.reward.model, "cost.model": recipe.cost.model}
     named |= {"reward.judge.model": None if judge is None else judge.model}
     for setting, model in ((setting, model) for setting, model in named.items() if model is not None):
         yield ConfigError(
-            f"{setting} is {model!r}, and rollout.agent writes the rows",
-            why="a row whose agent failed has no answer, but a model would still score it",
+            f"{setting} is {model!r}, and {writer} writes the rows",
+            why="a row that failed has no answer, but a model would still score it",
             fix=f"set {setting.split('.')[0]}.function, which scores only the other rows",
         )
     if recipe.rollout.replay_routing:
         yield ConfigError(
-            "rollout.replay_routing is true, and rollout.agent writes the rows",
-            why="an agent's row joins several answers and keeps their tokens, but not their routes",
+            f"rollout.replay_routing is true, and {writer} writes the rows",
+            why="such a row joins several answers and keeps their tokens, but not their routes",
             fix="remove one of them",
         )
     if recipe.placement.generate_tp > 1:
         yield ConfigError(
-            f"placement.rollout_parallel.tp is {recipe.placement.generate_tp}, "
-            "and rollout.agent writes the rows",
-            why="ranks that share a copy must run the same steps, but an agent calls one of them at any time",
+            f"placement.rollout_parallel.tp is {recipe.placement.generate_tp}, and {writer} writes the rows",
+            why="ranks that share a copy must run the same steps, but turns end at any time on one of them",
             fix="set placement.rollout_parallel.tp = 1",
         )

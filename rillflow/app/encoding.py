@@ -81,8 +81,8 @@ def encode_task(
 
 
 def longest_row(recipe: Recipe, encoded: EncodedTask) -> int:
-    """Return the tokens of the longest row, prompt and answer; an agent's row may fill the context."""
-    if recipe.rollout.agent is not None:
+    """Return the tokens of the longest row, prompt and answer; one of several turns may fill the context."""
+    if recipe.rollout.writer is not None:
         return encoded.model_input.context
     kind, limit = recipe.chosen.data, recipe.rollout.max_tokens
     rows = [row for row in encoded.train[kind] if row is not None]
@@ -179,7 +179,8 @@ def _uses(recipe: Recipe) -> list[DataKind]:
 
 def _is_judged(recipe: Recipe, task: Task) -> bool:
     """Return whether something scores held-out rows."""
-    has_scorer = any((recipe.reward.function, recipe.reward.model, recipe.reward.judge, task.reward))
+    reward, environment = recipe.reward, recipe.rollout.environment
+    has_scorer = any((reward.function, reward.model, reward.judge, task.reward, environment))
     return recipe.chosen.score is not None or (recipe.has_policy and has_scorer)
 
 

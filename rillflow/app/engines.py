@@ -170,7 +170,7 @@ def engine_notes(facts: RecipeFacts) -> list[str]:
             rollout.gather_rows > 0 and rollout.gather_by == "cache",
             'rollout.gather_by is "cache"; "tokens" needs no caches',
         ),
-        (Capability.ROWS, rollout.agent is not None, "rollout.agent writes the rows"),
+        (Capability.ROWS, rollout.writer is not None, f"{rollout.writer} writes the rows"),
         (Capability.PARTS, rollout.stream_chunks > 1, f"rollout.stream_chunks is {rollout.stream_chunks}"),
         (Capability.ADAPTERS, facts.adapter is not None, "policy.model has an adapter"),
         (Capability.ROUTES, rollout.replay_routing, "rollout.replay_routing is true"),

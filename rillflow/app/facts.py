@@ -34,6 +34,8 @@ from rillflow.models.tokenizer import ModelInput, Tokenizer, load_tokenizer
 from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.function import FunctionPath, parse_files, parse_function
 from rillflow.rewards.judge_prompt import KEPT, no_frame
+from rillflow.serving.environments.dataset import environment_rows
+from rillflow.serving.environments.source import REWARD, EnvironmentSource, parse_environment
 from rillflow.tasks.example import shown
 from rillflow.tasks.files import Rows
 from rillflow.tasks.task import Task, open_task, read_sets
@@ -91,6 +93,9 @@ class RecipeFacts:
         """
         recipe, kind, rows = self.recipe, self.recipe.chosen.data, self.given.rows
         seed, base = recipe.run.seed, self.base
+        environment = recipe.rollout.environment
+        if rows is None and environment is not None and recipe.task.source == environment.source:
+            rows = environment_rows(environment, self.base)
         task = open_task(recipe.task, kind, base=base, seed=seed, drawn=self.drawn, rows=rows)
         task = replace(task, sets=read_sets(recipe.evaluate.sets, self.base, kind))
         _require_numbers(task, recipe.algorithm.columns)
@@ -199,11 +204,16 @@ class RecipeFacts:
     def functions(self) -> Sequence[FunctionPath]:
         """The reward functions: the recipe's, or else the task's own; empty if there are none.
 
+        An environment's own reward comes first, and the others are added to it.
+
         Raises:
             RewardError: there is no such function.
             ConfigError: neither the recipe nor the task names one.
         """
         config = self.recipe.reward
+        if self.environment is not None:
+            more = [] if config.function is None else [self._scoring(config.function)]
+            return [REWARD, *more, *self.task.reward]
         if config.function is not None:
             return [self._scoring(config.function)]
         is_model = config.model is not None or config.judge is not None
@@ -256,6 +266,16 @@ class RecipeFacts:
             )
         files = parse_files(agent.files, self.base, "rollout.agent.files")
         return replace(parse_function(agent.function, self.base, "agent"), files=files)
+
+    @cached_property
+    def environment(self) -> EnvironmentSource | None:
+        """The environment that the policy acts in; None if the recipe names none.
+
+        Raises:
+            RewardError, ConfigError: see ``parse_environment``.
+        """
+        environment = self.recipe.rollout.environment
+        return None if environment is None else parse_environment(environment, self.base)
 
     @cached_property
     def engine(self) -> type[Engine]:

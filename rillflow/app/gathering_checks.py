@@ -49,8 +49,8 @@ def _orders(recipe: Recipe, config: SampledConfig) -> Iterator[tuple[str, str]]:
     if rollout.stream_chunks > 1:
         why = "the rows of a chunk go on when all of them have ended, wherever they run"
         yield f"rollout.stream_chunks is {rollout.stream_chunks}", why
-    if rollout.agent is not None:
-        yield "rollout.agent writes the rows", "the row of an agent cannot go on in another process"
+    if rollout.writer is not None:
+        yield f"{rollout.writer} writes the rows", "such a row cannot go on in another process"
     if rollout.engine == SERVICE:
         why = "its programs send whole rows, so a row that moves would lose its tokens"
         yield f'rollout.engine is "{SERVICE}"', why

@@ -21,6 +21,7 @@ from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.app.corrections import bound_notes, correction_notes
 from rillflow.app.default_pools import pool_notes, require_devices
 from rillflow.app.doctor import available_memory, cuda_devices, device_memory, machine_memory
+from rillflow.app.environment_check import TRIED, look_at_environment
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.fused_checks import require_independent
 from rillflow.app.memory import (
@@ -55,6 +56,7 @@ from rillflow.runs.environment import usable_cores
 from rillflow.runs.formatting import size
 from rillflow.runs.layout import kept_steps
 from rillflow.runs.run_directory import holds_step
+from rillflow.serving.environments.source import REWARD
 from rillflow.tasks.example import Example
 from rillflow.tasks.task import Task
 
@@ -115,6 +117,7 @@ def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
         _look_at_scorers,
         _look_at_machine,
         _look_at_agent if runs_code else _read_agent,
+        *([look_at_environment] if runs_code else []),
         *([_look_at_functions, _look_at_costs] if runs_code else [_say_left_out]),
     ]
     for check in checks:
@@ -373,6 +376,7 @@ def _say_left_out(facts: RecipeFacts, report: Report) -> None:
         "reward": ", ".join(map(str, facts.functions)),
         "cost": ", ".join(map(str, facts.costs)),
         "rollout.agent": facts.agent and str(facts.agent),
+        "rollout.environment": facts.environment and str(facts.environment),
     }
     lines = [f"{setting}: {what}" for setting, what in named.items() if what]
     report.say("not run (--no-code)", lines or ["the recipe names no code"])
@@ -428,7 +432,7 @@ def _execution_notes(function: FunctionPath, name: str, setting: Setting, level:
 
 def _look_at_functions(facts: RecipeFacts, report: Report) -> None:
     """Call each reward function on two rows and their own answers, in a child process as in a run."""
-    _try_functions(facts.functions, facts, report)
+    _try_functions([each for each in facts.functions if each != REWARD], facts, report)
 
 
 def _look_at_costs(facts: RecipeFacts, report: Report) -> None:
@@ -476,6 +480,8 @@ def _tried(
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     if recipe.rollout.agent is not None:
         columns[RETURNED] = list(answers)
+    if recipe.rollout.environment is not None:
+        columns |= {name: [value] * len(rows) for name, value in TRIED.items()}
     with RewardWorkers(function, recipe.reward.model_copy(update={"workers": 1})) as workers:
         scores = workers.score(prompts, replies, columns)
         return scores, workers.level

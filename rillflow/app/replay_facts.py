@@ -27,8 +27,13 @@ from rillflow.runs.reader import read_config, read_starts, require_run
 from rillflow.runs.run_directory import require_format
 from rillflow.tasks.files import GIVEN
 
-_FUNCTIONS = {"reward": ("reward",), "cost": ("cost",), "agent": ("rollout", "agent")}
-"""Section of the setting ``function`` by its name in the config's sources."""
+_FUNCTIONS = {
+    "reward": ("reward", "function"),
+    "cost": ("cost", "function"),
+    "agent": ("rollout", "agent", "function"),
+    "environment": ("rollout", "environment", "source"),
+}
+"""Setting of a function by its name in the config's sources."""
 _MACHINE = {"device": "device", "python": "Python", "platform": "platform", "git_revision": "git revision"}
 """Names of recorded facts that may explain a difference."""
 _MOST_DAMAGE = 3
@@ -168,9 +173,10 @@ def _kept_source(run: Path, name: str, wanted: str, shown: str) -> bytes:
 def _with_kept(recipe: Recipe, name: str, wanted: str, run: Path, base: Path, folder: Path) -> Recipe:
     """Return the recipe with one function in the version of a digest."""
     table: dict[str, Any] = recipe.model_dump()
-    for part in _FUNCTIONS[name]:
+    *sections, setting = _FUNCTIONS[name]
+    for part in sections:
         table = table[part] or {}
-    text = table.get("function")
+    text = table.get(setting)
     if text is None:  # a setting of the replay removed it
         return recipe
     written, _, function = text.rpartition(":")
@@ -191,6 +197,11 @@ def _with_kept(recipe: Recipe, name: str, wanted: str, run: Path, base: Path, fo
         assert recipe.rollout.agent is not None  # its function was read
         agent = recipe.rollout.agent.model_copy(update={"function": chosen})
         return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"agent": agent})})
+    if name == "environment":
+        assert recipe.rollout.environment is not None  # its class was read
+        environment = recipe.rollout.environment.model_copy(update={"source": chosen})
+        rollout = recipe.rollout.model_copy(update={"environment": environment})
+        return recipe.model_copy(update={"rollout": rollout})
     section = recipe.reward if name == "reward" else recipe.cost
     return recipe.model_copy(update={name: section.model_copy(update={"function": chosen})})
 

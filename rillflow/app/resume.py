@@ -27,6 +27,7 @@ from rillflow.runs.json_lines import JSON, encode, read_json
 from rillflow.runs.layout import kept_steps
 from rillflow.runs.run_data import RunData
 from rillflow.runs.run_directory import holds_step
+from rillflow.serving.environments.source import parse_environment
 from rillflow.tasks.fingerprint import first_changed
 from rillflow.tasks.task import Task
 from rillflow.workers.config import PlacementConfig
@@ -87,6 +88,9 @@ def sources_of(recipe: Recipe, task: Task, base: Path) -> dict[str, bytes]:
     agent = recipe.rollout.agent
     named = {"reward": recipe.reward.function, "cost": recipe.cost.function}
     named["agent"] = agent.function if agent is not None else None
+    environment = recipe.rollout.environment
+    is_file = environment is not None and parse_environment(environment, base).is_own
+    named["environment"] = environment.source if environment is not None and is_file else None
     files = {name: parse_function(text, base).file for name, text in named.items() if text is not None}
     given = {f"reward.{each.name}": each.text.encode() for each in task.reward if each.text}
     return {**given, **{name: file.read_bytes() for name, file in files.items()}}

@@ -85,7 +85,7 @@ def serve(
         return
     try:
         shortcomings = [*shortcomings, *_limit(load["memory_bytes"])]
-        function = _load(load)
+        function = load_function(load)
         if cells is not None:
             _require_cells(cells)
         answer(
@@ -129,7 +129,15 @@ def _limit(memory_bytes: int) -> list[str]:
     return []
 
 
-def _load(request: Frame) -> Callable[..., Any]:
+def load_function(request: Frame) -> Callable[..., Any]:
+    """Load a file, or the text in its place; return what it binds to a name.
+
+    Args:
+        request: ``file``, ``text``, ``name``, and ``path`` with further entries of ``sys.path``.
+
+    Raises:
+        Refused: the file raises, or the name cannot be called.
+    """
     file = Path(request["file"])
     sys.argv = [str(file)]
     sys.path.insert(0, str(file.parent))

@@ -166,6 +166,17 @@ class Sampler:
                 encoder=Encoder.of(model.tokenizer, setting.task),
                 stack=setting.site.stack,
             )
+        if rollout.environment is not None:
+            from rillflow.serving.environments.engine import EnvironmentEngine
+            from rillflow.serving.environments.source import parse_environment
+
+            engine = partial(
+                EnvironmentEngine,
+                inner=engine,
+                source=parse_environment(rollout.environment, setting.base),
+                encoder=Encoder.of(model.tokenizer, setting.task),
+                stack=setting.site.stack,
+            )
         return cls(weights, model=model, rollout=rollout, seed=setting.seed, engine=engine)
 
     @endpoint(SPLIT_ALL, reads=("tokens", "columns"), writes=ROLLOUT_FIELDS, measures=rollout_metrics)

@@ -121,6 +121,30 @@ class AgentConfig(Section):
     )
 
 
+class EnvironmentConfig(Section):
+    """An environment that answers each turn of the policy. It runs in child processes that can be killed."""
+
+    source: str = Field(
+        min_length=1,
+        description="file.py:Class with reset and step, relative to the recipe; verifiers:NAME of an "
+        "environment that the package verifiers finds; or openenv:URL of an OpenEnv server.",
+    )
+    arguments: dict[str, Any] = Field(
+        {}, description="Arguments of the class, or of the environment that verifiers loads."
+    )
+    max_turns: int = Field(16, gt=0, description="Turns after which a row ends.")
+    timeout_s: float = Field(60.0, gt=0, description="Longest time in seconds of one reset or step.")
+    workers: int = Field(
+        4, gt=0, description="Environment processes per sampler rank; each holds up to 64 rows at a time."
+    )
+    memory_bytes: int = Field(
+        4 * 1024**3, gt=0, description="Address space limit of one environment process, in bytes."
+    )
+    sandbox: Literal["auto"] | bool = Field(
+        "auto", description="Run the environment in a sandbox; values as in reward.sandbox."
+    )
+
+
 class ServiceConfig(Section):
     """Settings of the engine ``service``, whose rows other programs sample over HTTP."""
 
@@ -180,6 +204,10 @@ class RolloutConfig(SamplingConfig):
         description="Format in which the model writes tool calls; auto finds it in the chat template, "
         "template is the tokeniser's response_template.",
     )
+    environment: EnvironmentConfig | None = Field(
+        None,
+        description="An environment that the policy acts in; left out, the policy completes each prompt.",
+    )
     max_rows: int = Field(256, gt=0, description="Rows that are sampled at the same time.")
     cache_gib: float | None = Field(
         None,
@@ -225,6 +253,13 @@ class RolloutConfig(SamplingConfig):
     deterministic: bool = Field(
         False, description="Compute with fixed shapes, so that a row has the same bits in any batch. Slower."
     )
+
+    @property
+    def writer(self) -> str | None:
+        """Setting of the agent or the environment that writes the rows; None if the policy does it alone."""
+        if self.agent is not None:
+            return "rollout.agent"
+        return None if self.environment is None else "rollout.environment"
 
 
 def gather_replicas(config: RolloutConfig) -> int:

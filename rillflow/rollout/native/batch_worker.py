@@ -51,6 +51,8 @@ from rillflow.rollout.native.slots import BULK, Slots
 from rillflow.runs.formatting import size
 from rillflow.workers.collectives import Ranks
 
+FED_TOKENS = 16
+"""Maximum tokens behind a row's cache that are fed one by one; more are read in one pass."""
 _IDLE = SamplingConfig()
 """Sampling settings of a slot without a row."""
 
@@ -135,7 +137,9 @@ class BatchWorker:
         if self._config.cache_gib is not None:
             self._check_room(rollout, limit, self._config.cache_gib)
         cache, rollout = rollout.cache, replace(rollout, cache=None)
-        prefix = self._prefix(rollout) if cache is None else rollout.tokens[: len(cache)]
+        prefix = self._prefix(rollout)
+        if cache is not None and (self._fixed_rows or len(prefix) - len(cache) <= FED_TOKENS):
+            prefix = rollout.tokens[: len(cache)]
         self._scheduler.add(
             Sequence(rollout=rollout, sampling=chosen, prefix=prefix, limit=limit, cache=cache)
         )
@@ -233,7 +237,8 @@ class BatchWorker:
                 ended[row] = Finish.LENGTH
         self._slots.collect(step.clock + 1, list(ended), self._sampled_version)
         found = [
-            replace(row.rollout, finish=finish, routes=self._routes(row)) for row, finish in ended.items()
+            replace(row.rollout, finish=finish, routes=self._routes(row), cache=self._kept(row, finish))
+            for row, finish in ended.items()
         ]
         self._leave(ended)
         return found
@@ -245,6 +250,17 @@ class BatchWorker:
         assert row.cache_row is not None, "a row that has just ended is still there"
         keys = self._driven().cache.layers[ROUTES][row.cache_row.bucket].keys
         return read_routes(keys, row.cache_row.row, len(row.rollout.tokens))
+
+    def _kept(self, row: Sequence, finish: Finish) -> Tensor | None:
+        """Return the KV cache of a row that may continue after an environment's answer; else None.
+
+        On a GPU, reading the row again takes less time than moving its cache to the host.
+        """
+        is_kept = self._config.environment is not None and self._device.type == "cpu"
+        if not is_kept or finish is not Finish.STOP:
+            return None
+        assert row.cache_row is not None, "a row that has just ended is still there"
+        return self._driven().cache.read(row.cache_row, self._scheduler.clock - row.start_step)
 
     def _completes(self, rollout: Rollout, token: int) -> bool:
         """Return whether this token completes a stop text of several tokens."""

@@ -87,7 +87,7 @@ class Sequence:
     collected_step: int = 0
     """The first step whose draw is not yet in ``rollout``."""
     cache: Tensor | None = None
-    """[P, W] keys and values of its whole prefix, from another engine; None if they are to be computed."""
+    """[P, W] keys and values of its prefix's first P tokens, from before; None if they are to be computed."""
     uniforms: Tensor | None = None
     """Random numbers of the row's next draws, made for many rows at once; None if not made yet."""
 
@@ -355,7 +355,7 @@ class Scheduler:
     def _entry(self, sequence: Sequence) -> _Entry:
         """Return the row with the cache row of its cached beginning, if that is long enough to copy."""
         if sequence.cache is not None:
-            return _Entry(sequence=sequence, source=None, shared=len(sequence.prefix))
+            return _Entry(sequence=sequence, source=None, shared=len(sequence.cache))
         source, shared = self._index.find(sequence.prefix) or (None, 0)
         if shared == len(sequence.prefix) or (self._shares_parts and shared >= LEAST_SHARED):
             return _Entry(sequence=sequence, source=source, shared=shared)

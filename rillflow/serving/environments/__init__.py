@@ -1,0 +1,1 @@
+"""Environments: classes with ``reset`` and ``step``, verifiers environments and OpenEnv servers."""

@@ -1,0 +1,171 @@
+"""Episode: one row that the policy and an environment write in turns.
+
+    reset ─ text ──────> prompt + text             ─┐
+          ─ messages ──> the messages               ├─> tokens, mask 0 ─> sampled, mask 1 ─> step(text) ─┐
+          ─ None ──────> prompt                    ─┘            ^                                       │
+                                                                 └── observation: text or messages <─────┘
+
+A row is text, or messages with a chat template. Sampled tokens are never tokenised again: in a text an
+observation is encoded alone; in a conversation the template's text after the answer is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rillflow.errors import DataError
+from rillflow.models.tokenizer import Chat
+from rillflow.records.rollout import Finish, Rollout
+from rillflow.rewards.outcome import FAILED, RETURNED, Outcome
+from rillflow.rollout.config import SamplingConfig
+from rillflow.serving.environments.pool import Told
+from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS
+from rillflow.tasks.encoded import Encoder
+from rillflow.tasks.example import Example, prompt_of
+
+
+class Episode:
+    """A row, from its prompt to its end.
+
+    Args:
+        start: the row as it was added, with its prompt of the data.
+        sampling: sampling settings; ``max_tokens`` limits all turns together.
+        encoder: encodes texts and messages.
+        context: maximum tokens of a row.
+        max_turns: turns after which the row ends.
+    """
+
+    def __init__(
+        self, start: Rollout, sampling: SamplingConfig, encoder: Encoder, *, context: int, max_turns: int
+    ) -> None:
+        self.start = self.row = start
+        """The row as it was added; the row so far."""
+        self.sampling = sampling
+        """Sampling settings."""
+        self.columns: dict[str, Any] = json.loads(start.columns)
+        """The prompt and the other columns."""
+        self.since = time.monotonic()
+        """Time of the open call of the environment."""
+        self._encoder, self._context, self._max_turns = encoder, context, max_turns
+        self._turns: list[dict[str, Any]] | None = None
+        self._tools: list[dict[str, Any]] | None = self.columns.get("tools")
+        self._count, self._reward = 0, 0.0
+        self._metrics: Mapping[str, float] = {}
+
+    def begin(self, told: Told) -> Rollout:
+        """Return the row to sample after ``reset``.
+
+        Raises:
+            DataError, ModelError: its messages are invalid, or its text cannot be encoded.
+        """
+        said, prompt = told.observation or None, self.columns["prompt"]
+        self._tools, self._metrics = told.tools or self._tools, told.metrics
+        if isinstance(said, str) and isinstance(prompt, str):
+            self.row = self.start.inserted(self._encoded(said))
+        elif not isinstance(prompt, str) or said is not None:
+            turns = said if isinstance(said, list) else _joined(prompt, said or "")
+            example = self._conversation(turns)
+            self._turns = example.turns
+            if said is not None:
+                tokens = self._encoder.rows([example])[0].prompt.tolist()
+                self.row = Rollout.start(self.start.row, tokens, self.start.columns)
+        self._require_room()
+        return self.row
+
+    def answered(self, row: Rollout) -> str:
+        """Append the policy's turn to the row; return its text."""
+        own = row.tokens[len(self.row.tokens) :]
+        self.row, self._count, self.since = row, self._count + 1, time.monotonic()
+        text = self._encoder.tokenizer.decode(own)
+        self._said = text
+        return text
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Return the policy's turn as a message of the assistant."""
+        return {"role": "assistant", "content": text}
+
+    def observed(self, told: Told) -> Rollout | None:
+        """Append an observation; return the row to sample on, None if it has ended.
+
+        Raises:
+            DataError, ModelError: see ``begin``.
+        """
+        self._reward += told.reward
+        self._metrics = told.metrics or self._metrics
+        self._tools = told.tools or self._tools
+        if told.is_over:
+            self.row = replace(self.row, finish=Finish.STOP)
+            return None
+        is_full = sum(self.row.loss_mask) >= self.sampling.max_tokens
+        if not is_full and self._count < self._max_turns:
+            longer = self.row.inserted(self._next(told.observation))
+            if len(longer.tokens) < self._context:
+                self.row = longer
+                return longer
+        self.row = replace(self.row, finish=Finish.LENGTH)
+        return None
+
+    def drop_cache(self) -> None:
+        """Forget the row's KV cache, so that it is computed again."""
+        self.row = replace(self.row, cache=None)
+
+    def ended(self) -> Rollout:
+        """Return the row of an episode that has ended, with its reward in the columns."""
+        more = {ENVIRONMENT_REWARD: self._reward, METRICS: dict(self._metrics), TURNS: self._count}
+        return replace(self.row, cache=None, columns=json.dumps({**self.columns, **more}))
+
+    def failed(self, outcome: Outcome, why: str) -> Rollout:
+        """Return the row of an episode that has failed."""
+        columns = {**self.columns, RETURNED: None, FAILED: (outcome, why)}
+        return replace(self.row, finish=Finish.LENGTH, cache=None, columns=json.dumps(columns))
+
+    def _next(self, said: str | list[dict[str, Any]] | None) -> list[int]:
+        """Return the tokens between the policy's turn and its next one."""
+        if self._turns is None:
+            if isinstance(said, list):
+                raise DataError(
+                    "the environment said messages in a row of text",
+                    why="a row is text or a conversation from its start",
+                    fix="return text, or begin with messages",
+                )
+            return self._encoded(said or "")
+        more = said if isinstance(said, list) else [{"role": "user", "content": said or ""}]
+        later = [*self._turns, {"role": "assistant", "content": self._said}, *more]
+        later = self._conversation(later).turns
+        before, after = (
+            Chat(turns=turns, tools=self._tools, arguments=self._encoder.template_arguments)
+            for turns in (self._turns, later)
+        )
+        tokenizer = self._encoder.tokenizer
+        self._turns = later
+        return tokenizer.encode_next(
+            before, self._said, after, is_ended=self.row.tokens[-1] in tokenizer.stop_tokens
+        )
+
+    def _conversation(self, turns: list[Any]) -> Example:
+        prompt = prompt_of({"prompt": [*turns], "tools": self._tools})
+        return Example(index=0, prompt=prompt, columns={"tools": self._tools}, place="the episode")
+
+    def _encoded(self, text: str) -> list[int]:
+        if not text:
+            return []
+        return self._encoder.tokenizer.encode_more(text, is_rendered=self._encoder.is_rendered)
+
+    def _require_room(self) -> None:
+        if len(self.row.tokens) >= self._context:
+            raise DataError(
+                f"the row begins with {len(self.row.tokens):,} tokens",
+                why=f"the context is {self._context:,} tokens, and the policy needs room for one at least",
+                fix="shorten the first observation, or use a longer context",
+            )
+
+
+def _joined(prompt: list[dict[str, Any]], said: str) -> list[dict[str, Any]]:
+    """Return the messages of a prompt, with a text after the last message of the user."""
+    if said and prompt[-1]["role"] == "user" and isinstance(prompt[-1]["content"], str):
+        return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + said}]
+    return [*prompt, {"role": "user", "content": said}] if said else [*prompt]

@@ -1,0 +1,252 @@
+"""Environments: turns become one row sampled once; every fault ends its own row with an outcome."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rillflow.errors import RillflowError, RolloutError
+from rillflow.models.config import ModelConfig, NewModel
+from rillflow.models.language_model import LanguageModel, load_model
+from rillflow.records.batch import Batch, row_ids
+from rillflow.records.ragged import Ragged
+from rillflow.records.rollout import Finish, Rollout, starts
+from rillflow.records.row import RowId
+from rillflow.rewards.outcome import FAILED
+from rillflow.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
+from rillflow.rollout.native.engine import NativeEngine
+from rillflow.serving.environments.engine import EnvironmentEngine
+from rillflow.serving.environments.pool import Pool
+from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS, parse_environment
+from rillflow.tasks.encoded import Encoder
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<|end|> {% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+NEW = NewModel(hidden=32, layers=1, heads=2, kv_heads=1, context=96, alphabet="0123456789+=:asut ")
+GAME = """
+import os
+import time
+
+
+class Game:
+    open = 0
+
+    def __init__(self, factor=1.0):
+        self.factor, self.turns = factor, 0
+
+    def reset(self, kind):
+        self.kind = kind
+        if kind == "chat":
+            return [{"role": "user", "content": "1+1"}]
+        if kind == "reset raises":
+            raise KeyError("oh")
+        return "" if kind == "plain" else "0="
+
+    async def step(self, text):
+        self.turns += 1
+        if self.turns == 2:
+            if self.kind == "raises":
+                raise ValueError(text)
+            if self.kind == "hangs":
+                time.sleep(100)
+            if self.kind == "exits":
+                os._exit(3)
+            if self.kind == "prints":
+                os.write(1, b"x" * 20_000_000)
+        if self.kind == "never ends":
+            return "1", 0.5, False, False, {}
+        if self.kind == "wrong type":
+            return "1", 0.0
+        if self.kind == "nan":
+            return "1", float("nan"), False, False, {}
+        if self.kind == "foreign":
+            return "é", 0.0, False, False, {}
+        over = self.turns == 3
+        told = {"metrics": {"turns": self.turns}}
+        return ("" if over else f"{self.turns}+"), self.factor * self.turns, over, False, told
+
+    def close(self):
+        Game.open += 1
+"""
+STEP = next(number for number, line in enumerate(GAME.split("\n"), 1) if "async def step" in line)
+Made = Callable[..., EnvironmentEngine]
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[LanguageModel]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    made = load_model(ModelConfig(new=NEW), seed=3, device=torch.device("cpu"), base=Path())
+    made.tokenizer._library.chat_template = TEMPLATE
+    yield made
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def made(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    folder = tmp_path_factory.mktemp("game")
+    (folder / "game.py").write_text(GAME)
+    with ExitStack() as stack:
+
+        def make(**settings: Any) -> EnvironmentEngine:
+            environment = EnvironmentConfig(source="game.py:Game", **settings)
+            return EnvironmentEngine(
+                model.module,
+                RolloutConfig(max_tokens=24, max_rows=8, deterministic=True, environment=environment),
+                inner=NativeEngine,
+                source=parse_environment(environment, folder),
+                encoder=Encoder(tokenizer=model.tokenizer),
+                stack=stack,
+                stop_tokens=model.tokenizer.stop_tokens | {*model.tokenizer.encode("0123456789")},
+                seed=11,
+                context=model.context,
+            )
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def games(made: Made) -> EnvironmentEngine:
+    engine = made(workers=1, timeout_s=20.0, max_turns=5)
+    engine.load(4, {})
+    return engine
+
+
+def prompts(model: LanguageModel, kinds: Sequence[str]) -> Batch:
+    columns = [json.dumps({"prompt": f"{place}+1=", "kind": kind}) for place, kind in enumerate(kinds)]
+    tokens = [model.tokenizer.encode(f"{place}+1=") for place in range(len(kinds))]
+    ids = row_ids([RowId(0, place, 0) for place in range(len(kinds))])
+    return Batch(ids=ids, fields={"tokens": Ragged.from_rows(tokens), "columns": Ragged.from_text(columns)})
+
+
+def told(rows: Batch) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in rows.ragged("columns").to_text()]
+
+
+def test_turns_are_one_row_sampled_once_and_the_same_again(
+    games: EnvironmentEngine, model: LanguageModel
+) -> None:
+    asked = prompts(model, ["text", "plain", "chat", "text"])
+    found, again = games.generate(asked, samples=2), games.generate(asked, samples=2)
+    for name in ("tokens", "loss_mask", "sampler_logprobs", "versions", "columns"):
+        assert torch.equal(found.ragged(name).values, again.ragged(name).values), name
+    for place, (tokens, mask, logprobs, versions, columns) in enumerate(
+        zip(
+            found.ragged("tokens").lists(),
+            found.ragged("loss_mask").lists(),
+            found.ragged("sampler_logprobs").lists(),
+            found.ragged("versions").lists(),
+            told(found),
+            strict=True,
+        )
+    ):
+        assert FAILED not in columns and 3 <= sum(mask) <= 24
+        assert [4 if is_own else -1 for is_own in mask] == versions
+        with torch.inference_mode():
+            logits = model.module(torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+        read = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
+        for at, (is_own, logprob) in enumerate(zip(mask, logprobs, strict=True)):
+            assert logprob == (pytest.approx(read[at - 1], abs=1e-4) if is_own else 0)
+        pieces = model.tokenizer.pieces(tokens)
+        said = "".join(piece for piece, is_own in zip(pieces, mask, strict=True) if not is_own)
+        if columns["kind"] == "chat":
+            assert said.startswith("u:1+1<|end|> a:") and "".join(pieces).count("<|end|> u:") in (1, 2)
+        else:
+            begin = f"{place // 2}+1=" + "0=" * (columns["kind"] == "text")
+            assert begin + "1+2+" == said or sum(mask) == 24
+        if columns[TURNS] == 3:
+            assert columns[ENVIRONMENT_REWARD] == 6.0 and columns[METRICS] == {"turns": 3.0}
+
+
+def test_a_fault_ends_its_own_row_and_names_the_class_and_the_line(
+    games: EnvironmentEngine, model: LanguageModel
+) -> None:
+    kinds = ["text", "raises", "reset raises", "wrong type", "nan", "never ends", "prints", "foreign"]
+    rows = games.generate(prompts(model, kinds), samples=1)
+    found = dict(zip(kinds, told(rows), strict=True))
+    finish = dict(zip(kinds, rows.dense("finish").tolist(), strict=True))
+    for kind in ("text", "prints"):
+        assert FAILED not in found[kind] and found[kind][TURNS] == 3, found[kind]
+    assert found["never ends"][TURNS] == 5 and finish["never ends"] == Finish.LENGTH
+    assert found["never ends"][ENVIRONMENT_REWARD] == 2.5
+    for kind, why in {
+        "raises": "the environment Game.step raised ValueError",
+        "reset raises": "the environment Game.reset raised KeyError: 'oh' (game.py, line",
+        "wrong type": f"Game.step returned ('1', 0.0) (tuple), and must return the five values "
+        f"observation, reward, terminated, truncated, info (game.py, line {STEP})",
+        "nan": "Game.step returned nan (float), and must return a finite number as its reward (game.py, line",
+        "foreign": "the row cannot go on after what the environment said",
+    }.items():
+        outcome, message = found[kind][FAILED]
+        assert outcome == "error" and why in message, message
+
+
+def test_a_hanging_one_times_out_and_a_dead_process_fails_the_rows_that_it_holds(
+    made: Made, model: LanguageModel
+) -> None:
+    engine = made(workers=2, timeout_s=1.0)
+    begun = time.monotonic()
+    rows = told(engine.generate(prompts(model, ["hangs", "text", "text"]), samples=1))
+    assert time.monotonic() - begun < 60, "the hanging environment sleeps for 100 s"
+    assert rows[0][FAILED][0] == "timeout" and "gave no answer within 1 s" in rows[0][FAILED][1]
+    assert [FAILED in row for row in rows] == [True, False, False], rows
+    rows = told(engine.generate(prompts(model, ["exits"]), samples=1))
+    assert rows[0][FAILED][0] == "error" and "exited with status 3" in rows[0][FAILED][1]
+    assert "game.py:" in rows[0][FAILED][1]
+    rows = told(engine.generate(prompts(model, ["text"]), samples=1))
+    assert FAILED not in rows[0], "a new process takes its place"
+
+
+def test_many_environments_are_open_at_once_and_rows_can_be_taken_out(
+    games: EnvironmentEngine, model: LanguageModel
+) -> None:
+    begun = starts(prompts(model, ["text"] * 20), 1)
+    for start in begun:
+        games.add(start)
+    for _ in range(3):
+        games.step()
+    assert len(games._episodes) == 20, "environments are not limited by max_rows = 8"
+    out = games.abort(begun[0].row)
+    assert out == begun[0]
+    rest: list[Rollout] = []
+    while games.has_work:
+        rest += games.step()
+    assert {each.row for each in rest} == {each.row for each in begun[1:]}
+    again = SamplingConfig(max_tokens=2)
+    games.add(out, again)
+    while not (found := games.step()):
+        pass
+    assert sum(found[0].loss_mask) <= 2 and found[0].finish is Finish.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def Game(): ...", "is no class"),
+        ("class Game:\n    def reset(self): ...", "has no step"),
+        ("1 / 0\nclass Game: ...", "cannot be loaded: ZeroDivisionError"),
+    ],
+)
+def test_a_class_that_is_none_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "game.py").write_text(text)
+    config = EnvironmentConfig(source="game.py:Game", workers=1)
+    pool = Pool(parse_environment(config, tmp_path), config)
+    with pytest.raises(RolloutError, match=r"game\.py") as caught:
+        pool.load()
+    assert why in str(caught.value)
+    pool.close()
+
+
+@pytest.mark.parametrize("source", ["game.py", "verifiers:", "openenv:http://127.0.0.1:1", "none.py:Game"])
+def test_a_source_that_is_none_is_refused(source: str, tmp_path: Path) -> None:
+    with pytest.raises(RillflowError):
+        parse_environment(EnvironmentConfig(source=source), tmp_path)
