@@ -131,6 +131,7 @@ class Build:
             max_skipped=recipe.run.max_skipped,
             rollouts_every=recipe.run.rollouts_every,
             rollouts_share=recipe.run.rollouts_share,
+            patience=recipe.evaluate.patience,
             last_set=next(iter(self._sets()), ""),
         )
         total = plans[-1].first + plans[-1].config.steps

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rillflow.app.facts import NOTHING, Given, RecipeFacts
 from rillflow.app.planned import keep_plan
@@ -33,11 +34,12 @@ from rillflow.app.resume import (
 from rillflow.app.row_names import rows_named
 from rillflow.controller.decisions import RecordedDecisions
 from rillflow.controller.interrupt import Interruption, RunStage
-from rillflow.errors import RillflowError, RunDirectoryError
+from rillflow.errors import Interrupted, RillflowError, RunDirectoryError
 from rillflow.placement.plan import Plan
 from rillflow.records.metrics import Metrics
 from rillflow.runs import layout
 from rillflow.runs.environment import environment
+from rillflow.runs.json_lines import JSON
 from rillflow.runs.layout import kept_steps
 from rillflow.runs.progress import Progress
 from rillflow.runs.reader import read_metrics
@@ -46,6 +48,10 @@ from rillflow.runs.report.write import write_report
 from rillflow.runs.run_data import load
 from rillflow.runs.run_directory import RunDirectory, holds_step, set_aside
 from rillflow.runs.summary import Summary, render_text, summarise, warnings_of
+from rillflow.runs.trackers.process import Trackers
+
+if TYPE_CHECKING:
+    from rillflow.app.build import Build
 
 
 def launch(
@@ -125,14 +131,17 @@ def _run(
             progress.note(f"note: {note}")
         asked.say = progress.note
         try:
-            train = partial(_train, facts, run, progress, plan, command, asked, repeat)
-            with asked.orderly():
-                restarted(train, facts.recipe.run.restarts, run, progress, asked)
+            named = facts.recipe.run.trackers.named
+            with Trackers(run.path, named, facts.base, progress.note) as trackers:
+                train = partial(_train, facts, run, progress, plan, command, asked, repeat, trackers)
+                try:
+                    with asked.orderly():
+                        restarted(train, facts.recipe.run.restarts, run, progress, asked)
+                finally:
+                    asked.stage = RunStage.ENDING
         except Exception:
             _leave_report(run, progress)
             raise
-        finally:
-            asked.stage = RunStage.ENDING
     try:
         _write_report(run)
     except RunDirectoryError as error:  # the run is complete without it
@@ -204,6 +213,21 @@ def restarted(
             progress.note(f"{what}; all ranks start again from step {step} (restart {made} of {most})")
 
 
+def _train_steps(
+    build: Build, recipe: Recipe, run: RunDirectory, progress: Progress, interruption: Interruption
+) -> None:
+    """Run the steps, to the last one or until ``evaluate.patience`` ends them, and mark the run finished."""
+    mark: dict[str, JSON] = {"steps": recipe.total_steps}
+    try:
+        build.train(progress, interruption)
+    except Interrupted:
+        if not interruption.early:
+            raise
+        progress.note(f"stopped early: {interruption.early}")
+        mark |= {"early": interruption.early, "patience": recipe.evaluate.patience}
+    run.write_json(layout.FINISHED, mark)
+
+
 def _train(
     facts: RecipeFacts,
     run: RunDirectory,
@@ -212,6 +236,7 @@ def _train(
     command: Sequence[str],
     interruption: Interruption,
     repeat: RecordedDecisions | None,
+    trackers: Trackers,
     stack: ExitStack,
 ) -> None:
     from rillflow.app.build import Build
@@ -256,10 +281,10 @@ def _train(
             "left_out": {str(use): count for use, count in build.encoded.left_out.items()},
         }
     )
+    trackers.start()
     try:
         with rows_named(task):
-            build.train(progress, interruption)
-            run.write_json(layout.FINISHED, {"steps": recipe.total_steps})
+            _train_steps(build, recipe, run, progress, interruption)
     except RillflowError as error:
         error.is_underway = True
         raise

@@ -37,6 +37,7 @@ from rillflow.app.meshes import unfit
 from rillflow.app.model_files import require_model_files, require_template
 from rillflow.app.recipe import Recipe
 from rillflow.app.resume import MAY_CHANGE, after, kill_cost, require_possible, resolved, run_state
+from rillflow.app.tracker_checks import look_at_trackers
 from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, RewardError, RillflowError, nearest
 from rillflow.models.directory_checks import require_ends
@@ -116,6 +117,7 @@ def look(facts: RecipeFacts, report: Report, *, runs_code: bool = True) -> None:
         _look_at_memory,
         _look_at_scorers,
         _look_at_machine,
+        look_at_trackers,
         _look_at_agent if runs_code else _read_agent,
         *([look_at_environment] if runs_code else []),
         *([_look_at_functions, _look_at_costs] if runs_code else [_say_left_out]),

@@ -29,6 +29,7 @@ from rillflow.config.schema import Section, tags
 from rillflow.models.config import ModelConfig
 from rillflow.rewards.config import CostConfig, RewardConfig
 from rillflow.rollout.config import RolloutConfig, Temperature
+from rillflow.runs.trackers.config import TrackersConfig
 from rillflow.tasks.config import TaskConfig
 from rillflow.training.config import TrainConfig
 from rillflow.workers.config import PlacementConfig
@@ -50,6 +51,7 @@ class RunConfig(Section):
         min_length=1,
         description="The run directory, relative to the working directory; runs/NAME if left out.",
     )
+    tags: tuple[str, ...] = Field((), description="Words by which you find the run; trackers receive them.")
     seed: int = Field(0, ge=0, lt=2**31, description="Seed of every random number of the run.")
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N.")
     threads: int = Field(0, ge=0, description="CPU threads; 0 leaves the choice to torch.")
@@ -88,6 +90,12 @@ class RunConfig(Section):
     rollouts_share: float = Field(
         1.0, gt=0, le=1, description="Share of the prompts whose rollouts are written in such a step."
     )
+    trackers: TrackersConfig = TrackersConfig()
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _none_is_no_tracker(cls, value: object) -> object:
+        return TrackersConfig() if value is None else value
 
 
 class PolicyConfig(TrainConfig):
@@ -118,6 +126,12 @@ class EvaluateConfig(Section):
         {},
         description="Further evaluation sets: prompt files by name. Each has its own line in "
         "evaluations.jsonl.",
+    )
+    patience: int = Field(
+        0,
+        ge=0,
+        description="Evaluations in a row without a better held-out result after which the run stops; 0 "
+        "for never.",
     )
     success: float | None = Field(
         None, description="Smallest reward that counts as right, if rewards are not only 0 and 1."

@@ -46,6 +46,7 @@ from rillflow.runs.comparison import ComparedStep, Difference, StepComparison
 from rillflow.runs.evidence import Evidence
 from rillflow.runs.json_lines import JSON, encode, read_json, read_lines
 from rillflow.runs.reader import read_starts
+from rillflow.runs.trackers.config import TrackersConfig
 
 _UNWRITTEN: Mapping[str, JSON] = {"checkpoint_minutes": 0.0, "checkpoint_every": 0, "keep_checkpoints": 1}
 """Settings of a replay that writes few checkpoints; they change no value."""
@@ -175,7 +176,8 @@ def _recipe(
     kept = {name: value for name, value in config.items() if name not in BESIDE_SETTINGS}
     given = apply_overrides(kept, [parse_override(text) for text in settings])
     recipe = validate(recipe_class(algorithms), given, str(data.path))
-    run = recipe.run.model_copy(update={**_UNWRITTEN, "dir": str(again.path)})
+    changed = {**_UNWRITTEN, "dir": str(again.path), "trackers": TrackersConfig()}
+    run = recipe.run.model_copy(update=changed)
     placement, engine = recipe.placement, recipe.rollout.engine
     is_chosen = any(text.startswith("placement.backend") for text in settings)
     if engine == "native" and not (is_chosen or placement.is_inline):

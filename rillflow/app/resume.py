@@ -37,7 +37,7 @@ _TRAIN = ("lr", "schedule", "final_lr", "warmup_steps", "max_grad_norm", "weight
 _MEMORY = ("tokens_per_micro_batch", "gradient_checkpointing", "optimizer_dtype", "offload")
 _RUN = (
     *("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "rollouts_every", "rollouts_share"),
-    *("max_skipped", "restarts", "stop_s", "dir", "device", "threads"),
+    *("max_skipped", "restarts", "stop_s", "dir", "device", "threads", "tags", "trackers"),
 )
 _REWARD = ("timeout_s", "memory_bytes", "workers", "max_failures")
 MAY_CHANGE = (
@@ -52,6 +52,7 @@ MAY_CHANGE = (
         "rollout.max_rows",
         "task.too_long",
         "evaluate.every",
+        "evaluate.patience",
         "placement",
         "sources",
         "data",
@@ -60,12 +61,15 @@ MAY_CHANGE = (
 """Settings that a resumed run may change; docs/design/run_directory.md describes each effect."""
 
 
-_SAME_DECISIONS = ("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "restarts", "stop_s", "dir")
+_SAME_DECISIONS = (
+    *("checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "restarts", "stop_s", "dir"),
+    *("tags", "trackers"),
+)
 
 
 def keeps_decisions(key: str) -> bool:
     """Return whether a ready-first run with this setting changed may repeat its recorded decisions."""
-    return key in {f"run.{name}" for name in _SAME_DECISIONS}
+    return any(f"{key}.".startswith(f"run.{name}.") for name in _SAME_DECISIONS)
 
 
 BESIDE_SETTINGS = ("data", "sources")
@@ -230,9 +234,12 @@ def run_state(path: Path) -> str:
 
 
 def is_finished(recipe: Recipe, run: Path) -> bool:
-    """Return whether a run has made the last step of its recipe."""
+    """Return whether a run has made the last step of its recipe, or ended early by the same patience."""
     mark = run / layout.FINISHED
-    return mark.is_file() and read_json(mark)["steps"] == recipe.total_steps
+    if not mark.is_file():
+        return False
+    found, patience = read_json(mark), recipe.evaluate.patience
+    return found["steps"] == recipe.total_steps and found.get("patience", patience) == patience
 
 
 def kill_cost(recipe: Recipe) -> str:

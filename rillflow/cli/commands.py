@@ -194,6 +194,16 @@ def report(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def track(arguments: argparse.Namespace) -> int:
+    """``rillflow track``: send what a run's trackers do not have; return 1 if something is left."""
+    from rillflow.app.track import track as tracked
+
+    has_all = tracked(
+        arguments.run, arguments.tracker, arguments.set, lambda line: print(visible(line), flush=True)
+    )
+    return DONE if has_all else FAILED
+
+
 def timeline(arguments: argparse.Namespace) -> int:
     """``rillflow timeline``: show how long ranks waited and for which stage; write the trace of its steps."""
     from rillflow.app.plugins import predict_steps

@@ -243,6 +243,13 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
 
 
+def _track_arguments(parser: argparse.ArgumentParser) -> None:
+    _report_arguments(parser)
+    told = "wandb, tensorboard, mlflow or a name of your own; left out, the trackers of the run's recipe"
+    parser.add_argument("tracker", nargs="?", metavar="TRACKER", help=told)
+    _set_argument(parser, "a setting of the tracker, such as project=NAME; may be repeated")
+
+
 def _timeline_arguments(parser: argparse.ArgumentParser) -> None:
     _report_arguments(parser)
     told = "steps, such as 5-8, or 5; left out, the steps of the last phase"
@@ -329,6 +336,11 @@ COMMANDS: Mapping[str, Command] = {
         help="show how long a run's ranks waited and for which stage; write the steps as a trace",
         run=commands.timeline,
         add_arguments=_timeline_arguments,
+    ),
+    "track": Command(
+        help="send a run to Weights & Biases, TensorBoard, MLflow or a tracker of your own",
+        run=commands.track,
+        add_arguments=_track_arguments,
     ),
     "verify": Command(
         help="compare everything in a run directory with the digests that the run wrote",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from rillflow.errors import TrainingError
 from rillflow.runs import layout
 from rillflow.runs.json_lines import read_lines
+from rillflow.runs.reader import read_evaluations
 
 CHECKPOINT_SHARE = 0.02
 """Largest share of a run's time spent on checkpoints due by the clock."""
@@ -36,6 +38,8 @@ class Cadence:
     """Steps between two recorded rollouts."""
     rollouts_share: float = 1.0
     """Share of the prompts whose rollouts are recorded."""
+    patience: int = 0
+    """Evaluations in a row without a better held-out result that end the run; 0 for never."""
     last_set: str = ""
     """Name of the set whose line an evaluation writes last; empty for the held-out rows."""
 
@@ -49,6 +53,21 @@ class Cadence:
         """
         pause_s = max(self.checkpoint_s, last_took_s / CHECKPOINT_SHARE)
         return (self.checkpoint_s > 0 and since_s >= pause_s) or is_due(done, self.checkpoint_every)
+
+    def exhausted(self, run: Path) -> str:
+        """Return why the run ends early; empty if it goes on."""
+        known = read_evaluations(run) if self.patience else []
+        scored = [each for each in known if not math.isnan(each.mean_reward)]
+        if not scored:
+            return ""
+        best = max(scored, key=lambda each: each.mean_reward)  # the first among equals
+        after = len(known) - 1 - known.index(best)
+        if after < self.patience:
+            return ""
+        return (
+            f"the {after} evaluations after step {best.step} are not better than {best.text} "
+            f"(evaluate.patience = {self.patience})"
+        )
 
     def require_few_skipped(self, run: Path, step: int) -> None:
         """Refuse a finished step with one skipped update too many.

@@ -75,6 +75,8 @@ class Interruption:
         self.is_over = False
         """Whether ``stop_s`` is over and the run has not ended."""
         self.requested = False
+        self.early = ""
+        """Why the run ends before its last step although nobody asked; empty otherwise."""
         self.stage = RunStage.STARTING
         """Stage of the run; the caller sets it when the next stage begins."""
         self.pace = ""
@@ -157,6 +159,11 @@ class Interruption:
         self._asked.put("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
         if self.stage is RunStage.STARTING:
             raise Signalled
+
+    def end_early(self, why: str) -> None:
+        """Stop the run as on a first signal, if there is a reason."""
+        if why:
+            self.early, self.requested = why, True
 
     def _answer(self) -> None:
         asked = self._asked.get()

@@ -297,6 +297,7 @@ class Loop:
         if last or (not step.is_last and is_due(step.done, self._cadence.evaluate_every)):
             reward = self._evaluate(phase, step.number)
         best, self._best_reward = reward > self._best_reward, max(self._best_reward, reward)
+        self._interruption.end_early(self._cadence.exhausted(self._run.path))
         ends = step.is_last or step.number == self._interruption.last
         if step.saving or (not phase.freshness and (last or best or ends or self._is_due(step.done))):
             path = self._checkpoint(phase, self._deadline_s, step.saving, opened, wait=last or ends)
@@ -310,6 +311,7 @@ class Loop:
             Interrupted: the user asked to stop.
         """
         step = self._place.step
+        self._interruption.end_early(self._cadence.exhausted(self._run.path))
         if not self._interruption.requested or step >= self._total_steps:
             return
         if self._is_unsaved(phase):

@@ -3,6 +3,7 @@
     load frame ── limits, import, signature ──> ready | refused
     call frame ── function(**columns) ── one verdict per row ──> scores | raised | malformed
     run frame ─── function(**columns) ── any JSON ─────────────> returned | raised
+    a function with a parameter log_metric gets a callable; its sums travel in the same answer
     in the sandbox: the same calls, each row in its own fork; see rewards/cells.py
 
     consumes      frames from the request pipe
@@ -32,6 +33,7 @@ from typing import Any
 
 from rillflow.rewards.cells import RowCells
 from rillflow.rewards.frames import Frame, encode, read_frames, write_all
+from rillflow.rewards.logged import LOG_METRIC, Logged
 from rillflow.rewards.outcome import VALUE_CHARACTERS, shown_value, verdict_of
 
 MESSAGE_CHARACTERS = 2000
@@ -100,7 +102,7 @@ def serve(
     except Refused as refusal:
         answer({"type": "refused", "what": str(refusal)})
         return
-    call = partial(_called, function, Path(load["file"]))
+    call = partial(_called, function, Path(load["file"]), LOG_METRIC in _named(function))
     for request in frames:
         answered = call(request) if cells is None else cells.call(call, request)
         answer({**answered, "number": request["number"]})
@@ -161,9 +163,10 @@ def load_function(request: Frame) -> Callable[..., Any]:
 
 def _parameters(function: Callable[..., Any]) -> Frame:
     try:
-        parameters = inspect.signature(function).parameters.values()
+        every = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
         raise Refused(f"has no readable signature: {error}") from None
+    parameters = [each for each in every.values() if each.name != LOG_METRIC]  # no column, but a callable
     for each in parameters:
         if each.kind is each.POSITIONAL_ONLY and each.default is each.empty:
             raise Refused(f"{_place(function)}takes {each.name!r} by position; columns are passed by name")
@@ -175,6 +178,11 @@ def _parameters(function: Callable[..., Any]) -> Frame:
     }
 
 
+def _named(function: Callable[..., Any]) -> Set[str]:
+    """Return the names of a function's parameters."""
+    return inspect.signature(function).parameters.keys()
+
+
 def _place(function: Callable[..., Any]) -> str:
     """Return the location of a function as the start of a sentence; empty for another kind of callable."""
     plain = inspect.unwrap(function)
@@ -183,15 +191,17 @@ def _place(function: Callable[..., Any]) -> str:
     return f"({Path(plain.__code__.co_filename).name}, line {plain.__code__.co_firstlineno}) "
 
 
-def _called(function: Callable[..., Any], file: Path, request: Frame) -> Frame:
+def _called(function: Callable[..., Any], file: Path, logs: bool, request: Frame) -> Frame:
+    """Call the function; ``logs`` says whether it takes ``log_metric``."""
+    logged = Logged()
     try:
-        result = function(**request["columns"])
+        result = function(**{**request["columns"], **({LOG_METRIC: logged} if logs else {})})
         if inspect.iscoroutine(result):
             import asyncio  # imported only here: it doubles the start time of a child
 
             result = asyncio.run(result)
         if request["type"] == "run":
-            return {"type": "returned", "what": json.dumps(result)}
+            return {"type": "returned", "what": json.dumps(result), **_sums(logged)}
         values = _entries(result)
         if values is None:
             return {"type": "malformed", "what": f"returned {shown_value(result)}"}
@@ -200,7 +210,11 @@ def _called(function: Callable[..., Any], file: Path, request: Frame) -> Frame:
         return {"type": "raised", "what": f"raised {describe(error, file)}"}
     if len(verdicts) != request["rows"]:
         return {"type": "malformed", "what": f"returned {len(verdicts)} scores for {request['rows']} rows"}
-    return {"type": "scores", "scores": verdicts}
+    return {"type": "scores", "scores": verdicts, **_sums(logged)}
+
+
+def _sums(logged: Logged) -> Frame:
+    return {"logged": logged.sums} if logged.sums else {}
 
 
 def _entries(result: Any) -> Iterator[Any] | None:

@@ -56,6 +56,7 @@ from rillflow.rewards.kernel import (
     mount,
     set_attributes,
 )
+from rillflow.rewards.logged import Sums, merged, sums_of
 from rillflow.rewards.outcome import VERDICT_CHARACTERS, Verdict, is_verdict
 from rillflow.rewards.sandbox import FUNCTION_USER, SIZE, bind, mount_processes, outermost
 
@@ -234,6 +235,7 @@ class RowCells:
             return next(self._in_turn(run, [request], lambda _: math.inf))
         rows, until = range(request["rows"]), time.monotonic() + request["limit_s"]
         verdicts: dict[int, Verdict] = {}
+        logged: dict[int, Sums] = {}
         waiting = list(rows)
         for _ in range(2):  # late rows get a second try
             late: list[int] = []
@@ -245,14 +247,16 @@ class RowCells:
                 for row, answer in zip(waiting, answers, strict=True):
                     if answer["type"] == "malformed":
                         return answer
-                    verdicts[row] = _verdict(answer)
+                    verdicts[row], logged[row] = _verdict(answer), _logged(answer)
                     if answer["type"] == "late":
                         late.append(row)
                     if time.monotonic() > until:
                         break
             waiting = late
         unseen = f"no time was left of the call's {request['limit_s']:.3g} s"
-        return {"type": "scores", "scores": [verdicts.get(row, {"late": unseen}) for row in rows]}
+        sums = merged(logged.values())
+        scores = [verdicts.get(row, {"late": unseen}) for row in rows]
+        return {"type": "scores", "scores": scores, **({"logged": sums} if sums else {})}
 
     def _in_turn(
         self, run: Callable[[Frame], Frame], requests: Sequence[Frame], limit_s: Callable[[int], float]
@@ -364,6 +368,14 @@ def _awaited(cell: _Cell, limit_s: float, begun: float) -> Frame:
     if status or len(frames) != 1 or reader.num_held:
         return {"type": "raised", "what": describe_end(status)}
     return frames[0]
+
+
+def _logged(answer: Frame) -> Sums:
+    """Return what a cell logged; nothing if it is of another form, because a cell may be hostile."""
+    try:
+        return sums_of(answer.get("logged", {}))
+    except ValueError:
+        return {}
 
 
 def _verdict(answer: Frame) -> Verdict:

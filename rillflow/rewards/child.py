@@ -27,11 +27,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum, auto
 
 from rillflow.errors import RewardError
 from rillflow.rewards.frames import Frame, FrameError, FrameReader, encode
 from rillflow.rewards.function import FunctionPath, Parameters
+from rillflow.rewards.logged import Sums, sums_of
 from rillflow.rewards.outcome import VERDICT_CHARACTERS, Outcome, Score, Verdict, is_verdict
 from rillflow.rewards.sandbox import Level, Visible
 from rillflow.rewards.supervised import REFUSED, Supervised
@@ -283,10 +285,10 @@ class Child:
             case {"type": "scores", "scores": list(verdicts)} if is_scored:
                 if len(verdicts) != self._asked["rows"]:
                     raise FrameError(f"{len(verdicts)} scores for {self._asked['rows']} rows")
-                return [_score(verdict) for verdict in verdicts]
+                return _with_logged([_score(verdict) for verdict in verdicts], _logged(frame))
             case {"type": "returned", "what": str(what)} if not is_scored:
                 _require_json(what)
-                return [Score(outcome=Outcome.SCORE, message=what)]
+                return [Score(outcome=Outcome.SCORE, message=what, logged=_logged(frame))]
             case {"type": "raised", "what": str(what)}:
                 return self._failure(Outcome.ERROR, what)
             case {"type": "malformed", "what": str(what)} if is_scored:
@@ -367,6 +369,18 @@ def _score(verdict: Verdict) -> Score:
         case {"late": str(message)}:
             return Score(outcome=Outcome.TIMEOUT, message=message)
     raise FrameError(f"a verdict {reprlib.repr(verdict)}")
+
+
+def _logged(frame: Frame) -> Sums:
+    try:
+        return sums_of(frame.get("logged", {}))
+    except ValueError as error:
+        raise FrameError(str(error)) from None
+
+
+def _with_logged(scores: list[Score], logged: Sums) -> list[Score]:
+    """Return the scores of a call, the first with everything that the call logged."""
+    return [replace(scores[0], logged=logged), *scores[1:]] if logged and scores else scores
 
 
 def _require_json(text: str) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from rillflow.rewards.logged import Sums
+
 VERDICT_CHARACTERS = 1000
 """Longest text about one row."""
 VALUE_CHARACTERS = 200
@@ -40,6 +42,9 @@ RETURNED = "returned"
 """Column with an agent's return value."""
 FAILED = "agent failed"
 """Column for a row whose agent did not return: its outcome and the reason."""
+LOGGED = "agent metrics"
+"""Column with the metrics of a row by name, each a total and a count, that its agent or environment logged.
+Reward functions do not see it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +64,8 @@ class Score:
     an agent's return value as JSON."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Score of each function, if several are summed."""
+    logged: Sums = field(default_factory=dict)
+    """Metrics that the call logged, if the row is its first."""
 
 
 def verdict_of(value: Any) -> Verdict:

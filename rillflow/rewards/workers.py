@@ -34,6 +34,7 @@ from dataclasses import replace
 from rillflow.rewards.child import next_answers
 from rillflow.rewards.config import RewardConfig
 from rillflow.rewards.function import Columns, FunctionPath, Parameters, Text
+from rillflow.rewards.logged import merged
 from rillflow.rewards.outcome import FAILURES, Outcome, Score
 from rillflow.rewards.sandbox import Level
 from rillflow.rewards.scheduler import CallScheduler, Key
@@ -171,7 +172,8 @@ class WeightedWorkers(ExitStack):
         if len(scores) == 1 and self._functions[0].weight == 1:
             return scores[0]
         pairs = zip(self._functions, scores, strict=True)
-        return summed({function.name: (function.weight, score) for function, score in pairs})
+        total = summed({function.name: (function.weight, score) for function, score in pairs})
+        return replace(total, logged=merged(score.logged for score in scores))
 
 
 class RewardWorkers(WeightedWorkers):

@@ -67,7 +67,9 @@ class Panel:
         ]
         texts = next(iter(found.values())).ragged("completion").to_text()
         parts = Ragged.from_text([json.dumps(dict(row.parts)) if row.parts else "" for row in rows])
-        return scored_rows(rollouts, texts, rows).with_fields(parts=parts)
+        scores = scored_rows(rollouts, texts, rows).with_fields(parts=parts)
+        logs = [each.ragged("logged") for each in found.values() if "logged" in each.fields]
+        return scores.with_fields(logged=logs[0]) if logs else scores  # one member is a function at most
 
 
 def scores_of(scores: Batch) -> list[Score]:

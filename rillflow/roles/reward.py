@@ -28,9 +28,9 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import completions
 from rillflow.records.row import RowId
 from rillflow.rewards.function import Text
-from rillflow.rewards.outcome import FAILED, FAILURES, Outcome, Score
+from rillflow.rewards.outcome import FAILED, FAILURES, LOGGED, Outcome, Score
 from rillflow.rewards.workers import WeightedWorkers
-from rillflow.roles.sampler import GroupId
+from rillflow.roles.sampler import GroupId, means_of
 from rillflow.roles.setting import RoleSetting
 from rillflow.training.minibatches import gathered, prompt_units
 from rillflow.workers.endpoint import endpoint
@@ -59,6 +59,7 @@ def reward_metrics(scores: Batch) -> dict[str, Metric]:
         metrics["reward/score/min"] = Min(value=float(rewards.min()))
     for index, outcome in enumerate(OUTCOMES):
         metrics[f"reward/{outcome}/share"] = mean_of((scores.dense("outcome") == index).double())
+    metrics |= logged_metrics(scores, "reward_metrics")
     parts = parts_of(scores)
     for name in sorted({name for each in parts for name in each}):
         said = [each[name] for each in parts if name in each]
@@ -72,6 +73,12 @@ def parts_of(scores: Batch) -> list[dict[str, float]]:
     return [json.loads(text or "{}") for text in texts]
 
 
+def logged_metrics(rows: Batch, area: str) -> dict[str, Metric]:
+    """Return the means of the metrics that functions logged with ``log_metric``, as ``area/NAME/mean``."""
+    texts = rows.ragged("logged").to_text() if "logged" in rows.fields else []
+    return means_of((json.loads(text) for text in texts if text), area)
+
+
 def cost_metrics(scores: Batch) -> dict[str, Metric]:
     """Return metrics of the costs, and the share of rows that have one."""
     valid = scores.dense("valid")
@@ -80,6 +87,7 @@ def cost_metrics(scores: Batch) -> dict[str, Metric]:
         "cost/value/mean": mean_of(costs),
         "cost/valid/share": mean_of(valid.double()),
         "cost/none/sum": Sum(value=float(not len(costs))),
+        **logged_metrics(scores, "cost_metrics"),
     }
     if len(costs):
         metrics["cost/value/max"] = Max(value=float(costs.max()))
@@ -256,6 +264,8 @@ class Reward:
         """Return the texts and columns of rows."""
         texts = [self._tokenizer.decode(tokens) for tokens in completions(rollouts).lists()]
         rows: list[dict[str, Any]] = [json.loads(text) for text in rollouts.ragged("columns").to_text()]
+        for row in rows:
+            row.pop(LOGGED, None)
         kept = [place for place, row in enumerate(rows) if FAILED not in row]
         prompts = [rows[place].pop("prompt") for place in kept]
         names = list(rows[kept[0]]) if kept else []
@@ -278,6 +288,8 @@ class Reward:
     def _fields(self, rows: _Answers, scores: Sequence[Score]) -> Batch:
         """Return the fields of ``score``."""
         found = scored_rows(Batch(ids=rows.ids, fields={}), rows.texts, scores, self.field)
+        texts = [json.dumps(score.logged) if score.logged else "" for score in scores]
+        found = found.with_fields(logged=Ragged.from_text(texts))
         parts = [json.dumps(score.parts) if score.parts else "" for score in scores]
         return found.with_fields(parts=Ragged.from_text(parts)) if self.field == "rewards" else found
 

@@ -7,7 +7,8 @@ An algorithm calls its endpoints through the policy. It runs on the trainer's ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +20,12 @@ import torch
 
 from rillflow.models.language_model import LanguageModel
 from rillflow.records.batch import Batch, batch_bytes, load_batch
-from rillflow.records.metrics import Max, Metric, Sum, mean_of
+from rillflow.records.metrics import Max, Mean, Metric, Sum, mean_of
 from rillflow.records.rollout import Finish, Rollout, moved_batch, rollout_batch, rollouts_of, starts
 from rillflow.records.row import RowId
 from rillflow.rewards.function import parse_function
+from rillflow.rewards.logged import Sums, merged
+from rillflow.rewards.outcome import LOGGED
 from rillflow.roles.logprob_check import canary_texts, check_canary
 from rillflow.roles.publishing import ReceivedWeights, SampledWeights
 from rillflow.roles.setting import RoleSetting
@@ -39,6 +42,7 @@ ROLLOUT_FIELDS = ("tokens", "loss_mask", "sampler_logprobs", "versions", "finish
 """Fields that ``records.rollout.rollout_batch`` makes, and the most tokens that a row could have sampled."""
 RUNNING, ENDED = "running", "ended"
 """Files of a sampler's rows in a checkpoint."""
+_KEY = json.dumps(LOGGED)
 GREEDY_SAMPLE = -1
 """Sample number in the row ids of greedy answers, which are not samples of their prompt."""
 
@@ -56,7 +60,21 @@ def rollout_metrics(rollouts: Batch) -> dict[str, Metric]:
         "rollout/stopped/share": mean_of(ended.double()),
         "rollout/tokens/sum": Sum(value=float(lengths.sum())),
         "rollout/rows/sum": Sum(value=float(len(rollouts))),
+        **_logged(rollouts),
     }
+
+
+def _logged(rollouts: Batch) -> dict[str, Metric]:
+    """Return the means of what agents and environments logged for their rows."""
+    texts = rollouts.ragged("columns").to_text() if "columns" in rollouts.fields else []
+    rows = (json.loads(text) for text in texts if _KEY in text)
+    return means_of((row[LOGGED] for row in rows if LOGGED in row), "rollout_metrics")
+
+
+def means_of(logged: Iterable[Sums], area: str) -> dict[str, Metric]:
+    """Return logged sums, one mapping per row or call, as means named ``area/NAME/mean``."""
+    sums = merged(logged)
+    return {f"{area}/{name}/mean": Mean(total=sums[name][0], count=sums[name][1]) for name in sorted(sums)}
 
 
 GroupId = tuple[int, int]

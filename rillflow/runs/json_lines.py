@@ -69,6 +69,12 @@ def encode(record: Mapping[str, JSON], indent: int | None = None) -> bytes:
     return text.encode("utf-8", "backslashreplace") + b"\n"
 
 
+def parse_line(text: bytes) -> Mapping[str, JSON] | None:
+    """Return the record of one line, with NaN and infinity; None if the line is no record."""
+    data = _record(text)
+    return None if data is None else _restored(data)
+
+
 def read_lines(path: Path) -> Lines:
     """Read the records of a file; return none if the file is missing.
 

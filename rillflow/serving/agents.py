@@ -31,7 +31,7 @@ from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rewards.child import START_LIMIT_S, Answer, Child, State, next_answers
 from rillflow.rewards.function import FunctionPath, choose
-from rillflow.rewards.outcome import FAILED, RETURNED, Outcome, Score
+from rillflow.rewards.outcome import FAILED, LOGGED, RETURNED, Outcome, Score
 from rillflow.rewards.sandbox import Level
 from rillflow.rewards.text_execution import is_shut_in
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
@@ -202,6 +202,7 @@ class AgentEngine(RowByRow):
             columns[FAILED] = (Outcome.ERROR, "the agent returned without a request to the policy")
         else:
             columns[RETURNED] = json.loads(answer[0].message)
+            columns |= {LOGGED: answer[0].logged} if answer[0].logged else {}
         finish = Finish.LENGTH if FAILED in columns else row.finish
         return replace(row, columns=json.dumps(columns), finish=finish)
 

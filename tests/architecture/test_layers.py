@@ -31,6 +31,7 @@ ADAPTERS = {
     "uvicorn": ("rillflow/serving/server.py", "plugins/service/rillflow_service/__main__.py"),
     "ray": ("rillflow/workers/ray", "rillflow/workers/messages.py"),
     "vllm": ("rillflow/rollout/vllm/core.py",),
+    **{name: (f"rillflow/runs/trackers/{name}.py",) for name in ("wandb", "tensorboard", "mlflow")},
     "ot": ("plugins/merging/rillflow_merging/transport.py",),
     **{f"rillflow_{name}": (f"plugins/{name}/",) for name in SHIPPED},
 }

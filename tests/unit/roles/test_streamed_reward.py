@@ -120,7 +120,8 @@ def test_any_division_into_calls_gives_the_fields_of_score(
     cut = data.draw(st.integers(0, len(order)))
     parts = [reward.collect([(0, prompt) for prompt in some]) for some in (order[:cut], order[cut:]) if some]
     assert equal(concatenate(parts), batch)
-    assert set(batch.fields) == ({*SCORE_FIELDS, "parts"} if kind is Reward else {*COST_FIELDS})
+    fields = {*SCORE_FIELDS, "parts"} if kind is Reward else {*COST_FIELDS}
+    assert set(batch.fields) == {*fields, "logged"}
 
 
 def test_a_group_that_hangs_is_given_up_and_sampled_again(reward: Reward, tokenizer: Tokenizer) -> None:
