@@ -179,7 +179,7 @@ def _uses(recipe: Recipe) -> list[DataKind]:
 
 def _is_judged(recipe: Recipe, task: Task) -> bool:
     """Return whether something scores held-out rows."""
-    has_scorer = any((recipe.reward.function, recipe.reward.model, recipe.reward.judge, task.reward))
+    has_scorer = any((recipe.reward.named, recipe.reward.model, recipe.reward.judge, task.reward))
     return recipe.chosen.score is not None or (recipe.has_policy and has_scorer)
 
 
