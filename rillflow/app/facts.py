@@ -92,7 +92,7 @@ class RecipeFacts:
         recipe, kind, rows = self.recipe, self.recipe.chosen.data, self.given.rows
         seed, base = recipe.run.seed, self.base
         task = open_task(recipe.task, kind, base=base, seed=seed, drawn=self.drawn, rows=rows)
-        task = replace(task, sets=read_sets(recipe.evaluate.sets, self.base, kind))
+        task = replace(task, sets=read_sets(recipe.evaluate.sets, recipe.task, base, kind))
         _require_numbers(task, recipe.algorithm.columns)
         return replace(task, reward=self.given.reward) if self.given.reward else task
 

@@ -27,6 +27,7 @@ from rillflow.rewards.remote import is_url
 from rillflow.rewards.source import shipped
 from rillflow.runs.error_lines import innermost_line
 from rillflow.tasks.files import ENDINGS, GIVEN, Rows
+from rillflow.tasks.huggingface import HUB, relative_source
 
 Reward: TypeAlias = Callable[..., Any] | str | Path
 """A function, or a text as in ``reward.function`` or ``reward.url``."""
@@ -131,6 +132,8 @@ def _holds_out(loaded: LoadedRecipe, recipe: object) -> bool:
 
 def _relative(named: str, base: Path) -> str:
     """Return a file relative to the recipe's folder, not the current one; a task's name stays unchanged."""
+    if named.startswith(HUB):
+        return relative_source(named, base)
     is_file = not is_url(named) and Path(named.rpartition(":")[0] or named).suffix in (*ENDINGS, ".py")
     return os.path.relpath(named, base) if is_file else named
 

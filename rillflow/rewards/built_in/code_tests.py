@@ -3,7 +3,7 @@
     completion ─ last ```python block, else all of it ─ after the column prefix ─> program
     inputs, outputs ─> program with each input ─> its output is the expected one
     tests ─┬─ assert f(x) == literal ─> program prints f(x) ─> compared here
-           └─ any other assert, def check ─> run after the program ─> it reached the end
+           └─ other assert, def check ─> run after the program ─> it reached the end
 
 Expected outputs, and the literals that asserts compare with, stay in the reward's process: a program cannot
 print what it has not computed. Any other assert runs in the program's process. A program that ends early does
@@ -20,7 +20,7 @@ from typing import Any
 
 from rillflow.rewards.programs import run_python
 
-LIMIT_S = 5.0
+LIMIT_S = 3.0
 """Longest run time of a program in seconds; after the first run that takes longer the other tests count as
 failed."""
 _BLOCK = re.compile(r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -114,7 +114,8 @@ def _values(program: str, expressions: Sequence[str], setup: str) -> list[str]:
         return []
     mark = secrets.token_hex(16)
     tail = "".join(
-        f"\ntry:\n    print({f'{mark} {place} '!r} + repr({each}), flush=True)\nexcept BaseException:\n    pass"
+        f"\ntry:\n    print({f'{mark} {place} '!r} + repr({each}), flush=True)\n"
+        "except BaseException:\n    pass"
         for place, each in enumerate(expressions)
     )
     finished = run_python(f"{program}\n{setup}\n{tail}\n", timeout_s=LIMIT_S)

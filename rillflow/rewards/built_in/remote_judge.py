@@ -1,7 +1,7 @@
 """Remote judge: a language model behind an OpenAI-compatible chat endpoint rates answers, or compares them.
 
-    rate:     template with prompt and answer ─ POST /chat/completions ─> last label in the reply ─> its number
-    compare:  every pair of answers to one prompt, in both orders ─ POST ─> A or B ─> share of wins
+    rate:     prompt and answer ─ POST /chat/completions ─> last label in the reply ─> its number
+    compare:  pairs of answers to one prompt, in both orders ─ POST ─> A or B ─> share of wins
 
 A reply without a label is an error of its row; a row without any comparison abstains.
 """
