@@ -129,18 +129,23 @@ def _opened(source: HubSource, base: Path) -> Any:
         )
     try:
         if any((folder / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            return _saved(datasets.load_from_disk(str(folder)), source)
+            return _saved(datasets, datasets.load_from_disk(str(folder)), source)
         return _built(datasets, str(folder) if folder.is_dir() else source.name, source)
     except (DatasetsError, HfHubHTTPError, ArrowException, OSError, ValueError, RuntimeError) as error:
         raise _unreadable(source, error, folder.is_dir()) from error
 
 
-def _saved(found: Any, source: HubSource) -> Any:
+def _saved(datasets: Any, found: Any, source: HubSource) -> Any:
     """Return the split of what ``save_to_disk`` wrote: one data set, or one for each split."""
     if not isinstance(found, dict):
         return found
     _require_split(source, [*found])
-    return found[source.split]
+    sizes = {name: len(part) for name, part in found.items()}
+    parts = datasets.ReadInstruction.from_spec(source.split).to_absolute(sizes)
+    rows = [
+        found[part.splitname].select(range(sizes[part.splitname])[part.from_ : part.to]) for part in parts
+    ]
+    return datasets.concatenate_datasets(rows)
 
 
 def _built(datasets: Any, path: str, source: HubSource) -> Any:
