@@ -24,6 +24,7 @@ from rillflow.app.evaluate import judged
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.phases import PhasePlan, phase_plans
 from rillflow.app.resume import keeps_decisions
+from rillflow.app.reward_checks import compares
 from rillflow.app.role_table import EVAL_REWARD, roles_of
 from rillflow.app.roles import RoleGroups, pools_of
 from rillflow.app.shared_paths import require_shared
@@ -117,7 +118,7 @@ class Build:
         if not (run.path / layout.TOKENS).exists():
             tokenizer = model_input.tokenizer
             run.write_json(layout.TOKENS, {"texts": tokenizer.pieces(range(tokenizer.vocabulary_size))})
-        self._roles.start_scorers(facts.functions, facts.costs)
+        self._roles.start_scorers(facts.functions, facts.costs, facts.judge)
 
     def train(self, progress: Progress, interruption: Interruption) -> None:
         """Run the remaining steps of every phase."""
@@ -399,8 +400,7 @@ class Build:
         """Return the evaluator of held-out rows and named sets; None without rows or without a scorer."""
         most, sets = self._recipe.evaluate.problems, self._sets()
         data: DataKind = PROMPTS
-        judged_alone = self._recipe.reward.judge is not None  # it needs two answers to compare
-        scorers = [EVAL_REWARD] if judged_alone else [EVAL_REWARD, "reward"]
+        scorers = [EVAL_REWARD] if compares(self._recipe.reward.judge) else [EVAL_REWARD, "reward"]
         there = [role for role in scorers if role in self._roles]
         evaluate = partial(self._evaluate_answers, there)
         if plan.algorithm.score is not None:

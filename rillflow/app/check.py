@@ -20,6 +20,7 @@ from rillflow.app.role_table import ROLES, model_roles, roles_of
 from rillflow.config.problems import shown
 from rillflow.rollout.config import NATIVE, SERVICE, VLLM
 from rillflow.tasks.files import ENDINGS
+from rillflow.tasks.huggingface import HUB
 from rillflow.workers.config import SAMPLER
 
 DEFAULT = "default"
@@ -74,13 +75,15 @@ def setting_lines(loaded: LoadedRecipe) -> list[str]:
 def unread_settings(recipe: Recipe) -> list[str]:
     """Return settings and sections that have no effect because of another setting's value."""
     config, source = recipe.algorithm, recipe.task.source
-    is_file = Path(source).suffix in ENDINGS
+    is_hub, is_file = source.startswith(HUB), Path(source).suffix in ENDINGS
     read = {kind.section for kind in roles_of(recipe).values()}
     unread = {kind.section: kind.section not in read for kind in ROLES.values() if kind.section}
     unread |= {
         "evaluate.temperature": not recipe.has_policy,
-        "task.size": is_file,
-        "task.chat_template_applied": not is_file,
+        "task.size": is_file or is_hub,
+        "task.split": not is_hub,
+        "task.subset": not is_hub,
+        "task.chat_template_applied": not (is_file or is_hub),
         "task.digits": source != "arithmetic",
         "task.operators": source != "arithmetic",
         "task.held_out": recipe.task.held_out_source is not None,

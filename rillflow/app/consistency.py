@@ -6,7 +6,6 @@ It reads the recipe alone; ``check`` looks at files and data.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isfinite
 from typing import TYPE_CHECKING
 
 from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, cuts_tail, is_ready_first
@@ -14,6 +13,7 @@ from rillflow.app.batch_arithmetic import step_rows
 from rillflow.app.fused_checks import unfusable
 from rillflow.app.gathering_checks import gathering_problems
 from rillflow.app.meshes import impossible, unfit
+from rillflow.app.reward_checks import reward_problems
 from rillflow.app.role_table import model_roles, roles_of
 from rillflow.config.problems import shown
 from rillflow.errors import ConfigError, nearest
@@ -34,7 +34,7 @@ def inconsistencies(recipe: Recipe) -> list[ConfigError]:
         *_batch(recipe),
         *_schedule(recipe),
         *_sampling(recipe),
-        *_judge(recipe),
+        *reward_problems(recipe),
         *gathering_problems(recipe),
         *_placement(recipe),
     ]
@@ -340,51 +340,6 @@ def _schedule(recipe: Recipe) -> Iterator[ConfigError]:
             f"policy.warmup_steps is {train.warmup_steps}",
             why=f"the phase has {total} optimiser steps, so its {train.schedule} schedule never begins",
             fix=f"set policy.warmup_steps below {total}",
-        )
-
-
-def _weights(recipe: Recipe) -> Iterator[ConfigError]:
-    config, judge = recipe.reward, recipe.reward.judge
-    weights = config.weights
-    if weights is None:
-        return
-    named = {"function": True, "model": config.model is not None, "judge": judge is not None}
-    missing = [name for name in weights if not named.get(name, False)]
-    left = [name for name in ("model", "judge") if named[name] and name not in weights]
-    if missing or left or not weights or not all(map(isfinite, weights.values())):
-        yield ConfigError(
-            f"reward.weights is {dict(weights)}",
-            why="it needs a finite number for each of function, model and judge that [reward] sets"
-            + (f"; [reward] sets no {', no '.join(missing)}" if missing else "")
-            + (f"; it has no number for {', '.join(left)}" if left else ""),
-            fix="set reward.weights = { function = 0.1, model = 1 }",
-        )
-
-
-def _judge(recipe: Recipe) -> Iterator[ConfigError]:
-    judge, config = recipe.reward.judge, recipe.algorithm
-    yield from _weights(recipe)
-    if judge is None:
-        return
-    if recipe.reward.model is not None and recipe.reward.weights is None:
-        yield ConfigError(
-            f"reward.judge.model is {judge.model!r} and reward.model is {recipe.reward.model!r}",
-            why="only one of them can score the training rows, unless they have weights",
-            fix="remove one of them, or weigh them: reward.weights = { model = 1, judge = 1 }",
-        )
-    alone = isinstance(config, OnlineConfig) and config.samples_per_prompt < 2
-    if alone and (judge.frame is None or judge.frame.compares):
-        yield ConfigError(
-            "algorithm.samples_per_prompt is 1, and reward.judge compares answers",
-            why="the judge scores an answer against other answers to the same prompt",
-            fix="set it to at least 2, or rate single answers: reward.judge.frame with {prompt} and {answer}",
-        )
-    rates = judge.frame is not None and not judge.frame.compares
-    if rates and (judge.abstain or judge.compare == "tournament"):
-        yield ConfigError(
-            f"reward.judge.frame rates, but abstain is {judge.abstain:g} and compare is {judge.compare!r}",
-            why="abstain and compare apply to comparisons, and this frame rates each answer alone",
-            fix="remove reward.judge.abstain and reward.judge.compare",
         )
 
 

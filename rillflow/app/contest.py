@@ -220,7 +220,8 @@ def _by_scores(one: Sequence[float | None], other: Sequence[float | None]) -> Ve
 def _by_judge(one: Side, other: Side, path: Path, recipe: Recipe) -> Verdicts:
     own = recipe.reward.judge
     asked = JudgeConfig(model=str(path.absolute()), frame=None if own is None else own.frame)
-    model = _language_model(Path(judge_source(asked, Path())), recipe)
+    source = judge_source(str(path.absolute()), asked.frame is not None, Path())
+    model = _language_model(Path(source), recipe)
     frame = asked.frame or kept_frame(model.module.config.to_dict())
     assert frame is not None, "judge_source checks the frame"
     if not frame.compares:

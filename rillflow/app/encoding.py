@@ -180,7 +180,7 @@ def _uses(recipe: Recipe) -> list[DataKind]:
 def _is_judged(recipe: Recipe, task: Task) -> bool:
     """Return whether something scores held-out rows."""
     reward, environment = recipe.reward, recipe.rollout.environment
-    has_scorer = any((reward.function, reward.model, reward.judge, task.reward, environment))
+    has_scorer = any((reward.named, reward.model, reward.judge, task.reward, environment))
     return recipe.chosen.score is not None or (recipe.has_policy and has_scorer)
 
 

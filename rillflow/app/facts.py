@@ -25,15 +25,15 @@ from rillflow.app.encoding import EncodedTask, encode_task, longest_row
 from rillflow.app.model_files import ALIKE, ModelSizes, sizes_from, sizes_of_directory, sizes_of_new
 from rillflow.app.recipe import Recipe
 from rillflow.app.trained import named_model
-from rillflow.errors import ConfigError, DataError, ModelError
+from rillflow.errors import ConfigError, DataError, ModelError, RewardError
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import AdapterConfig
 from rillflow.models.directory_checks import end_tokens, settings_in
 from rillflow.models.locate import base_of, found_adapter, locate
 from rillflow.models.tokenizer import ModelInput, Tokenizer, load_tokenizer
-from rillflow.rewards.config import JudgeConfig
 from rillflow.rewards.function import FunctionPath, parse_files, parse_function
 from rillflow.rewards.judge_prompt import KEPT, no_frame
+from rillflow.rewards.remote import is_url, remote_judge, remote_scores
 from rillflow.serving.environments.dataset import environment_rows
 from rillflow.serving.environments.source import REWARD, EnvironmentSource, parse_environment
 from rillflow.tasks.example import shown
@@ -97,7 +97,7 @@ class RecipeFacts:
         if rows is None and environment is not None and recipe.task.source == environment.source:
             rows = environment_rows(environment, self.base)
         task = open_task(recipe.task, kind, base=base, seed=seed, drawn=self.drawn, rows=rows)
-        task = replace(task, sets=read_sets(recipe.evaluate.sets, self.base, kind))
+        task = replace(task, sets=read_sets(recipe.evaluate.sets, recipe.task, base, kind))
         _require_numbers(task, recipe.algorithm.columns)
         return replace(task, reward=self.given.reward) if self.given.reward else task
 
@@ -190,8 +190,9 @@ class RecipeFacts:
             for setting, path in named.items()
             if path is not None
         }
-        if recipe.reward.judge is not None:
-            found[JUDGE] = judge_source(recipe.reward.judge, self.base)
+        judge = recipe.reward.judge
+        if judge is not None and judge.model is not None:
+            found[JUDGE] = judge_source(judge.model, judge.frame is not None, self.base)
         return found
 
     @property
@@ -202,20 +203,23 @@ class RecipeFacts:
 
     @cached_property
     def functions(self) -> Sequence[FunctionPath]:
-        """The reward functions: the recipe's, or else the task's own; empty if there are none.
+        """The reward functions: the recipe's and those given in Python, or else the task's own.
 
         An environment's own reward comes first, and the others are added to it.
 
         Raises:
-            RewardError: there is no such function.
+            RewardError: there is no such function, or two have one name.
             ConfigError: neither the recipe nor the task names one.
         """
         config = self.recipe.reward
+        named = [
+            remote_scores(text, config, weight) if is_url(text) else self._scoring(text, weight)
+            for text, weight in config.named.items()
+        ]
         if self.environment is not None:
-            more = [] if config.function is None else [self._scoring(config.function)]
-            return [REWARD, *more, *self.task.reward]
-        if config.function is not None:
-            return [self._scoring(config.function)]
+            return _with_different_names([REWARD, *named, *self.given.reward])
+        if named:
+            return _with_different_names([*named, *self.given.reward])
         is_model = config.model is not None or config.judge is not None
         if not self.task.reward and not is_model and "reward" in self.recipe.roles:
             raise ConfigError(
@@ -224,7 +228,14 @@ class RecipeFacts:
                 fix='write [reward] function = "reward.py:name"',
             )
         files = parse_files(config.files, self.base, "reward.files")
-        return [replace(function, files=files) for function in self.task.reward]
+        return _with_different_names([replace(function, files=files) for function in self.task.reward])
+
+    @property
+    def judge(self) -> FunctionPath | None:
+        """The judge over HTTP; None if there is none."""
+        config = self.recipe.reward
+        is_remote = config.judge is not None and config.judge.url is not None
+        return remote_judge(config, config.judge) if is_remote and config.judge else None
 
     @cached_property
     def costs(self) -> Sequence[FunctionPath]:
@@ -243,9 +254,9 @@ class RecipeFacts:
             )
         return [] if text is None or recipe.cost.model is not None else [self._scoring(text)]
 
-    def _scoring(self, text: str) -> FunctionPath:
+    def _scoring(self, text: str, weight: float = 1.0) -> FunctionPath:
         files = parse_files(self.recipe.reward.files, self.base, "reward.files")
-        return replace(parse_function(text, self.base), files=files)
+        return replace(parse_function(text, self.base), files=files, weight=weight)
 
     @cached_property
     def agent(self) -> FunctionPath | None:
@@ -332,18 +343,35 @@ def _require_numbers(task: Task, columns: Sequence[str]) -> None:
             )
 
 
-def judge_source(judge: JudgeConfig, base: Path) -> str:
+def _with_different_names(functions: Sequence[FunctionPath]) -> Sequence[FunctionPath]:
+    names = [each.name for each in functions]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise RewardError(
+            f"the rewards have the names {', '.join(names)}",
+            why="metrics record each reward by its name",
+            fix=f"rename one of the functions {twice!r}",
+        )
+    return functions
+
+
+def judge_source(judge: str, has_frame: bool, base: Path) -> str:
     """Return the directory or hub name of a judge; for a run, its newest judge.
+
+    Args:
+        judge: the judge's directory, or a run.
+        has_frame: whether the recipe has a frame for it.
+        base: folder of relative paths.
 
     Raises:
         ModelError: there is no such model.
         RunDirectoryError: the run has no judge yet.
         ConfigError: neither the recipe nor the judge's directory has a frame.
     """
-    source = scorer_source(JUDGE, judge.model, base, role="judge")
+    source = scorer_source(JUDGE, judge, base, role="judge")
     settings = Path(base_of(source)) / "config.json"
-    if judge.frame is None and settings.is_file() and KEPT not in json.loads(settings.read_bytes()):
-        raise no_frame(judge.model)
+    if not has_frame and settings.is_file() and KEPT not in json.loads(settings.read_bytes()):
+        raise no_frame(judge)
     return source
 
 

@@ -435,6 +435,10 @@ def _execution_notes(function: FunctionPath, name: str, setting: Setting, level:
 def _look_at_functions(facts: RecipeFacts, report: Report) -> None:
     """Call each reward function on two rows and their own answers, in a child process as in a run."""
     _try_functions([each for each in facts.functions if each != REWARD], facts, report)
+    judge = facts.judge
+    if judge is not None and facts.recipe.has_policy:
+        row = next(iter(facts.task.train))
+        _try_function(judge, facts.recipe, report, [row] * _TRIED)
 
 
 def _look_at_costs(facts: RecipeFacts, report: Report) -> None:
@@ -456,13 +460,14 @@ def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: 
     report.notes += _execution_notes(function, "reward.sandbox", recipe.reward.sandbox, level)
     report.say("reward", [f"{function}", *map(_scored, rows, answers, scores)])
     failed = [score for score in scores if score.outcome in (Outcome.TIMEOUT, Outcome.ERROR)]
+    mend = "start or fix the server" if function.needs_network else f"fix {function.file}"
     if len(failed) > recipe.reward.max_failures * len(scores):
         raise RewardError(
             f"{function} failed on {len(failed)} of the {len(scores)} rows it was tried on: "
             f"{failed[0].message}",
             why="a run stops if more than "
             f"reward.max_failures = {recipe.reward.max_failures:g} of the rows fail",
-            fix=f"fix {function.file}; if {recipe.reward.timeout_s:g} s are too few, raise reward.timeout_s",
+            fix=f"{mend}; if {recipe.reward.timeout_s:g} s are too few, raise reward.timeout_s",
         )
     if failed:
         report.notes.append(f"{function} failed on one of the rows it was tried on: {failed[0].message}")

@@ -23,11 +23,14 @@ from rillflow.controller.interrupt import Interruption
 from rillflow.errors import CallbackError, ConfigError, Interrupted, RewardError
 from rillflow.records.metrics import Metrics
 from rillflow.rewards.function import FunctionPath
+from rillflow.rewards.remote import is_url
 from rillflow.rewards.source import shipped
 from rillflow.runs.error_lines import innermost_line
 from rillflow.tasks.files import ENDINGS, GIVEN, Rows
+from rillflow.tasks.huggingface import HUB, relative_source
 
-Function: TypeAlias = Callable[..., Any]
+Reward: TypeAlias = Callable[..., Any] | str | Path
+"""A function, or a text as in ``reward.function`` or ``reward.url``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ def train(
     recipe: str | Path | Mapping[str, Any],
     *,
     prompts: str | Path | Rows | None = None,
-    reward: str | Path | Function | Sequence[Function | tuple[Function, float]] | None = None,
+    reward: Reward | Sequence[Reward | tuple[Reward, float]] | None = None,
     settings: Mapping[str, Any] | None = None,
     dir: str | Path | None = None,
     callbacks: Sequence[Callable[[StepResult], object]] = (),
@@ -65,8 +68,8 @@ def train(
             says so, or a recipe dict without a source of its own. The held-out settings of other recipes
             apply to their own source.
         reward: a function ``reward(prompts, completions, **columns)``, also one from a notebook cell. A list
-            of functions, or of pairs with a weight, is summed. A text names one in a file. None takes
-            the recipe's.
+            of functions, or of pairs with a weight, is summed. A text names one in a file, a built-in
+            one, or a server's URL. None takes the recipe's.
         settings: values by dotted keys that override the recipe's, such as ``{"policy.lr": 1e-5}``.
         dir: the run directory; overrides ``run.dir``.
         callbacks: called after every step.
@@ -83,9 +86,10 @@ def train(
     base = Path() if isinstance(recipe, Mapping) else Path(recipe).parent
     if prompts is not None:
         over["task.source"] = GIVEN if rows is not None else _relative(str(prompts), base)
-    functions = () if reward is None or isinstance(reward, str | Path) else _functions(reward)
+    functions: tuple[FunctionPath, ...] = ()
     if reward is not None:
-        over["reward.function"] = None if functions else _relative(str(reward), base)
+        named, functions = _rewards(reward, base)
+        over |= named
     _require_callable(callbacks)
     if dir is not None:
         over["run.dir"] = str(dir)
@@ -128,19 +132,31 @@ def _holds_out(loaded: LoadedRecipe, recipe: object) -> bool:
 
 def _relative(named: str, base: Path) -> str:
     """Return a file relative to the recipe's folder, not the current one; a task's name stays unchanged."""
-    is_file = Path(named.rpartition(":")[0] or named).suffix in (*ENDINGS, ".py")
+    if named.startswith(HUB):
+        return relative_source(named, base)
+    is_file = not is_url(named) and Path(named.rpartition(":")[0] or named).suffix in (*ENDINGS, ".py")
     return os.path.relpath(named, base) if is_file else named
 
 
-def _functions(reward: Any) -> tuple[FunctionPath, ...]:
+def _rewards(reward: Any, base: Path) -> tuple[dict[str, Any], tuple[FunctionPath, ...]]:
+    """Return the settings of the rewards that a recipe can name, and the functions."""
     several = reward if isinstance(reward, list | tuple) else [reward]
-    pairs = [each if isinstance(each, tuple) else (each, 1.0) for each in several]
-    found = tuple(shipped(function, weight) for function, weight in pairs)
-    names = [each.name for each in found]
-    if len(set(names)) < max(1, len(names)):
-        why = "a run needs at least one reward, and metrics record each reward by name"
-        raise RewardError(f"the rewards have the names {names}", why, "give functions with different names")
-    return found
+    if not several:
+        raise RewardError("the rewards are []", why="a run needs at least one reward", fix="give a function")
+    named, functions = dict[str, float](), list[FunctionPath]()
+    for each in several:
+        function, weight = each if isinstance(each, tuple) else (each, 1.0)
+        if isinstance(function, str | Path):
+            named[_relative(str(function), base)] = weight
+        else:
+            functions.append(shipped(function, weight))
+    settings: dict[str, Any] = {"reward.function": None, "reward.functions": None, "reward.url": None}
+    if len(several) == 1 and list(named.values()) == [1.0]:
+        (one,) = named
+        settings["reward.url" if is_url(one) else "reward.function"] = one
+    elif named:
+        settings["reward.functions"] = named
+    return settings, tuple(functions)
 
 
 class _Callbacks:

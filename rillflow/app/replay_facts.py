@@ -15,9 +15,10 @@ from typing import Any
 
 from rillflow.app.facts import Given, RecipeFacts
 from rillflow.app.recipe import Recipe
-from rillflow.app.resume import digest, keeps_decisions, require_same_rows, resolved
+from rillflow.app.resume import SEVERAL, digest, keeps_decisions, require_same_rows, resolved
 from rillflow.errors import DataError, RunDirectoryError
-from rillflow.rewards.function import parse_function
+from rillflow.rewards.function import BUILT_IN, parse_function
+from rillflow.rewards.remote import is_url
 from rillflow.rewards.source import restored
 from rillflow.runs import layout
 from rillflow.runs.changes import Change, undone
@@ -132,7 +133,7 @@ def kept_functions(recipe: Recipe, data: RecordedRun, config: Mapping[str, JSON]
             fix="write the prompts into a file, and train with task.source",
         )
     for name, wanted in _sources(config).items():
-        if name in _FUNCTIONS:
+        if name in _FUNCTIONS or name.startswith(SEVERAL):
             recipe = _with_kept(recipe, name, wanted, data.path, data.base, folder)
     return recipe
 
@@ -143,7 +144,11 @@ def given_rewards(data: RecordedRun, config: Mapping[str, JSON]) -> Given:
     Raises:
         RunDirectoryError: a source text is missing or has changed.
     """
-    named = {name: wanted for name, wanted in _sources(config).items() if name not in _FUNCTIONS}
+    named = {
+        name: wanted
+        for name, wanted in _sources(config).items()
+        if name not in _FUNCTIONS and not name.startswith(SEVERAL)
+    }
     texts = {name: _kept_source(data.path, name, wanted, name) for name, wanted in named.items()}
     return Given(
         reward=tuple(restored(name.partition(".")[2], each.decode()) for name, each in texts.items())
@@ -172,17 +177,16 @@ def _kept_source(run: Path, name: str, wanted: str, shown: str) -> bytes:
 
 def _with_kept(recipe: Recipe, name: str, wanted: str, run: Path, base: Path, folder: Path) -> Recipe:
     """Return the recipe with one function in the version of a digest."""
-    table: dict[str, Any] = recipe.model_dump()
-    *sections, setting = _FUNCTIONS[name]
-    for part in sections:
-        table = table[part] or {}
-    text = table.get(setting)
+    text = _named(recipe, name)
     if text is None:  # a setting of the replay removed it
         return recipe
+    found = parse_function(text, base) if text in BUILT_IN else None
     written, _, function = text.rpartition(":")
-    file = base / written
+    file = base / written if found is None else found.file
     if file.is_file() and digest(file.read_bytes()) == wanted:
         return recipe
+    if found is not None:
+        function = found.name
     source = _kept_source(run, name, wanted, text)
     copied = folder / f"{name}-{wanted}" / file.name
     if not copied.exists():
@@ -202,8 +206,26 @@ def _with_kept(recipe: Recipe, name: str, wanted: str, run: Path, base: Path, fo
         environment = recipe.rollout.environment.model_copy(update={"source": chosen})
         rollout = recipe.rollout.model_copy(update={"environment": environment})
         return recipe.model_copy(update={"rollout": rollout})
+    if name.startswith(SEVERAL):
+        weights = {chosen if each == text else each: weight for each, weight in recipe.reward.named.items()}
+        reward = recipe.reward.model_copy(update={"functions": weights})
+        return recipe.model_copy(update={"reward": reward})
     section = recipe.reward if name == "reward" else recipe.cost
     return recipe.model_copy(update={name: section.model_copy(update={"function": chosen})})
+
+
+def _named(recipe: Recipe, name: str) -> str | None:
+    """Return the setting that names a function, by its name in the config's sources; None if it is gone."""
+    if name.startswith(SEVERAL):
+        texts = [text for text in recipe.reward.functions or {} if not is_url(text)]
+        names = {text.rpartition(":")[2].replace("-", "_"): text for text in texts}
+        return names.get(name.removeprefix(SEVERAL))
+    table: dict[str, Any] = recipe.model_dump()
+    *sections, setting = _FUNCTIONS[name]
+    for part in sections:
+        table = table[part] or {}
+    text: str | None = table.get(setting)
+    return text
 
 
 def require_same_data(facts: RecipeFacts, data: RecordedRun, config: Mapping[str, JSON]) -> None:

@@ -20,6 +20,7 @@ from rillflow.config.problems import together
 from rillflow.controller.checkpoint import Checkpoint
 from rillflow.errors import DataError, RunDirectoryError
 from rillflow.rewards.function import parse_function
+from rillflow.rewards.remote import is_url
 from rillflow.runs import layout
 from rillflow.runs.changes import Change
 from rillflow.runs.evidence import Evidence
@@ -76,6 +77,10 @@ BESIDE_SETTINGS = ("data", "sources")
 """Keys of a run directory's config in addition to the recipe's sections."""
 
 
+SEVERAL = "functions."
+"""Beginning of the names of the sources of ``reward.functions``."""
+
+
 def resolved(recipe: Recipe, task: Task, base: Path) -> dict[str, Any]:
     """Return a run directory's config: every setting, and digests of the data and the functions."""
     sources = {setting: digest(text) for setting, text in sources_of(recipe, task, base).items()}
@@ -95,6 +100,8 @@ def sources_of(recipe: Recipe, task: Task, base: Path) -> dict[str, bytes]:
     environment = recipe.rollout.environment
     is_file = environment is not None and parse_environment(environment, base).is_own
     named["environment"] = environment.source if environment is not None and is_file else None
+    several = [text for text in recipe.reward.functions or {} if not is_url(text)]
+    named |= {f"{SEVERAL}{parse_function(text, base).name}": text for text in several}
     files = {name: parse_function(text, base).file for name, text in named.items() if text is not None}
     given = {f"reward.{each.name}": each.text.encode() for each in task.reward if each.text}
     return {**given, **{name: file.read_bytes() for name, file in files.items()}}

@@ -147,10 +147,11 @@ def table_of(recipe: Recipe) -> Mapping[str, RoleSpec]:
     Raises:
         ConfigError: the algorithm brings a shipped role's name, an unknown kind, or something else.
     """
+    judge = recipe.reward.judge
     given = {
         "cost.model": recipe.cost.model,
         "reward.model": recipe.reward.model,
-        "reward.judge": recipe.reward.judge,
+        "reward.judge": judge.model if judge is not None else None,
         "reward.weights": recipe.reward.weights,
     }
     found = dict(ROLES)

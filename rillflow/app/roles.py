@@ -85,18 +85,26 @@ class RoleGroups:
     def __contains__(self, role: str) -> bool:
         return role in self._groups
 
-    def start_scorers(self, functions: Sequence[FunctionPath], costs: Sequence[FunctionPath]) -> None:
+    def start_scorers(
+        self,
+        functions: Sequence[FunctionPath],
+        costs: Sequence[FunctionPath],
+        judge: FunctionPath | None = None,
+    ) -> None:
         """Make the roles that score; a role without a function is left out.
 
         Args:
             functions: functions that score, or that score held-out answers if a model is the reward.
             costs: functions that compute a row's cost.
+            judge: a judge over HTTP, which scores training rows instead of the functions, or with them.
         """
         dtype, sources = self._recipe.policy.model.dtype, self._facts.scorers
         models = {setting: ModelConfig(path=source, dtype=dtype) for setting, source in sources.items()}
-        for role, scoring in {"reward": functions, EVAL_REWARD: functions, "cost": costs}.items():
+        is_alone = judge is not None and self._recipe.reward.weights is None
+        trained = [judge] if judge is not None and is_alone else functions
+        for role, scoring in {"reward": trained, EVAL_REWARD: functions, "cost": costs}.items():
             if role in self._specs and (scoring or self._specs[role].is_model):
-                self._start(role, functions=scoring, scorers=models)
+                self._start(role, functions=scoring, scorers=models, judge=judge)
 
     def begin(self, plan: PhasePlan, goes_on: Checkpoint | None) -> tuple[str, ...]:
         """Prepare a phase and return the roles it trains; the policy or its replacement comes first.

@@ -383,6 +383,8 @@ def _verdict(answer: Frame) -> Verdict:
         case {"type": "scores", "scores": [value]} if is_verdict(value):
             verdict: Verdict = value
             return verdict
+        case {"type": "scores", "scores": [{"late": str(what)}]}:
+            return {"late": what[:VERDICT_CHARACTERS]}
         case {"type": "raised", "what": str(what)}:
             return what[:VERDICT_CHARACTERS]
         case {"type": "late", "what": str(what)}:

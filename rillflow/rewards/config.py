@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -17,12 +18,38 @@ class CostConfig(Section):
     model: str | None = Field(None, description="A cost model instead, named as in reward.model.")
 
 
+class HttpConfig(Section):
+    """Requests to a reward or a judge over HTTP."""
+
+    concurrency: int = Field(
+        32, gt=0, le=512, description="Largest number of requests at the same time, from each worker."
+    )
+    retries: int = Field(
+        3, ge=0, description="Repetitions of a request that found no server, or was answered 429 or 5xx."
+    )
+    rows_per_request: int = Field(
+        32, gt=0, description="Largest number of rows in one request to reward.url."
+    )
+
+
 class JudgeConfig(Section):
     """Language model that compares answers, or rates them."""
 
-    model: str = Field(
+    model: str | None = Field(
+        None,
         description="The judge: a causal language model's directory, or a pairwise run that trained one, "
-        "relative to the recipe."
+        "relative to the recipe.",
+    )
+    url: str | None = Field(
+        None,
+        description="A judge behind an OpenAI-compatible endpoint instead, such as http://localhost:8000/v1.",
+    )
+    model_name: str | None = Field(None, description="The model that requests to reward.judge.url name.")
+    key_variable: str | None = Field(
+        None, description="Environment variable with the key for reward.judge.url; it is not recorded."
+    )
+    max_tokens: int = Field(
+        16, gt=0, description="Longest reply of the judge at reward.judge.url; its last label counts."
     )
     compare: Literal["group", "tournament"] = Field(
         "group",
@@ -38,7 +65,7 @@ class JudgeConfig(Section):
     frame: FrameConfig | None = Field(
         None,
         description="The text that the judge reads; left out, the one stored with a judge that pairwise "
-        "trained.",
+        "trained, or a rating from 1 to 5 for a judge at a url.",
     )
 
 
@@ -47,9 +74,19 @@ class RewardConfig(Section):
 
     function: str | None = Field(
         None,
-        description="file.py:name of the reward function, relative to the recipe; left out, the task's "
-        "own function.",
+        description="file.py:name of the reward function, relative to the recipe, or math-verify or "
+        "code-tests; left out, the task's own function.",
     )
+    functions: dict[str, float] | None = Field(
+        None, description="Several functions, named like function or url, with their weights in a sum."
+    )
+    url: str | None = Field(
+        None, description="A server that scores rows instead, such as http://localhost:9000/score."
+    )
+    key_variable: str | None = Field(
+        None, description="Environment variable with the key for reward.url; it is not recorded."
+    )
+    http: HttpConfig = HttpConfig()
     model: str | None = Field(
         None,
         description="A reward model: its directory or the run that trained it, relative to the recipe. It "
@@ -84,3 +121,9 @@ class RewardConfig(Section):
         le=1,
         description="Largest share of a step's rows that may time out or fail; above it the run stops.",
     )
+
+    @property
+    def named(self) -> Mapping[str, float]:
+        """Weights of the functions and URLs that the recipe names."""
+        one = self.function or self.url
+        return {one: 1.0} if one is not None else self.functions or {}

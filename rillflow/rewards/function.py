@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +27,11 @@ Columns = Mapping[str, Sequence[object]]
 """JSON values by column name, each column [B]."""
 
 V = TypeVar("V")
+
+BUILT_IN = {"math-verify": "math_answers.py", "code-tests": "code_tests.py"}
+"""Files of the functions that a recipe names without a file."""
+_PACKAGES = {"math-verify": "math_verify"}
+_FOLDER = Path(__file__).parent / "built_in"
 
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -50,6 +56,8 @@ class FunctionPath:
     """Weight of its scores in a sum of several functions."""
     files: tuple[Path, ...] = ()
     """Further files and folders that its sandbox shows, as absolute paths."""
+    needs_network: bool = False
+    """Whether it calls a server, so that it has no sandbox; it runs no text."""
 
     def __str__(self) -> str:
         return self.name if self.text else f"{self.file.name}:{self.name}"
@@ -58,18 +66,20 @@ class FunctionPath:
 def parse_function(text: str, base: Path, what: str = "reward function") -> FunctionPath:
     """Parse ``file.py:name``, with a relative file below ``base``. Nothing in the file is executed.
 
-    ``what`` names the function in errors.
+    ``what`` names the function in errors. A name of ``BUILT_IN`` is a function of this package.
 
     Raises:
         RewardError: the text has another form, or the file is missing, is not a Python file, or does not bind
-            the name.
+            the name; a package that a built-in function needs is not installed.
     """
+    if text in BUILT_IN:
+        return _built_in(text)
     written, colon, name = text.rpartition(":")
     if not colon or not written or not name.isidentifier():
         raise RewardError(
             f"the {what} {text!r} is not a path and a name",
             why="it must be a file, a colon and the name of a function",
-            fix="write it like rewards.py:exact",
+            fix=f"write it like rewards.py:exact, or name a built-in function: {', '.join(BUILT_IN)}",
         )
     file = _locate(base / written, f"{what} {text!r}")
     names = _bound_names(_parse(file))
@@ -78,6 +88,17 @@ def parse_function(text: str, base: Path, what: str = "reward function") -> Func
             f"{file} has no function {name!r}", why="the file does not define it", fix=nearest(name, names)
         )
     return FunctionPath(file=file, name=name)
+
+
+def _built_in(name: str) -> FunctionPath:
+    package = _PACKAGES.get(name)
+    if package is not None and find_spec(package) is None:
+        raise RewardError(
+            f"reward.function is {name!r}, and {package} is not installed",
+            why="the function calls it",
+            fix=f"pip install 'rillflow[{name.partition('-')[0]}]'",
+        )
+    return FunctionPath(file=_FOLDER / BUILT_IN[name], name=name.replace("-", "_"))
 
 
 def place_of(function: FunctionPath) -> str:

@@ -88,6 +88,14 @@ class FrameConfig(Section):
         return re.split(rf"\{{({'|'.join(self.places)})\}}", text)
 
 
+RATING = FrameConfig(
+    template="Question:\n{prompt}\n\nAnswer:\n{answer}\n\nRate the answer from 1 (wrong or useless) to 5 "
+    "(correct and helpful). Reply with the number alone.",
+    labels=("1", "2", "3", "4", "5"),
+)
+"""Frame of a judge over HTTP for which the recipe has none."""
+
+
 class _Kept(Section):
     """The judge's part of a model's config.json."""
 
@@ -104,7 +112,7 @@ def kept_frame(config: Mapping[str, Any]) -> FrameConfig | None:
     return None if found is None else validate(_Kept, {KEPT: found}, "config.json").judge_frame
 
 
-def no_frame(model: str) -> ConfigError:
+def no_frame(model: str | None) -> ConfigError:
     """Return the error for a judge without a frame."""
     return ConfigError(
         f"reward.judge.model is {model!r}, and reward.judge.frame is not set",

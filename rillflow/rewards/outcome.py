@@ -69,9 +69,16 @@ class Score:
 
 
 def verdict_of(value: Any) -> Verdict:
-    """Return a finite float32 number, None, or a sentence on what is wrong with the value."""
+    """Return a finite float32 number, None, or what is wrong with the value.
+
+    An exception in place of a score is the row's error, a TimeoutError its timeout, as
+    ``asyncio.gather(..., return_exceptions=True)`` returns them.
+    """
     if value is None:
         return None
+    if isinstance(value, Exception):
+        text = f"{type(value).__name__}: {value}"[:VERDICT_CHARACTERS]
+        return {"late": text} if isinstance(value, TimeoutError) else text
     if isinstance(value, str | bytes | bytearray):
         return f"the score is {shown_value(value)}, not a number"
     try:

@@ -2,6 +2,7 @@
 
 function ─ its own text ─ the names in it ─┬─ modules and their attributes ──> imports
                                            ├─ functions of the same file ────> their text, recursively
+                                           ├─ partials, objects with __call__ > their parts, recursively
                                            ├─ plain values, patterns ────────> assignments
                                            └─ anything else ─────────────────> RewardError
 
@@ -19,6 +20,8 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from keyword import iskeyword
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -35,22 +38,26 @@ def shipped(function: Callable[..., Any], weight: float = 1.0) -> FunctionPath:
     """Return a function together with the source text that recreates it.
 
     Args:
-        function: a function made by ``def`` or ``lambda``, anywhere.
+        function: a function made by ``def`` or ``lambda``, anywhere; a ``functools.partial`` of one; or an
+            object of a class with ``__call__``, with its attributes.
         weight: weight of its scores in a sum.
 
     Raises:
         RewardError: it is no such function, its text is not available, or it reads a value without text.
     """
     plain = inspect.unwrap(function)
-    if not inspect.isfunction(plain):
+    while isinstance(plain, partial):
+        plain = inspect.unwrap(plain.func)
+    if not (inspect.isfunction(plain) or _is_object(plain)):
         raise RewardError(
             f"the reward {function!r} is a {type(function).__name__}",
             why="the reward runs in its own process, which needs the source text of a function",
             fix="write a function that calls it, or name a function in a file: reward='rewards.py:exact'",
         )
+    named = plain.__name__ if inspect.isfunction(plain) else type(plain).__name__.lower()
     if not (isinstance(weight, int | float) and math.isfinite(weight)):
-        raise RewardError(f"the weight of {plain.__name__} is {weight!r}", why="a weight must be finite")
-    name = plain.__name__ if plain.__name__.isidentifier() else "reward"
+        raise RewardError(f"the weight of {named} is {weight!r}", why="a weight must be finite")
+    name = named if named.isidentifier() and not iskeyword(named) else "reward"
     text = _Text(name)
     text.add(name, function)
     said = [f"{_WEIGHT}{weight}"] if weight != 1 else []
@@ -93,6 +100,12 @@ class _Text:
             )
         elif inspect.isfunction(function):
             self._add_function(name, function)
+        elif isinstance(value, partial):
+            self._add_partial(name, value)
+        elif isinstance(value, type):
+            self._add_class(name, value)
+        elif _is_object(value):
+            self._add_object(name, value)
         elif isinstance(value, re.Pattern):
             self.statements.append(f"{name} = __import__('re').compile({value.pattern!r}, {value.flags})")
         elif _is_plain(value):
@@ -108,6 +121,42 @@ class _Text:
             if read in known:
                 self.add(read, known[read])
         self.statements.append(text)
+        own = function.__code__.co_name
+        if own not in (name, "<lambda>"):
+            self.statements.append(f"{name} = {own}")
+
+    def _add_partial(self, name: str, value: partial[Any]) -> None:
+        parts = {f"{name}_function": value.func}
+        parts |= {f"{name}_argument_{place}": each for place, each in enumerate(value.args)}
+        parts |= {f"{name}_{keyword}": each for keyword, each in value.keywords.items()}
+        for part, each in parts.items():
+            self.add(part, each)
+        first, *rest = parts
+        given = [*rest[: len(value.args)], *(f"{keyword}={name}_{keyword}" for keyword in value.keywords)]
+        self.statements.append(f"{name} = __import__('functools').partial({', '.join([first, *given])})")
+
+    def _add_class(self, name: str, kind: type) -> None:
+        text, known = _class_definition(kind), dict[str, Any]()
+        for method in filter(inspect.isfunction, vars(kind).values()):
+            known |= method.__globals__
+        if not text:
+            raise self._refusal(name, kind, "whose source text is not available")
+        for read in dict.fromkeys(_names(compile(_HEAD + text, self._root, "exec"))):
+            if read in known and read != kind.__name__:
+                self.add(read, known[read])
+        self.statements.append(text)
+        if name != kind.__name__:
+            self.statements.append(f"{name} = {kind.__name__}")
+
+    def _add_object(self, name: str, value: Any) -> None:
+        """Recreate an object by its attributes, without a call of its class."""
+        kind = type(value).__name__
+        self.add(kind, type(value))
+        self.statements.append(f"{name} = {kind}.__new__({kind})")
+        for attribute, each in vars(value).items():
+            part = f"{name}_{attribute}"
+            self.add(part, each)
+            self.statements.append(f"object.__setattr__({name}, {attribute!r}, {part})")
 
     def _refusal(self, name: str, value: Any, what: str) -> RewardError:
         return RewardError(
@@ -143,6 +192,21 @@ def _definition(name: str, function: FunctionType) -> str:
     return f"{name} = {text}" if isinstance(found[0], ast.Lambda) else text
 
 
+def _class_definition(kind: type) -> str:
+    """Return the statement that makes a class, found by the lines of its methods; empty if there is none."""
+    for method in filter(inspect.isfunction, vars(kind).values()):
+        try:
+            tree = ast.parse("".join(inspect.findsource(method)[0]))
+        except (OSError, SyntaxError):
+            continue
+        line = method.__code__.co_firstlineno
+        for node in ast.walk(tree):
+            is_it = isinstance(node, ast.ClassDef) and node.name == kind.__name__
+            if is_it and isinstance(node, ast.ClassDef) and node.lineno <= line <= (node.end_lineno or 0):
+                return ast.unparse(node)
+    return ""
+
+
 def _line(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> int:
     """Return the first line of a function's code: that of its first decorator, if it has one."""
     decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
@@ -174,6 +238,12 @@ def _version(value: type | FunctionType | BuiltinFunctionType) -> str:
     if file.is_relative_to(sys.prefix) or file.is_relative_to(sys.base_prefix):
         return ""
     return f"  # {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
+
+
+def _is_object(value: object) -> bool:
+    """Return whether a value is an object that can be called, of a class written in Python."""
+    kind = type(value)
+    return "__call__" in dir(kind) and inspect.isfunction(kind.__call__) and "__dict__" in dir(value)
 
 
 def _is_plain(value: Any) -> bool:

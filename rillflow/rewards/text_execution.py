@@ -89,6 +89,8 @@ def is_shut_in(function: FunctionPath, setting: Setting) -> bool:
     Raises:
         RewardError: under ``auto``, the function runs text in its own process.
     """
+    if function.needs_network:
+        return False
     if setting != "auto":
         return setting
     uses = text_uses(function)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Self
 
 from rillflow.records.batch import Batch
@@ -18,7 +19,7 @@ from rillflow.records.ragged import Ragged
 from rillflow.rewards.outcome import Outcome, Score
 from rillflow.rewards.workers import summed
 from rillflow.roles.judge import Judge
-from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS, Reward, reward_metrics, scored_rows
+from rillflow.roles.reward import OUTCOMES, SCORE_FIELDS, Reward, parts_of, reward_metrics, scored_rows
 from rillflow.roles.scalar_roles import RewardModel
 from rillflow.roles.setting import RoleSetting
 from rillflow.workers.endpoint import endpoint
@@ -45,7 +46,10 @@ class Panel:
         """Make the members that the recipe weighs."""
         weights = setting.limits.weights
         assert weights is not None, "a recipe without weights has no panel"
-        return cls({name: _MEMBERS[name].make(setting) for name in weights}, weights)
+        judge = setting.judge
+        remote = {} if judge is None else {"judge": Reward.make(replace(setting, functions=[judge]))}
+        members = {name: remote[name] if name in remote else _MEMBERS[name].make(setting) for name in weights}
+        return cls(members, weights)
 
     @endpoint(
         GROUPS,
@@ -66,7 +70,12 @@ class Panel:
             for row in range(len(rollouts))
         ]
         texts = next(iter(found.values())).ragged("completion").to_text()
-        parts = Ragged.from_text([json.dumps(dict(row.parts)) if row.parts else "" for row in rows])
+        inner = [
+            {name: score for each in said.values() for name, score in each[row].parts.items()}
+            for row in range(len(rows))
+        ]
+        merged = [{**more, **row.parts} if row.parts else {} for more, row in zip(inner, rows, strict=True)]
+        parts = Ragged.from_text([json.dumps(each) if each else "" for each in merged])
         scores = scored_rows(rollouts, texts, rows).with_fields(parts=parts)
         logs = [each.ragged("logged") for each in found.values() if "logged" in each.fields]
         return scores.with_fields(logged=logs[0]) if logs else scores  # one member is a function at most
@@ -75,12 +84,15 @@ class Panel:
 def scores_of(scores: Batch) -> list[Score]:
     """Return the scores of rows from the fields that a scorer returns."""
     values, outcomes = scores.dense("rewards").tolist(), scores.dense("outcome").tolist()
-    messages = scores.ragged("message").to_text()
+    messages, parts = scores.ragged("message").to_text(), parts_of(scores)
     return [
         Score(
             outcome=OUTCOMES[outcome],
             value=value if OUTCOMES[outcome] is Outcome.SCORE else None,
             message=message,
+            parts=part,
         )
-        for value, outcome, message in zip(values, outcomes, messages, strict=True)
+        for value, outcome, message, part in zip(
+            values, outcomes, messages, parts or [{}] * len(values), strict=True
+        )
     ]

@@ -79,6 +79,8 @@ class RoleSetting:
     """Functions that score."""
     scorers: Mapping[str, ModelConfig] = field(default_factory=dict)
     """Models that score, by the setting that names them."""
+    judge: FunctionPath | None = None
+    """Judge over HTTP; None for a judge that is a model, or none."""
     frame: FrameConfig | None = None
     """Frame of the judge that is trained; None if none is."""
     model_input: ModelInput | None = None

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from rillflow.config.schema import Section
+from rillflow.tasks.columns import PLACES, ColumnPlan
 
 TAKEN_ARGUMENTS = {
     *(
@@ -31,10 +32,27 @@ class TaskConfig(Section):
 
     source: str = Field(
         "arithmetic",
-        description="arithmetic, reasoning-gym:NAME, or a .jsonl or .parquet file relative to the recipe.",
+        description="arithmetic, reasoning-gym:NAME, a .jsonl or .parquet file relative to the recipe, or a "
+        "Hugging Face data set by name or directory: hf:NAME, hf:NAME:SPLIT or hf:NAME:SUBSET:SPLIT.",
     )
+    split: str | None = Field(
+        None, description="Split of an hf: source that names none, such as train[:1000]; left out, train."
+    )
+    subset: str | None = Field(None, description="Configuration of an hf: source that names none.")
+    columns: dict[str, str] = Field(
+        {},
+        description="Columns of the data by the name that the task gives them, such as "
+        '{ prompt = "question" }.',
+    )
+    template: str | None = Field(
+        None, description="Text of every prompt, with columns of the data in braces, such as {question}."
+    )
+    system: str | None = Field(
+        None, description="System message before every prompt; text prompts become conversations."
+    )
+    chat: bool = Field(False, description="Whether text prompts become a user's message of a conversation.")
     held_out_source: str | None = Field(
-        None, description="A file of held-out prompts, instead of rows held out of the source."
+        None, description="A source of held-out prompts, such as hf:NAME:test, instead of rows of the source."
     )
     held_out: int = Field(500, ge=0, description="Prompts held out of training; 0 for none.")
     size: int = Field(10_000, gt=0, description="Prompts to generate, if the source generates them.")
@@ -54,6 +72,19 @@ class TaskConfig(Section):
     template_arguments: dict[str, Any] = Field(
         {}, description="Variables of the chat template, such as { enable_thinking = false }."
     )
+
+    @field_validator("template")
+    @classmethod
+    def _has_a_column(cls, value: str | None) -> str | None:
+        if value is not None and not any(found[1] for found in PLACES.finditer(value)):
+            raise ValueError("every prompt would be the same; write a column in braces, such as {question}")
+        return value
+
+    @property
+    def plan(self) -> ColumnPlan | None:
+        """How columns are made; None if the data's own are used."""
+        plan = ColumnPlan(named=self.columns, template=self.template, system=self.system, chat=self.chat)
+        return None if plan == ColumnPlan() else plan
 
     @field_validator("template_arguments")
     @classmethod

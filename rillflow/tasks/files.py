@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from rillflow.errors import DataError
+from rillflow.tasks.columns import ColumnPlan
 from rillflow.tasks.example import check_names
 
 ENDINGS = (".jsonl", ".parquet")
@@ -38,8 +39,15 @@ GIVEN = "<prompts>"
 """Source of a run whose rows were given in Python."""
 
 
-def read_rows(path: Path, make: Callable[[dict[str, Any], int, str], Row]) -> list[Row]:
+def read_rows(
+    path: Path, make: Callable[[dict[str, Any], int, str], Row], plan: ColumnPlan | None = None
+) -> list[Row]:
     """Apply ``make`` to each row of a file, its index and its place; return the results in file order.
+
+    Args:
+        path: the file.
+        make: makes a row.
+        plan: how the row's columns are made; None: they are the file's.
 
     Raises:
         DataError: the file is missing, has another format, has no rows, or has an invalid row; the message
@@ -47,12 +55,16 @@ def read_rows(path: Path, make: Callable[[dict[str, Any], int, str], Row]) -> li
     """
     _check_path(path)
     if path.suffix == ".jsonl":
-        return _made(_json_lines(path), path, "line", make)
-    return _made(_parquet_rows(path), path, "row", make)
+        return made_rows(_json_lines(path), str(path), f"{path.name} line", make, plan)
+    return made_rows(_parquet_rows(path), str(path), f"{path.name} row", make, plan)
 
 
-def given_rows(rows: Rows, make: Callable[[dict[str, Any], int, str], Row]) -> list[Row]:
+def given_rows(
+    rows: Rows, make: Callable[[dict[str, Any], int, str], Row], plan: ColumnPlan | None = None
+) -> list[Row]:
     """Apply ``make`` to rows given in Python: each is a prompt, or an object like a row of a file.
+
+    See ``read_rows`` for the arguments.
 
     Raises:
         DataError: as ``read_rows``; the rows are not a list of rows.
@@ -63,7 +75,7 @@ def given_rows(rows: Rows, make: Callable[[dict[str, Any], int, str], Row]) -> l
             why="prompts must be a list of rows",
             fix="pass one of its values, or a list of rows",
         )
-    return _made(_given(rows), Path(GIVEN), "row", make)
+    return made_rows(_given(rows), GIVEN, f"{GIVEN} row", make, plan)
 
 
 def _given(rows: Rows) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -110,18 +122,32 @@ def _check_path(path: Path) -> None:
         )
 
 
-def _made(
+def made_rows(
     rows: Iterable[tuple[int, dict[str, Any]]],
-    source: Path,
-    unit: str,
+    source: str,
+    place: str,
     make: Callable[[dict[str, Any], int, str], Row],
+    plan: ColumnPlan | None = None,
 ) -> list[Row]:
+    """Apply ``make`` to rows, after checking that they have the same columns and different ids.
+
+    Args:
+        rows: each row's number for messages, and its columns.
+        source: the source of the rows in messages.
+        place: words before a row's number, the last of which names the unit, such as ``prompts.jsonl line``.
+        make: see ``read_rows``.
+        plan: see ``read_rows``.
+
+    Raises:
+        DataError: see ``read_rows``.
+    """
     made: list[Row] = []
     names: frozenset[str] = frozenset()
     ids: dict[str | int, int] = {}
-    start = 0
-    for number, row in rows:
+    start, unit = 0, place.rpartition(" ")[2]
+    for number, given in rows:
         try:
+            row = given if plan is None else plan.applied(given)
             if not made:
                 start, names = number, frozenset(row)
                 check_names(names)
@@ -129,7 +155,7 @@ def _made(
                 raise _mixed(row, names, f"{unit} {start}")
             if "id" in row:
                 _check_id(row["id"], number, unit, ids)
-            made.append(make(row, len(made), f"{source.name} {unit} {number}"))
+            made.append(make(row, len(made), f"{place} {number}"))
         except DataError as error:
             raise DataError(f"{source}, {unit} {number}: {error.what}", error.why, error.fix) from None
     if not made:

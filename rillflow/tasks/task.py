@@ -20,8 +20,9 @@ from rillflow.rewards.function import FunctionPath
 from rillflow.tasks import arithmetic, gym
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.example import Example
-from rillflow.tasks.files import Rows, given_rows, read_rows
+from rillflow.tasks.files import Rows, given_rows, made_rows, read_rows
 from rillflow.tasks.fingerprint import Fingerprint
+from rillflow.tasks.huggingface import HUB, hub_rows, parse_source
 from rillflow.tasks.kinds import ARITHMETIC, GYM, DataKind
 
 
@@ -82,7 +83,7 @@ def open_task(
     """
     examples, reward = _rows(config, kind, base, seed, rows)
     if config.held_out_source is not None:
-        held_out = tuple(read_rows(_file("held_out_source", config.held_out_source, base), kind.read))
+        held_out = tuple(_read("task.held_out_source", config.held_out_source, config, base, kind))
     else:
         held_out = _drawn(examples[:drawn], config.held_out, seed, config.source)
     names = examples[0].compared & held_out[0].compared if held_out else frozenset[str]()
@@ -110,13 +111,18 @@ def open_task(
     )
 
 
-def read_sets(sets: Mapping[str, str], base: Path, kind: DataKind) -> dict[str, tuple[Example, ...]]:
-    """Return the rows of evaluation files by name.
+def read_sets(
+    sets: Mapping[str, str], config: TaskConfig, base: Path, kind: DataKind
+) -> dict[str, tuple[Example, ...]]:
+    """Return the rows of evaluation files and data sets by name; columns are made as in the task.
 
     Raises:
         DataError: a file is invalid.
     """
-    return {name: tuple(read_rows(base / Path(file).expanduser(), kind.read)) for name, file in sets.items()}
+    return {
+        name: tuple(_read(f"evaluate.sets.{name}", source, config, base, kind))
+        for name, source in sets.items()
+    }
 
 
 def _rows(
@@ -125,17 +131,37 @@ def _rows(
     """Return the source's rows, and its own reward function."""
     source = config.source
     if given is not None:
-        return given_rows(given, kind.read), None
+        return given_rows(given, kind.read, config.plan), None
     kind.require_source(source)
+    if config.plan is not None and (source == ARITHMETIC or source.startswith(GYM)):
+        raise DataError(
+            f"task.source is {source!r}, and columns, template, system or chat are set",
+            why="they make the columns of given data, and this source makes its own",
+            fix="remove them, or write the problems into a file",
+        )
     if source == ARITHMETIC:
         numbers, reward = {"size": config.size, "digits": config.digits}, arithmetic.REWARD
         problems = arithmetic.arithmetic_examples(**numbers, operators=config.operators, seed=seed)
     elif source.startswith(GYM):
         problems, reward = gym.gym_examples(source, size=config.size, seed=seed), gym.REWARD
     else:
-        return read_rows(_file("source", source, base), kind.read), None
+        return _read("task.source", source, config, base, kind), None
     rows = kind.made(problems, seed)
     return rows, reward if rows is problems else None
+
+
+def _read(setting: str, source: str, config: TaskConfig, base: Path, kind: DataKind) -> Sequence[Example]:
+    """Return the rows of a file or of a Hugging Face data set; ``setting`` names it."""
+    if not source.startswith(HUB):
+        return read_rows(_file(setting, source, base), kind.read, config.plan)
+    own = parse_source(config.source, subset=config.subset) if config.source.startswith(HUB) else None
+    is_own = own is not None and own.name == parse_source(source).name
+    found = parse_source(
+        source,
+        subset=own.subset if own is not None and is_own else None,
+        split=config.split if setting == "task.source" else None,
+    )
+    return made_rows(hub_rows(found, base), f"{HUB}{found.name}", f"{found} row", kind.read, config.plan)
 
 
 def _file(setting: str, source: str, base: Path) -> Path:
@@ -143,12 +169,13 @@ def _file(setting: str, source: str, base: Path) -> Path:
     try:
         is_there = (base / path).exists()
     except OSError as error:
-        raise DataError(f"task.{setting} is {source[:80]!r}", why=error.strerror or str(error)) from None
+        raise DataError(f"{setting} is {source[:80]!r}", why=error.strerror or str(error)) from None
     if not path.suffix and not is_there:
         raise DataError(
-            f"task.{setting} is {source!r}",
+            f"{setting} is {source!r}",
             why="it is neither a built-in task nor an existing file",
-            fix=f"{nearest(source, [ARITHMETIC, GYM])}; a file ends in .jsonl or .parquet",
+            fix=f"{nearest(source, [ARITHMETIC, GYM])}; a file ends in .jsonl or .parquet, and a data set of "
+            f"Hugging Face is written {HUB}NAME",
         )
     return base / path
 

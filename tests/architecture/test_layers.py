@@ -22,6 +22,8 @@ ADAPTERS = {
     "tokenizers": ("rillflow/models/",),
     "rich": ("rillflow/runs/progress.py",),
     "pyarrow": ("rillflow/tasks/",),
+    "datasets": ("rillflow/tasks/huggingface.py",),
+    "math_verify": ("rillflow/rewards/built_in/math_answers.py",),
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
     "starlette": (

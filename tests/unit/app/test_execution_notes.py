@@ -78,5 +78,5 @@ def test_an_agent_that_runs_no_text_has_no_note(tmp_path: Path, capsys: pytest.C
 def test_check_names_the_level_of_the_code_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ROOT / "recipes" / "code" / "run.toml"
     assert main(["check", str(recipe), "--dir", str(tmp_path / "run")]) == 0
-    (note,) = noted(capsys, "reward.py:share_passed runs text or starts processes (reward.py:")
+    (note,) = noted(capsys, "code_tests.py:code_tests runs text or starts processes (code_tests.py:")
     assert any(note.endswith(f"{level}: {SENTENCES[level]}") for level in (Level.FULL, Level.SHARED_USER))

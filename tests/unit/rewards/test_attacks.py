@@ -90,10 +90,13 @@ def test_without_a_sandbox_the_harmless_attacks_find_their_way(target: Target) -
 
 
 def test_an_answer_that_forges_a_frame_gets_nothing_from_the_code_recipe() -> None:
-    recipe = Path(__file__).parents[3] / "recipes" / "code"
-    function = parse_function("reward.py:share_passed", recipe)
+    function = parse_function("code-tests", Path())
     completions = ["a+b)", FORGE_BY_THE_GRANDPARENT, "a+b)", "a*b)"]
-    columns = {"inputs": [["2 3", "7 5"]] * 4, "outputs": [["5", "12"]] * 4}
+    columns = {
+        "prefix": ["a, b = map(int, input().split())\nprint("] * 4,
+        "inputs": [["2 3", "7 5"]] * 4,
+        "outputs": [["5", "12"]] * 4,
+    }
     with RewardWorkers(function, RewardConfig(timeout_s=60)) as workers:
         scores = workers.score(["print a+b: print("] * 4, completions, columns)
         assert workers.level is not Level.NONE

@@ -57,6 +57,50 @@ def test_a_closure_goes_with_the_functions_patterns_and_values_it_reads() -> Non
     assert [score.outcome for score in found] == [Outcome.SCORE, Outcome.SCORE, Outcome.ABSTAIN]
 
 
+def test_a_partial_goes_with_its_arguments() -> None:
+    def reward(base: float, completions: list[str], *, times: float = 1.0) -> list[float]:
+        return [base + times * len(text) for text in completions]
+
+    assert values(scores(functools.partial(reward, 0.5, times=2.0))) == [2.5, 2.5, 6.5]
+    assert shipped(functools.partial(functools.partial(reward, 0.5), times=2.0)).name == "reward"
+
+
+def test_an_object_that_can_be_called_goes_with_its_class_and_attributes() -> None:
+    named = cell(
+        """
+        import re
+        from dataclasses import dataclass
+
+        DIGITS = re.compile(r"[0-9]+")
+
+        class Base:
+            def bonus(self, text):
+                return self.extra if DIGITS.fullmatch(text) else 0.0
+
+        @dataclass(frozen=True)
+        class Counted(Base):
+            extra: float = 0.5
+
+            def __call__(self, completions):
+                return [len(text) + self.bonus(text) for text in completions]
+        """.replace("\n        ", "\n")
+    )
+    function = shipped(named["Counted"](extra=0.25))
+    assert function.name == "counted"
+    with RewardWorkers(function, RewardConfig()) as workers:
+        assert values(workers.score(["p"] * 3, WORDS, {})) == [1.25, 1.0, 3.25]
+
+
+def test_an_object_with_an_attribute_without_text_is_refused_by_name() -> None:
+    named = cell(
+        "class Held:\n    def __call__(self, completions):\n        return [0.0] * len(completions)\n"
+    )
+    held = named["Held"]()
+    held.file = open(sys.executable, "rb")  # noqa: SIM115, PTH123  it must stay open
+    with held.file, pytest.raises(RewardError, match="reads 'held_file', a BufferedReader"):
+        shipped(held)
+
+
 def test_the_text_is_what_a_person_would_have_written() -> None:
     found = cell(
         "import math\nfrom collections import Counter\nBONUS = 0.5\n\n"

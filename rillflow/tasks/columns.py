@@ -1,0 +1,70 @@
+"""Columns: turn the columns of a data set into those of a task, by the recipe's settings.
+
+{"question": "6 * 7?", "answer": "#### 42"}
+  ─ task.columns = { prompt = "question" } ─> {"prompt": "6 * 7?", "answer": "#### 42"}
+  ─ task.template = "{prompt} Think." ──────> {"prompt": "6 * 7? Think.", ...}
+  ─ task.system = "Be brief." ──────────────> {"prompt": [system message, user message], ...}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rillflow.tasks.example import require_column
+
+PLACES = re.compile(r"\{\{|\}\}|\{(\w+)\}")
+"""Placeholders of a template; two braces stand for one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnPlan:
+    """How a row's columns are made.
+
+    Example:
+        ColumnPlan(named={"prompt": "question"}).applied({"question": "6 * 7?"}) == {"prompt": "6 * 7?"}
+    """
+
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Column of the data by column of the task; all other columns keep their names."""
+    template: str | None = None
+    """Text of the prompt, with columns in braces; None: the column ``prompt``."""
+    system: str | None = None
+    """System message before the prompt, which becomes a conversation; None: there is none."""
+    chat: bool = False
+    """Whether a prompt that is text becomes a user's message."""
+
+    def applied(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a row with the columns of the task.
+
+        Raises:
+            DataError: a column that a setting names is missing.
+        """
+        for name in self.named.values():
+            require_column(row, name)
+        used = set(self.named.values())
+        made = {name: value for name, value in row.items() if name not in used}
+        made |= {name: row[given] for name, given in self.named.items()}
+        if self.template is not None:
+            made["prompt"] = self._filled({**row, **made})
+        prompt = made.get("prompt")
+        if isinstance(prompt, str) and prompt and (self.chat or self.system is not None):
+            made["prompt"] = prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, list) and self.system is not None:
+            made["prompt"] = [{"role": "system", "content": self.system}, *prompt]
+        return made
+
+    def _filled(self, row: Mapping[str, Any]) -> str:
+        """Return the template with the row's values; the items of a list stand on lines of their own."""
+
+        def value(found: re.Match[str]) -> str:
+            name = found[1]
+            if name is None:
+                return found[0][0]
+            require_column(row, name)
+            here = row[name]
+            return "\n".join(map(str, here)) if isinstance(here, list) else str("" if here is None else here)
+
+        return PLACES.sub(value, self.template or "")

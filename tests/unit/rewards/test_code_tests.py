@@ -1,0 +1,85 @@
+"""The reward code-tests: programs of completions, run in the sandbox against asserts and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rillflow.errors import RewardError
+from rillflow.rewards.built_in.code_tests import code_tests, program_of
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.function import parse_function
+from rillflow.rewards.outcome import Outcome, Score
+from rillflow.rewards.sandbox import Level
+from rillflow.rewards.workers import RewardWorkers
+
+ADD = "def add(a, b):\n    return a + b\n"
+ASSERTS = ["assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]", "assert add('a', 'b') == 'ab'"]
+
+
+def scored(completions: Sequence[Any], **columns: list[Any]) -> list[Score]:
+    """Score completions in the child process of a run."""
+    with RewardWorkers(parse_function("code-tests", Path()), RewardConfig(timeout_s=120)) as workers:
+        scores = workers.score([""] * len(completions), completions, columns)
+        assert workers.level is not Level.NONE
+    return scores
+
+
+def test_the_last_python_block_is_the_program_else_the_whole_text() -> None:
+    text = "First:\n```python\nx = 1\n```\nBetter:\n```py\nx = 2\n```\nDone."
+    assert program_of(text) == "x = 2\n"
+    assert program_of("x = 3") == "x = 3"
+    assert program_of("```\nx = 4\n") == "x = 4\n"
+    assert program_of([{"role": "assistant", "content": text}], "y = 0\n") == "y = 0\nx = 2\n"
+
+
+def test_asserts_score_by_the_share_that_holds() -> None:
+    completions = [
+        f"```python\n{ADD}```",
+        "```python\ndef add(a, b):\n    return 3\n```",
+        "I do not know.",
+        f"{ADD}import sys\nsys.exit(0)",
+        "class Equal:\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Equal()",
+    ]
+    scores = scored(completions, tests=[ASSERTS] * 5)
+    assert [score.value for score in scores] == pytest.approx([1.0, 1 / 3, 0.0, 0.0, 0.0])
+
+
+def test_a_text_of_asserts_a_check_function_and_setup_are_run() -> None:
+    check = "def check(add):\n    assert add(1, 2) == 3\n    assert abs(add(0.1, 0.2) - 0.3) < 1e-9"
+    completions = [
+        "    return a + b\n",
+        "    return a - b\n",
+        "    return a + b\n",
+        "    import os; os._exit(0)\n",
+    ]
+    scores = scored(
+        completions,
+        prefix=["def add(a, b):\n"] * 4,
+        tests=[check, check, "assert isclose(add(1, 2), 3)\nassert add(1, 1) == 3", check],
+        setup=["", None, ["from math import isclose"], ""],
+        entry_point=["add", "add", None, "add"],
+    )
+    assert [score.value for score in scores] == [1.0, 0.0, 0.5, 0.0]
+
+
+def test_outputs_are_compared_word_by_word_and_an_endless_program_scores_0() -> None:
+    double = "print(2 * int(input()))"
+    completions = [double, "print(4)", "import time; time.sleep(1000)", double]
+    inputs, outputs = ["2", "5"], ["4\n", " 10 "]
+    scores = scored(completions, inputs=[inputs] * 3 + [[]], outputs=[outputs] * 3 + [[]])
+    assert [score.value for score in scores] == [1.0, 0.5, 0.0, None]
+    assert scores[3].outcome is Outcome.ABSTAIN
+
+
+def test_rows_without_a_column_of_tests_are_an_error_that_names_the_columns() -> None:
+    with pytest.raises(ValueError, match="needs a column 'tests', or the columns 'inputs' and 'outputs'"):
+        code_tests(["x"], inputs=[["1"]])
+
+
+def test_a_wrong_name_lists_the_built_in_functions() -> None:
+    with pytest.raises(RewardError, match="math-verify, code-tests"):
+        parse_function("code-test", Path())

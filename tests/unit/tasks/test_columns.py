@@ -1,0 +1,125 @@
+"""Columns: names, templates and messages that a recipe makes of the columns of its data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rillflow.errors import DataError
+from rillflow.tasks.config import TaskConfig
+from rillflow.tasks.huggingface import HubSource, parse_source, relative_source
+from rillflow.tasks.kinds import PROMPTS
+from rillflow.tasks.preference import PREFERENCES
+from rillflow.tasks.task import open_task
+
+ROWS = [
+    {"question": f"{n} + 1?", "answer": f"#### {n + 1}", "level": n, "hints": ["a", "b"]} for n in range(4)
+]
+
+
+def opened(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> Any:
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = TaskConfig(**{"source": "rows.jsonl", "held_out": 0, **settings})
+    return open_task(config, PROMPTS, base=folder, seed=0)
+
+
+def test_columns_are_renamed_and_the_others_keep_their_names(tmp_path: Path) -> None:
+    row = opened(tmp_path, ROWS, columns={"prompt": "question", "right": "answer"}).train[2]
+    assert row.prompt == "2 + 1?"
+    assert row.columns == {"right": "#### 3", "level": 2, "hints": ["a", "b"]}
+
+
+def test_one_column_may_be_given_two_names(tmp_path: Path) -> None:
+    row = opened(tmp_path, ROWS, columns={"prompt": "question", "prefix": "question"}).train[0]
+    assert (row.prompt, row.columns["prefix"]) == ("0 + 1?", "0 + 1?")
+
+
+def test_a_template_takes_columns_by_either_name_and_two_braces_as_one(tmp_path: Path) -> None:
+    template = "{{{question}}} {right}\n{hints}\n\\boxed{}"
+    row = opened(tmp_path, ROWS, columns={"right": "answer"}, template=template).train[0]
+    assert row.prompt == "{0 + 1?} #### 1\na\nb\n\\boxed{}"
+    assert row.columns["question"] == "0 + 1?"
+
+
+def test_a_system_message_makes_a_conversation(tmp_path: Path) -> None:
+    rows = [{"prompt": "Hi", "n": 1}, {"prompt": [{"role": "user", "content": "Ho"}], "n": 2}]
+    one, other = opened(tmp_path, rows, system="Be brief.").train
+    system = {"role": "system", "content": "Be brief."}
+    assert list(one.prompt) == [system, {"role": "user", "content": "Hi"}]
+    assert list(other.prompt) == [system, {"role": "user", "content": "Ho"}]
+    (chat, _) = opened(tmp_path, rows, chat=True).train
+    assert list(chat.prompt) == [{"role": "user", "content": "Hi"}]
+
+
+def test_a_missing_column_names_those_there_and_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        opened(tmp_path, ROWS, columns={"prompt": "questions"})
+    assert "line 1: there is no column 'questions'" in caught.value.what
+    assert "'question', 'answer', 'level', 'hints'" in caught.value.why
+    assert "'question'" in caught.value.fix
+    with pytest.raises(DataError, match="no column 'anser'"):
+        opened(tmp_path, ROWS, template="{anser}")
+
+
+def test_a_template_without_a_column_is_refused() -> None:
+    with pytest.raises(ValidationError, match="every prompt would be the same"):
+        TaskConfig(template="Think {{hard}}.")
+
+
+def test_columns_of_made_problems_are_refused() -> None:
+    with pytest.raises(DataError, match="this source makes its own"):
+        open_task(TaskConfig(chat=True), PROMPTS, base=Path(), seed=0)
+
+
+def test_pairs_and_held_out_files_have_the_same_columns(tmp_path: Path) -> None:
+    rows = [{"q": f"q{n}", "good": "a", "bad": "b"} for n in range(3)]
+    for name, part in {"train": rows[:2], "test": rows[2:]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    config = TaskConfig(
+        source="train.jsonl",
+        held_out_source="test.jsonl",
+        columns={"prompt": "q", "chosen": "good", "rejected": "bad"},
+    )
+    task = open_task(config, PREFERENCES, base=tmp_path, seed=0)
+    assert [row.answers for row in task.held_out] == [("a", "b")]
+    assert [row.prompt for row in task.train] == ["q0", "q1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("hf:openai/gsm8k", HubSource(name="openai/gsm8k", subset=None, split="train")),
+        ("hf:openai/gsm8k:test", HubSource(name="openai/gsm8k", subset=None, split="test")),
+        (
+            "hf:openai/gsm8k:main:test[:10%]",
+            HubSource(name="openai/gsm8k", subset="main", split="test[:10%]"),
+        ),
+        ("hf:../my.data", HubSource(name="../my.data", subset=None, split="train")),
+    ],
+)
+def test_a_source_names_data_set_subset_and_split(text: str, source: HubSource) -> None:
+    assert parse_source(text) == source
+
+
+def test_settings_fill_in_what_a_source_does_not_name() -> None:
+    assert str(parse_source("hf:a/b", subset="main", split="test")) == "a/b test"
+    assert parse_source("hf:a/b:train", subset="main", split="test").split == "train"
+
+
+@pytest.mark.parametrize("text", ["hf:", "hf:a:b:c:d", "hf:a::b"])
+def test_a_source_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(DataError, match="hf:NAME:SUBSET:SPLIT"):
+        parse_source(text)
+
+
+def test_a_directory_given_in_python_is_relative_to_the_present_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert relative_source("hf:data:test", tmp_path / "recipes") == "hf:../data:test"
+    assert relative_source("hf:owner/data:test", tmp_path / "recipes") == "hf:owner/data:test"
