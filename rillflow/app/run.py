@@ -15,7 +15,6 @@ from rillflow.app.trained import model_directory
 from rillflow.controller.interrupt import Interruption
 from rillflow.errors import RunDirectoryError
 from rillflow.runs import layout
-from rillflow.runs.curves import MetricColumns
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.reader import (
     EvaluationRecord,
@@ -65,9 +64,7 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the report's first two curves, for notebooks."""
-        metrics = MetricColumns(self.path)
-        metrics.update()
-        shown = page(str(self.path), cards(load(self.path), metrics)[:2])
+        shown = page(str(self.path), cards(load(self.path))[:2])
         return el("iframe", srcdoc=shown, style="width: 100%; height: 22em; border: 0")
 
     @property

@@ -37,17 +37,18 @@ export class Chart {
     this.scheme.addEventListener("change", this.recoloured);
   }
 
-  // Draw a chart, in place of what was drawn before.
+  // Draw a chart, in place of what was drawn before. Return the steps of its smoothing; 0 if it is not smoothed.
   draw(chart, view) {
     this.plot?.destroy();
     this.plot = null;
     this.chart = chart;
     this.view = view;
-    this.curves = chart.heat ? [] : prepared(chart, view);
+    const span = spanOf(chart, view);
+    this.curves = chart.heat ? [] : prepared(chart, view, span);
     const table = chart.heat ? heatTable(chart.heat) : joinedTable(this.curves);
     if (table[0].length === 0) {
       fill(this.box, el("p", { class: "empty" }, missing(chart, view)));
-      return;
+      return 0;
     }
     fill(this.box);
     this.box.tabIndex = 0;
@@ -56,6 +57,7 @@ export class Chart {
     this.box.onkeydown = (event) => this.key(event);
     this.plot = new uPlot(this.options(table), table, this.box);
     this.resizing.observe(this.box);
+    return span;
   }
 
   // Show x from `from` to `to`; null is the end of the data.
@@ -209,9 +211,16 @@ function isLog(chart, view) {
   return view.isLogY ?? Boolean(chart.is_log);
 }
 
+// Return the span of the smoothing in steps; all curves of a chart have the same.
+function spanOf(chart, view) {
+  if (chart.heat || chart.has_marks) return 0;
+  if (view.span !== "auto") return Number(view.span) > 1 ? Number(view.span) : 0;
+  return automatic(Math.max(0, ...chart.curves.map(({ x, unit }) => (x.length > 0 ? (x.at(-1) - x[0]) / (unit || 1) : 0))));
+}
+
 // Return the curves as they are drawn: broken, on a logarithmic axis without values that it has no place for,
 // and smoothed.
-function prepared(chart, view) {
+function prepared(chart, view, span) {
   const logY = isLog(chart, view);
   const least = logY ? leastPositive(chart.curves.flatMap((curve) => [curve.y, curve.low ?? []])) : null;
   return chart.curves.map((given) => {
@@ -219,10 +228,7 @@ function prepared(chart, view) {
     for (const key of ["y", "low", "high"]) {
       if (logY && curve[key]) curve[key] = least === null ? curve[key].map(() => null) : positive(curve[key], least);
     }
-    const unit = curve.unit || 1, size = curve.x.length;
-    const steps = size ? (curve.x[size - 1] - curve.x[0]) / unit : 0;
-    const span = chart.has_marks ? 0 : view.span === "auto" ? automatic(steps) : Number(view.span);
-    return span > 1 && size > 2 ? { ...curve, smooth: smoothed(curve.x, curve.y, span, unit) } : curve;
+    return span > 1 && curve.x.length > 2 ? { ...curve, smooth: smoothed(curve.x, curve.y, span, curve.unit || 1) } : curve;
   });
 }
 

@@ -28,7 +28,7 @@ export function controls(view, changed, more = []) {
   const axes = choice(AXES, view.axes, (value) => changed({ axes: value }));
   const filter = el("input", { type: "search", placeholder: "part of a name", input: (event) => changed({ filter: event.target.value }) });
   const node = el("div", { class: "controls", role: "group", "aria-label": "Charts" },
-    more, labelled("Smoothing", span), labelled("Axes", axes), labelled("From", from), labelled("to", to), whole, labelled("Filter", filter));
+    more, labelled("Smoothing", span), labelled("Axes", axes), el("span", { class: "range" }, labelled("From", from), labelled("to", to), whole), labelled("Filter", filter));
   const show = (now) => {
     for (const [control, value] of [[from, now.from], [to, now.to]]) control.value = value === null ? "" : plainNumber(value);
     span.value = String(now.span);
@@ -38,6 +38,11 @@ export function controls(view, changed, more = []) {
   };
   show(view);
   return { node, show };
+}
+
+// Return the words below a chart: the name of its x, and its smoothing.
+export function caption(name, span) {
+  return span > 1 ? `${name} · bold: moving average, ${tick(span)} steps` : name;
 }
 
 // Return a number as the address and the fields show it.

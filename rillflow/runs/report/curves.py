@@ -67,8 +67,9 @@ _TABLES = tomllib.loads(Path(__file__).with_name("curves.toml").read_text("utf-8
 CURVES = tuple(Curve(**table) for table in _TABLES)
 
 
-def cards(data: RunData, metrics: MetricColumns) -> list[Html]:
+def cards(data: RunData) -> list[Html]:
     """Return the curves that the run recorded: held-out accuracy or reward first, speed last."""
+    metrics = data.curves
     found = [_held_out_card(data, "Held-out", scores_of(data))] if data.evaluations else []
     found += [_held_out_card(data, f"{name}:", alike(looks)) for name, looks in data.sets.items()]
     found += over_optimisation(data)
@@ -86,14 +87,14 @@ def cards(data: RunData, metrics: MetricColumns) -> list[Html]:
                     curve, [_series(metrics, name, curve.metrics[name], phase) for name in names], phases
                 )
             )
-    return [*found, *_speed_card(data, metrics)]
+    return [*found, *_speed_card(data)]
 
 
-def other_cards(data: RunData, metrics: MetricColumns) -> list[Html]:
+def other_cards(data: RunData) -> list[Html]:
     """Return one card for every metric that no named curve draws."""
     named = {name for curve in CURVES for name in curve.metrics}
+    metrics, found = data.curves, []
     left_out = _never_compared(metrics)
-    found = []
     for name in sorted(metrics.names.keys() - named - left_out):
         curve = Curve(title=name, hint="", metrics={name: ""})
         is_histogram = metrics.names[name] == HISTOGRAM
@@ -135,8 +136,10 @@ def over_optimisation(data: RunData) -> list[Html]:
     looks = [each for each in data.evaluations if isinstance(each.more.get("proxy_mean"), int | float)]
     if len(looks) < 2:
         return []
-    moved = {one.step: one.metrics[_KL].value if _KL in one.metrics else None for one in data.steps}
-    places = [moved.get(each.step, 0.0) for each in looks]
+    divergence = data.curves.curve(_KL)
+    moved = dict(zip(divergence.x.tolist(), divergence.y.tolist(), strict=True))
+    made = set(data.curves.steps.tolist())
+    places = [moved.get(each.step, None if each.step in made else 0.0) for each in looks]
     is_stepped = None in places
     at = [
         float(each.step) if place is None or is_stepped else place
@@ -190,13 +193,13 @@ def _held_out_card(data: RunData, name: str, scores: Sequence[EvaluationRecord])
     return card(f"{name} {last.name}", draw(chart), hint=hint, last=number(last.value))
 
 
-def _speed_card(data: RunData, metrics: MetricColumns) -> list[Html]:
+def _speed_card(data: RunData) -> list[Html]:
     """Draw the sampled tokens of each step divided by its generation time."""
     seconds: dict[int, float] = {}
     for span in data.spans:
         if span.stage.endswith(".generate"):
             seconds[span.step] = seconds.get(span.step, 0.0) + span.duration_s
-    sampled = metrics.curve(TOKENS)
+    sampled = data.curves.curve(TOKENS)
     pairs = [
         (step, tokens / seconds[step])
         for step, tokens in zip(sampled.x.astype(int).tolist(), sampled.y.tolist(), strict=True)

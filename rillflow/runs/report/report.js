@@ -1,8 +1,8 @@
 // The report's charts. Each `.chart` has its data in an attribute; the view is in the address after #.
 
-import { Chart } from "../charts/chart.js";
-import { controls, drawn, plainNumber, PLAIN, reading } from "../charts/controls.js";
-import { number } from "../charts/numbers.js";
+import { Chart } from "./chart.js";
+import { caption, controls, drawn, plainNumber, PLAIN, reading } from "./controls.js";
+import { number } from "./numbers.js";
 
 let view = readView();
 const charts = new Map();
@@ -32,11 +32,17 @@ function change(fields) {
 
 function show() {
   toolbar?.show(view);
-  for (const [box, chart] of charts) if (chart) chart.draw(JSON.parse(box.dataset.chart), shown(box));
+  for (const [box, chart] of charts) if (chart) draw(box, chart);
   const words = view.filter.toLowerCase();
   document.querySelectorAll(".curves > .card").forEach((card) => {
     card.hidden = !(card.querySelector("h3")?.textContent ?? "").toLowerCase().includes(words);
   });
+}
+
+function draw(box, chart) {
+  const data = JSON.parse(box.dataset.chart);
+  const span = chart.draw(data, shown(box));
+  box.closest("figure").querySelector("figcaption").textContent = caption(data.x_name, span);
 }
 
 // A chart whose x is not the step keeps its own range.
@@ -60,7 +66,7 @@ function start(box) {
     },
   });
   charts.set(box, chart);
-  chart.draw(data, shown(box));
+  draw(box, chart);
 }
 
 const place = document.querySelector("[data-controls]");

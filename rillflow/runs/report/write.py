@@ -16,7 +16,6 @@ import shlex
 from pathlib import Path
 
 from rillflow.runs import durable, layout
-from rillflow.runs.curves import MetricColumns
 from rillflow.runs.formatting import duration
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.reader import EvaluationRecord
@@ -49,17 +48,16 @@ def write_report(run: Path, predict: Predict | None = None) -> Path:
 
 def render(data: RunData, predict: Predict | None = None) -> str:
     """Return the whole page."""
-    read, metrics = read_samples(data.path), MetricColumns(data.path)
-    metrics.update()
+    read = read_samples(data.path)
     body = [
         _hero(data, summary_of(data)),
-        *section("Curves", _curves(data, metrics) if data.steps else []),
+        *section("Curves", _curves(data) if data.steps else []),
         *section("Where the time went", _times(data, predict) if data.spans else []),
         *section("Reward outcomes", draw_outcomes(data)),
         *section("First and last samples", draw_comparison(read)),
         *section("Pairs", draw_pairs(read)),
         *section("Samples", [shade_key(), el("div", draw_groups(read), class_="pair")] if read else []),
-        *_details(data, metrics),
+        *_details(data),
         el(
             "footer",
             "Made by Rillflow from the files of the run directory; docs/metrics.md defines every metric.",
@@ -68,10 +66,10 @@ def render(data: RunData, predict: Predict | None = None) -> str:
     return page(data.path.resolve().name, body)
 
 
-def _curves(data: RunData, metrics: MetricColumns) -> list[Html]:
+def _curves(data: RunData) -> list[Html]:
     """Draw the named curves, below the place for their controls."""
-    drawn = el("div", curves.cards(data, metrics), class_="grid-cards curves")
-    return [el("div", data_controls=True), drawn, *curves.not_measured(metrics)]
+    drawn = el("div", curves.cards(data), class_="grid-cards curves")
+    return [el("div", data_controls=True), drawn, *curves.not_measured(data.curves)]
 
 
 def _times(data: RunData, predict: Predict | None) -> list[Html]:
@@ -152,8 +150,8 @@ def _intervals(scores: list[EvaluationRecord]) -> Html:
     return el("div", rows, class_="intervals")
 
 
-def _details(data: RunData, metrics: MetricColumns) -> list[Html]:
-    others = curves.other_cards(data, metrics)
+def _details(data: RunData) -> list[Html]:
+    others = curves.other_cards(data)
     start = "Environment" if len(data.starts) == 1 else f"Environment, {len(data.starts)} starts"
     parts = (
         {f"Other metrics ({len(others)})": el("div", others, class_="grid-cards curves")} if others else {}
