@@ -37,7 +37,8 @@ export class Chart {
     this.scheme.addEventListener("change", this.recoloured);
   }
 
-  // Draw a chart, in place of what was drawn before. Return the steps of its smoothing; 0 if it is not smoothed.
+  // Draw a chart, in place of what was drawn before. Return {span, hidden}: the steps of its smoothing, 0 without
+  // one, and how many negative values a logarithmic axis does not show.
   draw(chart, view) {
     this.plot?.destroy();
     this.plot = null;
@@ -48,7 +49,7 @@ export class Chart {
     const table = chart.heat ? heatTable(chart.heat) : joinedTable(this.curves);
     if (table[0].length === 0) {
       fill(this.box, el("p", { class: "empty" }, missing(chart, view)));
-      return 0;
+      return { span: 0, hidden: 0 };
     }
     fill(this.box);
     this.box.tabIndex = 0;
@@ -57,7 +58,7 @@ export class Chart {
     this.box.onkeydown = (event) => this.key(event);
     this.plot = new uPlot(this.options(table), table, this.box);
     this.resizing.observe(this.box);
-    return span;
+    return { span, hidden: isLog(chart, view) ? negative(chart) : 0 };
   }
 
   // Show x from `from` to `to`; null is the end of the data.
@@ -101,6 +102,7 @@ export class Chart {
       width: Math.max(200, Math.floor(this.box.clientWidth)),
       height: view.height ?? HEIGHT,
       legend: { show: false },
+      padding: [(chart.phases ?? []).length > 1 ? 18 : 8, 16, 0, 0],
       scales: {
         x: { time: false, distr: view.isLogX ? 3 : 1, range: (_, min, max) => this.xRange(min, max) },
         y: { distr: isLog(chart, view) ? 3 : 1, range: (_, min, max) => this.yRange(min, max) },
@@ -194,7 +196,7 @@ export class Chart {
 
   yRange(low, high) {
     if (low === null || high === null) return isLog(this.chart, this.view) ? [0.1, 1] : [0, 1];
-    if (isLog(this.chart, this.view)) return uPlot.rangeLog(low, high, 10, true);
+    if (isLog(this.chart, this.view)) return uPlot.rangeLog(low, high, 10, false);
     if (this.chart.heat) return [0, this.chart.heat.edges.length + 1];
     if (this.chart.is_share) return [Math.min(0, low), Math.max(1, high)];
     const start = low > 0 && low < 0.4 * high ? 0 : low;
@@ -230,6 +232,10 @@ function prepared(chart, view, span) {
     }
     return span > 1 && curve.x.length > 2 ? { ...curve, smooth: smoothed(curve.x, curve.y, span, curve.unit || 1) } : curve;
   });
+}
+
+function negative(chart) {
+  return (chart.curves ?? []).reduce((sum, curve) => sum + curve.y.filter((value) => value < 0).length, 0);
 }
 
 function aboveZero(curve) {

@@ -40,9 +40,12 @@ export function controls(view, changed, more = []) {
   return { node, show };
 }
 
-// Return the words below a chart: the name of its x, and its smoothing.
-export function caption(name, span) {
-  return span > 1 ? `${name} · bold: moving average, ${tick(span)} steps` : name;
+// Return the words below a chart: the name of its x, its smoothing, and what a logarithmic axis does not show.
+export function caption(name, { span, hidden }) {
+  const parts = [name];
+  if (span > 1) parts.push(`bold: moving average, ${tick(span)} steps`);
+  if (hidden > 0) parts.push(`${tick(hidden)} below 0 not shown`);
+  return parts.join(" · ");
 }
 
 // Return a number as the address and the fields show it.

@@ -41,8 +41,8 @@ function show() {
 
 function draw(box, chart) {
   const data = JSON.parse(box.dataset.chart);
-  const span = chart.draw(data, shown(box));
-  box.closest("figure").querySelector("figcaption").textContent = caption(data.x_name, span);
+  const told = chart.draw(data, shown(box));
+  box.closest("figure").querySelector("figcaption").textContent = caption(data.x_name, told);
 }
 
 // A chart whose x is not the step keeps its own range.

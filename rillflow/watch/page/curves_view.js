@@ -184,8 +184,8 @@ export class CurvesView {
       phases: state.x === "step" ? summary?.phases ?? [] : [], is_share: isEvaluated && curves.every((curve) => curve.isShare),
       is_log: card.name === "mismatch/logprob_gap/max",
     };
-    const span = card.chart.draw(chart, { ...drawn(state), height: card.name === state.wide ? HEIGHTS.wide : HEIGHTS.usual });
-    fill(card.axisName, caption(AXES.find(([name]) => name === state.x)?.[1] ?? state.x, span));
+    const shown = card.chart.draw(chart, { ...drawn(state), height: card.name === state.wide ? HEIGHTS.wide : HEIGHTS.usual });
+    fill(card.axisName, caption(AXES.find(([name]) => name === state.x)?.[1] ?? state.x, shown));
     this.hovered(card, null, null);
   }
 
