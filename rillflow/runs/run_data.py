@@ -14,6 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from rillflow.runs import layout, reader
+from rillflow.runs.curves import MetricColumns
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.passes import PassesRecord, read_passes
 from rillflow.runs.reader import EvaluationRecord, MetricsRecord, SpanRecord
@@ -47,6 +48,8 @@ class RunData:
     """Environment of each start of the run."""
     steps: Sequence[MetricsRecord]
     """Metrics of every step."""
+    curves: MetricColumns
+    """The same metrics as columns."""
     spans: Sequence[SpanRecord]
     """Spans of every stage and step."""
     passes: Sequence[PassesRecord] = ()
@@ -101,11 +104,14 @@ def load(run: Path) -> RunData:
     config = reader.read_config(run)
     steps, every = reader.read_metrics(run), reader.read_every_evaluation(run)
     names = dict.fromkeys(each.set for each in every if each.set)
+    curves = MetricColumns(run)
+    curves.update()
     return RunData(
         path=run,
         config=config,
         starts=reader.read_starts(run),
         steps=steps,
+        curves=curves,
         spans=reader.read_spans(run),
         passes=read_passes(run),
         evaluations=[each for each in every if not each.set],

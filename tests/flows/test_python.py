@@ -140,7 +140,7 @@ def test_a_run_is_opened_by_its_path_and_read(tiny: Tiny) -> None:
     assert run.metrics[0]["rewards/length/mean"] == pytest.approx(sum(parts) / len(parts))
     assert (run.checkpoint(), run.checkpoint(2)) == (run.path / "checkpoints/step-000002/policy",) * 2
     assert run.ask("1+1=") == run.ask("1+1=", step=2)
-    assert "<iframe" in run._repr_html_() and "polyline" in run._repr_html_()
+    assert "<iframe" in run._repr_html_() and "data-chart" in run._repr_html_()
     assert run.report() == run.path / "report.html"
     with pytest.raises(RunDirectoryError, match="this object does not train"):
         run.stop()

@@ -1,7 +1,7 @@
 """Curves: draw the metrics of a run, one card each.
 
     curves.toml ─ title, shape to expect ─┐
-    RunData ─ values by step ─────────────┴─ cards ─> one card per recorded curve or histogram
+    MetricColumns ─ values by step ───────┴─ cards ─> one card per recorded curve or histogram
                                           other_cards ─> one for every metric that curves.toml does not name
 
 A run without a metric has no card for it.
@@ -9,16 +9,17 @@ A run without a metric has no card for it.
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rillflow.records.metrics import Histogram, merge_metrics
+import numpy as np
+
+from rillflow.runs.curves import TOKENS, MetricColumns
 from rillflow.runs.formatting import number
 from rillflow.runs.reader import EvaluationRecord
-from rillflow.runs.report.chart import Chart, Point, Series, draw, heat_map, parts_of
+from rillflow.runs.report.chart import Chart, Series, draw, heat_map, points
 from rillflow.runs.report.html import Html, card, el
 from rillflow.runs.run_data import PhaseSpan, RunData
 from rillflow.runs.summary import alike, scores_of
@@ -27,7 +28,11 @@ RECENT = 20
 """Number of last steps that a verdict looks at."""
 COLUMNS = 60
 """Largest number of columns in the picture of a histogram."""
+HISTOGRAM = "histogram"
+"""Reduction of a metric that is a distribution."""
 _GAP, _KL = "mismatch/logprob_gap/max", "policy/kl/mean"
+_COMPARED, _FIRST = "mismatch/", "mismatch/first_"
+"""Prefix of the metrics that compare sampler and trainer, and of those that are measured in every run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +53,6 @@ class Curve:
     """Whether the vertical axis is logarithmic."""
     is_apart: bool = False
     """Whether every phase has its own axes, because its values differ in kind."""
-    is_measured_apart: bool = False
-    """Whether to omit the curve when no step compared trainer and sampler, so that every gap is exactly 0."""
     is_histogram: bool = False
     """Whether the metric is a distribution over tokens, drawn step by step."""
     limit: float | None = None
@@ -66,36 +69,64 @@ CURVES = tuple(Curve(**table) for table in _TABLES)
 
 def cards(data: RunData) -> list[Html]:
     """Return the curves that the run recorded: held-out accuracy or reward first, speed last."""
+    metrics = data.curves
     found = [_held_out_card(data, "Held-out", scores_of(data))] if data.evaluations else []
     found += [_held_out_card(data, f"{name}:", alike(looks)) for name, looks in data.sets.items()]
     found += over_optimisation(data)
-    compared = any(point.y != 0 for point in _series(data, _GAP, "", data.phases).points)
+    left_out = _never_compared(metrics)
     for curve in CURVES:
+        names = [name for name in curve.metrics if name in metrics.names and name not in left_out]
         for phases in [[phase] for phase in data.phases] if curve.is_apart else [data.phases]:
-            series = [_series(data, name, label, phases) for name, label in curve.metrics.items()]
-            series = [one for one in series if one.points]
-            if series and (compared or not curve.is_measured_apart):
-                found.append(_histogram(data, curve) if curve.is_histogram else _card(curve, series, phases))
+            phase = phases[0].name if curve.is_apart else None
+            if not names or (phase is not None and not len(metrics.curve(names[0], phase=phase))):
+                continue
+            found.append(
+                _histogram(metrics, curve)
+                if curve.is_histogram
+                else _card(
+                    curve, [_series(metrics, name, curve.metrics[name], phase) for name in names], phases
+                )
+            )
     return [*found, *_speed_card(data)]
 
 
 def other_cards(data: RunData) -> list[Html]:
     """Return one card for every metric that no named curve draws."""
     named = {name for curve in CURVES for name in curve.metrics}
-    names = sorted({name for record in data.steps for name in record.metrics} - named)
-    return [
-        _card(Curve(title=name, hint="", metrics={}), [_series(data, name, "", data.phases)], data.phases)
-        for name in names
-    ]
+    metrics, found = data.curves, []
+    left_out = _never_compared(metrics)
+    for name in sorted(metrics.names.keys() - named - left_out):
+        curve = Curve(title=name, hint="", metrics={name: ""})
+        is_histogram = metrics.names[name] == HISTOGRAM
+        found.append(
+            _histogram(metrics, curve)
+            if is_histogram
+            else _card(curve, [_series(metrics, name, "", None)], data.phases)
+        )
+    return found
 
 
-def _series(data: RunData, name: str, label: str, phases: Sequence[PhaseSpan]) -> Series:
-    points = [
-        Point(x=record.step, y=record.metrics[name].value)
-        for record in data.steps
-        if name in record.metrics and any(phase.first <= record.step <= phase.last for phase in phases)
-    ]
-    return Series(label=label, points=points)
+def not_measured(metrics: MetricColumns) -> list[Html]:
+    """Return a sentence about the metrics that are 0 because nothing was compared; nothing without any."""
+    left_out = sorted(_never_compared(metrics))
+    if not left_out:
+        return []
+    words = (
+        f"Not measured, so not drawn: {', '.join(left_out)}. The gap of sampler and trainer is exactly 0 in "
+        'every step, as with algorithm.old_logprobs = "sampler", which computes no second log probability.'
+    )
+    return [el("p", words, class_="hint")]
+
+
+def _never_compared(metrics: MetricColumns) -> set[str]:
+    """Return the metrics that compare sampler and trainer, if no step compared them: every gap is 0."""
+    if _GAP not in metrics.names or bool((metrics.curve(_GAP).y != 0).any()):
+        return set()
+    return {name for name in metrics.names if name.startswith(_COMPARED) and not name.startswith(_FIRST)}
+
+
+def _series(metrics: MetricColumns, name: str, label: str, phase: str | None) -> Series:
+    return Series(label=label, curve=metrics.curve(name, phase=phase))
 
 
 def over_optimisation(data: RunData) -> list[Html]:
@@ -105,8 +136,10 @@ def over_optimisation(data: RunData) -> list[Html]:
     looks = [each for each in data.evaluations if isinstance(each.more.get("proxy_mean"), int | float)]
     if len(looks) < 2:
         return []
-    moved = {one.step: one.metrics[_KL].value if _KL in one.metrics else None for one in data.steps}
-    places = [moved.get(each.step, 0.0) for each in looks]
+    divergence = data.curves.curve(_KL)
+    moved = dict(zip(divergence.x.tolist(), divergence.y.tolist(), strict=True))
+    made = set(data.curves.steps.tolist())
+    places = [moved.get(each.step, None if each.step in made else 0.0) for each in looks]
     is_stepped = None in places
     at = [
         float(each.step) if place is None or is_stepped else place
@@ -123,9 +156,10 @@ def over_optimisation(data: RunData) -> list[Html]:
             [float(str(one.more["proxy_mean"])) for one in looks],
         ),
     ):
-        points = sorted((Point(x=x, y=y) for x, y in zip(at, values, strict=True)), key=lambda one: one.x)
+        pairs = sorted(zip(at, values, strict=True), key=lambda pair: pair[0])
+        curve = points([x for x, _ in pairs], [y for _, y in pairs])
         chart = Chart(
-            series=[Series(label="", points=points)],
+            series=[Series(label="", curve=curve)],
             has_marks=True,
             is_stepped=is_stepped,
             x_name=unit,
@@ -138,14 +172,17 @@ def over_optimisation(data: RunData) -> list[Html]:
 
 
 def _held_out_card(data: RunData, name: str, scores: Sequence[EvaluationRecord]) -> Html:
-    points = []
-    for score in scores:
-        low, high = score.interval or (None, None)
-        points.append(Point(x=score.step, y=score.value, low=low, high=high))
+    ends = [score.interval or (None, None) for score in scores]
+    curve = points(
+        [score.step for score in scores],
+        [score.value for score in scores],
+        [low for low, _ in ends],
+        [high for _, high in ends],
+    )
     last = scores[-1]
     is_share = last.accuracy is not None
     chart = Chart(
-        series=[Series(label="", points=points)],
+        series=[Series(label="", curve=curve)],
         phases=data.phases,
         is_share=is_share,
         has_marks=True,
@@ -162,12 +199,13 @@ def _speed_card(data: RunData) -> list[Html]:
     for span in data.spans:
         if span.stage.endswith(".generate"):
             seconds[span.step] = seconds.get(span.step, 0.0) + span.duration_s
-    points = [
-        Point(x=record.step, y=record.metrics["rollout/tokens/sum"].value / seconds[record.step])
-        for record in data.steps
-        if "rollout/tokens/sum" in record.metrics and seconds.get(record.step, 0.0) > 0
+    sampled = data.curves.curve(TOKENS)
+    pairs = [
+        (step, tokens / seconds[step])
+        for step, tokens in zip(sampled.x.astype(int).tolist(), sampled.y.tolist(), strict=True)
+        if seconds.get(step, 0.0) > 0
     ]
-    if not points:
+    if not pairs:
         return []
     curve = Curve(
         title="Generation speed",
@@ -175,7 +213,8 @@ def _speed_card(data: RunData) -> list[Html]:
         metrics={},
         y_name="tokens per second",
     )
-    return [_card(curve, [Series(label="", points=points)], data.phases)]
+    values = points([step for step, _ in pairs], [speed for _, speed in pairs])
+    return [_card(curve, [Series(label="", curve=values)], data.phases)]
 
 
 def _card(curve: Curve, series: Sequence[Series], phases: Sequence[PhaseSpan]) -> Html:
@@ -183,29 +222,27 @@ def _card(curve: Curve, series: Sequence[Series], phases: Sequence[PhaseSpan]) -
         series=series, phases=phases, is_share=curve.is_share, is_log=curve.is_log, y_name=curve.y_name
     )
     title = f"{curve.title}: {phases[0].name}" if curve.is_apart else curve.title
-    values = [point.y for point in series[0].points]
+    main = series[0].curve
     notes = [_legend(series)] if len(series) > 1 else []
-    bad = [point.x for point in series[0].points if not math.isfinite(point.y)]
+    bad = main.x[~np.isfinite(main.y)].tolist()
     if bad:
         notes.append(
             el("p", f"{len(bad)} values are not finite, the first at step {bad[0]:,.0f}.", class_="bad")
         )
     if curve.limit is not None:
         # A non-finite value is above every limit.
-        worst = max((value if math.isfinite(value) else math.inf for value in values[-RECENT:]), default=0.0)
+        recent = np.where(np.isfinite(main.y), main.y, np.inf)[-RECENT:]
+        worst = float(recent.max(initial=0.0))
         is_kept = worst <= curve.limit
         words = f"{curve.kept if is_kept else curve.broken} Largest recent value: {number(worst)}."
         notes.append(el("p", words, class_="good" if is_kept else "bad"))
-    return card(title, draw(chart), notes, hint=curve.hint, last=number(values[-1]))
+    return card(title, draw(chart), notes, hint=curve.hint, last=number(float(main.y[-1])))
 
 
-def _histogram(data: RunData, curve: Curve) -> Html:
+def _histogram(metrics: MetricColumns, curve: Curve) -> Html:
     """Draw the shares of the values of each step; with many steps, neighbouring steps are summed."""
     (name,) = curve.metrics
-    steps = [(record.step, {name: record.metrics[name]}) for record in data.steps if name in record.metrics]
-    merged = [merge_metrics(one for _, one in part)[name] for part in parts_of(steps, COLUMNS)]
-    columns = [column for column in merged if isinstance(column, Histogram)]
-    return card(curve.title, heat_map(columns, steps[0][0], steps[-1][0]), hint=curve.hint)
+    return card(curve.title, heat_map(list(metrics.histograms(name, COLUMNS))), hint=curve.hint)
 
 
 def _legend(series: Sequence[Series]) -> Html:

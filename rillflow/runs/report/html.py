@@ -2,7 +2,7 @@
 
 el("p", "1 < 2", class_="note") == '<p class="note">1 &lt; 2</p>'
 
-title, body ─ page ─> one file with style.css and script.js, which needs no network and no server
+title, body ─ page ─> one file with its styles and scripts, which needs no network and no server
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from rillflow.runs.charts import assets
 from rillflow.runs.formatting import visible
 
 COLOURS = 24
 """Number of distinct colours on a page."""
+CHART = "data-chart"
+"""Attribute with the data of a chart."""
 _VOID = frozenset({"meta", "br"})
 
 
@@ -88,15 +91,23 @@ def page(title: str, body: list[Html]) -> str:
         el("title", f"{title}: Rillflow"),
         el("style", Html(style())),
     )
-    whole = el("html", head, el("body", el("main", body), el("script", Html(_file("script.js")))), lang="en")
+    whole = el("html", head, el("body", el("main", body), _scripts(body)), lang="en")
     return f"<!doctype html>\n{whole}\n"
+
+
+def _scripts(body: list[Html]) -> list[Html]:
+    """Return the scripts of a page with charts."""
+    if not any(CHART in part for part in body):
+        return []
+    own = assets.joined([*map(assets.asset, assets.CHARTS), _file("report.js")])
+    return [el("script", Html(assets.asset(assets.LIBRARY))), el("script", Html(own), type="module")]
 
 
 @cache
 def style() -> str:
     """Return the style sheet of a page."""
     colours = (f".k{place} {{--kc:hsl({place * 137.5 % 360:g} 45% 52%)}}\n" for place in range(6, COLOURS))
-    return _file("style.css") + "".join(colours)
+    return assets.style() + _file("report.css") + "".join(colours)
 
 
 def _file(name: str) -> str:

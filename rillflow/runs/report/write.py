@@ -1,4 +1,4 @@
-"""The report: a run as one HTML file that needs no network, no library and no server.
+"""The report: a run as one HTML file that needs no network and no server.
 
 RunData ─┬─ header      settings of the run, accuracy before and after
          ├─ curves      one card per metric, phases marked
@@ -20,7 +20,6 @@ from rillflow.runs.formatting import duration
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.reader import EvaluationRecord
 from rillflow.runs.report import curves
-from rillflow.runs.report.chart import ChartAxis, line, svg, text
 from rillflow.runs.report.html import Html, card, cut, el, page, section, table
 from rillflow.runs.report.measured import Predict, bars_with, last_steps, measured_bars, rank_rows
 from rillflow.runs.report.pass_bars import pass_bars, pass_lines
@@ -52,7 +51,7 @@ def render(data: RunData, predict: Predict | None = None) -> str:
     read = read_samples(data.path)
     body = [
         _hero(data, summary_of(data)),
-        *section("Curves", [el("div", curves.cards(data), class_="grid-cards")] if data.steps else []),
+        *section("Curves", _curves(data) if data.steps else []),
         *section("Where the time went", _times(data, predict) if data.spans else []),
         *section("Reward outcomes", draw_outcomes(data)),
         *section("First and last samples", draw_comparison(read)),
@@ -65,6 +64,12 @@ def render(data: RunData, predict: Predict | None = None) -> str:
         ),
     ]
     return page(data.path.resolve().name, body)
+
+
+def _curves(data: RunData) -> list[Html]:
+    """Draw the named curves, below the place for their controls."""
+    drawn = el("div", curves.cards(data), class_="grid-cards curves")
+    return [el("div", data_controls=True), drawn, *curves.not_measured(data.curves)]
 
 
 def _times(data: RunData, predict: Predict | None) -> list[Html]:
@@ -132,24 +137,25 @@ def _intervals(scores: list[EvaluationRecord]) -> Html:
     """Draw the intervals on one scale: 0 to 1, extended to the range of the rewards."""
     shown = [(score, score.interval or (score.value, score.value)) for score in scores]
     ends = [end for _, interval in shown for end in interval if not math.isnan(end)]
-    scale = ChartAxis(low=min(0.0, *ends), high=max(1.0, *ends), start=90, length=320)
-    parts = []
+    least, most = min(0.0, *ends), max(1.0, *ends)
+    rows = []
     for index, (score, (low, high)) in enumerate(shown):
         if math.isnan(score.value):
             continue
-        y = 14 + 22 * index
-        parts.append(line("grid", (90, 410), (y, y), stroke_width=6))
-        parts.append(line(f"c{1 - index}", (scale(low), scale(high)), (y, y), stroke_width=6))
-        parts.append(el("circle", class_=f"mark c{1 - index}", cx=scale(score.value), cy=y, r=5))
-        parts.append(text(78, y + 4, f"step {score.step:,}", "end"))
-        parts.append(text(422, y + 4, "" if score.interval is None else f"{low:.3f} to {high:.3f}", ""))
-    return svg("intervals", 520, 22 * len(scores) + 6, parts)
+        start, stop, at = ((end - least) / (most - least) for end in (low, high, score.value))
+        band = el("i", class_="ends", style=f"left:{start:.2%};width:{stop - start:.2%}")
+        bar = el("span", band, el("i", class_="mark", style=f"left:{at:.2%}"), class_=f"track c{1 - index}")
+        told = "" if score.interval is None else f"{low:.3f} to {high:.3f}"
+        rows.append([el("span", f"step {score.step:,}"), bar, el("span", told)])
+    return el("div", rows, class_="intervals")
 
 
 def _details(data: RunData) -> list[Html]:
     others = curves.other_cards(data)
     start = "Environment" if len(data.starts) == 1 else f"Environment, {len(data.starts)} starts"
-    parts = {f"Other metrics ({len(others)})": el("div", others, class_="grid-cards")} if others else {}
+    parts = (
+        {f"Other metrics ({len(others)})": el("div", others, class_="grid-cards curves")} if others else {}
+    )
     parts |= {start: el("pre", _pretty(list(data.starts)))} if data.starts else {}
     parts["Config"] = el("pre", _pretty(data.config))
     return [el("details", el("summary", title), body) for title, body in parts.items()]
