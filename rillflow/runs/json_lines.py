@@ -88,7 +88,7 @@ def read_lines(path: Path) -> Lines:
                 why="a crash can only cut off the last line; another program changed this one",
                 fix=_FIX,
             )
-        lines.append(Line(file=path, number=number, data=_restored(data), text=text))
+        lines.append(Line(file=path, number=number, data=restored(data), text=text))
         start += len(text)
     return Lines(lines=tuple(lines), torn_at=None)
 
@@ -203,17 +203,17 @@ def _finite(value: JSON, place: str, notes: dict[str, JSON]) -> JSON:
     return value
 
 
-def _restored(data: Mapping[str, JSON]) -> Mapping[str, JSON]:
+def restored(data: Mapping[str, JSON]) -> Mapping[str, JSON]:
     """Return a record with the numbers that its notes name, without the notes."""
     notes = data.get("notes")
     if not isinstance(notes, dict):
         return data
 
-    def restored(value: JSON, place: str) -> JSON:
+    def filled(value: JSON, place: str) -> JSON:
         if isinstance(value, dict):
-            return {key: restored(entry, f"{place}.{key}") for key, entry in value.items()}
+            return {key: filled(entry, f"{place}.{key}") for key, entry in value.items()}
         if isinstance(value, list):
-            return [restored(entry, f"{place}[{index}]") for index, entry in enumerate(value)]
+            return [filled(entry, f"{place}[{index}]") for index, entry in enumerate(value)]
         return _NOTED.get(str(notes.get(place))) if value is None else value
 
-    return {key: restored(value, key) for key, value in data.items() if key != "notes"}
+    return {key: filled(value, key) for key, value in data.items() if key != "notes"}

@@ -1,0 +1,1 @@
+"""Watch: a local page of running and finished runs, which only reads their directories."""

@@ -1,0 +1,266 @@
+"""API: everything the page shows, as JSON.
+
+    GET /api/runs, /api/runs/RUN, /api/configs, /api/curves       runs, their settings and metrics
+    GET /api/rollouts, /api/rollout, /api/prompt                  rows that are searched, one row, one prompt
+    GET /api/timeline, /api/events                                spans; news as server-sent events
+
+docs/watch.md describes each. A handler runs in a thread of its own; it reads files, and keeps only metrics
+and the offsets of spans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from threading import Semaphore
+from typing import Any
+
+import numpy as np
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from rillflow.errors import RillflowError
+from rillflow.runs.curves import plain
+from rillflow.runs.reader import EvaluationRecord
+from rillflow.serving.http_body import Declined
+from rillflow.watch.access import error_response, json_response
+from rillflow.watch.asked import Asked
+from rillflow.watch.index import Index
+from rillflow.watch.indexing import IndexingProcess
+from rillflow.watch.search import Query, search
+from rillflow.watch.shown import files_of, short_row, short_rows, whole_row
+from rillflow.watch.step_files import StepFiles
+from rillflow.watch.watched_runs import WatchedRun, WatchedRuns, finite, flat
+
+MOST_RUNS, MOST_METRICS, MOST_POINTS, MOST_ROWS, MOST_STEPS = 100, 200, 10_000, 500, 100
+DEEPEST = 100_000
+"""Largest ``offset`` of a page of rows."""
+NEWS_S = 1.0
+"""Seconds between two looks for grown runs."""
+AT_ONCE = 2
+"""Searches that run at once; others wait."""
+
+
+class Api:
+    """The handlers.
+
+    Args:
+        runs: the watched runs.
+        indexing: the process that indexes rollouts.
+    """
+
+    def __init__(self, runs: WatchedRuns, indexing: IndexingProcess) -> None:
+        self._runs, self._indexing = runs, indexing
+        self._searching = Semaphore(AT_ONCE)
+
+    def routes(self) -> list[Route]:
+        """Return the routes below ``/api``."""
+        handlers: dict[str, Callable[[Request], Any]] = {
+            "/api/runs": self.list_runs,
+            "/api/runs/{run}": self.run,
+            "/api/configs": self.configs,
+            "/api/curves": self.curves,
+            "/api/rollouts": self.rollouts,
+            "/api/rollout": self.rollout,
+            "/api/prompt": self.prompt,
+        }
+        routes = [Route(path, _answered(handler)) for path, handler in handlers.items()]
+        return [*routes, Route("/api/events", self.events)]
+
+    def list_runs(self, _: Request) -> list[dict[str, Any]]:
+        """Return a row for every run."""
+        return [run.row() for run in self._runs.all()]
+
+    def run(self, request: Request) -> dict[str, Any]:
+        """Return the settings, starts, evaluations and metric names of a run."""
+        run = self._run(request.path_params["run"])
+        small = run.small()
+        with run.lock:
+            metrics = run.metrics()
+            names, damaged = metrics.names, [error.what for error in metrics.damaged[:20]]
+            steps = metrics.steps
+            starts = [first for _, first in metrics.phases]
+            phases = [
+                {"name": name, "first": int(steps[first]), "last": int(steps[stop - 1])}
+                for (name, first), stop in zip(metrics.phases, [*starts[1:], len(steps)], strict=True)
+            ]
+        return {
+            **run.row(),
+            "config": flat(small.config),
+            "changes": [
+                {"after_step": start.get("after_step"), "changes": start["changes"]}
+                for start in small.starts
+                if start.get("changes")
+            ],
+            "starts": list(small.starts),
+            "evaluations": [_evaluation(each) for each in small.evaluations],
+            "metrics": [{"name": name, "reduction": kind, "help": ""} for name, kind in names.items()],
+            "phases": phases,
+            "versions": small.starts[-1].get("versions", {}) if small.starts else {},
+            "problems": [*small.problems, *damaged],
+        }
+
+    def configs(self, request: Request) -> dict[str, Any]:
+        """Return the settings in which runs differ."""
+        runs = self._several(request)
+        configs = {run.name: flat(run.small().config) for run in runs}
+        keys = dict.fromkeys(key for config in configs.values() for key in config)
+        values = {key: {name: config.get(key) for name, config in configs.items()} for key in keys}
+        differing = {
+            key: each for key, each in values.items() if len(set(map(json.dumps, each.values()))) > 1
+        }
+        differences = [{"key": key, "values": each} for key, each in differing.items()]
+        return {"same": len(values) - len(differing), "differences": differences}
+
+    def curves(self, request: Request) -> dict[str, Any]:
+        """Return metrics of runs over steps, seconds or tokens."""
+        asked = Asked(request.query_params)
+        names = asked.names("metrics", MOST_METRICS)
+        axis: Any = asked.one_of("x", ("step", "seconds", "tokens"))
+        points = asked.whole("points", 1000, 2, MOST_POINTS)
+        low, high = asked.number("from"), asked.number("to")
+        found = []
+        for run in self._several(request):
+            with run.lock:
+                metrics = run.metrics()
+                curves = [(name, metrics.curve(name, axis)) for name in names]
+            for name, whole in curves:
+                curve = whole.between(low, high).shortened(points)
+                told = {each: plain(vars(curve)[each]) for each in ("x", "y", "low", "high")}
+                found.append({"run": run.name, "metric": name, "is_full": curve.low is curve.y, **told})
+        return {"curves": found}
+
+    def rollouts(self, request: Request) -> dict[str, Any]:
+        """Return one page of the rows that a search finds."""
+        asked = Asked(request.query_params)
+        run = self._run(asked.text("run"))
+        sort = asked.one_of("sort", ("-step", "step", "reward", "-reward", "length", "-length"))
+        first, last = asked.steps("step")
+        prompt = asked.text("prompt")
+        query = Query(
+            text=asked.text("q"),
+            first_step=first,
+            last_step=last,
+            outcome=asked.text("outcome"),
+            finish=asked.text("finish"),
+            reward_min=asked.number("reward_min"),
+            reward_max=asked.number("reward_max"),
+            prompt=asked.whole("prompt", None) if prompt else None,
+            sort=sort.removeprefix("-"),  # type: ignore[arg-type]
+            is_descending=sort[0] == "-",
+        )
+        offset, limit = asked.whole("offset", 0, 0, DEEPEST), asked.whole("limit", 50, 1, MOST_ROWS)
+        index = self._index(run)
+        with self._searching:
+            found = search(index, query, offset + limit)
+        rows = short_rows(run.path, index, found.rows[offset:].tolist(), query.text)
+        return {
+            "total": found.total,
+            "is_total_exact": found.is_total_exact,
+            "took_s": round(found.took_s, 4),
+            "rows": rows,
+            "indexed": {
+                "rows": len(index),
+                "to_step": int(index.blocks[-1]["step"]) if len(index.blocks) else 0,
+                "of_step": run.last_line().get("step", 0),
+            },
+        }
+
+    def rollout(self, request: Request) -> dict[str, Any]:
+        """Return one row with its tokens, and the other rows of its group."""
+        asked = Asked(request.query_params)
+        run = self._run(asked.text("run"))
+        names = ("step", "epoch", "prompt", "sample")
+        step, epoch, prompt, sample = (asked.whole(name, None, -1) for name in names)
+        return {"run": run.name, **whole_row(run.path, step, epoch, prompt, sample)}
+
+    def prompt(self, request: Request) -> dict[str, Any]:
+        """Return a prompt's answers over time."""
+        asked = Asked(request.query_params)
+        run, prompt = self._run(asked.text("run")), asked.whole("prompt", None)
+        epoch = asked.whole("epoch", None) if asked.text("epoch") not in ("", "*") else None
+        index = self._index(run)
+        own = np.flatnonzero(index.column("prompt", 0, len(index)) == prompt)
+        if epoch is not None:
+            own = own[index.column("epoch", 0, len(index))[own] == epoch]
+        if not len(own):
+            raise LookupError(f"prompt {prompt}")
+        blocks = np.unique(np.searchsorted(index.blocks["first"], own, "right") - 1)
+        steps = index.blocks["step"][blocks]
+        chosen = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_STEPS)).astype(int))
+        told, text = [], ""
+        for step in steps[chosen].tolist():
+            with StepFiles(files_of(run.path, step)) as files:
+                places = np.flatnonzero(files.ids[:, 1] == prompt).tolist()
+                rows = [short_row(files, step, place) for place in places]
+            text = rows[0]["prompt_text"] if rows else text
+            told.append({"step": step, "rows": rows})
+        return {"prompt": prompt, "prompt_text": text, "num_steps": len(steps), "steps": told}
+
+    async def events(self, request: Request) -> Response:
+        """Send a line whenever one of some runs has grown."""
+        try:
+            runs = await run_in_threadpool(self._several, request)
+        except RillflowError as error:
+            return error_response(error)
+        return StreamingResponse(_news(runs), media_type="text/event-stream")
+
+    def _index(self, run: WatchedRun) -> Index:
+        return Index(self._indexing.folder(run.path, run.identity()))
+
+    def _run(self, name: str) -> WatchedRun:
+        try:
+            return self._runs.one(name)
+        except LookupError:
+            raise Declined(404, f"there is no run {name[:80]!r}", fix="reload the list of runs") from None
+
+    def _several(self, request: Request) -> list[WatchedRun]:
+        return [self._run(name) for name in Asked(request.query_params).names("runs", MOST_RUNS)]
+
+
+def _answered(handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    """Return a handler whose result is sent as JSON, and its errors with their status."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return json_response(await run_in_threadpool(handler, request))
+        except LookupError as error:
+            return error_response(Declined(404, f"there is no {error.args[0]}"))
+        except RillflowError as error:
+            return error_response(error)
+
+    return answer
+
+
+async def _news(runs: list[WatchedRun]) -> AsyncIterator[str]:
+    known: dict[str, object] = {run.name: run.updated() for run in runs}
+    yield ": open\n\n"
+    while True:
+        await asyncio.sleep(NEWS_S)
+        for run in runs:
+            updated = await run_in_threadpool(run.updated)
+            if known[run.name] == updated:
+                continue
+            known[run.name] = updated
+            told = {
+                "run": run.name,
+                "steps": run.last_line().get("step", 0),
+                "updated": updated,
+            }
+            yield f"data: {json.dumps(told)}\n\n"
+
+
+def _evaluation(each: EvaluationRecord) -> dict[str, Any]:
+
+    return {
+        "step": each.step,
+        "set": each.set,
+        "name": each.name,
+        "value": finite(each.value),
+        "interval": None if each.interval is None else [finite(end) for end in each.interval],
+        "count": each.count,
+        "more": dict(each.more),
+    }
