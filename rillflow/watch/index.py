@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ BLOCK = np.dtype(
 """A step: its first row and number of rows, place and size of its text, and a stamp of its files."""
 OUTCOMES = ("", "score", "abstain", "timeout", "error")
 FINISHES = ("", "stop", "length", "aborted")
+NUL = "\0"
 UNKNOWN = 255
 """Number of an outcome or finish that is not listed."""
 _HEAD, _BLOCKS, _TEXT, _QUESTIONS, _ENDS, _LOCK = (
@@ -57,13 +58,40 @@ _HEAD, _BLOCKS, _TEXT, _QUESTIONS, _ENDS, _LOCK = (
 Array = npt.NDArray[Any]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """Texts as they are searched: in lower case, each with a NUL byte at its end."""
+
+    data: bytes
+    """All texts."""
+    ends: Array
+    """End of each text, its NUL byte included."""
+
+    @staticmethod
+    def of(texts: Sequence[str]) -> Packed:
+        """Pack some texts."""
+        joined = "".join(f"{text.replace(NUL, ' ')}{NUL}" for text in texts)
+        return Packed._of_lower(joined.lower().encode("utf-8", "replace"))
+
+    @staticmethod
+    def of_column(values: Array, lengths: Array) -> Packed:
+        """Pack a column of texts in UTF-8."""
+        clean = np.where(values == 0, ord(" "), values).astype(np.uint8)
+        data = np.insert(clean, np.cumsum(lengths), 0).tobytes()
+        return Packed._of_lower(data.decode("utf-8", "replace").lower().encode())
+
+    @staticmethod
+    def _of_lower(data: bytes) -> Packed:
+        return Packed(data=data, ends=np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == 0) + 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Told:
     """One step as the index has it."""
 
     columns: Mapping[str, Array]
     """Columns but ``question`` and ``end``, [rows]."""
-    texts: Sequence[str]
+    texts: Packed
     """Text of each row that is searched."""
     prompts: Mapping[int, str]
     """Text of each prompt by its id."""
@@ -79,7 +107,7 @@ def stamp_of(files: Sequence[Path]) -> int:
     return hash(tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in known)) & 0x7FFFFFFFFFFFFFFF
 
 
-def read_step(files: Sequence[Path], token_texts: Sequence[str], known_prompts: frozenset[int]) -> Told:
+def read_step(files: Sequence[Path], token_texts: Sequence[str], known_prompts: Collection[int]) -> Told:
     """Read the searched part of one step.
 
     Args:
@@ -97,16 +125,13 @@ def read_step(files: Sequence[Path], token_texts: Sequence[str], known_prompts: 
             raise RunDirectoryError(f"{files[0]} has no rollouts", why=f"{error!r}") from None
 
 
-def _told(step: StepFiles, token_texts: Sequence[str], known_prompts: frozenset[int]) -> Told:
+def _told(step: StepFiles, token_texts: Sequence[str], known_prompts: Collection[int]) -> Told:
     versions, lengths = step.ragged("versions")
     starts = np.concatenate([[0], np.cumsum(lengths)])
     sampled = versions >= 0
     is_there = np.concatenate([[0], np.cumsum(sampled)])
     counts = is_there[starts[1:]] - is_there[starts[:-1]]
     valid, reward = step.numbers("valid", 1), step.numbers("rewards", np.nan)
-    texts = step.texts("completion")
-    for row in _inserted(sampled, starts, counts):
-        texts[row] = _whole_text(step, row, token_texts) or texts[row]
     ids = step.ids
     columns = {
         "epoch": ids[:, 0],
@@ -123,7 +148,19 @@ def _told(step: StepFiles, token_texts: Sequence[str], known_prompts: frozenset[
     for place, prompt in enumerate(ids[:, 1].tolist()):
         if prompt not in known_prompts and prompt not in prompts:
             prompts[prompt] = prompt_text(step.row(place, ["columns"]).get("prompt"))
-    return Told(columns=columns, texts=texts, prompts=prompts)
+    inserted = _inserted(sampled, starts, counts)
+    return Told(columns=columns, texts=_texts(step, inserted, token_texts), prompts=prompts)
+
+
+def _texts(step: StepFiles, inserted: Sequence[int], token_texts: Sequence[str]) -> Packed:
+    """Return the answers; those with inserted text are whole."""
+    column = None if inserted else step.packed("completion")
+    if column is not None:
+        return Packed.of_column(*column)
+    texts = step.texts("completion")
+    for row in inserted:
+        texts[row] = _whole_text(step, row, token_texts) or texts[row]
+    return Packed.of(texts)
 
 
 def _reduced(how: Any, values: Array, starts: Array, counts: Array) -> Array:
@@ -192,9 +229,9 @@ class Writer:
         os.close(self._lock)
 
     @property
-    def known_prompts(self) -> frozenset[int]:
+    def known_prompts(self) -> Collection[int]:
         """Ids of the prompts whose text is stored."""
-        return frozenset(self._questions)
+        return self._questions.keys()
 
     def cut(self, count: int) -> None:
         """Keep the first ``count`` blocks."""
@@ -208,9 +245,9 @@ class Writer:
 
     def add(self, step: int, told: Told, stamp: int) -> None:
         """Append a step."""
-        for prompt, text in told.prompts.items():
-            self._add_question(prompt, text)
-        data, ends = _encoded(told.texts)
+        if told.prompts:
+            self._add_questions(told.prompts)
+        data, ends = told.texts.data, told.texts.ends
         questions = [self._questions[prompt] for prompt in told.columns["prompt"].tolist()]
         columns = {**told.columns, "question": np.array(questions), "end": ends}
         for name, kind in COLUMNS.items():
@@ -222,12 +259,14 @@ class Writer:
         _append(self._folder / _BLOCKS, record.tobytes())
         self.blocks = np.concatenate([self.blocks, record])
 
-    def _add_question(self, prompt: int, text: str) -> None:
-        data, _ = _encoded([text])
-        file = self._folder / _QUESTIONS
-        _append(file, data)
-        _append(self._folder / _ENDS, np.array([prompt, file.stat().st_size], dtype="i8").tobytes())
-        self._questions[prompt] = len(self._questions)
+    def _add_questions(self, prompts: Mapping[int, str]) -> None:
+        packed, file = Packed.of(list(prompts.values())), self._folder / _QUESTIONS
+        before = file.stat().st_size if file.exists() else 0
+        _append(file, packed.data)
+        pairs = np.stack([np.array(list(prompts), dtype="i8"), before + packed.ends], 1)
+        _append(self._folder / _ENDS, pairs.astype("i8").tobytes())
+        for prompt in prompts:
+            self._questions[prompt] = len(self._questions)
 
 
 class Index:
@@ -276,12 +315,6 @@ class Index:
     def block_of(self, row: int) -> int:
         """Return the number of the block with a row."""
         return int(np.searchsorted(self.blocks["first"], row, "right")) - 1
-
-
-def _encoded(texts: Sequence[str]) -> tuple[bytes, Array]:
-    """Return texts in lower case, each with a NUL byte at its end, and the ends."""
-    parts = [text.lower().replace("\0", " ").encode("utf-8", "replace") + b"\0" for text in texts]
-    return b"".join(parts), np.cumsum([len(part) for part in parts], dtype=np.int64)
 
 
 def _head(folder: Path) -> int:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from rillflow.watch.index import FINISHES, OUTCOMES, UNKNOWN, Index
 
-LIMIT_S = 1.5
+LIMIT_S = 1.2
 """Seconds after which a search stops reading text."""
 CHUNK_BYTES = 2**22
 """Bytes of text that are searched at once."""
@@ -91,9 +91,12 @@ def search(index: Index, query: Query, count: int) -> Found:
                 is_exact = False
                 break
         passing &= found
-    rows = np.flatnonzero(passing) + start
-    shown = _ordered(index, query, rows, count)
-    return Found(rows=shown, total=len(rows), is_total_exact=is_exact, took_s=time.monotonic() - began)
+    return Found(
+        rows=_ordered(index, query, start, passing, count),
+        total=int(np.count_nonzero(passing)),
+        is_total_exact=is_exact,
+        took_s=time.monotonic() - began,
+    )
 
 
 def _filtered(index: Index, query: Query, start: int, stop: int) -> Bools:
@@ -123,8 +126,15 @@ def _filtered(index: Index, query: Query, start: int, stop: int) -> Bools:
 def _asked(index: Index, text: bytes) -> Bools:
     """Return which prompts contain a text, [prompts]."""
     data, ends = index.questions()
+    return _rows_with(occurrences(data, text), ends)
+
+
+def _rows_with(places: Ints, ends: Ints) -> Bools:
+    """Return which rows hold one of the ascending places; ``ends`` are the rows' ends."""
+    if len(places) > len(ends):
+        return np.diff(np.searchsorted(places, ends, "left"), prepend=0) > 0
     found = np.zeros(len(ends) + 1, dtype=bool)
-    found[np.searchsorted(ends, occurrences(data, text), "right")] = True
+    found[np.searchsorted(ends, places, "right")] = True
     return found[:-1]
 
 
@@ -141,9 +151,7 @@ def _searched(
         blocks = index.blocks[first : last + 1]
         bounds = index.column("end", low + start, high + start).astype(np.int64)
         bounds += np.repeat(blocks["start"] - blocks["start"][0], blocks["rows"])[: len(bounds)]
-        hits = np.zeros(high - low + 1, dtype=bool)
-        hits[np.searchsorted(bounds, occurrences(index.text(first, last), text), "right")] = True
-        yield low, high, hits[:-1]
+        yield low, high, _rows_with(occurrences(index.text(first, last), text), bounds)
 
 
 def _chunks(index: Index, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -176,22 +184,34 @@ def occurrences(data: bytes, text: bytes) -> Ints:
     return places
 
 
-def _ordered(index: Index, query: Query, rows: Ints, count: int) -> Ints:
-    """Return the first ``count`` rows in the order of the query."""
+def _ordered(index: Index, query: Query, start: int, passing: Bools, count: int) -> Ints:
+    """Return the first ``count`` rows that pass in the order of the query."""
     if query.sort == "step":
-        return (rows[::-1] if query.is_descending else rows)[:count]
-    if not len(rows):
-        return rows
-    start, stop = int(rows[0]), int(rows[-1]) + 1
-    values = index.column(query.sort, start, stop)
-    rows = rows[rows < start + len(values)]
-    keys = values[rows - start].astype(np.float32)
-    keys = np.where(np.isnan(keys), np.float32(np.inf), -keys if query.is_descending else keys)
+        return start + _outermost(passing, count, is_last=query.is_descending)
+    values = index.column(query.sort, start, start + len(passing)).astype(np.float32)
+    keys = -values if query.is_descending else values
+    keys[~passing[: len(keys)] | np.isnan(keys)] = np.inf
     if (
         len(keys) > count
-    ):  # sort only what is shown: the rows before the last one's key, and enough of its equals
+    ):  # sort only the shown rows: those before the last one's key, and enough of its equals
         limit = np.partition(keys, count - 1)[count - 1]
         before = np.flatnonzero(keys < limit)
-        kept = np.concatenate([before, np.flatnonzero(keys == limit)[: count - len(before)]])
-        rows, keys = rows[kept], keys[kept]
-    return rows[np.argsort(keys, kind="stable")]
+        equal = np.flatnonzero((keys == limit) & passing[: len(keys)])[: count - len(before)]
+        kept = np.concatenate([before, equal])
+    else:
+        kept = np.flatnonzero(passing[: len(keys)])
+    return start + kept[np.argsort(keys[kept], kind="stable")]
+
+
+def _outermost(passing: Bools, count: int, *, is_last: bool) -> Ints:
+    """Return the first places that pass; or the last ones, from the last on."""
+    parts, found, size = list[Ints](), 0, 2**16
+    for begun in range(0, len(passing), size):
+        low = max(0, len(passing) - begun - size) if is_last else begun
+        high = len(passing) - begun if is_last else begun + size
+        part = low + np.flatnonzero(passing[low:high])
+        parts.append(part[::-1] if is_last else part)
+        found += len(part)
+        if found >= count:
+            break
+    return np.concatenate(parts)[:count] if parts else np.zeros(0, dtype=np.int64)

@@ -108,6 +108,15 @@ class StepFiles(ExitStack):
             return np.zeros(0, dtype=np.uint8), np.zeros(len(self), dtype=np.int64)
         return np.concatenate(values), np.concatenate(lengths)
 
+    def packed(self, name: str) -> tuple[Array, Array] | None:
+        """Return a column of texts as bytes and lengths if one file has it, in the order of the rows."""
+        places = self._places(name)
+        if len(places) != 1 or not np.array_equal(places[0][1], np.arange(len(self))):
+            return None
+        part, own, theirs = places[0]
+        is_same = np.array_equal(own, theirs) and len(theirs) == len(part.ids)
+        return (part.whole(f"{name}:values"), part.whole(f"{name}:lengths")) if is_same else None
+
     def texts(self, name: str) -> list[str]:
         """Return a column of texts, one for each row; rows without one have an empty text."""
         found = [""] * len(self)
