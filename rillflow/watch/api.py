@@ -25,6 +25,7 @@ from starlette.routing import Route
 from rillflow.errors import RillflowError
 from rillflow.runs.curves import plain
 from rillflow.runs.reader import EvaluationRecord
+from rillflow.runs.run_data import phases_of
 from rillflow.serving.http_body import Declined
 from rillflow.watch.access import error_response, json_response
 from rillflow.watch.asked import Asked
@@ -81,11 +82,8 @@ class Api:
         with run.lock:
             metrics = run.metrics()
             names, damaged = metrics.names, [error.what for error in metrics.damaged[:20]]
-            steps = metrics.steps
-            starts = [first for _, first in metrics.phases]
             phases = [
-                {"name": name, "first": int(steps[first]), "last": int(steps[stop - 1])}
-                for (name, first), stop in zip(metrics.phases, [*starts[1:], len(steps)], strict=True)
+                {"name": each.name, "first": each.first, "last": each.last} for each in phases_of(metrics)
             ]
         return {
             **run.row(),
