@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import cache
 from threading import Semaphore
 from typing import Any
 
@@ -23,12 +24,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from rillflow.errors import RillflowError
-from rillflow.runs.curves import plain
+from rillflow.runs.curves import MetricColumns, plain
 from rillflow.runs.reader import EvaluationRecord
+from rillflow.runs.report.curves import CURVES
+from rillflow.runs.report.measured import measured_bars, measured_of
+from rillflow.runs.report.timeline import SHOWN_STEPS, Bar, merged
 from rillflow.runs.run_data import phases_of
 from rillflow.serving.http_body import Declined
 from rillflow.watch.access import error_response, json_response
-from rillflow.watch.asked import Asked
+from rillflow.watch.asked import LARGEST, Asked
 from rillflow.watch.index import Index
 from rillflow.watch.indexing import IndexingProcess
 from rillflow.watch.search import Query, search
@@ -41,6 +45,10 @@ DEEPEST = 100_000
 """Largest ``offset`` of a page of rows."""
 NEWS_S = 1.0
 """Seconds between two looks for grown runs."""
+MOST_SPAN_STEPS = 50
+"""Most steps of a timeline."""
+FINEST = 4000
+"""Equal bars that are closer than this part of a timeline are one."""
 AT_ONCE = 2
 """Searches that run at once; others wait."""
 
@@ -67,6 +75,7 @@ class Api:
             "/api/rollouts": self.rollouts,
             "/api/rollout": self.rollout,
             "/api/prompt": self.prompt,
+            "/api/timeline": self.timeline,
         }
         routes = [Route(path, _answered(handler)) for path, handler in handlers.items()]
         return [*routes, Route("/api/events", self.events)]
@@ -82,6 +91,7 @@ class Api:
         with run.lock:
             metrics = run.metrics()
             names, damaged = metrics.names, [error.what for error in metrics.damaged[:20]]
+            evaluations = _evaluations(small.evaluations, metrics)
             phases = [
                 {"name": each.name, "first": each.first, "last": each.last} for each in phases_of(metrics)
             ]
@@ -94,8 +104,11 @@ class Api:
                 if start.get("changes")
             ],
             "starts": list(small.starts),
-            "evaluations": [_evaluation(each) for each in small.evaluations],
-            "metrics": [{"name": name, "reduction": kind, "help": ""} for name, kind in names.items()],
+            "evaluations": evaluations,
+            "metrics": [
+                {"name": name, "reduction": kind, "help": _help().get(name, "")}
+                for name, kind in names.items()
+            ],
             "phases": phases,
             "versions": small.starts[-1].get("versions", {}) if small.starts else {},
             "problems": [*small.problems, *damaged],
@@ -198,6 +211,36 @@ class Api:
             told.append({"step": step, "rows": rows})
         return {"prompt": prompt, "prompt_text": text, "num_steps": len(steps), "steps": told}
 
+    def timeline(self, request: Request) -> dict[str, Any]:
+        """Return the work and the waits of every rank during some steps, by default the last ones."""
+        asked = Asked(request.query_params)
+        run = self._run(asked.text("run"))
+        with run.lock:
+            stages = run.stages()
+            known = stages.steps
+            first, last = asked.whole("from", 0), asked.whole("to", LARGEST)
+            inside = known[(known >= first) & (known <= last)]
+            if not len(inside):
+                raise LookupError("step with a span in this range")
+            shown = SHOWN_STEPS if not asked.text("from") else MOST_SPAN_STEPS
+            inside = inside[-shown:]
+            found = measured_of(stages, int(inside[0]), int(inside[-1]))
+        lanes: dict[str, list[Bar]] = {}
+        for bar in measured_bars(found):
+            lanes.setdefault(f"{bar.pool} {bar.lane.removeprefix('rank').strip()}", []).append(bar)
+        gap_s = (found.end_s - found.start_s) / FINEST
+        return {
+            "first": found.first,
+            "last": found.last,
+            "steps": [int(known[0]), int(known[-1])],
+            "start_s": found.start_s,
+            "end_s": found.end_s,
+            "lanes": [
+                {"name": name, "bars": [_bar(bar) for bar in merged(bars, gap_s)]}
+                for name, bars in lanes.items()
+            ],
+        }
+
     async def events(self, request: Request) -> Response:
         """Send a line whenever one of some runs has grown."""
         try:
@@ -251,14 +294,37 @@ async def _news(runs: list[WatchedRun]) -> AsyncIterator[str]:
             yield f"data: {json.dumps(told)}\n\n"
 
 
-def _evaluation(each: EvaluationRecord) -> dict[str, Any]:
+@cache
+def _help() -> Mapping[str, str]:
+    """Return a sentence about each metric that the report has a curve for."""
+    return {name: curve.hint for curve in CURVES for name in curve.metrics}
 
+
+def _bar(bar: Bar) -> dict[str, Any]:
     return {
-        "step": each.step,
-        "set": each.set,
-        "name": each.name,
-        "value": finite(each.value),
-        "interval": None if each.interval is None else [finite(end) for end in each.interval],
-        "count": each.count,
-        "more": dict(each.more),
+        "from_s": round(bar.start_s, 6),
+        "to_s": round(bar.end_s, 6),
+        "kind": "wait" if bar.is_idle else "stage",
+        "name": bar.stage,
+        "step": bar.step,
     }
+
+
+def _evaluations(every: Sequence[EvaluationRecord], metrics: MetricColumns) -> list[dict[str, Any]]:
+    """Return evaluations with their places on the three axes."""
+    steps, seconds, tokens = metrics.steps, metrics.seconds, metrics.places("tokens")
+    rows = np.searchsorted(steps, [each.step for each in every], "right") - 1
+    return [
+        {
+            "step": each.step,
+            "seconds": finite(seconds[row].item()) if row >= 0 else 0.0,
+            "tokens": tokens[row].item() if row >= 0 else 0.0,
+            "set": each.set,
+            "name": each.name,
+            "value": finite(each.value),
+            "interval": None if each.interval is None else [finite(end) for end in each.interval],
+            "count": each.count,
+            "more": dict(each.more),
+        }
+        for each, row in zip(every, rows.tolist(), strict=True)
+    ]

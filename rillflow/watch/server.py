@@ -106,7 +106,7 @@ def _asset(request: Request) -> Response:
 def assets() -> Mapping[str, Path]:
     """Return the files of the page by name. A request names one of these, so it cannot leave the folders."""
     found = {}
-    for folder in (CHARTS, PAGE):
+    for folder in (CHARTS / "vendor", CHARTS, PAGE):
         for file in folder.iterdir() if folder.is_dir() else ():
             if file.suffix in _KINDS and file.is_file():
                 found[file.name] = file

@@ -26,6 +26,7 @@ from rillflow.runs import layout, reader
 from rillflow.runs.curves import MetricColumns
 from rillflow.runs.json_lines import JSON, read_json
 from rillflow.runs.reader import EvaluationRecord
+from rillflow.runs.span_columns import SpanColumns
 from rillflow.runs.summary import alike
 
 LOOK_S = 2.0
@@ -65,8 +66,8 @@ class WatchedRun:
         self.path, self.name = path, name
         self.lock = Lock()
         """Held while the metrics are read or used."""
-        self._metrics = MetricColumns(path)
-        self._looked = -math.inf
+        self._metrics, self._stages = MetricColumns(path), SpanColumns(path)
+        self._looked, self._looked_at_stages = -math.inf, -math.inf
         self._seen: object = None
         self._small: SmallFiles | None = None
 
@@ -77,6 +78,14 @@ class WatchedRun:
             self._metrics.update()
             self._looked = time.monotonic()
         return self._metrics
+
+    def stages(self) -> SpanColumns:
+        """Return the spans with the lines written so far; hold ``lock`` while using them."""
+        assert self.lock.locked(), "the caller holds the lock"
+        if time.monotonic() - self._looked_at_stages > LOOK_S / 4:
+            self._stages.update()
+            self._looked_at_stages = time.monotonic()
+        return self._stages
 
     def small(self) -> SmallFiles:
         """Return the content of the small files; files that cannot be read are named in ``problems``."""
