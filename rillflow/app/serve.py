@@ -22,7 +22,7 @@ from rillflow.app.ask import native_engine
 from rillflow.app.trained import model_directory
 from rillflow.config.load import validate
 from rillflow.controller.checkpoint import latest_checkpoint
-from rillflow.errors import RillflowError, RunDirectoryError, StreamError
+from rillflow.errors import RillflowError, StreamError
 from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import LanguageModel, choose_device, load_model
 from rillflow.rollout.config import RolloutConfig
@@ -34,6 +34,7 @@ from rillflow.serving.http_body import Declined
 from rillflow.serving.openai_server import Door, NewRows
 from rillflow.serving.server import LoopbackServer, bound
 from rillflow.serving.text_scores import text_scores
+from rillflow.serving.token import token_of
 from rillflow.serving.tool_calls import ToolFormat, tool_format
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Encoder
@@ -124,13 +125,13 @@ def serve(
     Raises:
         RillflowError: there is no model, the port is taken, or the engine failed.
     """
-    token, is_new = _token(token_file)
+    token = token_of(token_file)
     listening = bound(port)
     served, visitor = _opened(source, max_rows)
     door = Door(
         served.queue,
         model=source.absolute().name,
-        visitor=lambda key: visitor if secrets.compare_digest(key.encode(), token.encode()) else None,
+        visitor=lambda key: visitor if token.matches(key) else None,
         tools=served.tools,
         scores=partial(text_scores, served.model.module),
     )
@@ -138,8 +139,8 @@ def serve(
     Thread(target=served.serve, args=[server.stop], name="rillflow-engine", daemon=True).start()
     newest = f", step {served.queue.version}" if served.run is not None else ""
     announce(f"{source}{newest}: {server.url}")
-    if is_new:
-        announce(f"token: {token}" if token_file is None else f"token: written to {token_file}")
+    if token.is_new:
+        announce(f"token: {token.text}" if token_file is None else f"token: written to {token_file}")
     server.run()
     if served.failure is not None:
         raise served.failure
@@ -167,23 +168,3 @@ def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
     served = _Served(model=model, config=chosen, queue=queue, tools=tools, run=run)
     encoder = Encoder.of(model.tokenizer, task, model.context)
     return served, NewRows(encoder, usual, first=secrets.randbelow(2**48))
-
-
-def _token(file: Path | None) -> tuple[str, bool]:
-    """Return the token, and whether it is new."""
-    is_new = file is None or not file.exists()
-    try:
-        if file is None or is_new:
-            token = secrets.token_urlsafe(32)
-            if file is not None:
-                file.touch(mode=0o600, exist_ok=False)
-                file.write_text(token)
-        else:
-            token = file.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunDirectoryError(f"--token-file {file} cannot be used", why=str(error)) from None
-    if len(token) < 16:
-        raise StreamError(
-            f"the token has {len(token)} characters", why="a token of fewer than 16 characters can be guessed"
-        )
-    return token, is_new

@@ -185,6 +185,21 @@ def serve(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def watch(arguments: argparse.Namespace) -> int:
+    """``rillflow watch``: serve a local page of runs until interrupted."""
+    try:
+        from rillflow.watch.server import watch as watch_runs
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error.name} is not installed",
+            why="rillflow watch needs an optional package",
+            fix="pip install 'rillflow[service]'",
+        ) from None
+    told = {"port": arguments.port, "token_file": arguments.token_file, "cache": arguments.cache}
+    watch_runs(arguments.runs, **told, announce=lambda line: print(line, flush=True))
+    return DONE
+
+
 def report(arguments: argparse.Namespace) -> int:
     """``rillflow report``: write a run's report again; an installed planner adds predicted steps."""
     from rillflow.app.plugins import predict_steps

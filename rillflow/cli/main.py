@@ -239,6 +239,18 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-rows", type=int, default=64, metavar="N", help="most rows that run at once (default: 64)")
 
 
+def _watch_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    told = "run directories, or folders of runs"
+    add("runs", type=Path, nargs="+", metavar="RUNS", help=told)
+    told = "port on the loopback device; 0 picks a free one (default: 8100)"
+    add("--port", type=int, default=8100, metavar="N", help=told)
+    told = "file with the page's token; created if missing. Left out, a new token is in the printed address"
+    add("--token-file", type=Path, metavar="FILE", help=told)
+    told = "folder of the indexes that searches use (default: ~/.cache/rillflow/watch)"
+    add("--cache", type=Path, metavar="DIR", help=told)
+
+
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
 
@@ -326,6 +338,11 @@ COMMANDS: Mapping[str, Command] = {
         help="serve a model, or a run's newest checkpoint, over OpenAI's protocol",
         run=commands.serve,
         add_arguments=_serve_arguments,
+    ),
+    "watch": Command(
+        help="serve a local page of runs: curves, settings, rollouts, timeline",
+        run=commands.watch,
+        add_arguments=_watch_arguments,
     ),
     "report": Command(
         help="write the report of a run again",

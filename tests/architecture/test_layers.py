@@ -27,7 +27,7 @@ ADAPTERS = {
     "reasoning_gym": ("rillflow/tasks/",),
     "psutil": (),
     "starlette": (
-        *("rillflow/serving/http_body.py", "rillflow/serving/openai_server.py"),
+        *("rillflow/serving/http_body.py", "rillflow/serving/openai_server.py", "rillflow/watch/"),
         *(f"plugins/service/rillflow_service/{name}.py" for name in ("http_app", "app", "engine_app")),
     ),
     "uvicorn": ("rillflow/serving/server.py", "plugins/service/rillflow_service/__main__.py"),

@@ -63,7 +63,7 @@ def _simulated(loaded: LoadedRecipe, data: RunData, first: int, last: int) -> Si
     if made not in phases:
         raise PlanError(f"steps {first} to {last} are of no one phase", why="each has steps of another kind")
     phase, graph = phases[made]
-    spans = [span for span in data.spans if first <= span.step <= last]
+    spans = data.stages.of_steps(first, last)
     problem = Problem(
         graph=graph,
         shapes=shapes_of(loaded, graph),
