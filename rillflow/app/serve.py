@@ -119,7 +119,7 @@ def serve(
     Raises:
         RillflowError: there is no model, the port is taken, or the engine failed.
     """
-    token, is_new = _token(token_file)
+    token, is_new = access_token(token_file)
     listening = bound(port)
     served, visitor = _opened(source, max_rows)
     door = Door(
@@ -160,8 +160,16 @@ def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
     return served, NewRows(Encoder.of(model.tokenizer, task, model.context), usual)
 
 
-def _token(file: Path | None) -> tuple[str, bool]:
-    """Return the token, and whether it is new."""
+def access_token(file: Path | None) -> tuple[str, bool]:
+    """Return the token of a server, and whether it is new.
+
+    Args:
+        file: file that holds it, made if it is missing; None for a new token.
+
+    Raises:
+        RunDirectoryError: the file cannot be read or written.
+        StreamError: the token can be guessed.
+    """
     is_new = file is None or not file.exists()
     try:
         if file is None or is_new:
