@@ -27,10 +27,7 @@ from rillflow.runs.reader import Evaluation, RankSpan, SpanRecord
 from rillflow.runs.run_directory import RunDirectory
 
 Array = npt.NDArray[Any]
-WORDS = (
-    "we first add the two numbers then carry one to next column so that sum is equal answer check again wait "
-    "let me see because therefore total minus times divided by remainder zero hundred thousand half both hence"
-).split()
+WORDS = ["we", "first", "add", "the", "two", "numbers", "then", "carry", "one", "to", "next", "column", "so", "that", "sum", "is", "equal", "answer", "check", "again", "wait", "let", "me", "see", "because", "therefore", "total", "minus", "times", "divided", "by", "remainder", "zero", "hundred", "thousand", "half", "both", "hence"]
 RARE = "zeppelin"
 SAMPLES = 8
 PROMPTS, ANSWERS = 20_000, 30_000

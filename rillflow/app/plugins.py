@@ -1,7 +1,8 @@
 """Plugins: separate distributions that add commands and predictions to Rillflow.
 
     entry points of group "rillflow.plugins" ─> Plugin ─┬─ commands of the command line
-                                                        └─ Planning: predictions for a run and its report
+                                                        ├─ Planning: predictions for a run and its report
+                                                        └─ Training: the service of serve --train
 
 The package never imports a plugin by name. The command of a shipped plugin that is not installed raises an
 error with the line that installs it.
@@ -34,6 +35,7 @@ SHIPPED: Mapping[str, Mapping[str, str]] = {
     },
     "merging": {"merge": "merge several models into one, by averages, task vectors or optimal transport"},
     "service": {},
+    "training_service": {},
 }
 """The plugins of this project by name, and the help of their commands."""
 
@@ -66,14 +68,42 @@ class Planning(Protocol):
         ...
 
 
+class Training(Protocol):
+    """A service whose clients train."""
+
+    def serve(
+        self,
+        source: Path,
+        *,
+        port: int,
+        token_file: Path | None,
+        max_rows: int,
+        checkpoints: Path | None,
+        announce: Callable[[str], None],
+    ) -> None:
+        """Serve a model to training clients until a signal ends it, for ``serve --train``.
+
+        Args:
+            source: a model's directory.
+            port: port on the loopback device; 0 for a free one.
+            token_file: file of the token that requests carry; made if it is missing.
+            max_rows: rows that are sampled at once.
+            checkpoints: directory of the clients' checkpoints; None for the service's own choice.
+            announce: receives lines about the address and the token.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """Commands and predictions that a distribution adds."""
+    """Commands, predictions and services that a distribution adds."""
 
     commands: Mapping[str, Command] = field(default_factory=dict)
     """Commands by name."""
     planning: Callable[[], Planning] | None = None
     """Returns the planner; it may import heavy modules."""
+    training: Callable[[], Training] | None = None
+    """Returns the service whose clients train."""
 
 
 @cache
@@ -121,6 +151,21 @@ def planning(needed_by: str) -> Planning:
     if found is None:
         raise missing(needed_by, "planner")
     return found
+
+
+def training(needed_by: str) -> Training:
+    """Return the installed training service.
+
+    Args:
+        needed_by: the option that needs it, for the error.
+
+    Raises:
+        ConfigError: no training service is installed.
+    """
+    made = next((each.training for each in installed().values() if each.training), None)
+    if made is None:
+        raise missing(needed_by, "training_service")
+    return made()
 
 
 def predict_steps(algorithms: Sequence[Algorithm] = ()) -> Predict | None:

@@ -181,7 +181,14 @@ def serve(arguments: argparse.Namespace) -> int:
             fix="pip install 'rillflow[service]'",
         ) from None
     told = {"port": arguments.port, "token_file": arguments.token_file, "max_rows": arguments.max_rows}
-    serve_source(arguments.source, **told, announce=lambda line: print(line, flush=True))
+    told["announce"] = lambda line: print(line, flush=True)
+    if arguments.train:
+        from rillflow.app.plugins import training
+
+        service = training("rillflow serve --train")
+        service.serve(arguments.source, **told, checkpoints=arguments.checkpoints)
+    else:
+        serve_source(arguments.source, **told)
     return DONE
 
 

@@ -237,6 +237,10 @@ def _serve_arguments(parser: argparse.ArgumentParser) -> None:
     told = "file with the bearer token; created if missing. Left out, a new token is printed"
     add("--token-file", type=Path, metavar="FILE", help=told)
     add("--max-rows", type=int, default=64, metavar="N", help="most rows that run at once (default: 64)")
+    told = "let clients of the Tinker API train adapters on the model (plugin training_service)"
+    add("--train", action="store_true", help=told)
+    told = "with --train, directory of the clients' checkpoints (default: runs/training-service)"
+    add("--checkpoints", type=Path, metavar="DIR", help=told)
 
 
 def _watch_arguments(parser: argparse.ArgumentParser) -> None:

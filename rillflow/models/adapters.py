@@ -121,6 +121,8 @@ def is_adapter(name: str) -> bool:
 def attach(module: Any, config: AdapterConfig) -> None:
     """Freeze a decoder except a scalar head, and add an adapter to every layer that the config names.
 
+    Without targets these are the linear layers of the body; a vocabulary head is adapted if a target names it.
+
     With an int8 base, all linear layers of the body become int8, also those without an adapter.
 
     Raises:
@@ -130,9 +132,10 @@ def attach(module: Any, config: AdapterConfig) -> None:
     body, head = module.base_model, module.get_output_embeddings()
     within = {part for part in body.modules() if type(part) is nn.Linear} - {head}
     inside = {name: part for name, part in module.named_modules() if part in within}
+    heads = {name: part for name, part in module.named_modules() if part is head and type(part) is nn.Linear}
     chosen = {} if config.targets else inside
     for target in config.targets:
-        named = {name: part for name, part in inside.items() if f".{name}".endswith(f".{target}")}
+        named = {name: part for name, part in (inside | heads).items() if f".{name}".endswith(f".{target}")}
         if not named:
             ends = sorted({name.rpartition(".")[2] for name in inside})
             raise ModelError(
@@ -195,12 +198,13 @@ def adapter_weights(module: Any, base: Source, adapter: AdapterSource, seed: int
             elif kind == "length":
                 yield name, rows[layer].__getitem__
             else:
-                yield name, _drawn(name, kind, shape, seed).__getitem__
+                yield name, drawn(name, kind, shape, seed).__getitem__
 
     return source
 
 
-def _drawn(name: str, kind: str, shape: torch.Size, seed: int) -> Tensor:
+def drawn(name: str, kind: str, shape: torch.Size, seed: int) -> Tensor:
+    """Return the first weights of an adapter's ``down`` or ``up``; they depend only on seed and name."""
     if kind == "up.weight":
         return torch.zeros(shape)
     key = int.from_bytes(sha256(f"{seed} {name}".encode()).digest()[:7])
@@ -277,7 +281,18 @@ def restore(module: nn.Module, dtype: torch.dtype, weights: Mapping[str, Tensor]
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Merge every adapter into its layer's weight and remove it; call ``restore`` on an int8 base first."""
+    """Merge every adapter into its layer's weight and remove it; call ``restore`` on an int8 base first.
+
+    Raises:
+        ModelError: the head is adapted, and its weight is also the embedding's.
+    """
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    if isinstance(head, AdaptedLinear) and head.weight is module.get_input_embeddings().weight:  # type: ignore[operator]
+        raise ModelError(
+            "the adapter of the head cannot be merged",
+            why="the head's weight is also the embedding's, which the adapter does not change",
+            fix="keep the adapter as it is, or train it with train_unembed = False",
+        )
     for name, linear in adapted(module).items():
         adapter = linear.beside[0]
         whole = adapter.merged_weight(linear)

@@ -22,6 +22,8 @@ from rillflow.training.config import OptimizerConfig
 from rillflow.training.offload import OnHost, host_memory
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+EPS = 1e-8
+"""PyTorch's default of AdamW's eps."""
 _AT_ONCE = 1 << 24
 """Numbers that are rounded at once."""
 
@@ -33,12 +35,18 @@ class AdamW:
         masters: the parameters to step.
         apart: names of masters that are not the weights themselves; ``offload`` moves them too.
         config: decays and storage of the state.
+        eps: added to the root of the second moment.
     """
 
     def __init__(
-        self, masters: Mapping[str, nn.Parameter], apart: Iterable[str], config: OptimizerConfig
+        self,
+        masters: Mapping[str, nn.Parameter],
+        apart: Iterable[str],
+        config: OptimizerConfig,
+        *,
+        eps: float = EPS,
     ) -> None:
-        self._masters, self._config = masters, config
+        self._masters, self._config, self._eps = masters, config, eps
         self._far = config.offload in ("optimizer", "all")
         self._dtype = torch.bfloat16 if config.optimizer_dtype == "bfloat16" else None
         self.hosts: dict[str, OnHost] = {
@@ -79,7 +87,7 @@ class AdamW:
                     beta2=self._config.beta2,
                     lr=lr,
                     weight_decay=decay,
-                    eps=1e-8,
+                    eps=self._eps,
                     maximize=False,
                 )
                 publish(names)

@@ -29,11 +29,13 @@ ADAPTERS = {
     "starlette": (
         *("rillflow/serving/http_body.py", "rillflow/serving/openai_server.py", "rillflow/watch/"),
         *(f"plugins/service/rillflow_service/{name}.py" for name in ("http_app", "app", "engine_app")),
+        *(f"plugins/training_service/rillflow_training_service/{name}.py" for name in ("app", "listing")),
     ),
     "uvicorn": ("rillflow/serving/server.py", "plugins/service/rillflow_service/__main__.py"),
     "ray": ("rillflow/workers/ray", "rillflow/workers/messages.py"),
     "vllm": ("rillflow/rollout/vllm/core.py",),
     **{name: (f"rillflow/runs/trackers/{name}.py",) for name in ("wandb", "tensorboard", "mlflow")},
+    "google": ("plugins/training_service/rillflow_training_service/wire.py",),
     "ot": ("plugins/merging/rillflow_merging/transport.py",),
     **{f"rillflow_{name}": (f"plugins/{name}/",) for name in SHIPPED},
 }

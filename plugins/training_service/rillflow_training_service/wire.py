@@ -1,0 +1,187 @@
+"""Wire: the protobuf messages of the Tinker API, with the field numbers that its clients use.
+
+    bytes ─ decoded(PASS) ─> message ─ tensor_of ─> torch tensors      answers ─ encoded ─> bytes
+
+The messages are declared here as a table of field numbers and made by protobuf's own runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+from torch import Tensor
+
+from rillflow.errors import DataError
+
+CONTENT_TYPE = "application/x-protobuf"
+FLOAT32, INT64, INT32 = 1, 2, 3
+"""Numbers of the types of tensors."""
+_DTYPES = {FLOAT32: torch.float32, INT64: torch.int64, INT32: torch.int32}
+_PACKAGE = "rillflow_training_service"
+_KINDS = {"string": 9, "bytes": 12, "int32": 5, "int64": 3, "double": 1, "bool": 8}
+"""Protobuf's numbers of field types. An enum travels as an int32."""
+_MESSAGES: Mapping[str, Mapping[int, str]] = {
+    "SparseCsr": {1: "values bytes", 2: "rows bytes", 3: "columns bytes"},
+    "Tensor": {1: "dense bytes", 2: "sparse SparseCsr", 3: "dtype int32", 4: "shape int64*"},
+    "Named": {1: "key string", 2: "value Tensor"},
+    "Number": {1: "key string", 2: "value double"},
+    "Setting": {1: "number double", 2: "text string"},
+    "NamedSetting": {1: "key string", 2: "value Setting"},
+    "Text": {1: "tokens bytes"},
+    "Chunk": {1: "text Text", 2: "image bytes", 3: "audio bytes"},
+    "Datum": {1: "chunks Chunk*", 2: "inputs Named*"},
+    "Pass": {
+        1: "model_id string",
+        2: "seq_id int32",
+        3: "data Datum*",
+        4: "loss string",
+        5: "options Number*",
+        6: "is_forward bool",
+        7: "settings NamedSetting*",
+    },
+    "Column": {1: "data bytes", 2: "offsets bytes", 3: "dtype int32", 4: "trailing int64*"},
+    "NamedColumn": {1: "key string", 2: "value Column"},
+    "Record": {1: "tag string", 2: "columns NamedColumn*", 3: "count int64"},
+    "PassOutput": {1: "kind string", 2: "records Record*", 3: "metrics Number*"},
+    "Sampled": {1: "stop int32", 2: "tokens bytes", 3: "logprobs bytes"},
+    "SampleOutput": {1: "sequences Sampled*", 2: "prompt_logprobs bytes"},
+}
+
+
+def _classes() -> dict[str, Any]:
+    file = descriptor_pb2.FileDescriptorProto(name=f"{_PACKAGE}.proto", package=_PACKAGE)
+    for message, fields in _MESSAGES.items():
+        made = file.message_type.add(name=message)
+        for number, told in fields.items():
+            name, kind = told.split()
+            field = made.field.add(name=name, number=number, label=3 if kind.endswith("*") else 1)
+            kind = kind.removesuffix("*")
+            field.type = _KINDS.get(kind, 11)
+            if kind not in _KINDS:
+                field.type_name = f".{_PACKAGE}.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found = {name: pool.FindMessageTypeByName(f"{_PACKAGE}.{name}") for name in _MESSAGES}
+    return {name: message_factory.GetMessageClass(each) for name, each in found.items()}
+
+
+_CLASSES = _classes()
+
+
+def decoded_pass(body: bytes) -> Any:
+    """Return the message of a ``forward_backward`` request.
+
+    Raises:
+        DataError: the bytes are not such a message.
+    """
+    message = _CLASSES["Pass"]()
+    try:
+        message.ParseFromString(body)
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"the body of {len(body)} bytes is not a forward_backward request",
+            why=str(error),
+            fix="use the tinker client, version 0.38",
+        ) from None
+    return message
+
+
+def tokens_of(chunk: Any, place: str) -> Tensor:
+    """Return [T] int64 the tokens of a chunk.
+
+    Raises:
+        DataError: the chunk is an image or audio, or its bytes are no tokens.
+    """
+    if not chunk.HasField("text"):
+        raise DataError(
+            f"{place} has a chunk that is not text",
+            why="the served model reads tokens only",
+            fix="send encoded text",
+        )
+    return _numbers(chunk.text.tokens, INT32, place).long()
+
+
+def tensor_of(message: Any, place: str) -> Tensor:
+    """Return a tensor, dense, of float32 or int64; what a sparse one leaves out is 0.
+
+    Raises:
+        DataError: type, shape and bytes do not fit together.
+    """
+    dtype, shape = message.dtype, list(message.shape)
+    if not message.HasField("sparse"):
+        values = _numbers(message.dense, dtype, place)
+        shape = shape or [len(values)]
+        if min(shape) < 0 or torch.Size(shape).numel() != len(values):
+            raise DataError(
+                f"{place} has the shape {shape} and {len(values)} numbers",
+                why="a tensor has one number for each place of its shape",
+            )
+        return values.view(shape)
+    values, columns = _numbers(message.sparse.values, dtype, place), message.sparse.columns
+    try:
+        rows, where = _numbers(message.sparse.rows, INT64, place), _numbers(columns, INT64, place)
+        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+            return torch.sparse_csr_tensor(rows, where, values, shape).to_dense()
+    except RuntimeError as error:
+        raise DataError(
+            f"{place} is not a sparse tensor of shape {shape}", why=str(error).splitlines()[0]
+        ) from None
+
+
+def _numbers(data: bytes, dtype: int, place: str) -> Tensor:
+    if dtype not in (FLOAT32, INT64, INT32):
+        raise DataError(f"{place} has the type {dtype}", why="a tensor is float32 (1) or int64 (2)")
+    kind = _DTYPES[dtype]
+    if len(data) % kind.itemsize:
+        raise DataError(f"{place} has {len(data)} bytes", why=f"a number of it has {kind.itemsize}")
+    return torch.frombuffer(bytearray(data), dtype=kind) if data else torch.zeros(0, dtype=kind)
+
+
+def encoded_pass(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
+    """Return the answer of a pass: log probabilities [T] or [T, K] of each datum, and metrics."""
+    output = _CLASSES["PassOutput"](kind="ArrayRecord")
+    by_width: list[tuple[tuple[int, ...], list[Tensor]]] = []
+    for each in logprobs:
+        if not by_width or by_width[-1][0] != tuple(each.shape[1:]):
+            by_width.append((tuple(each.shape[1:]), []))
+        by_width[-1][1].append(each)
+    for trailing, alike in by_width:
+        record = output.records.add(tag="ArrayRecord", count=len(alike))
+        column = record.columns.add(key="logprobs").value
+        column.data = b"".join(_raw(each.float()) for each in alike)
+        ends = torch.tensor([0, *(4 * each.numel() for each in alike)]).cumsum(0)
+        column.offsets, column.dtype = _raw(ends), FLOAT32
+        column.trailing.extend(trailing)
+    for name, value in metrics.items():
+        output.metrics.add(key=name, value=value)
+    return bytes(output.SerializeToString())
+
+
+def encoded_samples(
+    sequences: Sequence[tuple[bool, Sequence[int], Sequence[float]]], prompt: Tensor | None
+) -> bytes:
+    """Return the answer of a sampling request.
+
+    Args:
+        sequences: for each sample whether it was stopped, its tokens, and their log probabilities.
+        prompt: [T] float32 log probabilities of the prompt's tokens, NaN where there is none; or None.
+    """
+    output = _CLASSES["SampleOutput"]()
+    for is_stopped, tokens, logprobs in sequences:
+        output.sequences.add(
+            stop=0 if is_stopped else 1,
+            tokens=_raw(torch.tensor(tokens, dtype=torch.int32)),
+            logprobs=_raw(torch.tensor(logprobs, dtype=torch.float32)),
+        )
+    if prompt is not None:
+        output.prompt_logprobs = _raw(prompt.float())
+    return bytes(output.SerializeToString())
+
+
+def _raw(tensor: Tensor) -> bytes:
+    data: bytes = tensor.contiguous().numpy().tobytes()
+    return data

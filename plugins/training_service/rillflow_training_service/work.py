@@ -1,0 +1,126 @@
+"""EngineThread: the one thread that runs the model, and the fair order of its work.
+
+    any thread ── put(owner, work) ──> inbox ──> one queue for each owner, in order
+                                                  │ one work of each owner in turn
+    sampling: one turn of each batch of rows <────┤
+    OpenAI's paths: one pass of their queue  <────┘
+
+consumes      work of owners (a trained model, or a sampling session), and rows of sampling
+waits for     nothing while there is work; otherwise for a byte in its pipe, or in that of OpenAI's queue
+produces      the result of each work, given to its ``tell``
+shuts down    with the process; work after a failure of the thread gets an error
+
+A work that fails with an unexpected error fails alone: its client gets a server error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rillflow.errors import RillflowError, StreamError
+from rillflow.serving.engine_queue import EngineQueue
+from rillflow_training_service.base import SharedBase
+from rillflow_training_service.sampling import Sampler
+
+logger = logging.getLogger(__name__)
+
+
+class ServerError(StreamError):
+    """An error that the client did not cause."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Work:
+    """Something that the thread does for a client."""
+
+    owner: str
+    """Whose work it is; the work of one owner runs in order."""
+    run: Callable[[], Any]
+    """Does it."""
+    tell: Callable[[Any], None]
+    """Receives the result, or a RillflowError."""
+
+
+class EngineThread:
+    """The thread's loop.
+
+    Args:
+        base: the base model.
+        sampler: sampling with adapters.
+        door: queue of OpenAI's paths, which sample the base alone.
+    """
+
+    def __init__(self, base: SharedBase, sampler: Sampler, door: EngineQueue) -> None:
+        self._base, self._sampler, self._door = base, sampler, door
+        self._inbox = deque[Work]()
+        self._queues: dict[str, deque[Work]] = {}
+        self._woken, self._wake = os.pipe()
+        for descriptor in (self._woken, self._wake):
+            os.set_blocking(descriptor, False)
+
+    def put(self, work: Work) -> None:
+        """Queue work; from any thread."""
+        self._inbox.append(work)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the thread look at its inbox; from any thread."""
+        with suppress(BlockingIOError):
+            os.write(self._wake, b".")
+
+    def run(self) -> None:
+        """Do the work for as long as the process lives."""
+        while True:
+            if not self.turn():
+                select.select([self._woken, self._door.woken], [], [], 10.0)
+
+    def turn(self) -> bool:
+        """Do one work of each owner, and one turn of each batch of rows; return whether there was any."""
+        with suppress(BlockingIOError):
+            os.read(self._woken, 1 << 16)
+        while self._inbox:
+            work = self._inbox.popleft()
+            self._queues.setdefault(work.owner, deque()).append(work)
+        is_busy = False
+        for owner in [*self._queues]:
+            queue = self._queues[owner]
+            self._do(queue.popleft())
+            is_busy = True
+            if not queue:
+                del self._queues[owner]
+        for key in self._sampler.busy:
+            is_busy = True
+            try:
+                self._sampler.turn(key)
+            except Exception:
+                logger.exception("an engine failed; its requests were ended")
+        return self._serve_door() or is_busy
+
+    def _do(self, work: Work) -> None:
+        try:
+            found = work.run()
+        except RillflowError as error:
+            found = error
+        except Exception as error:
+            logger.exception("work of %s failed", work.owner)
+            why = f"{type(error).__name__}: {error}"
+            found = ServerError("the server failed on this request", why=why, fix="read the server's log")
+        work.tell(found)
+
+    def _serve_door(self) -> bool:
+        self._base.enter(None, None, {})
+        try:
+            return self._door.turn()
+        except RillflowError as error:
+            logger.warning("%s", error)
+            return True
+        except Exception:
+            logger.exception("the engine of OpenAI's paths failed")
+            return False
