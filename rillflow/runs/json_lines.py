@@ -72,7 +72,7 @@ def encode(record: Mapping[str, JSON], indent: int | None = None) -> bytes:
 def parse_line(text: bytes) -> Mapping[str, JSON] | None:
     """Return the record of one line, with NaN and infinity; None if the line is no record."""
     data = _record(text)
-    return None if data is None else _restored(data)
+    return None if data is None else restored(data)
 
 
 def read_lines(path: Path) -> Lines:

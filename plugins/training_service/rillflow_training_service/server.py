@@ -23,6 +23,7 @@ from rillflow.serving.engine_queue import EngineQueue
 from rillflow.serving.openai_server import Door, NewRows
 from rillflow.serving.server import LoopbackServer, bound
 from rillflow.serving.token import token_of
+from rillflow.serving.tool_calls import tool_format
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Encoder
 from rillflow_training_service.app import App
@@ -76,6 +77,7 @@ def opened(source: Path, *, token: str, max_rows: int, checkpoints: Path) -> Ope
         queue,
         model=folder.name,
         visitor=lambda key: visitor if secrets.compare_digest(key.encode(), token.encode()) else None,
+        tools=tool_format(usual.tool_format, model.tokenizer),
     )
     app = App(
         Service(base, sampler, Checkpoints(checkpoints.absolute(), base, str(folder))),

@@ -18,12 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 from rillflow.errors import DataError
+from rillflow.models.next_turn import encode_next
 from rillflow.models.tokenizer import Chat
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.rewards.outcome import FAILED, RETURNED, Outcome
 from rillflow.rollout.config import SamplingConfig
 from rillflow.serving.environments.pool import Told
 from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS
+from rillflow.serving.tool_calls import Answer
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example, prompt_of
 
@@ -53,6 +55,7 @@ class Episode:
         self._encoder, self._context, self._max_turns = encoder, context, max_turns
         self._turns: list[dict[str, Any]] | None = None
         self._tools: list[dict[str, Any]] | None = self.columns.get("tools")
+        self._rendered = ""  # the template's text up to the last answer, once a turn has followed one
         self._count, self._reward = 0, 0.0
         self._metrics: Mapping[str, float] = {}
 
@@ -136,15 +139,21 @@ class Episode:
         more = said if isinstance(said, list) else [{"role": "user", "content": said or ""}]
         later = [*self._turns, {"role": "assistant", "content": self._said}, *more]
         later = self._conversation(later).turns
-        before, after = (
-            Chat(turns=turns, tools=self._tools, arguments=self._encoder.template_arguments)
-            for turns in (self._turns, later)
+        tokenizer, said_before = self._encoder.tokenizer, Answer(content=self._said)
+        self._rendered = self._rendered or tokenizer.rendered(self._chat(self._turns), opens=True)
+        found = encode_next(
+            tokenizer,
+            self._rendered,
+            self._said,
+            self._chat(later),
+            is_ended=self.row.tokens[-1] in tokenizer.stop_tokens,
+            agrees=lambda body: said_before.agrees(Answer(content=body)),
         )
-        tokenizer = self._encoder.tokenizer
-        self._turns = later
-        return tokenizer.encode_next(
-            before, self._said, after, is_ended=self.row.tokens[-1] in tokenizer.stop_tokens
-        )
+        self._turns, self._rendered = later, found.text
+        return found.tokens
+
+    def _chat(self, turns: list[dict[str, Any]]) -> Chat:
+        return Chat(turns=turns, tools=self._tools, arguments=self._encoder.template_arguments)
 
     def _conversation(self, turns: list[Any]) -> Example:
         prompt = prompt_of({"prompt": [*turns], "tools": self._tools})
