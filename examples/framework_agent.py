@@ -9,8 +9,9 @@ framework's texts and the tool's results are in the row with loss mask 0.
     rillflow run examples/framework_agent_sft.toml --dir runs/framework/sft
     rillflow run examples/framework_agent.toml --dir runs/framework/agent
 
-The first command writes a small model, demonstrations of a few sums and prompts for the rest. A real model
-that calls tools needs none of that: name it in ``policy.model.path``.
+The first command writes a small model, demonstrations and prompts. In the demonstrations half of the answers
+call the tool, and half guess. The agent's reward teaches the policy to call it. A real model that calls tools
+needs no demonstrations: name it in ``policy.model.path``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 INSTRUCTIONS = "Add with the tool."
@@ -66,22 +68,23 @@ TEMPLATE = """\
 """A chat template with tools, of which it writes the names."""
 
 
-def demonstrations(a: int, b: int) -> list[dict[str, Any]]:
-    """Return both answers of a conversation about a sum, as rows of supervised data."""
-    arguments = {"a": a, "b": b}
-    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-    turns: list[dict[str, Any]] = [
-        {"role": "system", "content": INSTRUCTIONS},
-        {"role": "user", "content": f"{a}+{b}"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": str(a + b)},
-    ]
-    told = json.dumps({"name": "add", "arguments": arguments})
+def demonstrations(sums: list[tuple[int, int]], rng: Random) -> list[dict[str, Any]]:
+    """Return rows of supervised data: for each sum a call, a guess, and an answer to some result."""
     tools = [{"type": "function", "function": {"name": "add"}}]
-    return [
-        {"prompt": turns[:2], "tools": tools, "completion": f"<tool_call>\n{told}\n</tool_call>"},
-        {"prompt": turns, "tools": tools, "completion": str(a + b)},
-    ]
+    rows = []
+    for a, b in sums:
+        arguments, result = {"a": a, "b": b}, str(rng.randrange(19))
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        turns: list[dict[str, Any]] = [
+            {"role": "system", "content": INSTRUCTIONS},
+            {"role": "user", "content": f"{a}+{b}"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": result},
+        ]
+        told = f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': arguments})}\n</tool_call>"
+        for prompt, completion in ((turns[:2], told), (turns[:2], str(rng.randrange(19))), (turns, result)):
+            rows.append({"prompt": prompt, "tools": tools, "completion": completion})
+    return rows
 
 
 def main(folder: Path) -> None:
@@ -92,7 +95,7 @@ def main(folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     sums = [(a, b) for a in range(10) for b in range(10)]
-    shown = [row for a, b in sums if (a + 3 * b) % 4 == 0 for row in demonstrations(a, b)]
+    shown = demonstrations([(a, b) for a, b in sums if (a + 3 * b) % 4] * 2, Random(0))
     asked = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a, b in sums]
     for name, rows in (("demonstrations", shown), ("prompts", asked)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("lm_eval")
 
+pytestmark = pytest.mark.timeout(1200)  # each command imports torch and lm-eval anew
 CHOICES = """
 task: sums_choice
 dataset_path: json
