@@ -1,4 +1,4 @@
-"""`examples/framework_agent.py`: an openai-agents agent with a tool is trained by `rillflow run`, in small."""
+"""`examples/framework_agent.py`: an openai-agents agent with a tool, trained by `rillflow run` in small."""
 
 from __future__ import annotations
 
