@@ -132,27 +132,26 @@ class Tags(ToolFormat):
     def read(self, text: str, tools: Tools, *, prompt: str = "", is_over: bool = True) -> Answer:
         """See ToolFormat."""
         del prompt
-        content, calls, place = "", list[ToolCall](), 0
+        content, outside, calls, place = "", "", list[ToolCall](), 0
         while True:
             begin = min((at for tag in self._begins if (at := text.find(tag, place)) >= 0), default=-1)
             if begin < 0:
-                rest = text[place:] if is_over else _settled(text[place:], self._begins)
+                outside += text[place:] if is_over else _settled(text[place:], self._begins)
                 break
             end, call = self._call(text, begin, tools, is_over=is_over)
             if end is None:
-                rest = text[place:begin]
+                outside += text[place:begin]
                 break
             if call is None:
-                content, place = content + text[place:end], end
+                outside, place = outside + text[place:end], end
                 continue
-            before = text[place:begin].rstrip()
-            content, place = _joined(content, before.lstrip() if calls else before), end
+            before = (outside + text[place:begin]).rstrip()
+            content, outside, place = _joined(content, before.lstrip() if calls else before), "", end
             calls.append(call)
         if not is_over:
-            rest = rest.rstrip()
-        return Answer(
-            content=_joined(content, rest.lstrip()) if calls else content + rest, calls=tuple(calls)
-        )
+            outside = outside.rstrip()
+        content = _joined(content, outside.strip()) if calls else outside
+        return Answer(content=content, calls=tuple(calls))
 
     def _call(
         self, text: str, begin: int, tools: Tools, *, is_over: bool
@@ -193,7 +192,7 @@ class Llama(ToolFormat):
             return Answer(content=content.rstrip(), calls=calls)
         if is_over:
             return Answer(content=text)
-        return Answer(content=_settled(content, (_PYTHON_TAG,)).rstrip())
+        return Answer(content=(content if tag else _settled(content, (_PYTHON_TAG,))).rstrip())
 
 
 class Template(ToolFormat):

@@ -20,6 +20,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 START_S = 180.0
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""Environment of child processes: threads of PyTorch that are more than cores wait for each other."""
 
 collect_ignore_glob = [] if find_spec("lm_eval") else ["test_*.py"]
 """Everything, unless this is the clients' environment."""
@@ -55,7 +57,7 @@ def serving(model: Path, folder: Path, *words: str) -> Iterator[Served]:
             [*command, "--token-file", str(token), *words],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=ONE_THREAD,
         )
         try:
             until = time.monotonic() + START_S
@@ -75,7 +77,8 @@ def serving(model: Path, folder: Path, *words: str) -> Iterator[Served]:
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of the small model; see small_model.py."""
     folder = tmp_path_factory.mktemp("model") / "small"
-    subprocess.run([sys.executable, str(Path(__file__).with_name("small_model.py")), str(folder)], check=True)
+    command = [sys.executable, str(Path(__file__).with_name("small_model.py")), str(folder)]
+    subprocess.run(command, check=True, env=ONE_THREAD)
     return folder
 
 
