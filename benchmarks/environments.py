@@ -13,8 +13,8 @@
 engine's passes and the policy's updates; everything else of a step is outside: environments or agents, waits,
 encoding, rewards. `mixed` samples rows with the native engine, a Qwen2 with random weights (hidden 256, 4
 layers). A turn ends at one of the stop tokens, so its length is geometric. The rows without environments have
-the same numbers of sampled tokens, each as one turn. Idle is the time in which rows wait for environments and no
-pass runs.
+the same numbers of sampled tokens, each as one turn. Idle is the time in which rows wait for environments and
+no pass runs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ROOT = Path(__file__).parents[1]
 FORMS = ("class", "agent", "agent-shared")
 ALPHABET = "0123456789+-*=?abcdefghijklmno:;"
 STOPS = "=:"
-MIXED = '''
+MIXED = """
 import time
 
 
@@ -68,8 +68,8 @@ class Mixed:
         self.turns += 1
         time.sleep(self.wait_s)
         return "+1+", float(len(text)), self.turns == {turns}, False, {{}}
-'''
-AGENT = '''
+"""
+AGENT = """
 from openai import DefaultHttpxClient, OpenAI
 
 SHARED = {shared}
@@ -91,7 +91,7 @@ def solve(prompt, secret, base_url, api_key):
 
 def right(returned, **columns):
     return [float(each or 0.0) for each in returned]
-'''
+"""
 
 
 @dataclass(kw_only=True)
@@ -233,7 +233,9 @@ def mixed(asked: argparse.Namespace) -> Mixed:
     torch.set_num_threads(asked.threads)
     new = NewModel(hidden=asked.hidden, layers=4, heads=4, kv_heads=2, context=512, alphabet=ALPHABET)
     model = load_model(ModelConfig(new=new), seed=0, device=torch.device("cpu"), base=Path())
-    waits = [0.001 if row % 2 else asked.slow_ms[row // 2 % len(asked.slow_ms)] / 1000 for row in range(asked.rows)]
+    waits = [
+        0.001 if row % 2 else asked.slow_ms[row // 2 % len(asked.slow_ms)] / 1000 for row in range(asked.rows)
+    ]
     tokens = model.tokenizer.encode("1+1")
     begun = [
         Rollout.start(RowId(0, row, 0), tokens, json.dumps({"prompt": "1+1", "wait_s": wait}))
@@ -242,7 +244,9 @@ def mixed(asked: argparse.Namespace) -> Mixed:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         (Path(folder) / "mixed.py").write_text(MIXED.format(turns=asked.turns))
         environment = EnvironmentConfig(source="mixed.py:Mixed", workers=4, max_turns=asked.turns)
-        config = RolloutConfig(max_tokens=400, max_rows=asked.slots, stop=tuple(STOPS), environment=environment)
+        config = RolloutConfig(
+            max_tokens=400, max_rows=asked.slots, stop=tuple(STOPS), environment=environment
+        )
         engine = _with_environments(model, config, Path(folder), stack)
         _drained(engine, begun[: asked.slots], config)  # starts the processes, warms up
         engine.idle_s = 0.0
@@ -314,7 +318,9 @@ def mixed_table(found: list[Mixed], asked: argparse.Namespace) -> str:
 
 def main() -> None:
     """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="?", choices=["all", "game", "mixed"], default="all")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
