@@ -47,8 +47,8 @@ from rillflow.roles.scalar_roles import RewardModel
 from rillflow.roles.trained_role import Training
 from rillflow.rollout.config import RolloutConfig
 from rillflow.runs import layout
-from rillflow.tasks.encoded import Encoder
 from rillflow.serving.environments.source import REWARD
+from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example
 from rillflow.tasks.prompts import prompt_batch
 
