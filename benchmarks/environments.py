@@ -2,6 +2,7 @@
 
     game   guess-the-number, whole runs ── as a class (examples/guess.py) ──┐ seconds in the model's passes,
                                         └─ as an agent with openai's client ┴ in updates, and outside both
+                                           (one for each row, or on one shared HTTP client)
     mixed  turns of rows ─┬─ with environments of 1 ms and of some 100 ms ──┐ seconds without a pass; seconds
                           └─ the same lengths without environments ─────────┴ beside each other
 
@@ -12,8 +13,8 @@
 engine's passes and the policy's updates; everything else of a step is outside: environments or agents, waits,
 encoding, rewards. `mixed` samples rows with the native engine, a Qwen2 with random weights (hidden 256, 4
 layers). A turn ends at one of the stop tokens, so its length is geometric. The rows without environments have
-the same numbers of sampled tokens, each as one turn. Idle is the time in which rows wait for environments and no
-pass runs.
+the same numbers of sampled tokens, each as one turn. Idle is the time in which rows wait for environments and
+no pass runs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import measured_at
 import torch
 
 import rillflow
+from rillflow.controller.open_step import OpenStep
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.records.rollout import Rollout
@@ -43,18 +45,18 @@ from rillflow.records.row import RowId
 from rillflow.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Stops
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.runs.reader import read_spans
 from rillflow.serving.environments.engine import EnvironmentEngine
 from rillflow.serving.environments.source import parse_environment
 from rillflow.tasks.encoded import Encoder
+from rillflow.training.trainer import Trainer
 
 SMALLEST = ["game --steps 1 --forms class", "mixed --rows 12 --slots 4 --rounds 1 --slow-ms 5 10 --hidden 32"]
 
 ROOT = Path(__file__).parents[1]
-FORMS = ("class", "agent")
+FORMS = ("class", "agent", "agent-shared")
 ALPHABET = "0123456789+-*=?abcdefghijklmno:;"
 STOPS = "=:"
-MIXED = '''
+MIXED = """
 import time
 
 
@@ -66,13 +68,16 @@ class Mixed:
         self.turns += 1
         time.sleep(self.wait_s)
         return "+1+", float(len(text)), self.turns == {turns}, False, {{}}
-'''
-AGENT = '''
-from openai import OpenAI
+"""
+AGENT = """
+from openai import DefaultHttpxClient, OpenAI
+
+SHARED = {shared}
+HTTP = DefaultHttpxClient() if SHARED else None
 
 
 def solve(prompt, secret, base_url, api_key):
-    client = OpenAI(base_url=base_url, api_key=api_key)
+    client = OpenAI(base_url=base_url, api_key=api_key, http_client=HTTP)
     text = prompt
     for _ in range(4):
         said = client.completions.create(model="policy", prompt=text, max_tokens=1).choices[0].text
@@ -86,34 +91,40 @@ def solve(prompt, secret, base_url, api_key):
 
 def right(returned, **columns):
     return [float(each or 0.0) for each in returned]
-'''
+"""
 
 
 @dataclass(kw_only=True)
-class Passes:
-    """Time inside the engine's passes."""
+class Timed:
+    """Time inside the calls of a method."""
 
-    seconds: float = 0.0
+    clock_s: float = 0.0
     """Seconds of the clock."""
+    processor_s: float = 0.0
+    """Processor seconds of this process."""
+    calls: int = 0
+    """Number of calls."""
 
 
 @contextmanager
-def timed() -> Iterator[Passes]:
-    """Time every pass of the native engine."""
-    found, inner = Passes(), NativeEngine.step
+def timed(owner: type, name: str) -> Iterator[Timed]:
+    """Time every call of a method."""
+    found, inner = Timed(), vars(owner)[name]
 
-    def step(self: NativeEngine) -> list[Rollout]:
-        begun = time.perf_counter()
+    def method(*args: Any, **more: Any) -> Any:
+        clock, processor = time.perf_counter(), time.process_time()
         try:
-            return inner(self)
+            return inner(*args, **more)
         finally:
-            found.seconds += time.perf_counter() - begun
+            found.clock_s += time.perf_counter() - clock
+            found.processor_s += time.process_time() - processor
+            found.calls += 1
 
-    NativeEngine.step = step  # type: ignore[method-assign]
+    setattr(owner, name, method)
     try:
         yield found
     finally:
-        NativeEngine.step = inner  # type: ignore[method-assign]
+        setattr(owner, name, inner)
 
 
 # ---- the game
@@ -133,17 +144,22 @@ class Game:
     """Mean reward of the last step."""
     step_s: float
     """Median seconds of a step."""
-    passes_s: float
-    """Seconds in passes, all steps."""
-    update_s: float
-    """Seconds in updates, all steps."""
-    total_s: float
-    """Seconds of all steps."""
+    passes: Timed
+    """The engine's passes."""
+    updates: Timed
+    """The policy's updates."""
+    whole: Timed
+    """Opening the steps: generating, scoring, updating and everything between."""
 
     @property
     def outside(self) -> float:
         """Share of the steps' time outside the model."""
-        return 1 - (self.passes_s + self.update_s) / self.total_s
+        return 1 - (self.passes.clock_s + self.updates.clock_s) / self.whole.clock_s
+
+    @property
+    def outside_processor(self) -> float:
+        """Share of this process's processor time outside the model."""
+        return 1 - (self.passes.processor_s + self.updates.processor_s) / self.whole.processor_s
 
 
 def play(form: str, steps: int, threads: int) -> Game:
@@ -151,18 +167,20 @@ def play(form: str, steps: int, threads: int) -> Game:
     settings: dict[str, Any] = {"algorithm.steps": steps, "run.threads": threads}
     settings["run.checkpoint_minutes"] = 0
     with tempfile.TemporaryDirectory() as folder:
-        if form == "agent":
+        if form != "class":
             agent = Path(folder) / "agent.py"
-            agent.write_text(AGENT)
+            agent.write_text(AGENT.format(shared=form == "agent-shared"))
             settings |= {"rollout.environment": None, "rollout.agent.function": f"{agent}:solve"}
             settings["reward.function"] = f"{agent}:right"
-        with timed() as passes:
+        with (
+            timed(NativeEngine, "step") as passes,
+            timed(Trainer, "step") as updates,
+            timed(OpenStep, "__init__") as whole,
+        ):
             run = rillflow.train(
                 ROOT / "examples/guess.toml", settings=settings, dir=Path(folder) / "run", quiet=True
             )
         metrics = run.metrics
-        spans = read_spans(run.path)
-        update_s = sum(each.duration_s for each in spans if each.stage == "policy.update")
         seconds = [each["run/step_seconds/mean"] for each in metrics]
     return Game(
         form=form,
@@ -170,21 +188,25 @@ def play(form: str, steps: int, threads: int) -> Game:
         first=metrics[0]["reward/score/mean"],
         last=metrics[-1]["reward/score/mean"],
         step_s=median(seconds),
-        passes_s=passes.seconds,
-        update_s=update_s,
-        total_s=sum(seconds),
+        passes=passes,
+        updates=updates,
+        whole=whole,
     )
 
 
 def game_table(found: list[Game]) -> str:
     """Return the runs as a table."""
-    head = "| form | steps | reward, first to last | s a step | in passes | in updates | outside the model |"
-    lines = [head, "|---|---:|---|---:|---:|---:|---:|"]
+    lines = [
+        "| form | steps | reward, first to last | s a step | passes a step | in passes | in updates "
+        "| outside the model | of the processor time |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for each in found:
-        passes, update = each.passes_s / each.total_s, each.update_s / each.total_s
+        passes, update = (part.clock_s / each.whole.clock_s for part in (each.passes, each.updates))
         lines.append(
             f"| {each.form} | {each.steps} | {each.first:.2f} to {each.last:.2f} | {each.step_s:.3f} "
-            f"| {passes:.0%} | {update:.0%} | {each.outside:.0%} |"
+            f"| {each.passes.calls / each.steps:.1f} | {passes:.0%} | {update:.0%} | {each.outside:.0%} "
+            f"| {each.outside_processor:.0%} |"
         )
     return "\n".join(lines)
 
@@ -211,7 +233,9 @@ def mixed(asked: argparse.Namespace) -> Mixed:
     torch.set_num_threads(asked.threads)
     new = NewModel(hidden=asked.hidden, layers=4, heads=4, kv_heads=2, context=512, alphabet=ALPHABET)
     model = load_model(ModelConfig(new=new), seed=0, device=torch.device("cpu"), base=Path())
-    waits = [0.001 if row % 2 else asked.slow_ms[row // 2 % len(asked.slow_ms)] / 1000 for row in range(asked.rows)]
+    waits = [
+        0.001 if row % 2 else asked.slow_ms[row // 2 % len(asked.slow_ms)] / 1000 for row in range(asked.rows)
+    ]
     tokens = model.tokenizer.encode("1+1")
     begun = [
         Rollout.start(RowId(0, row, 0), tokens, json.dumps({"prompt": "1+1", "wait_s": wait}))
@@ -220,7 +244,9 @@ def mixed(asked: argparse.Namespace) -> Mixed:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         (Path(folder) / "mixed.py").write_text(MIXED.format(turns=asked.turns))
         environment = EnvironmentConfig(source="mixed.py:Mixed", workers=4, max_turns=asked.turns)
-        config = RolloutConfig(max_tokens=400, max_rows=asked.slots, stop=tuple(STOPS), environment=environment)
+        config = RolloutConfig(
+            max_tokens=400, max_rows=asked.slots, stop=tuple(STOPS), environment=environment
+        )
         engine = _with_environments(model, config, Path(folder), stack)
         _drained(engine, begun[: asked.slots], config)  # starts the processes, warms up
         engine.idle_s = 0.0
@@ -276,8 +302,8 @@ def mixed_table(found: list[Mixed], asked: argparse.Namespace) -> str:
     """Return the rounds as a table."""
     slow = " to ".join(f"{each:g}" for each in (min(asked.slow_ms), max(asked.slow_ms)))
     lines = [
-        f"{asked.rows} rows of {asked.turns} turns in {asked.slots} slots; half of the environments answer in "
-        f"1 ms, half in {slow} ms. The shares are of the time without environments.",
+        f"{asked.rows} rows of {asked.turns} turns in {asked.slots} slots; half of the environments answer "
+        f"in 1 ms, half in {slow} ms. The shares are of the time without environments.",
         "",
         "| round | tokens | s with | s without | ratio | idle |",
         "|---:|---:|---:|---:|---:|---:|",
@@ -292,7 +318,9 @@ def mixed_table(found: list[Mixed], asked: argparse.Namespace) -> str:
 
 def main() -> None:
     """Measure what the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="?", choices=["all", "game", "mixed"], default="all")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])

@@ -51,6 +51,8 @@ from rillflow.rollout.native.slots import BULK, Slots
 from rillflow.runs.formatting import size
 from rillflow.workers.collectives import Ranks
 
+LEAST_KEPT = 16
+"""Minimum tokens of a row whose cache is kept while its environment works."""
 FED_TOKENS = 16
 """Maximum tokens behind a row's cache that are fed one by one; more are read in one pass."""
 _IDLE = SamplingConfig()
@@ -254,13 +256,15 @@ class BatchWorker:
     def _kept(self, row: Sequence, finish: Finish) -> Tensor | None:
         """Return the KV cache of a row that may continue after an environment's answer; else None.
 
-        On a GPU, reading the row again takes less time than moving its cache to the host.
+        A short row is read again in the pass that feeds it, which costs less than a pass for each new token.
+        On a GPU, reading any row again takes less time than moving its cache to the host.
         """
+        length = self._scheduler.clock - row.start_step
         is_kept = self._config.environment is not None and self._device.type == "cpu"
-        if not is_kept or finish is not Finish.STOP:
+        if not is_kept or finish is not Finish.STOP or length < LEAST_KEPT:
             return None
         assert row.cache_row is not None, "a row that has just ended is still there"
-        return self._driven().cache.read(row.cache_row, self._scheduler.clock - row.start_step)
+        return self._driven().cache.read(row.cache_row, length)
 
     def _completes(self, rollout: Rollout, token: int) -> bool:
         """Return whether this token completes a stop text of several tokens."""

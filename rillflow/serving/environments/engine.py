@@ -1,6 +1,6 @@
 """EnvironmentEngine: an engine whose rows are written by the policy and an environment in turns.
 
-    rows ─> Pool: reset ── observation ──> engine ── a turn has ended ──> Pool: step ──┐
+    rows ─> pool: reset ── observation ──> engine ── a turn has ended ──> pool: step ──┐
     row  <─ the episode has ended, or failed   ^                                       │
                                                └──────────── observation <─────────────┘
 
@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -35,12 +36,14 @@ from rillflow.rewards.outcome import Outcome
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability, Engine, RowByRow
 from rillflow.serving.environments.episode import Episode
-from rillflow.serving.environments.pool import Pool, Told
+from rillflow.serving.environments.pool import EnvironmentPool, Told
 from rillflow.serving.environments.source import EnvironmentSource
 from rillflow.tasks.encoded import Encoder
 
 LONGEST_GATHER_S = 0.005
 """Longest wait in seconds for answers while rows could be sampled."""
+KNOWN_TEXTS = 1024
+"""Observations whose tokens are kept: many environments say the same."""
 _LONGEST_WAIT_S = 1.0
 
 
@@ -71,7 +74,8 @@ class EnvironmentEngine(RowByRow):
         assert config.environment is not None, "the config names an environment"
         self._inner, self._config = inner(module, config, context=context, **given), config
         self._max_turns, self._context, self._encoder = config.environment.max_turns, context, encoder
-        self._pool = Pool(source, config.environment)
+        self._encode = lru_cache(KNOWN_TEXTS)(self._encoded)
+        self._pool = EnvironmentPool(source, config.environment)
         self._waiting = deque[tuple[Rollout, SamplingConfig]]()
         self._acting: dict[int, Episode] = {}  # by number; in the environment
         self._sampling: dict[RowId, int] = {}  # number by row; in the inner engine
@@ -159,10 +163,18 @@ class EnvironmentEngine(RowByRow):
         while self._waiting and self._pool.room > 0:
             start, sampling = self._waiting.popleft()
             episode = Episode(
-                start, sampling, self._encoder, context=self._context, max_turns=self._max_turns
+                start,
+                sampling,
+                self._encoder,
+                encode=self._encode,
+                context=self._context,
+                max_turns=self._max_turns,
             )
             number = self._pool.begin(episode.columns)
             self._episodes[number] = self._acting[number] = episode
+
+    def _encoded(self, text: str) -> list[int]:
+        return self._encoder.tokenizer.encode_more(text, is_rendered=self._encoder.is_rendered)
 
     def _gathered(self) -> list[Rollout]:
         """Take the answers of environments; return the rows that have ended."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,13 +36,21 @@ class Episode:
     Args:
         start: the row as it was added, with its prompt of the data.
         sampling: sampling settings; ``max_tokens`` limits all turns together.
-        encoder: encodes texts and messages.
+        encoder: encodes messages.
+        encode: returns the tokens of a text in the middle of a row.
         context: maximum tokens of a row.
         max_turns: turns after which the row ends.
     """
 
     def __init__(
-        self, start: Rollout, sampling: SamplingConfig, encoder: Encoder, *, context: int, max_turns: int
+        self,
+        start: Rollout,
+        sampling: SamplingConfig,
+        encoder: Encoder,
+        *,
+        encode: Callable[[str], Sequence[int]],
+        context: int,
+        max_turns: int,
     ) -> None:
         self.start = self.row = start
         """The row as it was added; the row so far."""
@@ -52,7 +60,7 @@ class Episode:
         """The prompt and the other columns."""
         self.since = time.monotonic()
         """Time of the open call of the environment."""
-        self._encoder, self._context, self._max_turns = encoder, context, max_turns
+        self._encoder, self._encode, self._context, self._max_turns = encoder, encode, context, max_turns
         self._turns: list[dict[str, Any]] | None = None
         self._tools: list[dict[str, Any]] | None = self.columns.get("tools")
         self._rendered = ""  # the template's text up to the last answer, once a turn has followed one
@@ -68,7 +76,7 @@ class Episode:
         said, prompt = told.observation or None, self.columns["prompt"]
         self._tools, self._metrics = told.tools or self._tools, told.metrics
         if isinstance(said, str) and isinstance(prompt, str):
-            self.row = self.start.inserted(self._encoded(said))
+            self.row = self.start.inserted(self._encode(said))
         elif not isinstance(prompt, str) or said is not None:
             turns = said if isinstance(said, list) else _joined(prompt, said or "")
             example = self._conversation(turns)
@@ -135,7 +143,7 @@ class Episode:
                     why="a row is text or a conversation from its start",
                     fix="return text, or begin with messages",
                 )
-            return self._encoded(said or "")
+            return [*self._encode(said)] if said else []
         more = said if isinstance(said, list) else [{"role": "user", "content": said or ""}]
         later = [*self._turns, {"role": "assistant", "content": self._said}, *more]
         later = self._conversation(later).turns
@@ -158,11 +166,6 @@ class Episode:
     def _conversation(self, turns: list[Any]) -> Example:
         prompt = prompt_of({"prompt": [*turns], "tools": self._tools})
         return Example(index=0, prompt=prompt, columns={"tools": self._tools}, place="the episode")
-
-    def _encoded(self, text: str) -> list[int]:
-        if not text:
-            return []
-        return self._encoder.tokenizer.encode_more(text, is_rendered=self._encoder.is_rendered)
 
     def _require_room(self) -> None:
         if len(self.row.tokens) >= self._context:

@@ -41,7 +41,6 @@ from rillflow.rewards.text_execution import is_shut_in, visible_to
 from rillflow.rollout.config import EnvironmentConfig
 from rillflow.serving.environments.host import TEXT_CHARACTERS
 from rillflow.serving.environments.source import EnvironmentSource
-from rillflow.serving.server import bound
 
 ROWS = 64
 """Largest number of rows that one process holds."""
@@ -83,7 +82,7 @@ class _Process:
             door = theirs.fileno() if shut_in else -1
             self.child = Child(function, memory_bytes=config.memory_bytes, level=level, door=door)
             theirs.close()
-            self._listening = _received(ours) if shut_in else bound(0)
+            self._listening = _received(ours) if shut_in else socket.create_server(("127.0.0.1", 0))
         self.parameters: Parameters | None = None
         self.rows = dict[int, float]()
         """Rows that it holds, with the deadline of the open call; infinity if no call is open."""
@@ -310,7 +309,7 @@ def _received(ours: socket.socket) -> socket.socket | None:
     return socket.socket(fileno=descriptors[0]) if descriptors else None
 
 
-class Pool:
+class EnvironmentPool:
     """The environment processes of one sampler rank.
 
     Args:

@@ -160,9 +160,7 @@ class VerifiersEnvironment:
         asked = [_compared(each) for each in what["messages"]]
         known = [_compared(each) for each in self._said]
         if asked[: len(known)] != known:
-            raise ValueError(
-                "the environment rewrites the conversation: its request does not begin with the earlier messages"
-            )
+            raise ValueError("the environment's request does not begin with the earlier messages")
         new = what["messages"][len(known) :]
         self._said += new
         return [{key: each[key] for key in _COMPARED if each.get(key) is not None} for each in new], what.get(

@@ -23,7 +23,7 @@ from rillflow.rewards.outcome import FAILED
 from rillflow.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.environments.engine import EnvironmentEngine
-from rillflow.serving.environments.pool import Pool
+from rillflow.serving.environments.pool import EnvironmentPool
 from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS, parse_environment
 from rillflow.tasks.encoded import Encoder
 
@@ -239,7 +239,7 @@ def test_many_environments_are_open_at_once_and_rows_can_be_taken_out(
 def test_a_class_that_is_none_is_refused(text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(text)
     config = EnvironmentConfig(source="game.py:Game", workers=1)
-    pool = Pool(parse_environment(config, tmp_path), config)
+    pool = EnvironmentPool(parse_environment(config, tmp_path), config)
     with pytest.raises(RolloutError, match=r"game\.py") as caught:
         pool.load()
     assert why in str(caught.value)
