@@ -119,7 +119,12 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run_and_no_step_is_doubled(tr
 
 @pytest.mark.parametrize(
     "trouble",
-    ["hang", "key", pytest.param("slow", marks=pytest.mark.slow), pytest.param("die", marks=pytest.mark.slow)],
+    [
+        "hang",
+        "key",
+        pytest.param("slow", marks=pytest.mark.slow),
+        pytest.param("die", marks=pytest.mark.slow),
+    ],
 )
 def test_a_tracker_in_trouble_costs_the_run_its_wait_at_most_and_track_sends_the_rest(
     tracked: Tiny, trouble: str, capsys: pytest.CaptureFixture[str]
