@@ -308,6 +308,16 @@ def test_the_median_rule(own: list[float], others: list[list[float]], stops: boo
     assert bool(below_median(results(*own), [results(*each) for each in others], RULE)) is stops
 
 
+def test_the_example_has_six_runs() -> None:
+    plan = load_sweep(Path(__file__).parents[2] / "examples/sweep.toml")
+    assert [(run.case, run.seed) for run in plan.runs] == [
+        (case, seed) for seed in range(3) for case in ("lr=0.0001", "lr=0.0003")
+    ]
+    assert plan.path == Path("runs/sweeps/examples") and plan.config.stop is not None
+    words = plan.runs[0].words
+    assert words[:1] == ("run",) and "--set=policy.lr=0.0001" in words and "--set=run.seed=0" in words
+
+
 def test_local_jobs_have_sessions_of_their_own(tmp_path: Path) -> None:
     job: Any = LocalJobs(["sh", "-c"]).start(["echo out; echo err >&2; exit 3"], tmp_path / "log")
     while job.poll() is None:
