@@ -6,11 +6,11 @@ plan ─ on = local ─> processes ─┬─> Jobs
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 from rillflow.app.sweeps.jobs import Jobs, LocalJobs
 from rillflow.app.sweeps.plan import SweepPlan
@@ -28,7 +28,7 @@ def jobs_of(plan: SweepPlan, typed: Sequence[str]) -> Iterator[Jobs]:
     Raises:
         ClusterError: Ray is not installed, or its cluster cannot be used.
     """
-    own = [os.path.abspath(sys.argv[0])] if typed[:1] == ("python",) else ["-m", "rillflow.cli.main"]  # noqa: PTH100
+    own = [str(Path(sys.argv[0]).absolute())] if typed[:1] == ("python",) else ["-m", "rillflow.cli.main"]
     if plan.config.on == "local":
         yield LocalJobs([sys.executable, *own])
         return

@@ -50,6 +50,7 @@ class Sweep:
         self._failed: dict[SweepRun, str] = {}
         self._stopped = dict[SweepRun, str]()
         self._seen: dict[SweepRun, int] = {}
+        self._found: dict[SweepRun, list[Result]] = {}
 
     def run(self) -> list[CaseResult]:
         """Run everything that is not finished; return the table, which is also in the sweep's directory.
@@ -122,7 +123,10 @@ class Sweep:
         rule = self._plan.config.stop
         if rule is None:
             return
-        found = {run: results_of(run.path) for run in self._plan.runs}
+        for run in self._running:
+            self._found[run] = results_of(run.path)
+        found = {run: self._found.get(run) or results_of(run.path) for run in self._plan.runs}
+        self._found |= found
         for run, job in self._running.items():
             own = found[run]
             if run in self._stopped or not own or own[-1].step == self._seen.get(run):
