@@ -199,14 +199,14 @@ def sweep(arguments: argparse.Namespace) -> int:
     from rillflow.app.sweeps.places import jobs_of
     from rillflow.app.sweeps.plan import load_sweep
     from rillflow.app.sweeps.sweep import Sweep
-    from rillflow.app.sweeps.table import State, as_text
+    from rillflow.app.sweeps.table import RunState, as_text
 
     plan = load_sweep(arguments.sweep, arguments.algorithms)
     with jobs_of(plan, arguments.typed) as jobs:
         started = Sweep(plan, jobs, lambda line: print(visible(line), flush=True))
         cases = started.table() if arguments.table else started.run()
     print(visible(f"\n{as_text(cases)}\n\ntable: {plan.path / 'table.json'}, table.csv"))
-    failed = any(each.state is State.FAILED for case in cases for each in case.results)
+    failed = any(each.state is RunState.FAILED for case in cases for each in case.results)
     return FAILED if failed else DONE
 
 

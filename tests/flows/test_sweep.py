@@ -19,7 +19,7 @@ from rillflow.app.sweeps.jobs import Job, LocalJobs
 from rillflow.app.sweeps.median import Result, below_median
 from rillflow.app.sweeps.plan import load_sweep
 from rillflow.app.sweeps.sweep import Sweep
-from rillflow.app.sweeps.table import State
+from rillflow.app.sweeps.table import RunState
 from rillflow.cli.main import main
 from rillflow.errors import ConfigError, Interrupted
 from rillflow.runs.reader import read_metrics
@@ -81,7 +81,7 @@ def test_a_grid_over_seeds_has_a_table_with_intervals_and_a_second_start_runs_no
     cases = made.run()
     assert {case.case for case in cases} == {"lr=0.001", "lr=1e-05"} and len(jobs.started) == 4
     for case in cases:
-        assert [each.state for each in case.results] == [State.FINISHED] * 2
+        assert [each.state for each in case.results] == [RunState.FINISHED] * 2
         for each in case.results:
             config = json.loads((each.run.path / "config.json").read_text())
             assert config["policy"]["lr"] == case.settings["policy.lr"]
@@ -108,7 +108,7 @@ def test_a_failing_case_is_named_with_its_error_and_others_go_on(
     made, _ = sweep(swept)
     good, bad = made.run()
     assert good.case == "good" and good.mean is not None and good.interval is None
-    assert bad.case == "bad" and bad.mean is None and bad.results[0].state is State.FAILED
+    assert bad.case == "bad" and bad.mean is None and bad.results[0].state is RunState.FAILED
     assert "KeyError: 'no'" in bad.results[0].why
     assert main(["sweep", str(swept.folder / "sweep.toml"), "--table"]) == 0
     said = capsys.readouterr().out
@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_checkpoints_and_the_same_sweep_resumes(swept: Tiny) -> No
     again, jobs = sweep(swept)
     cases = again.run()
     assert len(jobs.started) == 4
-    assert all(each.state is State.FINISHED for case in cases for each in case.results)
+    assert all(each.state is RunState.FINISHED for case in cases for each in case.results)
 
 
 @pytest.mark.slow
@@ -171,10 +171,10 @@ def test_a_run_below_the_median_is_stopped_for_good(swept: Tiny) -> None:
     )
     made, _ = sweep(swept)
     found = {case.case: case.results[0] for case in made.run()}
-    assert found["d"].state is State.STOPPED and "is below the median" in found["d"].why
-    assert found["a"].state is State.FINISHED and len(read_metrics(found["d"].run.path)) < 40
+    assert found["d"].state is RunState.STOPPED and "is below the median" in found["d"].why
+    assert found["a"].state is RunState.FINISHED and len(read_metrics(found["d"].run.path)) < 40
     again, jobs = sweep(swept)
-    assert {case.case: case.results[0].state for case in again.run()}["d"] is State.STOPPED
+    assert {case.case: case.results[0].state for case in again.run()}["d"] is RunState.STOPPED
     assert jobs.started == []
 
 
@@ -242,7 +242,7 @@ def test_a_run_of_another_process_is_waited_for(swept: Tiny) -> None:
         made._settle = released  # type: ignore[method-assign]
         cases = made.run()
     assert any("another process runs it" in line for line in said) and len(jobs.started) == 1
-    assert cases[0].results[0].state is State.FINISHED
+    assert cases[0].results[0].state is RunState.FINISHED
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_tracker_gets_what_the_run_directory_gets(
     tracked: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tracked.run("run", 'run.tags=["a", "b"]', "run.trackers.mine.samples=2") == 0
-    assert "tracker mine" not in capsys.readouterr().out
+    assert "tracker mine:" not in capsys.readouterr().out
     start, *logged, finish = calls(tracked)
     assert start == ["start", -1, {}, ["a", "b"], 1e-3] and finish == ["finish", "finished"]
     names = [(call[0], call[1], any("evaluation/" in name for name in call[2])) for call in logged]

@@ -23,7 +23,7 @@ from rillflow.app.resume import is_finished
 from rillflow.app.sweeps.jobs import INTERRUPTED, ForeignJob, Job, Jobs, is_held
 from rillflow.app.sweeps.median import Result, below_median
 from rillflow.app.sweeps.plan import SweepPlan, SweepRun
-from rillflow.app.sweeps.table import CaseResult, RunResult, State, as_csv, as_json, as_text, ranked
+from rillflow.app.sweeps.table import CaseResult, RunResult, RunState, as_csv, as_json, as_text, ranked
 from rillflow.errors import Interrupted
 from rillflow.runs import durable
 from rillflow.runs.json_lines import JSON, encode, read_json
@@ -171,15 +171,15 @@ class Sweep:
             raise
 
     def _result(self, run: SweepRun) -> RunResult:
-        state, why = State.WAITING, ""
+        state, why = RunState.WAITING, ""
         if self._is_done(run):
-            state = State.FINISHED
+            state = RunState.FINISHED
         elif run in self._running:
-            state = State.RUNNING
+            state = RunState.RUNNING
         elif run in self._stopped:
-            state, why = State.STOPPED, self._stopped[run]
+            state, why = RunState.STOPPED, self._stopped[run]
         elif run in self._failed:
-            state, why = State.FAILED, self._failed[run]
+            state, why = RunState.FAILED, self._failed[run]
         found = read_evaluations(run.path)
         last = found[-1] if found else None
         if last is None or last.value != last.value:

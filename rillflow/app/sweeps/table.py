@@ -21,7 +21,7 @@ from rillflow.runs.json_lines import JSON
 INTERVAL = "Student's 95% interval of the mean over seeds"
 
 
-class State(StrEnum):
+class RunState(StrEnum):
     """State of a run of a sweep."""
 
     WAITING = "waiting"
@@ -37,7 +37,7 @@ class RunResult:
 
     run: SweepRun
     """The run."""
-    state: State
+    state: RunState
     """Its state."""
     step: int = 0
     """Step of its last held-out result."""
@@ -68,7 +68,7 @@ class CaseResult:
     @property
     def finished(self) -> list[RunResult]:
         """Its finished runs."""
-        return [each for each in self.results if each.state is State.FINISHED]
+        return [each for each in self.results if each.state is RunState.FINISHED]
 
     @property
     def mean(self) -> float | None:
@@ -87,7 +87,7 @@ class CaseResult:
         return [
             f"seed {each.run.seed} {each.state}" + (f": {each.why}" if each.why else "")
             for each in self.results
-            if each.state is not State.FINISHED
+            if each.state is not RunState.FINISHED
         ]
 
 

@@ -26,7 +26,7 @@ from rillflow.runs import layout
 from rillflow.runs.durable import writing
 from rillflow.runs.trackers.records import Position, RunRecords
 from rillflow.runs.trackers.tracker import End, TrackerError
-from rillflow.runs.trackers.worker import CANNOT, NOTHING_LEFT, Plan, Sent, state_file
+from rillflow.runs.trackers.worker import CANNOT, NOTHING_LEFT, Sent, TrackerPlan, state_file
 
 _QUIET_S = 3.0
 
@@ -59,7 +59,7 @@ class TrackerProcess:
             folder.mkdir(exist_ok=True)
         control, self._control = os.pipe()
         self._status, status = os.pipe()
-        plan = Plan(
+        plan = TrackerPlan(
             run=str(run.absolute()),
             name=name,
             settings=settings,

@@ -25,7 +25,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -52,7 +52,7 @@ _LONGEST_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrackerPlan:
     """What a worker is told on its command line."""
 
     run: str
@@ -124,7 +124,7 @@ class Sent:
 class Control(threading.Thread):
     """Thread that waits for the driver's word."""
 
-    def __init__(self, plan: Plan, wait_s: float) -> None:
+    def __init__(self, plan: TrackerPlan, wait_s: float) -> None:
         super().__init__(daemon=True)
         self._plan, self._wait_s = plan, wait_s
         self.ended = threading.Event()
@@ -155,7 +155,7 @@ class Control(threading.Thread):
 class Worker:
     """Sends the records of a run to its tracker."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TrackerPlan) -> None:
         self._plan = plan
         self._run = Path(plan.run)
         self._file = state_file(self._run, plan.name)
@@ -189,9 +189,10 @@ class Worker:
                 if self._plan.is_export:
                     return SOME_LEFT
                 pause_s = min(_LONGEST_PAUSE_S, max(1.0, 2 * pause_s))
-            self._control.ended.wait(max(_LOOK_S, pause_s))
             if is_last:
-                time.sleep(pause_s)  # the driver has said its word: nothing else ends the pause
+                time.sleep(pause_s)
+            else:
+                self._control.ended.wait(max(_LOOK_S, pause_s))
 
     def _send(self) -> None:
         """Send what is new."""
@@ -296,25 +297,17 @@ def state_file(run: Path, name: str) -> Path:
     return run / layout.TRACKERS / f"{name}.json"
 
 
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Leave Ctrl-C and SIGTERM to the driver, and the processor to training."""
+def main(plan: str) -> int:
+    """Run the worker of a plan in JSON; leave signals to the driver, and the processor to training."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(10)
-    yield
-
-
-def main(words: list[str], made: Callable[[Plan], Worker] = Worker) -> int:
-    """Run the worker of a plan in JSON."""
-    plan = Plan(**json.loads(words[0]))
-    with _undisturbed():
-        return made(plan).run()
+    return Worker(TrackerPlan(**json.loads(plan))).run()
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    code = main(sys.argv[1])
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)  # threads of a tracker must not hold the end

@@ -11,7 +11,7 @@ import pytest
 from rillflow.app.recipe import Recipe
 from rillflow.app.sweeps.plan import SweepRun
 from rillflow.app.sweeps.sweep import error_in
-from rillflow.app.sweeps.table import RunResult, State, as_csv, as_json, as_text, ranked
+from rillflow.app.sweeps.table import RunResult, RunState, as_csv, as_json, as_text, ranked
 
 RECIPE = Recipe.model_construct()
 
@@ -25,7 +25,7 @@ def result(case: str, seed: int, value: float | None, **more: Any) -> RunResult:
         recipe=RECIPE,
         path=Path("sweep") / case / f"seed-{seed}",
     )
-    found = {"state": State.FINISHED, "measure": "accuracy", "step": 9, **more}
+    found = {"state": RunState.FINISHED, "measure": "accuracy", "step": 9, **more}
     return RunResult(run=run, value=value, **found)
 
 
@@ -34,9 +34,9 @@ def test_cases_are_ranked_by_the_mean_of_their_finished_runs() -> None:
         *(result("low", seed, value) for seed, value in enumerate((0.1, 0.2, 0.3))),
         *(result("high", seed, value) for seed, value in enumerate((0.9, 0.97, 1.0))),
         result("mixed", 0, 0.5),
-        result("mixed", 1, 0.99, state=State.STOPPED, why="below"),
-        result("mixed", 2, None, state=State.FAILED, why="no room"),
-        result("none", 0, None, state=State.FAILED, why="KeyError"),
+        result("mixed", 1, 0.99, state=RunState.STOPPED, why="below"),
+        result("mixed", 2, None, state=RunState.FAILED, why="no room"),
+        result("none", 0, None, state=RunState.FAILED, why="KeyError"),
     ]
     cases = ranked(results)
     assert [case.case for case in cases] == ["high", "mixed", "low", "none"]
