@@ -216,6 +216,22 @@ def report(arguments: argparse.Namespace) -> int:
     return DONE
 
 
+def sweep(arguments: argparse.Namespace) -> int:
+    """``rillflow sweep``: run a sweep's runs, and print its table; return 1 if a run failed."""
+    from rillflow.app.sweeps.places import jobs_of
+    from rillflow.app.sweeps.plan import load_sweep
+    from rillflow.app.sweeps.sweep import Sweep
+    from rillflow.app.sweeps.table import RunState, as_text
+
+    plan = load_sweep(arguments.sweep, arguments.algorithms)
+    with jobs_of(plan, arguments.typed) as jobs:
+        started = Sweep(plan, jobs, lambda line: print(visible(line), flush=True))
+        cases = started.table() if arguments.table else started.run()
+    print(visible(f"\n{as_text(cases)}\n\ntable: {plan.path / 'table.json'}, table.csv"))
+    failed = any(each.state is RunState.FAILED for case in cases for each in case.results)
+    return FAILED if failed else DONE
+
+
 def track(arguments: argparse.Namespace) -> int:
     """``rillflow track``: send what a run's trackers do not have; return 1 if something is left."""
     from rillflow.app.track import track as tracked

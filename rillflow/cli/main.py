@@ -259,6 +259,11 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
 
 
+def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("sweep", type=Path, metavar="FILE", help="a sweep's TOML file")
+    parser.add_argument("--table", action="store_true", help="show the table so far, and run nothing")
+
+
 def _track_arguments(parser: argparse.ArgumentParser) -> None:
     _report_arguments(parser)
     told = "wandb, tensorboard, mlflow or a name of your own; left out, the trackers of the run's recipe"
@@ -357,6 +362,11 @@ COMMANDS: Mapping[str, Command] = {
         help="show how long a run's ranks waited and for which stage; write the steps as a trace",
         run=commands.timeline,
         add_arguments=_timeline_arguments,
+    ),
+    "sweep": Command(
+        help="run a recipe over seeds and a small grid of settings, and rank the cases",
+        run=commands.sweep,
+        add_arguments=_sweep_arguments,
     ),
     "track": Command(
         help="send a run to Weights & Biases, TensorBoard, MLflow or a tracker of your own",

@@ -102,7 +102,7 @@ def serve(
     except Refused as refusal:
         answer({"type": "refused", "what": str(refusal)})
         return
-    call = partial(_called, function, Path(load["file"]), LOG_METRIC in _named(function))
+    call = partial(_called, function, Path(load["file"]), logs=LOG_METRIC in _named(function))
     for request in frames:
         answered = call(request) if cells is None else cells.call(call, request)
         answer({**answered, "number": request["number"]})
@@ -191,7 +191,7 @@ def _place(function: Callable[..., Any]) -> str:
     return f"({Path(plain.__code__.co_filename).name}, line {plain.__code__.co_firstlineno}) "
 
 
-def _called(function: Callable[..., Any], file: Path, logs: bool, request: Frame) -> Frame:
+def _called(function: Callable[..., Any], file: Path, request: Frame, *, logs: bool = False) -> Frame:
     """Call the function; ``logs`` says whether it takes ``log_metric``."""
     logged = Logged()
     try:

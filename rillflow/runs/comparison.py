@@ -77,15 +77,16 @@ class ComparedStep:
         return f"step {self.step}: {', '.join([*counts, found])}{left}"
 
 
-_CLOCKED = ("flight/lag/", "fused/", "gather/")
-"""First parts of the names of metrics that depend on the clock, whatever their unit."""
+_CLOCKED = ("flight/lag/", "fused/", "gather/", "reward_metrics/", "cost_metrics/", "rollout_metrics/")
+"""First parts of the names of metrics that depend on the clock, or on what a user's function logs."""
 
 
 def is_clocked(metric: str) -> bool:
     """Return whether a metric depends on the clock.
 
     The name of a measured time ends with its unit, seconds. ``flight/lag`` counts weights on their way,
-    ``fused`` has shares of measured seconds, and which rows move (``gather``) depends on when others end.
+    ``fused`` has shares of measured seconds, and which rows move (``gather``) depends on when others end. A
+    function may log anything, such as a time.
     """
     return metric.split("/")[-2:][0].endswith("_seconds") or metric.startswith(_CLOCKED)
 

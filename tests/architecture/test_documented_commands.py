@@ -121,6 +121,8 @@ LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "docs/design/models.md",
     "docs/design/parallel.md",
     "docs/design/streaming.md",
+    "docs/sweeps.md",
+    "docs/trackers.md",
     "plugins/merging/docs/merging.md",
     "plugins/planner/docs/commands.md",
 ]

@@ -120,7 +120,7 @@ def test_a_run_and_its_resume_are_one_run_of_the_tracker(
     written(tiny, name, settings)
     assert tiny.run("run") == 0
     assert tiny.run("run", "algorithm.steps=3") == 0
-    assert f"tracker {name}" not in capsys.readouterr().out
+    assert f"tracker {name}:" not in capsys.readouterr().out
     found = scalars(tiny.folder / "run")
     assert found[LOSS] == losses(tiny) and len(found[LOSS]) == 3
     names = {

@@ -30,7 +30,8 @@ SMALL = {
 FAILING = """
 from agent import right, solve as honest
 
-def solve(prompt, base_url, api_key):
+def solve(prompt, base_url, api_key, log_metric):
+    log_metric("first", int(prompt[0]))
     if prompt[0] in "6":
         raise ValueError(prompt)
     return honest(prompt, base_url, api_key)
@@ -54,6 +55,7 @@ def test_a_calculator_s_answer_is_in_the_row_and_learns_nothing(tmp_path: Path) 
     for each in metrics:
         assert each["mismatch/logprob_gap/max"] < 1e-4, "on-policy the ratio is 1"
         assert each["reward/score/mean"] > 0
+        assert 0 <= each["rollout_metrics/first/mean"] <= 9
     rows = [row for step in (1, 2) for row in read_rollouts(path, step)]
     assert len(rows) == 48
     called = failed = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from rillflow.cli.main import main
 from tests.flows.conftest import SUMS, Tiny
+from tests.flows.warm import Command
 
 TRACKER = '''
 import json, os, sys, time
@@ -85,7 +88,7 @@ def test_a_tracker_gets_what_the_run_directory_gets(
     tracked: Tiny, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert tracked.run("run", 'run.tags=["a", "b"]', "run.trackers.mine.samples=2") == 0
-    assert "tracker mine" not in capsys.readouterr().out
+    assert "tracker mine:" not in capsys.readouterr().out
     start, *logged, finish = calls(tracked)
     assert start == ["start", -1, {}, ["a", "b"], 1e-3] and finish == ["finish", "finished"]
     names = [(call[0], call[1], any("evaluation/" in name for name in call[2])) for call in logged]
@@ -119,7 +122,12 @@ def test_a_resumed_run_goes_on_in_the_same_tracker_run_and_no_step_is_doubled(tr
 
 @pytest.mark.parametrize(
     "trouble",
-    ["hang", "key", pytest.param("slow", marks=pytest.mark.slow), pytest.param("die", marks=pytest.mark.slow)],
+    [
+        "hang",
+        "key",
+        pytest.param("slow", marks=pytest.mark.slow),
+        pytest.param("die", marks=pytest.mark.slow),
+    ],
 )
 def test_a_tracker_in_trouble_costs_the_run_its_wait_at_most_and_track_sends_the_rest(
     tracked: Tiny, trouble: str, capsys: pytest.CaptureFixture[str]
@@ -153,6 +161,42 @@ def test_training_has_the_bits_of_a_run_without_trackers(tracked: Tiny) -> None:
     assert tracked.run("with") == 0
     assert tracked.run("without", "run.trackers=none") == 0
     tracked.assert_same("with", "without")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_ends_the_tracker_too(tracked: Tiny, number: signal.Signals) -> None:
+    trouble = "hang" if number is signal.SIGKILL else ""
+    settings = {"algorithm.steps": 500, "run.trackers.mine.trouble": trouble, "run.trackers.mine.wait_s": 2.0}
+    words = [f"--set={name}={value}" for name, value in settings.items()]
+    run = tracked.folder / "run"
+    command = Command(["run", str(tracked.recipe), "--dir", str(run), *words], tracked.folder / "said")
+    until = time.monotonic() + 120
+    while not (run / "metrics.jsonl").exists() or not calls(tracked):
+        assert time.monotonic() < until and command.poll() is None, command.said
+        time.sleep(0.05)
+    (tracker,) = [each for each in _children(command.pid) if "trackers.worker" in _words(each)]
+    os.kill(command.pid, number)
+    command.wait(120)
+    while Path(f"/proc/{tracker}").exists() and "trackers.worker" in _words(tracker):
+        assert time.monotonic() < until, "the tracker outlives its run"
+        time.sleep(0.1)
+    if number is signal.SIGINT:
+        assert calls(tracked)[-1] == ["finish", "stopped"]
+        steps = [call[1] for call in calls(tracked) if call[0] == "log" and "policy/loss/mean" in call[2]]
+        assert steps == [line["step"] for line in tracked.lines("run")]
+
+
+def _children(process: int) -> list[int]:
+    file = Path(f"/proc/{process}/task/{process}/children")
+    return [int(word) for word in file.read_text().split()]
+
+
+def _words(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 @pytest.mark.parametrize(

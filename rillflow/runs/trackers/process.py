@@ -25,8 +25,10 @@ from rillflow.errors import ConfigError, Interrupted, RunDirectoryError
 from rillflow.runs import layout
 from rillflow.runs.durable import writing
 from rillflow.runs.trackers.records import Position, RunRecords
-from rillflow.runs.trackers.tracker import End
-from rillflow.runs.trackers.worker import CANNOT, NOTHING_LEFT, Plan, Sent, state_file
+from rillflow.runs.trackers.tracker import End, TrackerError
+from rillflow.runs.trackers.worker import CANNOT, NOTHING_LEFT, Sent, TrackerPlan, state_file
+
+_QUIET_S = 3.0
 
 
 class TrackerProcess:
@@ -57,7 +59,7 @@ class TrackerProcess:
             folder.mkdir(exist_ok=True)
         control, self._control = os.pipe()
         self._status, status = os.pipe()
-        plan = Plan(
+        plan = TrackerPlan(
             run=str(run.absolute()),
             name=name,
             settings=settings,
@@ -95,6 +97,12 @@ class TrackerProcess:
         with contextlib.suppress(OSError):  # it has ended
             os.write(self._control, f"{state}\n".encode())
 
+    def ends_within(self, limit_s: float) -> bool:
+        """Wait for the end of the process, and return whether it has ended."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+        return self._process.returncode is not None
+
     def wait(self, limit_s: float | None) -> int:
         """Wait for the end of the process, then kill it with everything that it started; return its code."""
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -109,7 +117,10 @@ class TrackerProcess:
 
     def left(self) -> str:
         """Return what the tracker does not have, in words; empty if it has everything."""
-        position = Sent.read(state_file(self._run, self.name), self._settings).position
+        try:
+            position = position_of(self._run, self.name, self._settings)
+        except TrackerError:
+            return "all records"
         steps = [each.step for each in RunRecords(self._run).new(position) if each.set is None]
         evaluations = [each for each in RunRecords(self._run).new(position) if each.set is not None]
         parts = [f"{len(steps)} steps"] if steps else []
@@ -154,6 +165,8 @@ class Trackers:
         began, killed = time.monotonic(), False
         for each in self._processes:
             try:
+                if not (killed or each.ends_within(min(_QUIET_S, each.wait_s))):
+                    self._say(f"waiting for the tracker {each.name}, {each.wait_s:g} s at most")
                 spent_s = time.monotonic() - began
                 code = each.wait(0.0 if killed else max(0.0, each.wait_s - spent_s))
             except KeyboardInterrupt:  # a signal during the wait: nothing is left to wait for

@@ -25,13 +25,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
-from rillflow.errors import RillflowError
+from rillflow.errors import RillflowError, RunDirectoryError
 from rillflow.runs import layout
 from rillflow.runs.json_lines import JSON, encode, read_json
 from rillflow.runs.lock import Lock
@@ -52,7 +52,7 @@ _LONGEST_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class TrackerPlan:
     """What a worker is told on its command line."""
 
     run: str
@@ -92,15 +92,27 @@ class Sent:
 
     @classmethod
     def read(cls, file: Path, settings: Mapping[str, Any]) -> Sent:
-        """Return what was sent with these settings; nothing if they have changed."""
-        settings = {name: value for name, value in settings.items() if name != "wait_s"}
+        """Return what was sent with these settings; nothing if they have changed.
+
+        Raises:
+            TrackerError: the file is damaged.
+        """
+        common = TrackerConfig.model_fields
+        settings = {name: value for name, value in settings.items() if name not in common}
         if not file.exists():
             return cls(settings=settings)
-        found = cast(Mapping[str, Any], read_json(file))
-        if found.get("settings") != json.loads(json.dumps(settings)):
-            return cls(settings=settings)
-        position = Position(**found["position"])
-        return cls(settings=settings, kept=found["kept"], position=position, state=found["state"])
+        try:
+            found = cast(Mapping[str, Any], read_json(file))
+            if found["settings"] != json.loads(json.dumps(settings)):
+                return cls(settings=settings)
+            position = Position(**found["position"])
+            return cls(settings=settings, kept=found["kept"], position=position, state=found["state"])
+        except (RunDirectoryError, KeyError, TypeError) as error:
+            raise TrackerError(
+                f"{file} is damaged",
+                why=f"{type(error).__name__}: {error}",
+                fix="remove it: the tracker then gets a new run with all steps",
+            ) from None
 
     def write(self, file: Path) -> None:
         """Replace the file."""
@@ -112,7 +124,7 @@ class Sent:
 class Control(threading.Thread):
     """Thread that waits for the driver's word."""
 
-    def __init__(self, plan: Plan, wait_s: float) -> None:
+    def __init__(self, plan: TrackerPlan, wait_s: float) -> None:
         super().__init__(daemon=True)
         self._plan, self._wait_s = plan, wait_s
         self.ended = threading.Event()
@@ -122,19 +134,18 @@ class Control(threading.Thread):
 
     def run(self) -> None:
         """Wait for the word, keep the log short, and kill a hanging process whose driver died."""
-        deadline, word = float("inf"), b""
+        deadline, word, is_open = float("inf"), b"", True
         while time.monotonic() < deadline:
-            ready, _, _ = select.select([] if self.ended.is_set() else [self._plan.control], [], [], 1.0)
+            ready, _, _ = select.select([self._plan.control] if is_open else [], [], [], 1.0)
             if ready:
                 piece = os.read(self._plan.control, 64)
-                word += piece
-                if not piece:
-                    deadline = time.monotonic() + self._wait_s + 1.0
-                    self.ended.set()
-                elif word.endswith(b"\n"):
+                word, is_open = word + piece, bool(piece)
+                if word.endswith(b"\n"):
                     self.state = cast(End, word.decode().strip())
                     self.ended.set()
-                    deadline = float("inf") if self._plan.is_export else time.monotonic() + self._wait_s + 1.0
+                if not is_open:
+                    deadline = time.monotonic() + self._wait_s
+                    self.ended.set()
             with contextlib.suppress(OSError):
                 if os.fstat(1).st_size > LOG_BYTES:
                     os.ftruncate(1, 0)
@@ -144,11 +155,11 @@ class Control(threading.Thread):
 class Worker:
     """Sends the records of a run to its tracker."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: TrackerPlan) -> None:
         self._plan = plan
         self._run = Path(plan.run)
         self._file = state_file(self._run, plan.name)
-        self._sent = Sent.read(self._file, plan.settings)
+        self._sent = Sent(settings=plan.settings)
         self._records = RunRecords(self._run)
         self._control = Control(plan, plan.common.wait_s)
         self._tracker: Tracker | None = None
@@ -178,9 +189,10 @@ class Worker:
                 if self._plan.is_export:
                     return SOME_LEFT
                 pause_s = min(_LONGEST_PAUSE_S, max(1.0, 2 * pause_s))
-            self._control.ended.wait(max(_LOOK_S, pause_s))
             if is_last:
-                time.sleep(pause_s)  # the driver has said its word: nothing else ends the pause
+                time.sleep(pause_s)
+            else:
+                self._control.ended.wait(max(_LOOK_S, pause_s))
 
     def _send(self) -> None:
         """Send what is new."""
@@ -200,6 +212,7 @@ class Worker:
         if self._tracker is not None:
             return self._tracker
         self._lock = self._lock or Lock(self._file.with_suffix(".lock"))
+        self._sent = Sent.read(self._file, self._plan.settings)
         tracker = tracker_class(self._plan.name, self._plan.settings, Path(self._plan.base))
         self._sent.kept = dict(tracker.start(self._described()))
         self._sent.state = "running"
@@ -284,25 +297,17 @@ def state_file(run: Path, name: str) -> Path:
     return run / layout.TRACKERS / f"{name}.json"
 
 
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Leave Ctrl-C and SIGTERM to the driver, and the processor to training."""
+def main(plan: str) -> int:
+    """Run the worker of a plan in JSON; leave signals to the driver, and the processor to training."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(10)
-    yield
-
-
-def main(words: list[str], made: Callable[[Plan], Worker] = Worker) -> int:
-    """Run the worker of a plan in JSON."""
-    plan = Plan(**json.loads(words[0]))
-    with _undisturbed():
-        return made(plan).run()
+    return Worker(TrackerPlan(**json.loads(plan))).run()
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    code = main(sys.argv[1])
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     os._exit(code)  # threads of a tracker must not hold the end

@@ -126,6 +126,8 @@ def test_metrics_in_seconds_are_those_of_a_clock() -> None:
     assert {name for name in known if is_clocked(name)} == {
         name
         for name, told in known.items()
-        if "seconds" in told or name == "flight/lag/max" or name.startswith("gather/")
+        if "seconds" in told
+        or name == "flight/lag/max"
+        or name.startswith(("gather/", "reward_metrics/", "cost_metrics/", "rollout_metrics/"))
     }
     assert len(known) > 50
