@@ -1,6 +1,6 @@
-"""Write word problems in the form of GSM8K to ``problems/``: small sums, worked out, with the answer after ####.
+"""Write word problems in the form of GSM8K to ``problems/``: small sums, worked out, the answer after ####.
 
-    python recipes/gsm8k/make_problems.py
+python recipes/gsm8k/make_problems.py
 """
 
 from __future__ import annotations
