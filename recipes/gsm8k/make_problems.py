@@ -1,6 +1,8 @@
 """Write word problems in the form of GSM8K to ``problems/``: small sums, worked out, the answer after ####.
 
-python recipes/gsm8k/make_problems.py
+The files have the columns of GSM8K. Run it from the root of the repository:
+
+    python recipes/gsm8k/make_problems.py
 """
 
 from __future__ import annotations
