@@ -348,7 +348,7 @@ def _with_different_names(functions: Sequence[FunctionPath]) -> Sequence[Functio
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise RewardError(
-            f"the rewards have the names {', '.join(names)}",
+            f"the rewards have the names {names}",
             why="metrics record each reward by its name",
             fix=f"rename one of the functions {twice!r}",
         )

@@ -86,10 +86,8 @@ def train(
     base = Path() if isinstance(recipe, Mapping) else Path(recipe).parent
     if prompts is not None:
         over["task.source"] = GIVEN if rows is not None else _relative(str(prompts), base)
-    functions: tuple[FunctionPath, ...] = ()
-    if reward is not None:
-        named, functions = _rewards(reward, base)
-        over |= named
+    named, functions = _rewards(reward, base)
+    over |= named
     _require_callable(callbacks)
     if dir is not None:
         over["run.dir"] = str(dir)
@@ -140,9 +138,11 @@ def _relative(named: str, base: Path) -> str:
 
 def _rewards(reward: Any, base: Path) -> tuple[dict[str, Any], tuple[FunctionPath, ...]]:
     """Return the settings of the rewards that a recipe can name, and the functions."""
+    if reward is None:
+        return {}, ()
     several = reward if isinstance(reward, list | tuple) else [reward]
     if not several:
-        raise RewardError("the rewards are []", why="a run needs at least one reward", fix="give a function")
+        raise RewardError("the rewards have the names []", why="a run needs at least one reward", fix="give a function")
     named, functions = dict[str, float](), list[FunctionPath]()
     for each in several:
         function, weight = each if isinstance(each, tuple) else (each, 1.0)

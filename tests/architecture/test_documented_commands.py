@@ -125,6 +125,8 @@ LONGER = [f"recipes/{name}/README.md" for name in (*ALIKE, *ELSEWHERE)] + [
     "docs/trackers.md",
     "plugins/merging/docs/merging.md",
     "plugins/planner/docs/commands.md",
+    "recipes/chat_preference/README.md",
+    "recipes/sft/README.md",
 ]
 """Pages whose commands run with the slow tests.
 

@@ -16,12 +16,14 @@ import pytest
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("math_verify")
 
+from rillflow.app.recipe import load_recipe  # noqa: E402
 from rillflow.errors import DataError  # noqa: E402
 from rillflow.rewards.config import RewardConfig  # noqa: E402
 from rillflow.rewards.function import parse_function  # noqa: E402
 from rillflow.rewards.outcome import Outcome, Score  # noqa: E402
 from rillflow.rewards.workers import RewardWorkers  # noqa: E402
 from rillflow.tasks.config import TaskConfig  # noqa: E402
+from rillflow.tasks.example import Example  # noqa: E402
 from rillflow.tasks.kinds import PROMPTS  # noqa: E402
 from rillflow.tasks.task import Task, open_task, read_sets  # noqa: E402
 
@@ -225,3 +227,61 @@ def test_a_recipe_trains_on_a_data_set_with_math_verify(directory: Path) -> None
     assert done.returncode == 0, done.stderr
     (line,) = (run / "evaluations.jsonl").read_text().splitlines()[-1:]
     assert re.search(r'"count": ?2', line)
+
+
+# ---- the recipes for data of the hub, on directories of the same shape
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+CHAT = [{"role": "user", "content": "Hi"}]
+SHAPES: dict[str, dict[str, Any]] = {
+    "gsm8k/run.toml": {"question": "6 * 7?", "answer": "6 * 7 = 42\n#### 42"},
+    "sft/gsm8k.toml": {"question": "6 * 7?", "answer": "6 * 7 = 42\n#### 42"},
+    "code/mbpp.toml": {
+        "task_id": 1,
+        "text": "Add two numbers.",
+        "code": "def add(a, b):\r\n  return a + b",
+        "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
+        "test_setup_code": "",
+        "challenge_test_list": [],
+    },
+    "chat_preference/run.toml": {
+        "chosen": [*CHAT, {"role": "assistant", "content": "Hello!"}],
+        "rejected": [*CHAT, {"role": "assistant", "content": "What?"}],
+        "score_chosen": 8.5,
+        "score_rejected": 3.0,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_recipe_reads_data_of_the_shape_of_its_data_set(name: str, tmp_path: Path) -> None:
+    row = SHAPES[name]
+    for split in ("train", "test"):
+        given = [{**row, **{key: f"{row[key]} {split}" for key in row if key in ("question", "text")}}]
+        datasets.Dataset.from_list(given).to_parquet(tmp_path / "data" / f"{split}.parquet")
+    settings = {"task.source": "hf:data", "task.held_out_source": "hf:data:test"}
+    recipe = load_recipe(RECIPES / name, settings).recipe
+    held_out = recipe.chosen.data if recipe.chosen.score is not None else PROMPTS
+    config = recipe.task
+    if name == "chat_preference/run.toml":
+        config = config.model_copy(update={"held_out_source": None, "held_out": 0})
+    task = open_task(config, held_out, base=tmp_path, seed=0)
+    (example,) = task.train
+    if name == "code/mbpp.toml":
+        assert example.prompt[-1]["content"] == (  # type: ignore[index]
+            "Add two numbers. train\nYour code should pass these tests:\n"
+            "assert add(1, 2) == 3\nassert add(0, 0) == 0"
+        )
+        right = f"```python\n{row['code']}\n```"
+        assert _score("code-tests", right, example).value == 1.0
+    elif name == "chat_preference/run.toml":
+        assert (list(example.prompt), example.answers) == (CHAT, ("Hello!", "What?"))
+    else:
+        assert _score("math-verify", "So it is 42.", example).value == 1.0
+
+
+def _score(function: str, completion: str, example: Example) -> Score:
+    columns = {column: [value] for column, value in example.columns.items()}
+    with RewardWorkers(parse_function(function, Path()), RewardConfig(timeout_s=60)) as workers:
+        (score,) = workers.score([""], [completion], columns)
+    return score

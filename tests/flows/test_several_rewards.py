@@ -154,5 +154,5 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path, settings: dict[str, 
 
 def test_two_rewards_of_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text(REWARDS)
-    with pytest.raises(RewardError, match="the rewards have the names odd, odd"):
+    with pytest.raises(RewardError, match=r"the rewards have the names \['odd', 'odd'\]"):
         train(tmp_path, **{"reward.functions": {"rewards.py:odd": 1.0, "more.py:odd": 1.0}})
