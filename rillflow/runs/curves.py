@@ -11,16 +11,17 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from rillflow.errors import RunDirectoryError
-from rillflow.records.metrics import Histogram, merge_metrics
+from rillflow.records.metrics import Histogram, Max, Mean, Metric, Metrics, Min, Sum
 from rillflow.runs import layout
 from rillflow.runs.following import FollowedFile
 from rillflow.runs.json_lines import JSON, restored
@@ -32,6 +33,8 @@ TOKENS = "rollout/tokens/sum"
 """Metric that the axis of tokens adds up."""
 _VALUES = ("mean", "sum", "max", "min", "variance", "largest_share")
 """Fields that hold a metric's value; the name is its reduction."""
+LARGEST = 2**53
+"""Whole numbers beyond this are damage."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,12 +85,34 @@ class Curve:
         )
 
 
+class StepMetrics(NamedTuple):
+    """Some metrics of one step."""
+
+    step: int
+    """The step."""
+    metrics: Metrics
+    """Metrics by name."""
+
+
 class _Column:
     """Values of one metric, with the index of the step of each."""
 
     def __init__(self, reduction: str) -> None:
         self.reduction = reduction
         self.rows, self.values, self.weights = array("i"), array("d"), array("d")
+
+
+class _Histograms:
+    """Counts of one histogram, with the index of the step of each."""
+
+    def __init__(self, edges: Sequence[float]) -> None:
+        self.edges = tuple(edges)
+        self.rows, self.counts = array("i"), array("q")
+
+    def merged(self, start: int, stop: int) -> Histogram:
+        width = len(self.edges) + 1
+        counts = np.array(self.counts[start * width : stop * width]).reshape(-1, width).sum(0)
+        return Histogram(edges=self.edges, counts=tuple(counts.tolist()))
 
 
 class MetricColumns:
@@ -106,7 +131,7 @@ class MetricColumns:
     def _clear(self) -> None:
         self._steps, self._seconds = array("q"), array("d")
         self._columns: dict[str, _Column] = {}
-        self._histograms: dict[str, tuple[array[int], list[Histogram]]] = {}
+        self._histograms: dict[str, _Histograms] = {}
         self.offsets = array("q")
         """Offset of each step's line in metrics.jsonl."""
         self.phases: list[tuple[str, int]] = []
@@ -123,7 +148,7 @@ class MetricColumns:
         for line in self._file.new_lines():
             problem = self._add(line.text, line.offset)
             if problem:
-                self.damaged.append(_refusal(self._file.path, line.offset, line.text, problem))
+                self.damaged.append(line.refusal(self._file.path, problem))
         return is_rewound or self._file.offset != before
 
     def __len__(self) -> int:
@@ -143,7 +168,7 @@ class MetricColumns:
     def names(self) -> Mapping[str, str]:
         """Reduction of each metric by name, in the order in which they first appeared."""
         plain = {name: column.reduction for name, column in self._columns.items()}
-        return {**plain, **{name: "histogram" for name in self._histograms}}
+        return {**plain, **dict.fromkeys(self._histograms, "histogram")}
 
     def last(self, name: str) -> float | None:
         """Return the last value of a metric, or None if no step has it."""
@@ -175,14 +200,38 @@ class MetricColumns:
         sampled[np.array(column.rows, dtype=np.int64)] = np.nan_to_num(np.array(column.values))
         return np.cumsum(sampled)
 
+    def phase_rows(self) -> list[tuple[str, range]]:
+        """Return the name of each phase, and the indices of its steps."""
+        stops = [*(first for _, first in self.phases[1:]), len(self)]
+        return [(name, range(first, stop)) for (name, first), stop in zip(self.phases, stops, strict=False)]
+
+    def records(self, names: Sequence[str], phase: str | None = None) -> Iterator[StepMetrics]:
+        """Yield every step with those of its metrics that are named, as records; of one phase or of all.
+
+        Metrics with another reduction than a mean, sum, maximum or minimum are left out.
+        """
+        found = [(name, self._columns[name]) for name in names if name in self._columns]
+        found = [(name, column) for name, column in found if column.reduction in _RECORDS]
+        places = [0] * len(found)
+        for own, rows in self.phase_rows():
+            for row in rows:
+                metrics = dict[str, Metric]()
+                for number, (name, column) in enumerate(found):
+                    place = places[number]
+                    if place < len(column.rows) and column.rows[place] == row:
+                        places[number] += 1
+                        record = _RECORDS[column.reduction]
+                        metrics[name] = record(column.values[place], column.weights[place])
+                if phase in (None, own):
+                    yield StepMetrics(self._steps[row], metrics)
+
     def histograms(self, name: str, parts: int) -> Iterator[tuple[int, Histogram]]:
         """Yield at most ``parts`` histograms of a metric with their first step; neighbours are added up."""
-        rows, found = self._histograms[name]
-        starts = np.unique(np.linspace(0, len(found), min(parts, len(found)) + 1).astype(int)).tolist()
-        for start, stop in zip(starts, starts[1:], strict=False):
-            merged = merge_metrics({name: each} for each in found[start:stop])[name]
-            assert isinstance(merged, Histogram)
-            yield self._steps[rows[start]], merged
+        column = self._histograms[name]
+        count = len(column.rows)
+        starts = np.unique(np.linspace(0, count, min(parts, count) + 1).astype(int)).tolist()
+        for start, stop in pairwise(starts):
+            yield self._steps[column.rows[start]], column.merged(start, stop)
 
     def _phase_of(self) -> npt.NDArray[np.int64]:
         starts = [first for _, first in self.phases]
@@ -199,12 +248,14 @@ class MetricColumns:
                 pass
             case _:
                 return "has no step, phase, time_s and metrics"
+        if abs(step) > LARGEST:
+            return f"has step {step}"
         if "notes" in found:
             found = restored(found)
         metrics, time_s = found["metrics"], found["time_s"]
         row = len(self._steps)
         self._steps.append(step)
-        self._seconds.append(float(time_s) if isinstance(time_s, int | float) else math.nan)
+        self._seconds.append(_real(time_s))
         self.offsets.append(offset)
         if not self.phases or self.phases[-1][0] != phase:
             self.phases.append((phase, row))
@@ -216,37 +267,46 @@ class MetricColumns:
             return False
         for reduction in _VALUES:
             if reduction in parts:
-                value, count = parts[reduction], parts.get("count")
+                value = parts[reduction]
+                if isinstance(value, str | list | dict):
+                    return False
                 column = self._columns.get(name)
                 if column is None:
                     column = self._columns[name] = _Column(reduction)
-                if isinstance(value, str | list | dict):
-                    return False
                 column.rows.append(row)
-                column.values.append(math.nan if value is None else value)
-                column.weights.append(count if isinstance(count, int | float) else math.nan)
+                column.values.append(_real(value))
+                column.weights.append(_real(parts.get("count")))
                 return True
+        return self._add_histogram(name, parts, row)
+
+    def _add_histogram(self, name: str, parts: Mapping[str, JSON], row: int) -> bool:
         match parts:
             case {"histogram": [*counts], "edges": [*edges]} if len(counts) == len(edges) + 1:
-                rows, found = self._histograms.setdefault(name, (array("i"), []))
-                rows.append(row)
-                found.append(Histogram(edges=tuple(edges), counts=tuple(counts)))
+                found = self._histograms.setdefault(name, _Histograms([_real(edge) for edge in edges]))
+                if list(found.edges) == edges and all(0 <= _real(count) < LARGEST for count in counts):
+                    found.rows.append(row)
+                    found.counts.extend(int(_real(count)) for count in counts)
                 return True
         return False
 
 
+def _real(value: object) -> float:
+    """Return a number of a line as a float, NaN if it is none."""
+    try:
+        return float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return math.nan
+
+
 _NONE = _Column("")
-
-
-def _refusal(path: Path, offset: int, text: bytes, problem: str) -> RunDirectoryError:
-    shown = text[:60].decode("utf-8", "replace").rstrip("\n")
-    return RunDirectoryError(
-        f"{path}: the line at byte {offset} {problem}: {shown!r}",
-        why="a crash can only cut off the last line; another program changed this one",
-        fix="remove the line, or restore the file",
-    )
+_RECORDS: Mapping[str, Callable[[float, float], Metric]] = {
+    "mean": lambda value, weight: Mean(total=value * weight if weight else 0.0, count=weight),
+    "sum": lambda value, _: Sum(value=value),
+    "max": lambda value, _: Max(value=value),
+    "min": lambda value, _: Min(value=value),
+}
 
 
 def plain(values: Sequence[float] | Floats) -> list[float | None]:
-    """Return numbers as JSON has them: None for NaN and infinity, 6 significant digits."""
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in np.asarray(values).tolist()]
+    """Return numbers as JSON has them: None for NaN and infinity, 8 significant digits."""
+    return [float(f"{value:.8g}") if math.isfinite(value) else None for value in np.asarray(values).tolist()]

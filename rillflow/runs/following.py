@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rillflow.errors import RunDirectoryError
+
 CHUNK_BYTES = 2**22
 """Bytes that one read takes."""
 _COMPARED_BYTES = 64
@@ -24,8 +26,19 @@ class FollowedLine:
 
     offset: int
     """Offset of its first byte in the file."""
+    number: int
+    """Line number, from 1."""
     text: bytes
     """Content with the newline."""
+
+    def refusal(self, path: Path, problem: str) -> RunDirectoryError:
+        """Return the error for a line of a file that is no record."""
+        shown = self.text[:60].decode("utf-8", "replace").rstrip("\n")
+        return RunDirectoryError(
+            f"{path} line {self.number} {problem}: {shown!r}",
+            why="a crash can only cut off the last line; another program changed this one",
+            fix="remove the line, or restore the file",
+        )
 
 
 class FollowedFile:
@@ -44,6 +57,8 @@ class FollowedFile:
         """Path of the file."""
         self.offset = 0
         """Bytes that were returned as lines."""
+        self.num_lines = 0
+        """Lines that were returned."""
         self._inode = 0
         self._before = b""
 
@@ -59,7 +74,7 @@ class FollowedFile:
         self._inode = inode
         if is_same:
             return False
-        self.offset, self._before = 0, b""
+        self.offset, self.num_lines, self._before = 0, 0, b""
         return True
 
     def new_lines(self) -> Iterator[FollowedLine]:
@@ -77,7 +92,8 @@ class FollowedFile:
                 if not newline:
                     continue
                 for text in whole.split(b"\n"):
-                    line = FollowedLine(offset=self.offset, text=text + b"\n")
+                    self.num_lines += 1
+                    line = FollowedLine(offset=self.offset, number=self.num_lines, text=text + b"\n")
                     self.offset += len(line.text)
                     self._before = line.text[-_COMPARED_BYTES:]
                     yield line

@@ -23,8 +23,8 @@ from rillflow.errors import RunDirectoryError
 from rillflow.records.row import RowId
 from rillflow.runs.json_lines import JSON
 
-_NAMES = {"sampler_logprobs": "logprobs", "rewards": "reward", "costs": "cost", "advantages": "advantage"}
-_NAMES |= {"penalised": "penalised_reward"}
+NAMES = {"sampler_logprobs": "logprobs", "rewards": "reward", "costs": "cost", "advantages": "advantage"}
+NAMES |= {"penalised": "penalised_reward"}
 """Names of columns for readers, by their name in the file."""
 
 
@@ -87,11 +87,11 @@ def read_columns(files: Sequence[Path]) -> dict[str, list[Any]]:
         if "tokens" in part:
             here, before = range(before, before + len(rows)), before + len(rows)
         for name, values in part.items():
-            column = columns.setdefault(_NAMES.get(name, name), [None] * len(ids))
+            column = columns.setdefault(NAMES.get(name, name), [None] * len(ids))
             for place, value in zip(here, values, strict=True):
                 if place is not None:
                     column[place] = value
-    return _spoken(columns)
+    return spoken_columns(columns)
 
 
 def rollout_records(columns: Mapping[str, Sequence[Any]], texts: Sequence[str]) -> list[RolloutRecord]:
@@ -129,7 +129,7 @@ def _part(file: Path) -> dict[str, list[Any]]:
     return found
 
 
-def _spoken(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def spoken_columns(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Prepare columns for readers: decode JSON, and set None for a row without a score."""
     if "columns" in columns:
         opened = [json.loads(text) for text in columns["columns"]]

@@ -1,6 +1,6 @@
 """RunData: all data of a run that the views show, read once.
 
-metrics.jsonl ─> steps, phases     spans.jsonl ─> spans     evaluations.jsonl ─> evaluations
+metrics.jsonl ─> curves, phases     spans.jsonl ─> stages     evaluations.jsonl ─> evaluations
 passes.jsonl ─> passes
 config.json, environment.json ─> settings and machine
 """
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import attrgetter
+from functools import cached_property
 from pathlib import Path
 
 from rillflow.runs import layout, reader
@@ -18,6 +17,7 @@ from rillflow.runs.curves import MetricColumns
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.passes import PassesRecord, read_passes
 from rillflow.runs.reader import EvaluationRecord, MetricsRecord, SpanRecord
+from rillflow.runs.span_columns import SpanColumns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,9 @@ class RunData:
     """The resolved config."""
     starts: Sequence[Mapping[str, JSON]]
     """Environment of each start of the run."""
-    steps: Sequence[MetricsRecord]
-    """Metrics of every step."""
     curves: MetricColumns
-    """The same metrics as columns."""
-    spans: Sequence[SpanRecord]
+    """Metrics of every step."""
+    stages: SpanColumns
     """Spans of every stage and step."""
     passes: Sequence[PassesRecord] = ()
     """Recorded passes of pipelines."""
@@ -71,6 +69,16 @@ class RunData:
                 return None
             value = value[part]
         return value
+
+    @cached_property
+    def steps(self) -> Sequence[MetricsRecord]:
+        """Metrics of every step as records, read at the first use; ``curves`` takes less memory and time."""
+        return reader.read_metrics(self.path)
+
+    @cached_property
+    def spans(self) -> Sequence[SpanRecord]:
+        """Spans as records, read at the first use; ``stages`` takes less memory and time."""
+        return reader.read_spans(self.path)
 
     @property
     def changes(self) -> list[str]:
@@ -102,32 +110,32 @@ def load(run: Path) -> RunData:
         RunDirectoryError: it is not a run directory, or one of its files is damaged.
     """
     config = reader.read_config(run)
-    steps, every = reader.read_metrics(run), reader.read_every_evaluation(run)
+    every, curves, stages = reader.read_every_evaluation(run), MetricColumns(run), SpanColumns(run)
+    for columns in (curves, stages):
+        columns.update()
+        if columns.damaged:
+            raise columns.damaged[0]
     names = dict.fromkeys(each.set for each in every if each.set)
-    curves = MetricColumns(run)
-    curves.update()
     return RunData(
         path=run,
         config=config,
         starts=reader.read_starts(run),
-        steps=steps,
         curves=curves,
-        spans=reader.read_spans(run),
+        stages=stages,
         passes=read_passes(run),
         evaluations=[each for each in every if not each.set],
         sets={name: [each for each in every if each.set == name] for name in names},
-        phases=_phases(steps),
+        phases=phases_of(curves),
         is_finished=(run / layout.FINISHED).is_file(),
     )
 
 
-def _phases(steps: Sequence[MetricsRecord]) -> list[PhaseSpan]:
+def phases_of(curves: MetricColumns) -> list[PhaseSpan]:
+    """Return the phases of a run's metrics in order."""
     phases, end_s = list[PhaseSpan](), 0.0
-    for name, records in groupby(steps, key=attrgetter("phase")):
-        own = list(records)
-        first, last = own[0], own[-1]
-        phases.append(
-            PhaseSpan(name=name, first=first.step, last=last.step, start_s=end_s, end_s=last.time_s)
-        )
-        end_s = last.time_s
+    steps, seconds = curves.steps, curves.seconds
+    for name, rows in curves.phase_rows():
+        first, last, last_s = int(steps[rows[0]]), int(steps[rows[-1]]), float(seconds[rows[-1]])
+        phases.append(PhaseSpan(name=name, first=first, last=last, start_s=end_s, end_s=last_s))
+        end_s = last_s
     return phases

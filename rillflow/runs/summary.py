@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rillflow.runs import layout
+from rillflow.runs import layout, sampler_gap, uniform_rewards
 from rillflow.runs.formatting import duration
 from rillflow.runs.json_lines import JSON
 from rillflow.runs.layout import kept_steps
@@ -155,21 +155,22 @@ def warnings_of(data: RunData) -> tuple[str, ...]:
     """Return the longest run of steps without a training signal for each reason, the first steps of a phase
     with a distant sampler, and missing rollouts.
     """
-    found = sorted(
-        streaks([(step.step, step.metrics) for step in data.steps]), key=lambda one: one.first - one.last
-    )
-    longest = {streak.why: streak.text for streak in reversed(found)}
-    phases = dict.fromkeys(step.phase for step in data.steps)
-    of_phase = ([(one.step, one.metrics) for one in data.steps if one.phase == name] for name in phases)
-    return (*longest.values(), *filter(None, map(gap_warning, of_phase)), *_gone(data))
+    curves = data.curves
+    lessons = streaks(curves.records((uniform_rewards.SHARE, uniform_rewards.LOW, uniform_rewards.HIGH)))
+    longest = {one.why: one.text for one in sorted(lessons, key=lambda one: one.last - one.first)}
+    phases = dict.fromkeys(name for name, _ in curves.phases)
+    gaps = [gap_warning(curves.records([sampler_gap.KL], name)) for name in phases]
+    return (*longest.values(), *filter(None, gaps), *_gone(data))
 
 
 def _gone(data: RunData) -> list[str]:
     """Return a warning that names steps that sampled rows but whose rollout file is missing."""
     there = layout.rollout_files(data.path)
     every = data.setting("run.rollouts_every")
-    due = [one for one in data.steps if not isinstance(every, int) or (every and one.step % every == 0)]
-    gone = [one.step for one in due if "rollout/length/mean" in one.metrics and one.step not in there]
+    due = data.curves.curve("rollout/length/mean").x.astype(int).tolist()
+    if isinstance(every, int):
+        due = [step for step in due if every and step % every == 0]
+    gone = [step for step in due if step not in there]
     few = ", ".join(map(str, gone[:5])) + (" ..." if len(gone) > 5 else "")
     return [f"the rollout files of {len(gone):,} steps are missing: {few}"] if gone else []
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from rillflow.records.metrics import Metrics
 
+SHARE, LOW, HIGH = "reward/score/share", "reward/score/min", "reward/score/max"
+"""Metrics that are read."""
 IN_A_ROW = 3
 """Number of consecutive steps without a training signal that is reported."""
 
@@ -39,12 +41,12 @@ def without_lesson(metrics: Metrics) -> str | None:
 
     None if two rewards differ or nothing was scored.
     """
-    share = metrics.get("reward/score/share")
+    share = metrics.get(SHARE)
     if share is None:
         return None
     if share.value == 0:
         return "no answer has a reward"
-    low, high = metrics.get("reward/score/min"), metrics.get("reward/score/max")
+    low, high = metrics.get(LOW), metrics.get(HIGH)
     if low is None or high is None or low.value != high.value:
         return None
     return f"every reward is {high.value:g}"

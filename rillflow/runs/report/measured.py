@@ -256,7 +256,7 @@ def measured(data: RunData, first: int | None = None, last: int | None = None) -
     Raises:
         RunDirectoryError: the run has no span, or a named step has none.
     """
-    known = sorted({span.step for span in data.spans})
+    known = data.stages.steps.tolist()
     if not known:
         raise RunDirectoryError(
             f"{data.path} has no spans, so no stage has a time",
@@ -273,7 +273,7 @@ def measured(data: RunData, first: int | None = None, last: int | None = None) -
                 why=f"the run has spans of steps {known[0]} to {known[-1]}",
                 fix=f"name steps in this range, such as --steps {max(known[0], known[-1] - 3)}-{known[-1]}",
             )
-    works = works_of(data.spans)
+    works = works_of(data.stages.around(low, high))
     inside = [work for work in works if low <= work.step <= high]
     start_s, end_s = min(work.start_s for work in inside), max(work.end_s for work in inside)
     return Measured(
@@ -283,14 +283,14 @@ def measured(data: RunData, first: int | None = None, last: int | None = None) -
         end_s=end_s,
         works=[work for work in works if work.start_s < end_s and work.end_s > start_s],
         waits=waits_of(works, start_s, end_s),
-        is_inputs=any(span.after for span in data.spans),
+        is_inputs=data.stages.has_inputs,
         passes=[record for record in data.passes if low <= record.step <= high],
     )
 
 
 def last_steps(data: RunData, count: int) -> Measured:
     """Return the last ``count`` steps of a run, at most back to the start of its last phase."""
-    last = max(span.step for span in data.spans)
+    last = int(data.stages.steps[-1])
     begun = data.phases[-1].first if data.phases else 1
     return measured(data, max(min(begun, last), last - count + 1), last)
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
 from rillflow.placement.plan import Predicted, open_plan
-from rillflow.records.metrics import Mean
 from rillflow.runs import layout
 from rillflow.runs.formatting import columns, seconds
 from rillflow.runs.report.html import Html, card, el, table
@@ -79,8 +80,9 @@ def stage_medians(data: RunData, first: int, last: int) -> Mapping[str, float]:
 
 def steps_s(data: RunData, first: int, last: int) -> list[float]:
     """Return the seconds of each of steps ``first`` to ``last``, or a single 0 if none was recorded."""
-    found = [one.metrics.get("run/step_seconds/mean") for one in data.steps if first <= one.step <= last]
-    return [one.total / one.count for one in found if isinstance(one, Mean) and one.count] or [0.0]
+    taken = data.curves.curve("run/step_seconds/mean")
+    inside = (taken.x >= first) & (taken.x <= last) & np.isfinite(taken.y)
+    return taken.y[inside].tolist() or [0.0]
 
 
 def render_comparison(found: Comparison) -> str:

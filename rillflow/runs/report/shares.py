@@ -7,17 +7,15 @@ metrics reward/OUTCOME/share ─> rows by outcome; a failure is not a reward of 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
 
-from rillflow.records.metrics import Mean
+import numpy as np
+
 from rillflow.runs.formatting import duration, number
-from rillflow.runs.reader import SpanRecord
 from rillflow.runs.report.html import COLOURS, Html, card, el, share_bar, table
-from rillflow.runs.report.measured import covered
 from rillflow.runs.run_data import PhaseSpan, RunData
+from rillflow.runs.span_columns import covered_s
 
 REST = "evaluation, checkpoints and the rest"
 OUTCOMES = {
@@ -47,19 +45,21 @@ class StageTime:
 
 def stage_times(data: RunData, first: int, last: int) -> list[StageTime]:
     """Return the stage times of steps ``first`` to ``last``, in order of appearance."""
-    by_stage: dict[str, list[SpanRecord]] = defaultdict(list)
-    for span in data.spans:
-        if first <= span.step <= last:
-            by_stage[span.stage].append(span)
-    found = []
-    for stage, spans in by_stage.items():
-        by_step: dict[int, float] = defaultdict(float)
-        for span in spans:
-            by_step[span.step] += span.duration_s
-        rows, tokens = sum(span.rows for span in spans), sum(span.tokens for span in spans)
-        times = by_step.values()
-        one = StageTime(stage=stage, seconds=sum(times), median_s=median(times), rows=rows, tokens=tokens)
-        found.append(one)
+    stages, found = data.stages, []
+    inside = stages.rows_of(first, last)
+    numbers, firsts = np.unique(stages.column("stage")[inside], return_index=True)
+    for place in numbers[np.argsort(firsts)].tolist():
+        own = inside[stages.column("stage")[inside] == place]
+        _, times = stages.by_step(own)
+        found.append(
+            StageTime(
+                stage=stages.stages[place],
+                seconds=float(times.sum()),
+                median_s=float(np.median(times)),
+                rows=int(stages.column("rows")[own].sum()),
+                tokens=int(stages.column("tokens")[own].sum()),
+            )
+        )
     return found
 
 
@@ -71,8 +71,9 @@ def draw_stages(data: RunData) -> list[Html]:
         times = sorted(stage_times(data, phase.first, phase.last), key=lambda one: -one.seconds)
         for one in times:
             colours.setdefault(one.stage, len(colours) % COLOURS)
-        spans = [span for span in data.spans if phase.first <= span.step <= phase.last]
-        rest = phase.end_s - phase.start_s - covered(spans, phase.start_s, phase.end_s)
+        rows, stages = data.stages.rows_of(phase.first, phase.last), data.stages
+        busy_s = covered_s(stages.column("start")[rows], stages.ends[rows], phase.start_s, phase.end_s)
+        rest = phase.end_s - phase.start_s - busy_s
         times.append(StageTime(stage=REST, seconds=max(0.0, rest), median_s=0.0))
         cards.append(_card(phase, times, colours))
     return cards
@@ -97,13 +98,12 @@ def _card(phase: PhaseSpan, times: Sequence[StageTime], colours: Mapping[str, in
 
 def outcome_counts(data: RunData) -> dict[str, int]:
     """Return the number of rows in the run by outcome; empty if no step scored rows."""
-    counts: dict[str, float] = {}
-    for record in data.steps:
-        for outcome in OUTCOMES:
-            metric = record.metrics.get(f"reward/{outcome}/share")
-            if isinstance(metric, Mean):
-                counts[outcome] = counts.get(outcome, 0.0) + metric.total
-    return {outcome: round(count) for outcome, count in counts.items()}
+    counts = dict[str, int]()
+    for outcome in OUTCOMES:
+        shares = data.curves.curve(f"reward/{outcome}/share")
+        if len(shares):
+            counts[outcome] = round(float(np.nansum(shares.y * shares.weights)))
+    return counts
 
 
 def draw_outcomes(data: RunData) -> list[Html]:

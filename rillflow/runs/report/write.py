@@ -51,8 +51,8 @@ def render(data: RunData, predict: Predict | None = None) -> str:
     read = read_samples(data.path)
     body = [
         _hero(data, summary_of(data)),
-        *section("Curves", _curves(data) if data.steps else []),
-        *section("Where the time went", _times(data, predict) if data.spans else []),
+        *section("Curves", _curves(data) if len(data.curves) else []),
+        *section("Where the time went", _times(data, predict) if len(data.stages) else []),
         *section("Reward outcomes", draw_outcomes(data)),
         *section("First and last samples", draw_comparison(read)),
         *section("Pairs", draw_pairs(read)),
