@@ -30,6 +30,7 @@ from rillflow.runs.reader import RankSpan, SpanRecord
 from rillflow.runs.report.pass_bars import pass_events, pass_lines
 from rillflow.runs.report.timeline import MOST_LANES, Bar
 from rillflow.runs.run_data import RunData
+from rillflow.runs.span_columns import SpanColumns
 
 LONGEST = 8
 """Number of waits in the text, longest first."""
@@ -273,7 +274,13 @@ def measured(data: RunData, first: int | None = None, last: int | None = None) -
                 why=f"the run has spans of steps {known[0]} to {known[-1]}",
                 fix=f"name steps in this range, such as --steps {max(known[0], known[-1] - 3)}-{known[-1]}",
             )
-    works = works_of(data.stages.around(low, high))
+    passes = [record for record in data.passes if low <= record.step <= high]
+    return measured_of(data.stages, low, high, passes)
+
+
+def measured_of(stages: SpanColumns, low: int, high: int, passes: Sequence[PassesRecord] = ()) -> Measured:
+    """Return the measured work and waits from one step with spans to another."""
+    works = works_of(stages.around(low, high))
     inside = [work for work in works if low <= work.step <= high]
     start_s, end_s = min(work.start_s for work in inside), max(work.end_s for work in inside)
     return Measured(
@@ -283,8 +290,8 @@ def measured(data: RunData, first: int | None = None, last: int | None = None) -
         end_s=end_s,
         works=[work for work in works if work.start_s < end_s and work.end_s > start_s],
         waits=waits_of(works, start_s, end_s),
-        is_inputs=data.stages.has_inputs,
-        passes=[record for record in data.passes if low <= record.step <= high],
+        is_inputs=stages.has_inputs,
+        passes=passes,
     )
 
 
