@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+import rillflow
 from rillflow.records.metrics import Mean
+from rillflow.runs.formatting import visible
 from rillflow.runs.report.write import write_report
 from rillflow.runs.run_directory import RunDirectory
 from tests.clients.sample_runs import HOSTILE, write_samples
@@ -33,6 +35,7 @@ PAINTED = """() => [...document.querySelectorAll('canvas')].map(canvas => {
 """Number of colours in every canvas; 1 for an empty one."""
 SERIES = """async () => {
   const series = await import('/assets/series.js'), numbers = await import('/assets/numbers.js');
+  const dom = await import('/assets/dom.js');
   const single = [...Array(100).keys()], ramp = single.map(x => x % 7);
   const tens = [...Array(10).keys()].map(x => 10 * x + 5);
   return {
@@ -44,6 +47,7 @@ SERIES = """async () => {
     nearest: [-5, 0, 1.4, 1.6, 3, 9].map(at => series.nearest([0, 1, 2, 3], [5, 6, null, 8], at)),
     automatic: [30, 400, 10000].map(series.automatic),
     broken: series.broken({x: [1, 2, 3], y: [1, 1e300, 3]}, [{first: 1, last: 1}, {first: 2, last: 3}]),
+    visible: dom.visible(String.fromCharCode(...Array(0x2100).keys())),
     numbers: [0, 0.01234, 12345, 1.2e-5, NaN, -Infinity].map(numbers.number),
     counted: [1, 2].map(count => numbers.counted(count, 'token')),
   };
@@ -64,9 +68,19 @@ class Watched:
         self.page.wait_for_selector(wait)
         return self.page
 
+    def told(self, kind: str, text: str) -> None:
+        """Note an error of the console; ``answered`` notes answers with an error."""
+        if kind in ("error", "warning") and not text.startswith("Failed to load resource"):
+            self.problems.append(text)
+
+    def answered(self, status: int, url: str) -> None:
+        """Note an answer with an error; a prompt is unknown until the index has its run."""
+        if status >= 400 and "/api/prompt" not in url:
+            self.problems.append(f"{status} {url}")
+
     def healthy(self) -> None:
         """Check that nothing failed, nothing ran that a model wrote, and nothing is wider than the window."""
-        assert [each for each in self.problems if "status of 404" not in each] == []
+        assert self.problems == []
         assert "own" not in self.page.title().split("·")[0]
         width = self.page.evaluate("document.documentElement.scrollWidth")
         assert width <= self.page.viewport_size["width"]
@@ -123,10 +137,8 @@ def opened(browser: Any, url: str, width: int) -> Watched:
     page = browser.new_page(viewport={"width": width, "height": 1000})
     page.set_default_timeout(60_000)
     watched = Watched(page=page, url=url)
-    page.on(
-        "console",
-        lambda told: watched.problems.append(told.text) if told.type in ("error", "warning") else None,
-    )
+    page.on("console", lambda told: watched.told(told.type, told.text))
+    page.on("response", lambda answer: watched.answered(answer.status, answer.url))
     page.on("pageerror", lambda error: watched.problems.append(str(error)))
     return watched
 
@@ -326,7 +338,10 @@ def test_a_growing_run_is_drawn_without_a_reload(wide: Watched, folder: Path) ->
 
     with RunDirectory.open(folder / "live", {"algorithm": {"steps": 100}}) as run:
         grow(run, 1, 5)
-        page = wide.open("runs=live")
+        page = wide.open("runs=lr-1e-5&filter=reward/score")
+        page.wait_for_selector(".runs input[data-run=live]")
+        page.locator(".runs input[data-run=lr-1e-5]").uncheck()
+        page.locator(".runs input[data-run=live]").check()
         output = "document.querySelector('[data-metric=\"reward/score/mean\"] output').innerText"
         until(page, f"{output} === '0.0500'")
         grow(run, 6, 9)
@@ -343,7 +358,7 @@ def test_errors_say_what_to_do(wide: Watched) -> None:
     assert "open the address that rillflow watch printed" in page.locator("body").inner_text()
 
 
-def test_smoothing_and_numbers_are_what_the_page_says(wide: Watched) -> None:
+def test_smoothing_numbers_and_hidden_characters_are_what_the_page_says(wide: Watched) -> None:
     found = wide.page.evaluate(SERIES)
     assert found["constant"] == pytest.approx([3.0] * 100)
     assert found["start"] == pytest.approx([4.0, (4 * 0.5 * 0.5 + 8 * 0.5) / (0.5 * 0.5 + 0.5)])
@@ -354,6 +369,7 @@ def test_smoothing_and_numbers_are_what_the_page_says(wide: Watched) -> None:
     assert found["automatic"] == [0, 10, 500]
     assert found["broken"]["x"] == [1, 1.5, 2, 3] and found["broken"]["y"] == [1, None, None, 3]
     assert found["numbers"] == ["0", "0.0123", "12,345", "1.2e-5", "not a number", "-infinite"]
+    assert found["visible"] == visible("".join(map(chr, range(0x2100))))
     assert found["counted"] == ["1 token", "2 tokens"]
 
 
@@ -374,3 +390,17 @@ def test_the_report_draws_itself_from_one_file(browser: Any, folder: Path, width
     assert page.locator("noscript").count() > 5
     report.healthy()
     page.close()
+
+
+def test_a_notebook_draws_the_first_curves_of_a_run(browser: Any, folder: Path, tmp_path: Path) -> None:
+    shown = tmp_path / "notebook.html"
+    shown.write_text(
+        f"<!doctype html><title>notebook</title>{rillflow.open_run(folder / 'lr-1e-5')._repr_html_()}"
+    )
+    notebook = opened(browser, shown.as_uri(), 900)
+    notebook.page.goto(notebook.url)
+    frame = notebook.page.frame_locator("iframe")
+    frame.locator("canvas").nth(1).wait_for()
+    assert frame.locator("h3").all_inner_texts() == ["Held-out accuracy", "Reward"]
+    notebook.healthy()
+    notebook.page.close()

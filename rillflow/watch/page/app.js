@@ -15,7 +15,14 @@ import { RunList } from "./run_list.js";
 import { addressOf, cleared, readState } from "./state.js";
 import { TimelineView } from "./timeline_view.js";
 
-const VIEWS = { curves: CurvesView, configs: ConfigsView, rollouts: RolloutsView, rollout: RolloutView, prompt: PromptView, timeline: TimelineView };
+const VIEWS = {
+  curves: CurvesView,
+  configs: ConfigsView,
+  rollouts: RolloutsView,
+  rollout: RolloutView,
+  prompt: PromptView,
+  timeline: TimelineView,
+};
 const TABS = { curves: "Curves", configs: "Configuration", rollouts: "Rollouts", timeline: "Timeline" };
 const PART_OF = { rollout: "rollouts", prompt: "rollouts" };
 const LIVE_MS = 1000; // least time between two live updates
@@ -48,7 +55,9 @@ class App {
 
   // Return a state that shows at least one run, the newest.
   withRun(state) {
-    const newest = [...this.runs].sort((one, other) => ((one.updated ?? "") < (other.updated ?? "") ? 1 : -1))[0];
+    const newest = [...this.runs].sort((one, other) =>
+      (one.updated ?? "") < (other.updated ?? "") ? 1 : -1,
+    )[0];
     return state.runs.length === 0 && newest ? { ...state, runs: [newest.run] } : state;
   }
 
@@ -67,7 +76,8 @@ class App {
   change(fields, { isTyping = false } = {}) {
     const state = { ...this.state, ...fields };
     const address = addressOf(state);
-    if (address !== addressOf(this.state)) history[isTyping ? "replaceState" : "pushState"](null, "", address);
+    if (address !== addressOf(this.state))
+      history[isTyping ? "replaceState" : "pushState"](null, "", address);
     this.show(state);
   }
 
@@ -119,7 +129,10 @@ class App {
 
   async update(how) {
     if (this.runs.length === 0) {
-      fill(this.main, el("p", { class: "empty" }, "There is no run yet. This page shows it as soon as it starts."));
+      fill(
+        this.main,
+        el("p", { class: "empty" }, "There is no run yet. This page shows it as soon as it starts."),
+      );
       return;
     }
     const view = this.view;
@@ -133,7 +146,11 @@ class App {
 
   fail(error) {
     this.hasFailed = true;
-    const told = [el("p", { class: "bad" }, error.message), el("p", { class: "hint" }, error.why ?? ""), el("p", {}, error.fix ?? "")];
+    const told = [
+      el("p", { class: "bad" }, error.message),
+      el("p", { class: "hint" }, error.why ?? ""),
+      el("p", {}, error.fix ?? ""),
+    ];
     if (this.view?.fail) this.view.fail(told);
     else fill(this.main, el("section", { class: "card error" }, told));
   }
@@ -141,7 +158,8 @@ class App {
   showTabs() {
     const now = PART_OF[this.state.view] ?? this.state.view;
     const links = Object.entries(TABS).map(([view, words]) =>
-      this.link(cleared({ view }, "offset"), { "aria-current": view === now ? "page" : null }, words));
+      this.link(cleared({ view }, "offset"), { "aria-current": view === now ? "page" : null }, words),
+    );
     fill(document.getElementById("views"), links);
     document.title = `${[TABS[now], ...this.state.runs].join(" · ")} · Rillflow`;
   }
