@@ -366,7 +366,7 @@ def test_smoothing_numbers_and_hidden_characters_are_what_the_page_says(wide: Wa
     assert found["far"][1] == pytest.approx(8.0)
     assert found["buckets"] == pytest.approx([1.0] * 10)
     assert found["nearest"] == [0, 0, 1, 1, 3, 3]
-    assert found["automatic"] == [0, 10, 500]
+    assert found["automatic"] == [0, 10, 200]
     assert found["broken"]["x"] == [1, 1.5, 2, 3] and found["broken"]["y"] == [1, None, None, 3]
     assert found["numbers"] == ["0", "0.0123", "12,345", "1.2e-5", "not a number", "-infinite"]
     assert found["visible"] == visible("".join(map(chr, range(0x2100))))

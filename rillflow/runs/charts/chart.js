@@ -111,7 +111,7 @@ export class Chart {
       width: Math.max(200, Math.floor(this.box.clientWidth)),
       height: view.height ?? HEIGHT,
       legend: { show: false },
-      padding: [(chart.phases ?? []).length > 1 ? 18 : 8, 16, 0, 0],
+      padding: [(chart.phases ?? []).length > 1 ? 18 : 8, 20, 0, 0],
       scales: {
         x: { time: false, distr: view.isLogX ? 3 : 1, range: (_, min, max) => this.xRange(min, max) },
         y: { distr: isLog(chart, view) ? 3 : 1, range: (_, min, max) => this.yRange(min, max) },
@@ -138,7 +138,7 @@ export class Chart {
       grid: { show: !isX, stroke: () => colour("grid"), width: 1 },
       ticks: { show: isX, stroke: () => colour("hair"), width: 1, size: 4 },
       values: (_, splits) => splits.map((each) => (each === null ? "" : tick(each))),
-      space: isX ? 62 : 32,
+      space: isX ? 50 : 32,
       size: isX
         ? 30
         : (_, values) => 16 + 6.6 * Math.max(2, ...(values ?? [""]).map((each) => String(each ?? "").length)),

@@ -51,10 +51,10 @@ export function smoothed(x, y, span, unit) {
   });
 }
 
-// Return the span of the automatic smoothing: a fortieth of the steps, in round numbers; 0 for a short curve.
+// Return the span of the automatic smoothing: a sixtieth of the steps, in round numbers; 0 for a short curve.
 export function automatic(steps) {
   if (steps <= 40) return 0;
-  const rough = steps / 40;
+  const rough = steps / 60;
   const power = 10 ** Math.floor(Math.log10(rough));
   return Math.max(2, power * [1, 2, 5, 10].find((factor) => power * factor >= rough));
 }
