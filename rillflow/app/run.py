@@ -64,8 +64,8 @@ class Run:
 
     def _repr_html_(self) -> str:
         """Return the report's first two curves, for notebooks."""
-        shown = page(str(self.path), cards(load(self.path))[:2])
-        return el("iframe", srcdoc=shown, style="width: 100%; height: 22em; border: 0")
+        shown = page(str(self.path), [el("div", cards(load(self.path))[:2], class_="grid-cards")])
+        return el("iframe", srcdoc=shown, style="width: 100%; height: 25em; border: 0")
 
     @property
     def is_finished(self) -> bool:

@@ -12,7 +12,9 @@ import { automatic, broken, drawable, leastPositive, nearest, positive, smoothed
 
 const HEIGHT = 220;
 const FONT = '12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif';
-const WHOLE = [1, 2, 5].flatMap((factor) => [...Array(12).keys()].map((power) => factor * 10 ** power)).sort((a, b) => a - b);
+const WHOLE = [1, 2, 5]
+  .flatMap((factor) => [...Array(12).keys()].map((power) => factor * 10 ** power))
+  .sort((a, b) => a - b);
 
 // Return a colour of the style sheet, which knows light and dark.
 export function colour(name) {
@@ -79,7 +81,8 @@ export class Chart {
 
   resize() {
     const width = Math.floor(this.box.clientWidth);
-    if (this.plot && width > 0 && width !== this.plot.width) this.plot.setSize({ width, height: this.plot.height });
+    if (this.plot && width > 0 && width !== this.plot.width)
+      this.plot.setSize({ width, height: this.plot.height });
   }
 
   // Move the cursor by the arrow keys; Escape leaves it.
@@ -92,8 +95,14 @@ export class Chart {
       return;
     }
     const place = plot.cursor.idx ?? (event.key === "ArrowRight" ? -1 : plot.data[0].length);
-    const next = Math.min(plot.data[0].length - 1, Math.max(0, place + (event.key === "ArrowRight" ? 1 : -1)));
-    plot.setCursor({ left: plot.valToPos(plot.data[0][next], "x"), top: plot.bbox.height / 2 / devicePixelRatio });
+    const next = Math.min(
+      plot.data[0].length - 1,
+      Math.max(0, place + (event.key === "ArrowRight" ? 1 : -1)),
+    );
+    plot.setCursor({
+      left: plot.valToPos(plot.data[0][next], "x"),
+      top: plot.bbox.height / 2 / devicePixelRatio,
+    });
   }
 
   options(table) {
@@ -102,7 +111,7 @@ export class Chart {
       width: Math.max(200, Math.floor(this.box.clientWidth)),
       height: view.height ?? HEIGHT,
       legend: { show: false },
-      padding: [(chart.phases ?? []).length > 1 ? 18 : 8, 16, 0, 0],
+      padding: [(chart.phases ?? []).length > 1 ? 18 : 8, 20, 0, 0],
       scales: {
         x: { time: false, distr: view.isLogX ? 3 : 1, range: (_, min, max) => this.xRange(min, max) },
         y: { distr: isLog(chart, view) ? 3 : 1, range: (_, min, max) => this.yRange(min, max) },
@@ -129,8 +138,10 @@ export class Chart {
       grid: { show: !isX, stroke: () => colour("grid"), width: 1 },
       ticks: { show: isX, stroke: () => colour("hair"), width: 1, size: 4 },
       values: (_, splits) => splits.map((each) => (each === null ? "" : tick(each))),
-      space: isX ? 62 : 32,
-      size: isX ? 30 : (_, values) => 16 + 6.6 * Math.max(2, ...(values ?? [""]).map((each) => String(each ?? "").length)),
+      space: isX ? 50 : 32,
+      size: isX
+        ? 30
+        : (_, values) => 16 + 6.6 * Math.max(2, ...(values ?? [""]).map((each) => String(each ?? "").length)),
       ...(isX && this.chart.is_stepped && !this.view.isLogX ? { incrs: WHOLE } : {}),
     };
   }
@@ -144,7 +155,9 @@ export class Chart {
       const line = {
         stroke: curve.smooth ? () => faint(stroke(), 0.35) : stroke,
         width: curve.smooth ? 1 : 2,
-        points: marks ? { show: true, size: 7, width: 2, stroke, fill: () => colour("card") } : { show: false },
+        points: marks
+          ? { show: true, size: 7, width: 2, stroke, fill: () => colour("card") }
+          : { show: false },
       };
       return [
         ...(curve.low ? [hidden, hidden] : []),
@@ -170,7 +183,8 @@ export class Chart {
 
   selected(plot) {
     if (plot.select.width < 4) return;
-    const from = plot.posToVal(plot.select.left, "x"), to = plot.posToVal(plot.select.left + plot.select.width, "x");
+    const from = plot.posToVal(plot.select.left, "x"),
+      to = plot.posToVal(plot.select.left + plot.select.width, "x");
     plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
     if (to > from) this.actions.zoom(from, to);
   }
@@ -183,14 +197,18 @@ export class Chart {
     const at = plot.posToVal(plot.cursor.left, "x");
     const values = this.curves.map((curve) => {
       const place = nearest(curve.x, curve.y, at);
-      return place < 0 ? null : { x: curve.x[place], y: curve.y[place], smooth: curve.smooth?.[place] ?? null };
+      return place < 0
+        ? null
+        : { x: curve.x[place], y: curve.y[place], smooth: curve.smooth?.[place] ?? null };
     });
     this.actions.hover?.(values, at);
   }
 
   xRange(low, high) {
-    const from = this.view.from ?? low, to = this.view.to ?? high;
-    if (this.view.isLogX) return from > 0 && to > from ? [from, to] : uPlot.rangeLog(Math.max(low, 1e-9), high, 10, false);
+    const from = this.view.from ?? low,
+      to = this.view.to ?? high;
+    if (this.view.isLogX)
+      return from > 0 && to > from ? [from, to] : uPlot.rangeLog(Math.max(low, 1e-9), high, 10, false);
     return to > from ? [from, to] : [from - 1, from + 1];
   }
 
@@ -217,7 +235,9 @@ function isLog(chart, view) {
 function spanOf(chart, view) {
   if (chart.heat || chart.has_marks) return 0;
   if (view.span !== "auto") return Number(view.span) > 1 ? Number(view.span) : 0;
-  return automatic(Math.max(0, ...chart.curves.map(({ x, unit }) => (x.length > 0 ? (x.at(-1) - x[0]) / (unit || 1) : 0))));
+  return automatic(
+    Math.max(0, ...chart.curves.map(({ x, unit }) => (x.length > 0 ? (x.at(-1) - x[0]) / (unit || 1) : 0))),
+  );
 }
 
 // Return the curves as they are drawn: broken, on a logarithmic axis without values that it has no place for,
@@ -226,11 +246,14 @@ function prepared(chart, view, span) {
   const logY = isLog(chart, view);
   const least = logY ? leastPositive(chart.curves.flatMap((curve) => [curve.y, curve.low ?? []])) : null;
   return chart.curves.map((given) => {
-    const curve = broken(view.isLogX ? aboveZero(given) : given, chart.has_marks ? [] : chart.phases ?? []);
+    const curve = broken(view.isLogX ? aboveZero(given) : given, chart.has_marks ? [] : (chart.phases ?? []));
     for (const key of ["y", "low", "high"]) {
-      if (logY && curve[key]) curve[key] = least === null ? curve[key].map(() => null) : positive(curve[key], least);
+      if (logY && curve[key])
+        curve[key] = least === null ? curve[key].map(() => null) : positive(curve[key], least);
     }
-    return span > 1 && curve.x.length > 2 ? { ...curve, smooth: smoothed(curve.x, curve.y, span, curve.unit || 1) } : curve;
+    return span > 1 && curve.x.length > 2
+      ? { ...curve, smooth: smoothed(curve.x, curve.y, span, curve.unit || 1) }
+      : curve;
   });
 }
 
@@ -285,14 +308,17 @@ function drawPhases(plot, phases) {
     ctx.fillStyle = colour("soft");
     const isWide = ctx.measureText(phase.name).width < end - start - 6;
     ctx.textAlign = isWide ? "left" : "right";
-    if (isWide || phase === shown.at(-1)) ctx.fillText(phase.name, isWide ? start + 3 * devicePixelRatio : end, bbox.top - 2);
+    if (isWide || phase === shown.at(-1))
+      ctx.fillText(phase.name, isWide ? start + 3 * devicePixelRatio : end, bbox.top - 2);
   }
   ctx.restore();
 }
 
 function missing(chart, view) {
   const isEmpty = chart.curves?.every((curve) => !curve.y.some(drawable)) ?? true;
-  return isEmpty ? "No finite value was recorded." : `No value above 0, which a logarithmic axis ${view.isLogX ? "of x " : ""}needs.`;
+  return isEmpty
+    ? "No finite value was recorded."
+    : `No value above 0, which a logarithmic axis ${view.isLogX ? "of x " : ""}needs.`;
 }
 
 // Return the chart in words, for readers who do not see it.

@@ -2,15 +2,23 @@
 //
 //   el("p", { class: "note", title: "t" }, "1 < 2", el("b", {}, "x"))
 
-const PICTURES = /[\u0000-\u0008\u000b-\u001f\u007f]/g;
-const HIDDEN = /[\u0080-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+const CONTROL = /\p{Cc}/gu;
+const TURNING = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu;
 
 // Replace control characters by symbols and text-direction controls by text like <U+202E>, as
 // `visible` in runs/formatting.py does: text of a model could otherwise reorder what is shown.
 export function visible(text) {
-  return text
-    .replace(PICTURES, (found) => String.fromCodePoint(found === "\u007f" ? 0x2421 : 0x2400 + found.charCodeAt(0)))
-    .replace(HIDDEN, (found) => `<U+${found.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}>`);
+  return text.replace(CONTROL, picture).replace(TURNING, named);
+}
+
+function picture(character) {
+  const code = character.charCodeAt(0);
+  if (character === "\n" || character === "\t") return character;
+  return code > 0x7f ? named(character) : String.fromCharCode(code === 0x7f ? 0x2421 : 0x2400 + code);
+}
+
+function named(character) {
+  return `<U+${character.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}>`;
 }
 
 // Return an element. Attributes that are null, undefined or false are left out, true gives an empty value,

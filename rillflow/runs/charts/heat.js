@@ -38,11 +38,13 @@ export const heatHooks = {
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();
     ctx.fillStyle = shade;
-    const rows = heat.edges.length + 1, height = bbox.height / rows;
+    const rows = heat.edges.length + 1,
+      height = bbox.height / rows;
     xs.forEach((x, place) => {
       const before = place > 0 ? xs[place - 1] : x - ((xs[1] ?? x + 1) - x);
       const after = place + 1 < xs.length ? xs[place + 1] : x + (x - before);
-      const start = at((before + x) / 2), end = at((x + after) / 2);
+      const start = at((before + x) / 2),
+        end = at((x + after) / 2);
       const total = heat.counts[place].reduce((sum, count) => sum + count, 0);
       heat.counts[place].forEach((count, row) => {
         if (count === 0) return;

@@ -15,19 +15,39 @@ export function drawLanes(timeline, scale) {
   const at = (seconds) => `${(100 * (seconds - timeline.start_s)) / whole}%`;
   const tracks = timeline.lanes.map((lane) => {
     const track = el("div", { class: "lane-track" });
-    for (const bar of merged(lane.bars, whole / FINEST)) track.append(drawnBar(bar, colours, at, timeline.start_s));
-    return el("div", { class: "lane-row" }, el("span", { class: "lane-name", title: lane.name }, lane.name), track);
+    for (const bar of merged(lane.bars, whole / FINEST))
+      track.append(drawnBar(bar, colours, at, timeline.start_s));
+    return el(
+      "div",
+      { class: "lane-row" },
+      el("span", { class: "lane-name", title: lane.name }, lane.name),
+      track,
+    );
   });
-  const axis = el("div", { class: "lane-track lane-axis" }, ticksOf(whole, 4 * scale).map((seconds) => {
-    const label = el("span", {}, `${tick(seconds)} s`);
-    label.style.left = at(timeline.start_s + seconds);
-    return label;
-  }));
-  const inner = el("div", { class: "lanes" }, tracks, el("div", { class: "lane-row" }, el("span", { class: "lane-name" }), axis));
+  const axis = el(
+    "div",
+    { class: "lane-track lane-axis" },
+    ticksOf(whole, 8 * scale).map((seconds) => {
+      const label = el("span", {}, `${tick(seconds)} s`);
+      label.style.left = at(timeline.start_s + seconds);
+      return label;
+    }),
+  );
+  const inner = el(
+    "div",
+    { class: "lanes" },
+    tracks,
+    el("div", { class: "lane-row" }, el("span", { class: "lane-name" }), axis),
+  );
   inner.style.width = `${100 * scale}%`;
   return [
     el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Timeline" }, inner),
-    el("p", { class: "legend" }, [...colours].map(([name, colour]) => keyOf(name, colour)), keyOf("waits, with the cause", "var(--rest)")),
+    el(
+      "p",
+      { class: "legend" },
+      [...colours].map(([name, colour]) => keyOf(name, colour)),
+      keyOf("waits, with the cause", "var(--rest)"),
+    ),
   ];
 }
 
@@ -54,7 +74,12 @@ function coloursOf(lanes) {
     if (bar.kind === "stage") taken.set(bar.name, (taken.get(bar.name) ?? 0) + bar.to_s - bar.from_s);
   }
   const names = [...taken.keys()].sort((one, other) => taken.get(other) - taken.get(one));
-  return new Map(names.map((name, place) => [name, place < 6 ? `var(--k${place})` : `hsl(${(place * 137.5) % 360} 45% 52%)`]));
+  return new Map(
+    names.map((name, place) => [
+      name,
+      place < 6 ? `var(--k${place})` : `hsl(${(place * 137.5) % 360} 45% 52%)`,
+    ]),
+  );
 }
 
 function merged(bars, gap) {
@@ -69,7 +94,11 @@ function merged(bars, gap) {
 }
 
 function ticksOf(whole, count) {
-  const rough = whole / count, power = 10 ** Math.floor(Math.log10(rough));
+  const rough = whole / count,
+    power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => power * factor >= rough * 0.999);
-  return [...Array(Math.floor(whole / step) + 1).keys()].map((place) => Number((place * step).toPrecision(6)));
+  const places = [...Array(Math.floor(whole / step) + 1).keys()].map((place) =>
+    Number((place * step).toPrecision(6)),
+  );
+  return places.filter((seconds) => seconds <= whole - step / 3); // the words of one at the end would be cut off
 }

@@ -3,7 +3,8 @@
 // Three digits: 0.0123, 12,345, 1.2e-5.
 export function number(value) {
   if (value === null || value === undefined) return "none";
-  if (!Number.isFinite(value)) return Number.isNaN(value) ? "not a number" : `${value < 0 ? "-" : ""}infinite`;
+  if (!Number.isFinite(value))
+    return Number.isNaN(value) ? "not a number" : `${value < 0 ? "-" : ""}infinite`;
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size >= 1e15) return value.toExponential(2);
@@ -20,7 +21,8 @@ export function grouped(value) {
 // A label of an axis: as many digits as it needs.
 export function tick(value) {
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return String(Number(value.toPrecision(6)).toExponential()).replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e6))
+    return String(Number(value.toPrecision(6)).toExponential()).replace("e+", "e");
   return Number(value.toPrecision(12)).toLocaleString("en-US", { maximumFractionDigits: 12 });
 }
 

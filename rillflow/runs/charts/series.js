@@ -34,7 +34,9 @@ export function broken(curve, phases) {
 // of means over ten steps is smoothed as the ten single steps would be.
 export function smoothed(x, y, span, unit) {
   const keep = Math.max(0, 1 - 2 / (span + 1));
-  let sum = 0, weight = 0, last = null;
+  let sum = 0,
+    weight = 0,
+    last = null;
   return y.map((value, place) => {
     if (value === null || value === undefined) {
       sum = weight = 0;
@@ -49,35 +51,40 @@ export function smoothed(x, y, span, unit) {
   });
 }
 
-// Return the span of the automatic smoothing: a fortieth of the steps, in round numbers; 0 for a short curve.
+// Return the span of the automatic smoothing: a sixtieth of the steps, in round numbers; 0 for a short curve.
 export function automatic(steps) {
   if (steps <= 40) return 0;
-  const rough = steps / 40;
+  const rough = steps / 60;
   const power = 10 ** Math.floor(Math.log10(rough));
   return Math.max(2, power * [1, 2, 5, 10].find((factor) => power * factor >= rough));
 }
 
 // Return values for a logarithmic axis: 0 becomes the smallest positive value, a negative value a gap.
 export function positive(values, least) {
-  return values.map((value) => (value === null || value === undefined ? value : value < 0 ? null : Math.max(value, least)));
+  return values.map((value) =>
+    value === null || value === undefined ? value : value < 0 ? null : Math.max(value, least),
+  );
 }
 
 // Return the smallest positive value of some lists; null without one.
 export function leastPositive(lists) {
   let least = Infinity;
-  for (const list of lists) for (const value of list) if (value !== null && value > 0 && value < least) least = value;
+  for (const list of lists)
+    for (const value of list) if (value !== null && value > 0 && value < least) least = value;
   return least === Infinity ? null : least;
 }
 
 // Return the place of the point nearest to `at` that has a value; -1 without one.
 export function nearest(x, y, at) {
-  let low = 0, high = x.length;
+  let low = 0,
+    high = x.length;
   while (low < high) {
     const middle = (low + high) >> 1;
     if (x[middle] < at) low = middle + 1;
     else high = middle;
   }
-  let left = low - 1, right = low;
+  let left = low - 1,
+    right = low;
   while (left >= 0 && !drawable(y[left])) left--;
   while (right < x.length && !drawable(y[right])) right++;
   if (left < 0) return right < x.length ? right : -1;

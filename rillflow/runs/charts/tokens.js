@@ -24,14 +24,31 @@ export function drawTokens(tokens, row, kind, output) {
   const first = tokens.findIndex((each) => each.is_sampled);
   const node = el("div", { class: "answer tokens", tabindex: 0, role: "group", "aria-label": "Tokens" });
   tokens.forEach((token, place) => {
-    const shown = el(token.is_sampled ? "i" : "q", { "data-place": place }, spelled(textOf(token), token.is_sampled));
+    const shown = el(
+      token.is_sampled ? "i" : "q",
+      { "data-place": place },
+      spelled(textOf(token), token.is_sampled),
+    );
     if (token.is_sampled) scale.paint(shown, token);
     else shown.className = place < first ? "given" : "inserted";
     node.append(shown);
   });
   reading(node, tokens, row, output);
-  return { node, legend: el("p", { class: "legend" }, el("span", {}, `${scale.title}:`), scale.keys(),
-    el("span", { class: "tokens" }, el("q", {}, "grey"), ": not sampled, from the prompt, a tool or an environment")) };
+  return {
+    node,
+    legend: el(
+      "p",
+      { class: "legend" },
+      el("span", {}, `${scale.title}:`),
+      scale.keys(),
+      el(
+        "span",
+        { class: "tokens" },
+        el("q", {}, "grey"),
+        ": not sampled, from the prompt, a tool or an environment",
+      ),
+    ),
+  };
 }
 
 // A token without a known text is shown by its number.
@@ -54,13 +71,24 @@ function reading(node, tokens, row, output) {
     fill(output, place === null ? HINT : words(tokens[place], place, row));
   };
   fill(output, HINT);
-  node.addEventListener("pointerover", (event) => event.target.dataset.place && show(Number(event.target.dataset.place)));
+  node.addEventListener(
+    "pointerover",
+    (event) => event.target.dataset.place && show(Number(event.target.dataset.place)),
+  );
   node.addEventListener("pointerleave", () => show(null));
   node.addEventListener("keydown", (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!move) return;
     event.preventDefault();
-    show(Math.max(0, Math.min(tokens.length - 1, place === null ? tokens.findIndex((each) => each.is_sampled) : place + move)));
+    show(
+      Math.max(
+        0,
+        Math.min(
+          tokens.length - 1,
+          place === null ? tokens.findIndex((each) => each.is_sampled) : place + move,
+        ),
+      ),
+    );
   });
 }
 
@@ -68,7 +96,11 @@ function words(token, place, row) {
   const name = `token ${place + 1} ${JSON.stringify(textOf(token))}`;
   if (!token.is_sampled) return `${name}: not sampled`;
   const advantage = token.advantage ?? row.advantage;
-  const parts = [`probability ${share(token.logprob)}`, `log probability ${number(token.logprob)}`, `version ${token.version}`];
+  const parts = [
+    `probability ${share(token.logprob)}`,
+    `log probability ${number(token.logprob)}`,
+    `version ${token.version}`,
+  ];
   if (isNumber(advantage)) parts.push(`advantage ${number(advantage)}`);
   if (isNumber(token.ratio)) parts.push(`ratio ${number(token.ratio)}`);
   return `${name}: ${parts.join(", ")}`;
@@ -85,22 +117,34 @@ function isNumber(value) {
 function scaleOf(tokens, row, kind) {
   const sampled = tokens.filter((each) => each.is_sampled);
   if (kind === "version") return versionScale(sampled);
-  if (kind === "advantage") return signedScale("Advantage", sampled, (token) => token.advantage ?? row.advantage, 0);
+  if (kind === "advantage")
+    return signedScale("Advantage", sampled, (token) => token.advantage ?? row.advantage, 0);
   if (kind === "ratio") return signedScale("Ratio of trainer to sampler", sampled, (token) => token.ratio, 1);
-  const level = (token) => isNumber(token.logprob)
-    ? SHADES.filter((limit) => Math.exp(Math.min(0, token.logprob)) < limit).length : SHADES.length;
+  const level = (token) =>
+    isNumber(token.logprob)
+      ? SHADES.filter((limit) => Math.exp(Math.min(0, token.logprob)) < limit).length
+      : SHADES.length;
   const names = ["over 90%", ...SHADES.map((limit) => `under ${100 * limit}%`)];
   return {
     title: "Probability when it was sampled",
     paint: (node, token) => node.classList.add(`s${level(token)}`),
-    keys: () => el("span", { class: "tokens" }, names.map((name, place) => el("i", { class: `s${place}` }, ` ${name} `))),
+    keys: () =>
+      el(
+        "span",
+        { class: "tokens" },
+        names.map((name, place) => el("i", { class: `s${place}` }, ` ${name} `)),
+      ),
   };
 }
 
 // Green above the middle, red below; the furthest value of the row is darkest.
 function signedScale(title, sampled, value, middle) {
-  const most = Math.max(1e-12, ...sampled.map((token) => Math.abs((value(token) ?? middle) - middle)).filter(isNumber));
-  const shade = (amount) => `rgba(var(--${amount >= 0 ? "up" : "down"}), ${(0.08 + 0.7 * Math.min(1, Math.abs(amount) / most)).toFixed(2)})`;
+  const most = Math.max(
+    1e-12,
+    ...sampled.map((token) => Math.abs((value(token) ?? middle) - middle)).filter(isNumber),
+  );
+  const shade = (amount) =>
+    `rgba(var(--${amount >= 0 ? "up" : "down"}), ${(0.08 + 0.7 * Math.min(1, Math.abs(amount) / most)).toFixed(2)})`;
   const key = (amount) => {
     const node = el("i", {}, ` ${number(middle + amount)} `);
     node.style.background = amount === 0 ? "none" : shade(amount);
@@ -126,7 +170,10 @@ function versionScale(sampled) {
   };
   return {
     title: "Version of the weights that sampled it",
-    paint: (node, token) => { node.style.background = tint(token.version); },
-    keys: () => el("span", { class: "tokens" }, versions.slice(0, 24).map(key), versions.length > 24 ? " …" : ""),
+    paint: (node, token) => {
+      node.style.background = tint(token.version);
+    },
+    keys: () =>
+      el("span", { class: "tokens" }, versions.slice(0, 24).map(key), versions.length > 24 ? " …" : ""),
   };
 }

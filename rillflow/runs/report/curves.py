@@ -22,6 +22,7 @@ from rillflow.runs.reader import EvaluationRecord
 from rillflow.runs.report.chart import Chart, Series, draw, heat_map, points
 from rillflow.runs.report.html import Html, card, el
 from rillflow.runs.run_data import PhaseSpan, RunData
+from rillflow.runs.span_columns import LARGEST
 from rillflow.runs.summary import alike, scores_of
 
 RECENT = 20
@@ -195,15 +196,17 @@ def _held_out_card(data: RunData, name: str, scores: Sequence[EvaluationRecord])
 
 def _speed_card(data: RunData) -> list[Html]:
     """Draw the sampled tokens of each step divided by its generation time."""
-    seconds: dict[int, float] = {}
-    for span in data.spans:
-        if span.stage.endswith(".generate"):
-            seconds[span.step] = seconds.get(span.step, 0.0) + span.duration_s
+    spans, generating = data.stages, dict[int, float]()
+    for stage in spans.stages:
+        if stage.endswith(".generate"):
+            steps, seconds = spans.by_step(spans.rows_of(1, LARGEST, stage))
+            for step, took_s in zip(steps.tolist(), seconds.tolist(), strict=True):
+                generating[step] = generating.get(step, 0.0) + took_s
     sampled = data.curves.curve(TOKENS)
     pairs = [
-        (step, tokens / seconds[step])
+        (step, tokens / generating[step])
         for step, tokens in zip(sampled.x.astype(int).tolist(), sampled.y.tolist(), strict=True)
-        if seconds.get(step, 0.0) > 0
+        if generating.get(step, 0.0) > 0
     ]
     if not pairs:
         return []

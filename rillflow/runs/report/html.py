@@ -125,7 +125,8 @@ def markup(children: Child) -> Html:
 
 def cut(text: str, limit: int) -> str:
     """Return at most ``limit`` characters of a text and the number of missing ones."""
-    return text if len(text) <= limit else f"{text[:limit]} … {len(text) - limit:,} more characters"
+    left = len(text) - limit
+    return text if left <= 0 else f"{text[:limit]} … {left:,} more character{'s' * (left > 1)}"
 
 
 def _is_set(value: Attribute) -> bool:

@@ -12,14 +12,17 @@ function readView() {
   const found = { ...PLAIN };
   if (given.has("span")) found.span = given.get("span") === "auto" ? "auto" : Number(given.get("span")) || 0;
   for (const name of ["axes", "filter"]) found[name] = given.get(name) ?? "";
-  for (const name of ["from", "to"]) found[name] = given.has(name) && Number.isFinite(Number(given.get(name))) ? Number(given.get(name)) : null;
+  for (const name of ["from", "to"])
+    found[name] =
+      given.has(name) && Number.isFinite(Number(given.get(name))) ? Number(given.get(name)) : null;
   return found;
 }
 
 function writeView() {
   const kept = new URLSearchParams();
   for (const [name, value] of Object.entries(view)) {
-    if (value !== PLAIN[name]) kept.set(name, typeof value === "number" && name !== "span" ? plainNumber(value) : value);
+    if (value !== PLAIN[name])
+      kept.set(name, typeof value === "number" && name !== "span" ? plainNumber(value) : value);
   }
   history.replaceState(null, "", `#${kept}`);
 }
@@ -60,9 +63,14 @@ function start(box) {
     hover: (values) => {
       if (!output) return;
       const known = values?.filter((each) => each !== null) ?? [];
-      output.textContent = known.length > 0
-        ? reading(data.x_name, known[0].x, known.map((each) => number(each.y)))
-        : output.dataset.last;
+      output.textContent =
+        known.length > 0
+          ? reading(
+              data.x_name,
+              known[0].x,
+              known.map((each) => number(each.y)),
+            )
+          : output.dataset.last;
     },
   });
   charts.set(box, chart);

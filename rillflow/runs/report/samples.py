@@ -219,7 +219,7 @@ def _answer(sample: Sample) -> Html | list[Html]:
                 el("q", cut(inserted, MAX_CHARACTERS), title="not sampled: from a tool or environment")
             )
     left = max(0, len(texts) - MAX_TOKENS)
-    return el("span", shown, f" … {left:,} more tokens" if left else "", class_="tokens")
+    return el("span", shown, f" … {left:,} more token{'s' * (left > 1)}" if left else "", class_="tokens")
 
 
 def _token_texts(row: RolloutRecord) -> Sequence[str]:

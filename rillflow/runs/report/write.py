@@ -82,7 +82,7 @@ def _times(data: RunData, predict: Predict | None) -> list[Html]:
         told = [el("p", line, class_="hint") for line in predicted.lines(data)]
     head, *rows = rank_rows(found)
     title = f"{found.steps.capitalize()}, rank by rank"
-    drawn = card(title, draw_timeline(bars), told, table(rows, head), kind="card wide")
+    drawn = card(title, draw_timeline(bars), told, table(rows, head, kind="waits"), kind="card wide")
     stack = [*draw_comparison_card(data), *draw_stages(data), drawn, *_passes(data)]
     return [el("div", stack, class_="stack")]
 

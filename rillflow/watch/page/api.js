@@ -17,10 +17,17 @@ export async function get(path, parameters = {}, signal = undefined) {
   }
   let answer;
   try {
-    answer = await fetch(`/api/${path}${query.size > 0 ? `?${query}` : ""}`, { signal, headers: { Accept: "application/json" } });
+    answer = await fetch(`/api/${path}${query.size > 0 ? `?${query}` : ""}`, {
+      signal,
+      headers: { Accept: "application/json" },
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError({ what: "the server does not answer", why: error.message, fix: "start rillflow watch again" });
+    throw new ApiError({
+      what: "the server does not answer",
+      why: error.message,
+      fix: "start rillflow watch again",
+    });
   }
   let found = null;
   try {
@@ -30,7 +37,9 @@ export async function get(path, parameters = {}, signal = undefined) {
   }
   if (!answer.ok || found === null) {
     const fix = answer.status === 401 ? "open the address with the token that rillflow watch printed" : "";
-    throw new ApiError(found?.error ?? { what: `the server answered ${answer.status}`, why: answer.statusText, fix });
+    throw new ApiError(
+      found?.error ?? { what: `the server answered ${answer.status}`, why: answer.statusText, fix },
+    );
   }
   return found;
 }

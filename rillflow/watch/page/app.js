@@ -15,10 +15,18 @@ import { RunList } from "./run_list.js";
 import { addressOf, cleared, readState } from "./state.js";
 import { TimelineView } from "./timeline_view.js";
 
-const VIEWS = { curves: CurvesView, configs: ConfigsView, rollouts: RolloutsView, rollout: RolloutView, prompt: PromptView, timeline: TimelineView };
+const VIEWS = {
+  curves: CurvesView,
+  configs: ConfigsView,
+  rollouts: RolloutsView,
+  rollout: RolloutView,
+  prompt: PromptView,
+  timeline: TimelineView,
+};
 const TABS = { curves: "Curves", configs: "Configuration", rollouts: "Rollouts", timeline: "Timeline" };
 const PART_OF = { rollout: "rollouts", prompt: "rollouts" };
-const LIVE_MS = 1000;
+const LIVE_MS = 1000; // least time between two live updates
+const LOOK_MS = 5000; // time between two looks for new runs
 
 class App {
   constructor() {
@@ -26,6 +34,7 @@ class App {
     this.summaries = new Map();
     this.runs = [];
     this.view = null;
+    this.hasFailed = false;
     this.main = document.getElementById("main");
     this.list = new RunList(document.getElementById("runs"), this);
     history.replaceState(null, "", addressOf(this.state)); // leaves out the token
@@ -39,16 +48,36 @@ class App {
       this.fail(error);
       return;
     }
-    if (this.state.runs.length === 0 && this.runs.length > 0) this.state = { ...this.state, runs: [this.runs[0].run] };
     if (matchMedia("(max-width: 760px)").matches) document.getElementById("side").open = false;
-    this.show(this.state);
+    this.show(this.withRun(this.state));
+    setInterval(() => this.look(), LOOK_MS);
+  }
+
+  // Return a state that shows at least one run, the newest.
+  withRun(state) {
+    const newest = [...this.runs].sort((one, other) =>
+      (one.updated ?? "") < (other.updated ?? "") ? 1 : -1,
+    )[0];
+    return state.runs.length === 0 && newest ? { ...state, runs: [newest.run] } : state;
+  }
+
+  // Look for new runs, and try again what has failed: a run may be too new, or its index not be complete.
+  async look() {
+    if (document.hidden) return;
+    const isFirst = this.runs.length === 0;
+    this.runs = await get("runs").catch(() => this.runs);
+    if (isFirst && this.runs.length > 0) this.show(this.withRun(this.state));
+    else this.list.show();
+    if (this.events?.readyState === EventSource.CLOSED) this.listen();
+    if (this.hasFailed) this.update({});
   }
 
   // Change the state, as a new entry of the history; while someone types, in place of the last one.
   change(fields, { isTyping = false } = {}) {
     const state = { ...this.state, ...fields };
     const address = addressOf(state);
-    if (address !== addressOf(this.state)) history[isTyping ? "replaceState" : "pushState"](null, "", address);
+    if (address !== addressOf(this.state))
+      history[isTyping ? "replaceState" : "pushState"](null, "", address);
     this.show(state);
   }
 
@@ -86,7 +115,7 @@ class App {
     const isOther = this.state.view !== state.view || !this.view;
     const areOthers = this.state.runs.join() !== state.runs.join() || !this.events;
     this.state = VIEWS[state.view] ? state : { ...state, view: "curves" };
-    if (isOther) {
+    if (isOther || !this.main.contains(this.view.node)) {
       this.view?.close?.();
       this.view = new VIEWS[this.state.view](this);
       fill(this.main, this.view.node);
@@ -100,19 +129,28 @@ class App {
 
   async update(how) {
     if (this.runs.length === 0) {
-      fill(this.main, el("p", { class: "empty" }, "There is no run yet. This page shows it as soon as it starts."));
+      fill(
+        this.main,
+        el("p", { class: "empty" }, "There is no run yet. This page shows it as soon as it starts."),
+      );
       return;
     }
     const view = this.view;
     try {
       await view.update(this.state, how);
+      this.hasFailed = false;
     } catch (error) {
       if (error.name !== "AbortError" && view === this.view) this.fail(error);
     }
   }
 
   fail(error) {
-    const told = [el("p", { class: "bad" }, error.message), el("p", { class: "hint" }, error.why ?? ""), el("p", {}, error.fix ?? "")];
+    this.hasFailed = true;
+    const told = [
+      el("p", { class: "bad" }, error.message),
+      el("p", { class: "hint" }, error.why ?? ""),
+      el("p", {}, error.fix ?? ""),
+    ];
     if (this.view?.fail) this.view.fail(told);
     else fill(this.main, el("section", { class: "card error" }, told));
   }
@@ -120,7 +158,8 @@ class App {
   showTabs() {
     const now = PART_OF[this.state.view] ?? this.state.view;
     const links = Object.entries(TABS).map(([view, words]) =>
-      this.link(cleared({ view }, "offset"), { "aria-current": view === now ? "page" : null }, words));
+      this.link(cleared({ view }, "offset"), { "aria-current": view === now ? "page" : null }, words),
+    );
     fill(document.getElementById("views"), links);
     document.title = `${[TABS[now], ...this.state.runs].join(" · ")} · Rillflow`;
   }

@@ -10,14 +10,33 @@ import { choice, el, fill, labelled } from "./dom.js";
 import { number } from "./numbers.js";
 import { get } from "./api.js";
 
-const FIRST = ["reward/score/mean", "supervised/nll/mean", "supervised/accuracy/mean", "policy/loss/mean", "policy/entropy/mean",
-  "policy/kl/mean", "policy/clipped/share", "train/grad_norm/mean", "rollout/length/mean", "rollout/stopped/share",
-  "reward/flat_groups/share", "mismatch/logprob_gap/max", "staleness/kl/mean", "train/lr/mean"];
-const POINTS = 1000;
+const FIRST = [
+  "reward/score/mean",
+  "supervised/nll/mean",
+  "supervised/accuracy/mean",
+  "policy/loss/mean",
+  "policy/entropy/mean",
+  "policy/kl/mean",
+  "policy/clipped/share",
+  "train/grad_norm/mean",
+  "rollout/length/mean",
+  "rollout/stopped/share",
+  "reward/flat_groups/share",
+  "mismatch/logprob_gap/max",
+  "staleness/kl/mean",
+  "train/lr/mean",
+];
+const POINTS = { usual: 500, wide: 1500 }; // of a curve: two for each pixel or so
 const AT_ONCE = 12; // metrics of one request
 const HEIGHTS = { usual: 220, wide: 420 };
-const AXES = [["step", "steps"], ["seconds", "seconds"], ["tokens", "sampled tokens"]];
+const AXES = [
+  ["step", "steps"],
+  ["seconds", "seconds"],
+  ["tokens", "sampled tokens"],
+];
 const HELD_OUT = "held-out ";
+const UNMEASURED =
+  'the trainer computed no log probabilities (algorithm.old_logprobs = "sampler"), so every value is 0 or 1 by construction.';
 
 export class CurvesView {
   constructor(app) {
@@ -28,7 +47,9 @@ export class CurvesView {
     this.notes = el("p", { class: "hint" });
     this.grid = el("div", { class: "grid-cards" });
     this.axis = choice(AXES, app.state.x, (x) => app.change({ x, from: null, to: null }));
-    this.toolbar = controls(app.state, (fields) => app.change(fields, { isTyping: "filter" in fields }), [labelled("Over", this.axis)]);
+    this.toolbar = controls(app.state, (fields) => app.change(fields, { isTyping: "filter" in fields }), [
+      labelled("Over", this.axis),
+    ]);
     this.node = el("div", {}, this.toolbar.node, this.grid, this.notes);
     this.seen = new IntersectionObserver((entries) => this.sighted(entries), { rootMargin: "200px" });
   }
@@ -56,12 +77,27 @@ export class CurvesView {
 
   // Make a card for each metric, remove those of metrics that are gone, and keep the order.
   arrange(state) {
-    const names = new Set(this.summaries.flatMap((summary) => (summary.metrics ?? []).filter((each) => each.reduction !== "histogram").map((each) => each.name)));
-    const sets = new Set(this.summaries.flatMap((summary) => (summary.evaluations ?? []).filter((each) => typeof each[state.x] === "number").map((each) => each.set ?? "")));
+    const names = new Set(
+      this.summaries.flatMap((summary) =>
+        (summary.metrics ?? []).filter((each) => each.reduction !== "histogram").map((each) => each.name),
+      ),
+    );
+    const sets = new Set(
+      this.summaries.flatMap((summary) =>
+        (summary.evaluations ?? [])
+          .filter((each) => typeof each[state.x] === "number")
+          .map((each) => each.set ?? ""),
+      ),
+    );
     const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
-    const ordered = [...[...sets].sort().map((set) => HELD_OUT + set), ...[...names].sort((one, other) => rank(one) - rank(other) || (one < other ? -1 : 1))];
+    const ordered = [
+      ...[...sets].sort().map((set) => HELD_OUT + set),
+      ...[...names].sort((one, other) => rank(one) - rank(other) || (one < other ? -1 : 1)),
+    ];
     const words = state.filter.toLowerCase();
-    const shown = ordered.filter((name) => this.titleOf(name).toLowerCase().includes(words) || name === state.wide);
+    const shown = ordered.filter(
+      (name) => this.titleOf(name).toLowerCase().includes(words) || name === state.wide,
+    );
     for (const [name, card] of this.cards) {
       if (shown.includes(name)) continue;
       this.seen.unobserve(card.node);
@@ -71,33 +107,73 @@ export class CurvesView {
     }
     shown.forEach((name, place) => {
       const card = this.cards.get(name) ?? this.make(name);
-      if (this.grid.children[place] !== card.node) this.grid.insertBefore(card.node, this.grid.children[place] ?? null);
+      if (this.grid.children[place] !== card.node)
+        this.grid.insertBefore(card.node, this.grid.children[place] ?? null);
       card.node.classList.toggle("wide-card", name === state.wide);
       card.widen.textContent = name === state.wide ? "smaller" : "larger";
       card.widen.setAttribute("aria-label", `Draw ${this.titleOf(name)} ${card.widen.textContent}`);
     });
-    fill(this.notes, state.runs.length === 0 ? "No run is chosen." : shown.length === 0 ? (words ? "No metric has this in its name." : "No step is done yet.") : "");
+    fill(
+      this.notes,
+      state.runs.length === 0
+        ? "No run is chosen."
+        : shown.length === 0
+          ? words
+            ? "No metric has this in its name."
+            : "No step is done yet."
+          : "",
+    );
   }
 
   titleOf(name) {
     if (!name.startsWith(HELD_OUT)) return name;
     const set = name.slice(HELD_OUT.length);
-    const kinds = new Set(this.summaries.flatMap((summary) => (summary.evaluations ?? []).filter((each) => (each.set ?? "") === set).map((each) => each.name)));
+    const kinds = new Set(
+      this.summaries.flatMap((summary) =>
+        (summary.evaluations ?? []).filter((each) => (each.set ?? "") === set).map((each) => each.name),
+      ),
+    );
     return `${set || "Held-out"} ${[...kinds].join(" and ")}`;
+  }
+
+  helpOf(name) {
+    if (name.startsWith(HELD_OUT))
+      return "Held-out rows, evaluated now and then. The band is the 95% interval.";
+    const known = this.summaries.flatMap((summary) => summary.metrics ?? []);
+    return known.find((each) => each.name === name)?.help ?? "";
   }
 
   make(name) {
     const { app } = this;
-    const output = el("output", {}), legend = el("p", { class: "legend" }), note = el("p", { class: "hint" });
-    const widen = el("button", { type: "button", class: "quiet", click: () => app.change({ wide: app.state.wide === name ? "" : name }) }, "larger");
+    const output = el("output", {}),
+      legend = el("p", { class: "legend" }),
+      note = el("p", { class: "hint" });
+    const widen = el(
+      "button",
+      {
+        type: "button",
+        class: "quiet",
+        click: () => app.change({ wide: app.state.wide === name ? "" : name }),
+      },
+      "larger",
+    );
     const box = el("div", { class: "chart" });
-    const help = this.summaries.flatMap((summary) => summary.metrics ?? []).find((each) => each.name === name)?.help ?? "";
+    const help = this.helpOf(name);
     const axisName = el("figcaption", { class: "axis-x" });
-    const node = el("section", { class: "card", "data-metric": name },
-      el("header", {}, el("h3", {}, this.titleOf(name)), output, widen), help ? el("p", { class: "hint" }, help) : null,
-      el("figure", {}, box, axisName), legend, note);
+    const node = el(
+      "section",
+      { class: "card", "data-metric": name },
+      el("header", {}, el("h3", {}, this.titleOf(name)), output, widen),
+      help ? el("p", { class: "hint" }, help) : null,
+      el("figure", {}, box, axisName),
+      legend,
+      note,
+    );
     const card = { name, node, output, legend, note, widen, axisName, isSeen: false, data: null, key: "" };
-    card.chart = new Chart(box, { zoom: (from, to) => app.change({ from, to }), hover: (values, x) => this.hovered(card, values, x) });
+    card.chart = new Chart(box, {
+      zoom: (from, to) => app.change({ from, to }),
+      hover: (values, x) => this.hovered(card, values, x),
+    });
     this.cards.set(name, card);
     this.seen.observe(node);
     return card;
@@ -118,29 +194,35 @@ export class CurvesView {
   async load() {
     const state = this.app.state;
     if (!this.summaries || state.runs.length === 0) return;
-    const key = [state.runs.join(), state.x, state.from, state.to, this.grown].join("|");
-    const due = [...this.cards.values()].filter((card) => card.isSeen && card.key !== key);
-    for (const card of due) card.key = key;
+    const keyOf = (card) =>
+      [state.runs.join(), state.x, state.from, state.to, this.grown, pointsOf(card, state)].join("|");
+    const due = [...this.cards.values()].filter((card) => card.isSeen && card.key !== keyOf(card));
+    for (const card of due) card.key = keyOf(card);
     for (const card of due.filter((each) => each.name.startsWith(HELD_OUT))) {
       card.data = this.evaluated(card.name.slice(HELD_OUT.length), state);
       this.draw(card);
     }
     const metrics = due.filter((each) => !each.name.startsWith(HELD_OUT));
-    const parts = [];
-    for (let start = 0; start < metrics.length; start += AT_ONCE) parts.push(metrics.slice(start, start + AT_ONCE));
-    await Promise.all(parts.map((part) => this.loadPart(part, state, key)));
+    const usual = metrics.filter((card) => card.name !== state.wide),
+      parts = [metrics.filter((card) => card.name === state.wide)];
+    for (let start = 0; start < usual.length; start += AT_ONCE)
+      parts.push(usual.slice(start, start + AT_ONCE));
+    await Promise.all(parts.filter((part) => part.length > 0).map((part) => this.loadPart(part, state)));
   }
 
-  async loadPart(cards, state, key) {
+  async loadPart(cards, state) {
+    const keys = new Map(cards.map((card) => [card, card.key]));
     try {
       const wanted = { runs: state.runs, x: state.x, metrics: cards.map((card) => card.name) };
       const [found] = await Promise.all([
-        get("curves", { ...wanted, points: POINTS, from: state.from, to: state.to }),
+        get("curves", { ...wanted, points: pointsOf(cards[0], state), from: state.from, to: state.to }),
         state.x !== "step" && this.measureUnits(state, cards[0].name),
       ]);
-      for (const card of cards.filter((each) => each.key === key)) {
+      for (const card of cards.filter((each) => each.key === keys.get(each))) {
         const own = found.curves.filter((curve) => curve.metric === card.name && curve.x.length > 0);
-        card.data = own.map((curve) => (curve.is_full ? { ...curve, low: undefined, high: undefined } : curve));
+        card.data = own.map((curve) =>
+          curve.is_full ? { ...curve, low: undefined, high: undefined } : curve,
+        );
         this.draw(card);
       }
     } catch (error) {
@@ -153,19 +235,35 @@ export class CurvesView {
   async measureUnits(state, metric) {
     const missing = state.runs.filter((run) => !this.units.has(`${run}|${state.x}`));
     if (missing.length === 0) return;
-    const { curves } = await get("curves", { runs: missing, metrics: [metric], x: state.x, points: POINTS });
+    const { curves } = await get("curves", {
+      runs: missing,
+      metrics: [metric],
+      x: state.x,
+      points: POINTS.usual,
+    });
     for (const curve of curves) {
       const steps = this.app.runs.find((each) => each.run === curve.run)?.steps ?? curve.x.length;
-      if (curve.x.length > 1) this.units.set(`${curve.run}|${state.x}`, (curve.x.at(-1) - curve.x[0]) / Math.max(1, steps - 1));
+      if (curve.x.length > 1)
+        this.units.set(`${curve.run}|${state.x}`, (curve.x.at(-1) - curve.x[0]) / Math.max(1, steps - 1));
     }
   }
 
   evaluated(set, state) {
-    return state.runs.map((run, place) => {
-      const all = (this.summaries[place].evaluations ?? []).filter((each) => (each.set ?? "") === set && typeof each[state.x] === "number");
-      const ends = (place) => (all.some((each) => each.interval) ? all.map((each) => each.interval?.[place] ?? null) : undefined);
-      return { run, x: all.map((each) => each[state.x]), y: all.map((each) => each.value), low: ends(0), high: ends(1), isShare: all.every((each) => each.name === "accuracy") };
-    }).filter((curve) => curve.x.length > 0);
+    const isShown = (each) => (each.set ?? "") === set && typeof each[state.x] === "number";
+    const curves = state.runs.map((run, place) => {
+      const found = (this.summaries[place].evaluations ?? []).filter(isShown);
+      const end = (which) => found.map((each) => each.interval?.[which] ?? null);
+      const hasBand = found.some((each) => each.interval);
+      return {
+        run,
+        x: found.map((each) => each[state.x]),
+        y: found.map((each) => each.value),
+        low: hasBand ? end(0) : undefined,
+        high: hasBand ? end(1) : undefined,
+        isShare: found.every((each) => each.name === "accuracy"),
+      };
+    });
+    return curves.filter((curve) => curve.x.length > 0);
   }
 
   draw(card) {
@@ -173,18 +271,31 @@ export class CurvesView {
     const isEvaluated = card.name.startsWith(HELD_OUT);
     const measured = (card.data ?? []).filter((curve) => isEvaluated || !this.isUnmeasured(card.name, curve));
     const left = (card.data ?? []).filter((curve) => !measured.includes(curve)).map((curve) => curve.run);
-    fill(card.note, left.length > 0 ? `Not measured in ${left.join(", ")}: the trainer computed no log probabilities of its own (algorithm.old_logprobs = "sampler"), so every value is 0 or 1 by construction.` : "");
-    const curves = measured.filter((curve) => state.runs.includes(curve.run)).map((curve) => ({
-      ...curve, label: curve.run, colour: this.app.colourOf(curve.run), unit: state.x === "step" ? 1 : this.units.get(`${curve.run}|${state.x}`) ?? 1,
-    }));
+    fill(card.note, left.length > 0 ? `Not measured in ${left.join(", ")}: ${UNMEASURED}` : "");
+    const curves = measured
+      .filter((curve) => state.runs.includes(curve.run))
+      .map((curve) => ({
+        ...curve,
+        label: curve.run,
+        colour: this.app.colourOf(curve.run),
+        unit: state.x === "step" ? 1 : (this.units.get(`${curve.run}|${state.x}`) ?? 1),
+      }));
     card.shown = curves;
     const summary = state.runs.length === 1 ? this.summaries[0] : null;
     const chart = {
-      curves, x_name: state.x, y_name: "", is_stepped: state.x === "step", has_marks: isEvaluated,
-      phases: state.x === "step" ? summary?.phases ?? [] : [], is_share: isEvaluated && curves.every((curve) => curve.isShare),
+      curves,
+      x_name: state.x,
+      y_name: "",
+      is_stepped: state.x === "step",
+      has_marks: isEvaluated,
+      phases: state.x === "step" ? (summary?.phases ?? []) : [],
+      is_share: isEvaluated && curves.every((curve) => curve.isShare),
       is_log: card.name === "mismatch/logprob_gap/max",
     };
-    const shown = card.chart.draw(chart, { ...drawn(state), height: card.name === state.wide ? HEIGHTS.wide : HEIGHTS.usual });
+    const shown = card.chart.draw(chart, {
+      ...drawn(state),
+      height: card.name === state.wide ? HEIGHTS.wide : HEIGHTS.usual,
+    });
     fill(card.axisName, caption(AXES.find(([name]) => name === state.x)?.[1] ?? state.x, shown));
     this.hovered(card, null, null);
   }
@@ -209,6 +320,15 @@ export class CurvesView {
       return;
     }
     fill(card.output, first ? reading(name, x, []).replace(": ", "") : "");
-    fill(card.legend, curves.map((curve, place) => el("span", { class: `key c${curve.colour % 8}` }, curve.run, " ", el("b", {}, now[place]))));
+    fill(
+      card.legend,
+      curves.map((curve, place) =>
+        el("span", { class: `key c${curve.colour % 8}` }, curve.run, " ", el("b", {}, now[place])),
+      ),
+    );
   }
+}
+
+function pointsOf(card, state) {
+  return card.name === state.wide ? POINTS.wide : POINTS.usual;
 }

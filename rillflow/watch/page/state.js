@@ -5,15 +5,34 @@ const DEFAULTS = {
   runs: [], // the chosen runs; their order gives the colours
   run: "", // the run whose rollouts or timeline is shown; the first chosen one if empty
   // curves
-  x: "step", span: "auto", axes: "", from: null, to: null, filter: "", wide: "",
+  x: "step",
+  span: "auto",
+  axes: "",
+  from: null,
+  to: null,
+  filter: "",
+  wide: "",
   // configuration
   setting: "",
   // rollouts
-  q: "", step: "", outcome: "", finish: "", reward_min: "", reward_max: "", sort: "-step", prompt: "", offset: 0,
+  q: "",
+  step: "",
+  outcome: "",
+  finish: "",
+  reward_min: "",
+  reward_max: "",
+  sort: "-step",
+  prompt: "",
+  offset: 0,
   // one rollout
-  at: "", epoch: "", sample: "", colour: "probability",
+  at: "",
+  epoch: "",
+  sample: "",
+  colour: "probability",
   // timeline
-  first: "", last: "", scale: 1,
+  first: "",
+  last: "",
+  scale: 1,
 };
 const NUMBERS = new Set(["from", "to", "offset", "scale"]);
 
@@ -26,7 +45,8 @@ export function readState(address = location.search) {
     const text = given.get(name);
     if (name === "runs") state.runs = text.split(",").filter(Boolean);
     else if (name === "span") state.span = text === "auto" ? text : Number(text) || 0;
-    else if (NUMBERS.has(name)) state[name] = text !== "" && Number.isFinite(Number(text)) ? Number(text) : DEFAULTS[name];
+    else if (NUMBERS.has(name))
+      state[name] = text !== "" && Number.isFinite(Number(text)) ? Number(text) : DEFAULTS[name];
     else state[name] = text;
   }
   return state;
@@ -38,7 +58,14 @@ export function addressOf(state) {
   for (const [name, plain] of Object.entries(DEFAULTS)) {
     const value = state[name];
     if (name === "runs" ? value.length > 0 : value !== plain) {
-      kept.set(name, Array.isArray(value) ? value.join(",") : ["from", "to"].includes(name) ? String(Number(value.toPrecision(6))) : String(value));
+      kept.set(
+        name,
+        Array.isArray(value)
+          ? value.join(",")
+          : ["from", "to"].includes(name)
+            ? String(Number(value.toPrecision(6)))
+            : String(value),
+      );
     }
   }
   const query = kept.toString().replaceAll("%2C", ",").replaceAll("%2F", "/");

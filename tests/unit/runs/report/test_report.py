@@ -173,10 +173,10 @@ def test_nothing_of_the_run_becomes_markup(tmp_path: Path) -> None:
 
 
 def test_a_long_run_stays_small_and_every_curve_thin(make_run: MakeRun) -> None:
-    run = make_run(steps=1500)
+    run = make_run(steps=900)
     text, page = report(run)
     lengths = [len(curve["x"]) for chart in page.charts for curve in chart["curves"]]
-    assert 1000 > MAX_POINTS >= max(lengths) > MAX_POINTS // 2
+    assert 900 > MAX_POINTS >= max(lengths) > MAX_POINTS // 2
     assert len(text) < 900_000
 
 
