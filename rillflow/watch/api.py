@@ -139,9 +139,10 @@ class Api:
                 metrics = run.metrics()
                 curves = [(name, metrics.curve(name, axis)) for name in names]
             for name, whole in curves:
-                curve = whole.between(low, high).shortened(points)
+                part = whole.between(low, high)
+                curve, is_full = part.shortened(points), len(part) <= points
                 told = {each: plain(vars(curve)[each]) for each in ("x", "y", "low", "high")}
-                found.append({"run": run.name, "metric": name, "is_full": curve.low is curve.y, **told})
+                found.append({"run": run.name, "metric": name, "is_full": is_full, **told})
         return {"curves": found}
 
     def rollouts(self, request: Request) -> dict[str, Any]:
