@@ -277,10 +277,10 @@ def first_prompt(run: Path, *, newest: bool = False) -> JSON:
 
 
 def _rollout_files(run: Path, step: int) -> tuple[Path, ...]:
-    known = layout.rollout_files(run)
-    if step in known:
-        return known[step]
-    steps = list(known)
+    files = layout.files_of_step(run, step)
+    if files:
+        return files
+    steps = list(layout.rollout_files(run))
     have = f"it has rollouts of steps {steps[0]} to {steps[-1]}" if steps else "it has no rollouts"
     raise RunDirectoryError(f"{run} has no rollouts of step {step}", why=have)
 

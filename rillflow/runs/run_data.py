@@ -80,6 +80,11 @@ class RunData:
         """Spans as records, read at the first use; ``stages`` takes less memory and time."""
         return reader.read_spans(self.path)
 
+    @cached_property
+    def rollouts(self) -> Mapping[int, tuple[Path, ...]]:
+        """Rollout files by step, for steps with all their files."""
+        return layout.rollout_files(self.path)
+
     @property
     def changes(self) -> list[str]:
         """Settings that later starts changed. Example: ``from step 15 on, policy.lr: 0.001 -> 0.0005``."""

@@ -111,7 +111,7 @@ def summarise(run: Path) -> Summary:
 def summary_of(data: RunData) -> Summary:
     """Return the summary of a run that was already read."""
     scores, success = scores_of(data), data.setting("evaluate.success")
-    files = layout.rollout_files(data.path)
+    files = data.rollouts
     checkpoint = newest_model(data.path)
     report = data.path / layout.REPORT
     steps = data.setting("algorithm.steps")
@@ -165,7 +165,7 @@ def warnings_of(data: RunData) -> tuple[str, ...]:
 
 def _gone(data: RunData) -> list[str]:
     """Return a warning that names steps that sampled rows but whose rollout file is missing."""
-    there = layout.rollout_files(data.path)
+    there = data.rollouts
     every = data.setting("run.rollouts_every")
     due = data.curves.curve("rollout/length/mean").x.astype(int).tolist()
     if isinstance(every, int):
