@@ -155,6 +155,13 @@ class MetricColumns:
         return len(self._steps)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that the columns hold."""
+        held = [array for each in self._columns.values() for array in (each.rows, each.values, each.weights)]
+        held += [array for each in self._histograms.values() for array in (each.rows, each.counts)]
+        return sum(each.itemsize * len(each) for each in (*held, self._steps, self._seconds, self.offsets))
+
+    @property
     def steps(self) -> npt.NDArray[np.int64]:
         """Step of each line."""
         return np.array(self._steps, dtype=np.int64)

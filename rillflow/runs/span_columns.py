@@ -76,6 +76,11 @@ class SpanColumns:
     def __len__(self) -> int:
         return len(self._columns["step"])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the columns hold."""
+        return sum(each.itemsize * len(each) for each in self._columns.values())
+
     def column(self, name: str) -> npt.NDArray[Any]:
         """Return a column: ``stage`` (its number), ``step``, ``start``, ``duration``, ``rows``, ``tokens`` or
         ``offset``.

@@ -143,6 +143,7 @@ class Api:
                 curve, is_full = part.shortened(points), len(part) <= points
                 told = {each: plain(vars(curve)[each]) for each in ("x", "y", "low", "high")}
                 found.append({"run": run.name, "metric": name, "is_full": is_full, **told})
+            self._runs.trim()
         return {"curves": found}
 
     def rollouts(self, request: Request) -> dict[str, Any]:

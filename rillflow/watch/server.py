@@ -59,6 +59,7 @@ def watch(
     listening = bound(port)
     host, port = listening.getsockname()[:2]
     indexing = IndexingProcess(cache or default_cache())
+    indexing.clear()
     server = LoopbackServer(application(runs, indexing, token, port), listening)
     announce(f"{len(runs.all())} runs: http://{host}:{port}/?token={token.text}")
     try:

@@ -71,7 +71,9 @@ def test_rewound_steps_are_indexed_again(written: WrittenRun, tmp_path: Path) ->
     written.directory.rewind(4)
     write_rollouts(written.path, 5, [{**row, "completion": "another"} for row in rows_of(5)])
     indexer.advance(60)
-    assert (total(folder, "answer 50"), total(folder, "another"), total(folder, "answer 40")) == (0, 5, 1), "a call of a tool is searched as a whole"
+    assert (total(folder, "answer 50"), total(folder, "another"), total(folder, "answer 40")) == (0, 5, 1), (
+        "a call of a tool is searched as a whole"
+    )
     assert steps_of(folder) == [1, 2, 3, 4, 5]
 
 
