@@ -33,6 +33,8 @@ TOKENS = "rollout/tokens/sum"
 """Metric that the axis of tokens adds up."""
 _VALUES = ("mean", "sum", "max", "min", "variance", "largest_share")
 """Fields that hold a metric's value; the name is its reduction."""
+MOST_DIGITS = 300
+"""Largest power of ten that numbers are rounded with."""
 LARGEST = 2**53
 """Whole numbers beyond this are damage."""
 
@@ -316,4 +318,15 @@ _RECORDS: Mapping[str, Callable[[float, float], Metric]] = {
 
 def plain(values: Sequence[float] | Floats) -> list[float | None]:
     """Return numbers as JSON has them: None for NaN and infinity, 8 significant digits."""
-    return [float(f"{value:.8g}") if math.isfinite(value) else None for value in np.asarray(values).tolist()]
+    array = np.asarray(values, dtype=np.float64)
+    is_finite = np.isfinite(array)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore", under="ignore"):
+        digits = 7 - np.floor(np.log10(np.abs(array)))
+        is_rounded = is_finite & (array != 0) & (np.abs(digits) < MOST_DIGITS)
+        scale = 10.0 ** np.where(is_rounded, np.abs(digits), 0.0)
+        up, down = np.round(array * scale) / scale, np.round(array / scale) * scale
+    rounded = np.where(is_rounded, np.where(digits >= 0, up, down), array)
+    short: list[float | None] = rounded.tolist()
+    if is_finite.all():
+        return short
+    return [value if good else None for value, good in zip(short, is_finite.tolist(), strict=True)]

@@ -43,7 +43,7 @@ from rillflow.watch.watched_runs import WatchedRun, WatchedRuns, finite, flat
 MOST_RUNS, MOST_METRICS, MOST_POINTS, MOST_ROWS, MOST_STEPS = 100, 200, 10_000, 500, 100
 DEEPEST = 100_000
 """Largest ``offset`` of a page of rows."""
-NEWS_S = 1.0
+NEWS_S = 2.0
 """Seconds between two looks for grown runs."""
 MOST_SPAN_STEPS = 50
 """Most steps of a timeline."""
