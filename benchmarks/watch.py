@@ -107,9 +107,22 @@ class Server:
 
     def peaks(self) -> dict[str, int]:
         """Return the peak bytes of the server and of the indexing process."""
+        return {"server": peak(self.process.pid), "indexing": max(map(peak, self.children()), default=0)}
+
+    def processor_s(self) -> float:
+        """Return the processor seconds that both have used."""
+        return sum(map(processor_s, (self.process.pid, *self.children())))
+
+    def children(self) -> list[int]:
+        """Return the child processes."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        children = [int(child) for task in tasks for child in task.read_text().split()]
-        return {"server": peak(self.process.pid), "indexing": max(map(peak, children), default=0)}
+        return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def processor_s(process: int) -> float:
+    """Return the processor seconds of a process."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def peak(process: int) -> int:
@@ -229,20 +242,21 @@ def slowdown(rounds: int, steps: int) -> list[str]:
     folder = Path(tempfile.mkdtemp())
     try:
         (folder / "run.toml").write_text(RECIPE)
-        ratios, plain_s = list[float](), list[float]()
+        ratios, plain_s, used = list[float](), list[float](), list[float]()
         for number in range(rounds):
             order = (False, True) if number % 2 else (True, False)
-            found = {is_watched: _step_s(folder, number, steps, is_watched) for is_watched in order}
-            ratios.append(found[True] / found[False])
-            plain_s.append(found[False])
+            found = {is_watched: _trained(folder, number, steps, is_watched) for is_watched in order}
+            ratios.append(found[True].step_s / found[False].step_s)
+            plain_s.append(found[False].step_s)
+            used.append(found[True].used)
     finally:
         shutil.rmtree(folder)
     spread = 1.96 * statistics.stdev(ratios) / math.sqrt(rounds) if rounds > 1 else math.nan
     mean = statistics.mean(ratios) - 1
     return [
-        f"{rounds} pairs of runs of {steps} steps; a step takes {statistics.median(plain_s):.3f} s (median of a "
-        "run). A page is open",
-        "beside one of each pair: every 2 s it takes all curves, and every 5 s it searches.",
+        f"{rounds} pairs of runs of {steps} steps of {statistics.median(plain_s):.3f} s. Beside one run of each",
+        "pair a page is open: every 2 s it takes all curves, and every 5 s it searches. Server and indexing",
+        f"together used {statistics.mean(used):.1%} of one core.",
         "",
         "| longer steps with the page, mean | 95% interval |",
         "|---:|---|",
@@ -250,29 +264,40 @@ def slowdown(rounds: int, steps: int) -> list[str]:
     ]
 
 
-def _step_s(folder: Path, number: int, steps: int, is_watched: bool) -> float:
-    """Return the median seconds of a step of one run."""
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """One run."""
+
+    step_s: float
+    """Median seconds of a step."""
+    used: float
+    """Processor seconds of the page for each second of the training; NaN without a page."""
+
+
+def _trained(folder: Path, number: int, steps: int, is_watched: bool) -> Trained:
+    """Train one run, with or without a page."""
     run = folder / f"{number}-{'watched' if is_watched else 'alone'}"
     run.mkdir()
     settings = [f"algorithm.steps={steps}", f"run.seed={number}", "run.threads=1"]
     words = ["run", str(folder / "run.toml"), "--quiet", "--dir", str(run)]
     words += [word for each in settings for word in ("--set", each)]
-    train = partial(
-        subprocess.run, [sys.executable, "-c", PROGRAM, *words], check=True, stdout=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-c", PROGRAM, *words]
+    train = partial(subprocess.run, command, check=True, stdout=subprocess.DEVNULL)
+    used = math.nan
     if is_watched:
         ended = Event()
         with served(folder, folder / "cache") as server:
             page = Thread(target=_look, args=(server, run.name, ended))
             page.start()
-            train()
+            before, took_s = server.processor_s(), timed(train).seconds
+            used = (server.processor_s() - before) / took_s
             ended.set()
             page.join()
     else:
         train()
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     taken = [line["metrics"]["run/step_seconds/mean"]["mean"] for line in lines]
-    return statistics.median(taken[1:] or taken)
+    return Trained(step_s=statistics.median(taken[1:] or taken), used=used)
 
 
 def _look(server: Server, run: str, ended: Event) -> None:
