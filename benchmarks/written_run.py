@@ -27,7 +27,11 @@ from rillflow.runs.reader import Evaluation, RankSpan, SpanRecord
 from rillflow.runs.run_directory import RunDirectory
 
 Array = npt.NDArray[Any]
-WORDS = ["we", "first", "add", "the", "two", "numbers", "then", "carry", "one", "to", "next", "column", "so", "that", "sum", "is", "equal", "answer", "check", "again", "wait", "let", "me", "see", "because", "therefore", "total", "minus", "times", "divided", "by", "remainder", "zero", "hundred", "thousand", "half", "both", "hence"]
+TEXT = (
+    "we first add the two numbers then carry one to next column so that sum is equal answer check again wait "
+    "let me see because therefore total minus times divided by remainder zero hundred thousand half both"
+)
+WORDS = TEXT.split()
 RARE = "zeppelin"
 SAMPLES = 8
 PROMPTS, ANSWERS = 20_000, 30_000
@@ -201,7 +205,7 @@ class Written:
 
 
 def write_run(path: Path, steps: int, rows: int) -> None:
-    """Write a whole run and finish it."""
+    """Write a whole run and finish it; ``rows`` of each step, as whole groups of SAMPLES."""
     written = Written(path, steps, rows)
     with written.run:
         for step in range(1, steps + 1):

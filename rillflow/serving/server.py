@@ -6,6 +6,7 @@ LoopbackServer(app, bound(port)) ─┬─ run: until a signal ends it, in the m
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from contextlib import AbstractContextManager
@@ -20,6 +21,8 @@ from rillflow.errors import StreamError
 HEAD_WITHIN_S = 10.0
 BACKLOG = 2048
 """Connections that wait to be accepted; uvicorn's own default."""
+TRIED = 100
+"""Ports that are tried for the one that an error suggests."""
 
 
 class Impatient(H11Protocol):  # type: ignore[misc]
@@ -62,10 +65,21 @@ def bound(port: int, host: str = "127.0.0.1") -> socket.socket:
         made.listen(BACKLOG)  # a client that knows the address may connect before the server runs
     except (OSError, OverflowError) as error:
         made.close()
+        free = _free_port(port, host)
+        named = f"choose another port, such as --port {free}" if free else "choose another port"
         raise StreamError(
-            f"cannot listen on {host}:{port}", why=str(error), fix="choose another port, or 0 for a free one"
+            f"cannot listen on {host}:{port}", why=str(error), fix=f"{named}, or 0 for any free one"
         ) from None
     return made
+
+
+def _free_port(taken: int, host: str) -> int:
+    """Return the first free port of the next TRIED ones, or 0."""
+    for port in range(taken + 1, min(taken + TRIED, 2**16 - 1) + 1):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind((host, port))
+            return port
+    return 0
 
 
 class LoopbackServer(AbstractContextManager["LoopbackServer"]):

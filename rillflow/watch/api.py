@@ -43,7 +43,7 @@ from rillflow.watch.watched_runs import WatchedRun, WatchedRuns, finite, flat
 MOST_RUNS, MOST_METRICS, MOST_POINTS, MOST_ROWS, MOST_STEPS = 100, 200, 10_000, 500, 100
 DEEPEST = 100_000
 """Largest ``offset`` of a page of rows."""
-NEWS_S = 1.0
+NEWS_S = 2.0
 """Seconds between two looks for grown runs."""
 MOST_SPAN_STEPS = 50
 """Most steps of a timeline."""
@@ -139,9 +139,11 @@ class Api:
                 metrics = run.metrics()
                 curves = [(name, metrics.curve(name, axis)) for name in names]
             for name, whole in curves:
-                curve = whole.between(low, high).shortened(points)
+                part = whole.between(low, high)
+                curve, is_full = part.shortened(points), len(part) <= points
                 told = {each: plain(vars(curve)[each]) for each in ("x", "y", "low", "high")}
-                found.append({"run": run.name, "metric": name, "is_full": curve.low is curve.y, **told})
+                found.append({"run": run.name, "metric": name, "is_full": is_full, **told})
+            self._runs.trim()
         return {"curves": found}
 
     def rollouts(self, request: Request) -> dict[str, Any]:

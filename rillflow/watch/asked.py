@@ -65,7 +65,7 @@ class Asked:
         first, dash, last = value.partition("-")
         last = last if dash else first
         ends = [end for end in (first, last) if end]
-        if any(not (end.isdecimal() and end.isascii() and len(end) < 16) for end in ends):
+        if any(not (end.isdecimal() and end.isascii() and len(end) < 17) for end in ends):
             raise _wrong(name, value, "a range of steps, such as 5-8")
         return int(first or 0), int(last or LARGEST)
 

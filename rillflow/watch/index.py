@@ -10,6 +10,7 @@ Prompts are stored once for each prompt id.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -212,10 +213,10 @@ class Writer:
         except OSError:
             os.close(self._lock)
             raise
-        if _head(folder) != FORMAT:
+        if _head(folder).get("format") != FORMAT:
             for file in folder.glob("*.bin"):
                 file.unlink()
-            (folder / _HEAD).write_text(json.dumps({"format": FORMAT, "run": str(run)}))
+            (folder / _HEAD).write_text(json.dumps({"format": FORMAT, "run": str(run.absolute())}))
         self.blocks = _blocks(folder)
         """Records of the steps."""
         pairs = _pairs(folder)
@@ -278,7 +279,7 @@ class Index:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.blocks: Array = _blocks(folder) if _head(folder) == FORMAT else np.zeros(0, BLOCK)
+        self.blocks: Array = _blocks(folder) if _head(folder).get("format") == FORMAT else np.zeros(0, BLOCK)
         """Records of the steps, in order of the step."""
 
     def __len__(self) -> int:
@@ -317,12 +318,27 @@ class Index:
         return int(np.searchsorted(self.blocks["first"], row, "right")) - 1
 
 
-def _head(folder: Path) -> int:
+def run_of(folder: Path) -> Path | None:
+    """Return the run directory that an index is of; None if the folder is no index."""
+    found = _head(folder).get("run")
+    return Path(found) if isinstance(found, str) else None
+
+
+def remove(folder: Path) -> None:
+    """Delete an index, and nothing else that its folder may hold."""
+    names = [*(f"{name}.bin" for name in COLUMNS), _BLOCKS, _TEXT, _QUESTIONS, _ENDS, _LOCK, _HEAD]
+    with contextlib.suppress(OSError):
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _head(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / _HEAD).read_text("utf-8")).get("format")
-    except (OSError, ValueError, AttributeError):
-        return 0
-    return found if isinstance(found, int) else 0
+        found = json.loads((folder / _HEAD).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _blocks(folder: Path) -> Array:

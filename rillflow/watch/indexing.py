@@ -28,7 +28,7 @@ from typing import cast
 from rillflow.errors import RunDirectoryError
 from rillflow.runs import layout
 from rillflow.runs.json_lines import read_json
-from rillflow.watch.index import Writer, read_step, stamp_of
+from rillflow.watch.index import Writer, read_step, remove, run_of, stamp_of
 
 LOOK_S = 2.0
 """Seconds between two looks at a run."""
@@ -214,6 +214,13 @@ class IndexingProcess:
         with contextlib.suppress(OSError):
             self._child.stdin.write(json.dumps({"run": str(run), "folder": str(folder)}).encode() + b"\n")
             self._child.stdin.flush()
+
+    def clear(self) -> None:
+        """Delete the indexes of runs that no longer exist."""
+        for head in self.cache.glob("*/head.json"):
+            run = run_of(head.parent)
+            if run is not None and not run.exists():
+                remove(head.parent)
 
     def close(self) -> None:
         """End the child process."""

@@ -7,6 +7,7 @@ page/, runs/charts/ ────────┘ assets, by name
 
 from __future__ import annotations
 
+import contextlib
 import mimetypes
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rillflow import runs as runs_package
+from rillflow.errors import Signalled
 from rillflow.serving.http_body import Declined
 from rillflow.serving.server import LoopbackServer, bound
 from rillflow.serving.token import Token, token_of
@@ -59,10 +61,12 @@ def watch(
     listening = bound(port)
     host, port = listening.getsockname()[:2]
     indexing = IndexingProcess(cache or default_cache())
+    indexing.clear()
     server = LoopbackServer(application(runs, indexing, token, port), listening)
     announce(f"{len(runs.all())} runs: http://{host}:{port}/?token={token.text}")
     try:
-        server.run()
+        with contextlib.suppress(Signalled, KeyboardInterrupt):  # the ordinary end of the command
+            server.run()
     finally:
         indexing.close()
 
@@ -76,7 +80,7 @@ def application(runs: WatchedRuns, indexing: IndexingProcess, token: Token, port
     ]
     middleware = [
         Middleware(BaseHTTPMiddleware, dispatch=Access(token, port)),
-        Middleware(GZipMiddleware, minimum_size=1000),
+        Middleware(GZipMiddleware, minimum_size=1000, compresslevel=1),
     ]
     return Starlette(routes=routes, middleware=middleware)
 

@@ -25,8 +25,6 @@ BEFORE = 60
 """Characters shown before the first match, if a text is cut."""
 MARKS = 20
 """Most matches that are marked in a text."""
-GUESSED_PARTS = 8
-"""A step with at most this many files is found without listing the folder."""
 _SHORT = ("completion", "outcome", "reward", "finish", "columns", "versions", "advantage")
 
 
@@ -36,12 +34,7 @@ def files_of(run: Path, step: int) -> tuple[Path, ...]:
     Raises:
         LookupError: the step has no complete rollouts in columns.
     """
-    for count in range(1, GUESSED_PARTS + 1):
-        if layout.rollout_file(run, step, 1, count).exists():
-            files = tuple(layout.rollout_file(run, step, part, count) for part in range(1, count + 1))
-            if all(file.exists() for file in files):
-                return files
-    files = layout.rollout_files(run).get(step, ())
+    files = layout.files_of_step(run, step)
     if not files or files[0].suffix != ".safetensors":
         raise LookupError(f"step {step}")
     return files

@@ -9,8 +9,8 @@ Rows are numbered as ``runs/rollouts.py`` joins them: the rows of the parts with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,22 +27,22 @@ _STORED = {shown: stored for stored, shown in NAMES.items()}
 
 
 class _Part:
-    """One file, open."""
+    """One file, open. Reading raises RunDirectoryError for a damaged one."""
 
-    def __init__(self, file: Any) -> None:
-        self._file = file
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path, self._file = path, file
         self.keys = frozenset(file.keys())
         self.names = {key.partition(":")[0] for key in self.keys} - {"ids"}
 
     @cached_property
     def ids(self) -> Array:
         """[rows, 3] epoch, prompt and sample of every row."""
-        found: Array = self._file.get_tensor("ids")
-        return found
+        return self.whole("ids")
 
     def whole(self, key: str) -> Array:
         """Return a tensor."""
-        found: Array = self._file.get_tensor(key)
+        with _readable(self._path):
+            found: Array = self._file.get_tensor(key)
         return found
 
     def ends(self, name: str) -> Array:
@@ -50,14 +50,29 @@ class _Part:
         return np.concatenate([[0], np.cumsum(self.whole(f"{name}:lengths"))])
 
     def value(self, name: str, row: int) -> Any:
-        """Return one row's value of a column: an array, a text, or a number."""
+        """Return one row's value of a column: numbers, a text, or a number."""
+        with _readable(self._path):
+            return self._value(name, row)
+
+    def _value(self, name: str, row: int) -> Any:
         if f"{name}:values" in self.keys:
             start, stop = self.ends(name)[row : row + 2].tolist()
-            values = self._file.get_slice(f"{name}:values")[start:stop]
-            return (
-                values.tobytes().decode("utf-8", "replace") if values.dtype == np.uint8 else values.tolist()
-            )
+            held = self._file.get_slice(f"{name}:values")
+            is_text = held.get_dtype() == "U8"
+            if start == stop:  # the library refuses an empty slice at the end
+                return "" if is_text else []
+            values = held[start:stop]
+            return values.tobytes().decode("utf-8", "replace") if is_text else values.tolist()
         return self._file.get_slice(f"{name}:")[row : row + 1].tolist()[0]
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn the errors of a damaged or missing file into the package's own."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise RunDirectoryError(f"cannot read {path}", why=str(error)) from None
 
 
 class StepFiles(ExitStack):
@@ -73,13 +88,16 @@ class StepFiles(ExitStack):
 
     def __init__(self, files: Sequence[Path]) -> None:
         super().__init__()
-        self._files = files
         try:
-            self._parts = [_Part(self.enter_context(safe_open(file, "numpy"))) for file in files]
-        except (OSError, SafetensorError) as error:
+            self._parts = [self._opened(file) for file in files]
+        except RunDirectoryError:
             self.close()
-            raise RunDirectoryError(f"cannot read {files[0]}", why=str(error)) from None
+            raise
         self._main = [part for part in self._parts if "tokens" in part.names]
+
+    def _opened(self, file: Path) -> _Part:
+        with _readable(file):
+            return _Part(file, self.enter_context(safe_open(file, "numpy")))
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -31,6 +31,8 @@ from rillflow.runs.summary import alike
 
 LOOK_S = 2.0
 """Least seconds between two looks for new run directories, or at the files of one run."""
+MOST_BYTES = 200 * 2**20
+"""Bytes of columns that are kept in memory; those of the run in use are kept in any case."""
 DEPTH = 3
 """Levels of folders below a given path in which runs are searched."""
 REMOTE_S = 600.0
@@ -65,7 +67,9 @@ class WatchedRun:
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
         self.lock = Lock()
-        """Held while the metrics are read or used."""
+        """Held while the metrics or spans are read or used."""
+        self.used = -math.inf
+        """Time of the last use of the metrics or spans."""
         self._metrics, self._stages = MetricColumns(path), SpanColumns(path)
         self._looked, self._looked_at_stages = -math.inf, -math.inf
         self._seen: object = None
@@ -77,6 +81,7 @@ class WatchedRun:
         if time.monotonic() - self._looked > LOOK_S / 4:
             self._metrics.update()
             self._looked = time.monotonic()
+        self.used = time.monotonic()
         return self._metrics
 
     def stages(self) -> SpanColumns:
@@ -85,7 +90,19 @@ class WatchedRun:
         if time.monotonic() - self._looked_at_stages > LOOK_S / 4:
             self._stages.update()
             self._looked_at_stages = time.monotonic()
+        self.used = time.monotonic()
         return self._stages
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns in memory."""
+        return self._metrics.nbytes + self._stages.nbytes
+
+    def forget(self) -> None:
+        """Drop the columns; the next use reads the files again."""
+        with self.lock:
+            self._metrics, self._stages = MetricColumns(self.path), SpanColumns(self.path)
+            self._looked, self._looked_at_stages = -math.inf, -math.inf
 
     def small(self) -> SmallFiles:
         """Return the content of the small files; files that cannot be read are named in ``problems``."""
@@ -198,6 +215,16 @@ class WatchedRuns:
             if run.name == name:
                 return run
         raise LookupError(name)
+
+    def trim(self) -> None:
+        """Forget the columns of the runs that were used least recently, if all take more than MOST_BYTES."""
+        with self._lock:
+            held = sorted(self._runs.values(), key=lambda run: run.used, reverse=True)
+        total = 0
+        for place, run in enumerate(held):
+            total += run.nbytes
+            if total > MOST_BYTES and place:
+                run.forget()
 
     def _add(self, path: Path) -> None:
         if path in self._runs:
