@@ -72,7 +72,7 @@ def _classes() -> dict[str, Any]:
 _CLASSES = _classes()
 
 
-def message(kind: str, **fields: Any) -> Any:
+def message(kind: str, /, **fields: Any) -> Any:
     """Return a message of this kind, such as ``Datum``."""
     return _CLASSES[kind](**fields)
 
