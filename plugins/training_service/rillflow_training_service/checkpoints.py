@@ -1,7 +1,7 @@
-"""Checkpoints: adapters in directories that PEFT and ``rillflow`` read, by the client's ``tinker://`` paths.
+"""Checkpoints: adapters in directories that PEFT and ``rillflow`` read, by the client's paths.
 
-    tinker://MODEL/weights/NAME          ROOT/MODEL/weights/NAME/          adapter, tokeniser, optimiser's state
-    tinker://MODEL/sampler_weights/NAME  ROOT/MODEL/sampler_weights/NAME/  adapter, tokeniser
+    tinker://MODEL/weights/NAME          ROOT/MODEL/weights/NAME/          with the optimiser's state
+    tinker://MODEL/sampler_weights/NAME  ROOT/MODEL/sampler_weights/NAME/  without it
 
 Each has ``checkpoint.json`` with what the API tells about it. A directory is written next to its place and
 renamed, so a reader finds a whole one or none.

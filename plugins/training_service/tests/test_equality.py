@@ -84,9 +84,7 @@ def ran(folder: Path, algorithm: str) -> Path:
 
 def tenant(folder: Path) -> Tenant:
     """Return a new adapter as a client with the run's seed creates it."""
-    base = load_model(
-        ModelConfig(path=str(folder / "base")), seed=0, device=torch.device("cpu"), base=Path()
-    )
+    base = load_model(ModelConfig(path=str(folder / "base")), seed=0, device=torch.device("cpu"), base=Path())
     return Tenant.new("a", SharedBase(base), SMALL, seed=3)
 
 
@@ -103,29 +101,28 @@ def require_same(found: Tenant, run: Path) -> None:
 
 
 def losses(run: Path, name: str) -> list[float]:
-    return [each[name] for each in map(flat, read_metrics(run)) if name in each]
-
-
-def flat(step: Any) -> dict[str, float]:
-    return dict(step.metrics) if hasattr(step, "metrics") else dict(step)
+    """Return a loss of every step."""
+    return [each.metrics[name].value for each in read_metrics(run)]
 
 
 def test_grpo_has_the_bits_of_a_run(tmp_path: Path) -> None:
     run = ran(tmp_path, GRPO)
-    client = tenant(tmp_path)
+    client, found = tenant(tmp_path), list[float]()
     for step in layout.rollout_files(run):
         columns: Any = rollout_columns(run, step)
-        kept = zip(*(columns[name] for name in ("tokens", "versions", "advantage")), strict=True)
-        rows = [row(tokens, versions, advantage) for tokens, versions, advantage in kept]
+        names = ("epoch", "prompt_id", "sample", "tokens", "versions", "advantage")
+        kept = sorted(zip(*(columns[name] for name in names), strict=True))  # the order in which a run adds
+        rows = [row(tokens, versions, advantage) for *_, tokens, versions, advantage in kept]
         assert len(rows) == ROWS
         known = client.run(rows, LOSSES["ppo"], {**LOSSES["ppo"].settings}, learns=False).logprobs
         own = [
             Datum(tokens=each.tokens, targets=each.targets, inputs={**each.inputs, "logprobs": now})
             for each, now in zip(rows, known, strict=True)
         ]
-        client.run(own, LOSSES["ppo"], {**LOSSES["ppo"].settings}, learns=True)
+        found.append(client.run(own, LOSSES["ppo"], {**LOSSES["ppo"].settings}, learns=True).loss)
         client.step(ADAM)
     require_same(client, run)
+    assert found == losses(run, "policy/loss/mean")
 
 
 def row(tokens: list[int], versions: list[int], advantage: float) -> Datum:
@@ -140,13 +137,17 @@ def test_supervised_training_has_the_bits_of_a_run(tmp_path: Path) -> None:
     tokenizer = client.base.model.tokenizer
     texts = [(f"{index}+1=", f"{index + 1}") for index in range(8)]
     rows = [
-        weighted([*tokenizer.encode(prompt), *tokenizer.encode(answer), min(tokenizer.stop_tokens)], len(prompt))
+        weighted(
+            [*tokenizer.encode(prompt), *tokenizer.encode(answer), min(tokenizer.stop_tokens)], len(prompt)
+        )
         for prompt, answer in texts
     ]
     count = sum(float(each.inputs["weights"].sum()) for each in rows)
     for each in rows:
         each.inputs["weights"].div_(count)
+    found = list[float]()
     for _ in range(3):
-        client.run(rows, LOSSES["cross_entropy"], {}, learns=True)
+        found.append(client.run(rows, LOSSES["cross_entropy"], {}, learns=True).loss)
         client.step(ADAM)
     require_same(client, run)
+    assert found == pytest.approx(losses(run, "supervised/loss/mean"), rel=1e-6)

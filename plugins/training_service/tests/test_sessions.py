@@ -7,13 +7,21 @@ import json
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rillflow.errors import DataError
 from rillflow.serving.http_body import Declined
 from rillflow_training_service.base import Shape
-from rillflow_training_service.sessions import EARLIER_S, HEARTBEAT_S, KEPT_S, Future, Model, Session, Sessions
+from rillflow_training_service.sessions import (
+    EARLIER_S,
+    HEARTBEAT_S,
+    KEPT_S,
+    Future,
+    Model,
+    Session,
+    Sessions,
+)
 
 
 class World:
@@ -47,6 +55,7 @@ def told(future: Future) -> str:
     return str(json.loads(future.body)["error"])
 
 
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.permutations(range(1, 9)), st.lists(st.integers(1, 8), max_size=5))
 def test_requests_run_in_order_and_once(arrival: list[int], again: list[int]) -> None:
     world = World()
@@ -81,7 +90,7 @@ def test_a_gap_ends_in_an_error_and_the_missing_request_may_still_come() -> None
         assert "waited 60 s for request 1" in told(third)
         world.ask(1), world.ask(2), world.ask(4)
         assert world.dispatched == [1, 2, 4]
-        assert "request 3 came after" in told(world.ask(3, b"another"))or "two requests" in told(world.ask(3, b"another"))
+        assert "two requests" in told(world.ask(3, b"another"))
 
     world.run(test)
 

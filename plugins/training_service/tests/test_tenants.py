@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -35,7 +35,10 @@ class Client:
     def __init__(self, service: Service, index: int) -> None:
         self.service, self.index, self.name = service, index, f"m{index}"
         self.samples, self.results = list[Rollout](), list[bytes]()
-        self.program: list[Callable[[], None]] = [self.create, *(self.learn, self.keep, self.sample, self.reinforce) * 2]
+        self.program: list[Callable[[], None]] = [
+            self.create,
+            *(self.learn, self.keep, self.sample, self.reinforce) * 2,
+        ]
 
     def create(self) -> None:
         self.service.create(self.name, SHAPES[self.index], seed=self.index)
@@ -62,7 +65,11 @@ class Client:
             for key in self.service.sampler.busy:
                 self.service.sampler.turn(key)
         rows = [
-            datum(each.tokens, advantages=[0.0, *[1.0 - at] * (len(each.tokens) - 2)], logprobs=each.logprobs[1:])
+            datum(
+                each.tokens,
+                advantages=[0.0, *[1.0 - at] * (len(each.tokens) - 2)],
+                logprobs=each.logprobs[1:],
+            )
             for at, each in enumerate(self.samples)
         ]
         self.results.append(self.service.forward_backward(asked(self.name, rows, "importance_sampling")))
@@ -104,7 +111,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Service:
     return toy_service(tmp_path_factory.mktemp("shared"))
 
 
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(order=st.permutations([index for index in range(len(SHAPES)) for _ in range(9)]))
 def test_four_clients_have_the_bits_that_each_has_alone(
     alone: list[tuple[list[bytes], dict[str, Tensor]]], shared: Service, order: list[int]

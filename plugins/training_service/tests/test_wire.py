@@ -65,7 +65,9 @@ def test_the_answer_of_a_pass_keeps_shapes() -> None:
 
 
 def test_samples_say_why_they_ended() -> None:
-    found = read_message("SampleOutput", encoded_samples([(True, [1, 2], [-0.5, -1.0]), (False, [], [])], None))
+    found = read_message(
+        "SampleOutput", encoded_samples([(True, [1, 2], [-0.5, -1.0]), (False, [], [])], None)
+    )
     assert [each.stop for each in found.sequences] == [0, 1]
     assert torch.frombuffer(bytearray(found.sequences[0].tokens), dtype=torch.int32).tolist() == [1, 2]
     assert not found.HasField("prompt_logprobs")

@@ -50,7 +50,9 @@ def weighted(tokens: Sequence[int], prompt: int) -> Datum:
 
 def tensor_message(values: Tensor) -> Any:
     kind = FLOAT32 if values.dtype.is_floating_point else INT64
-    return message("Tensor", dense=values.contiguous().numpy().tobytes(), dtype=kind, shape=list(values.shape))
+    return message(
+        "Tensor", dense=values.contiguous().numpy().tobytes(), dtype=kind, shape=list(values.shape)
+    )
 
 
 def encoded(data: Sequence[Datum], extra: Mapping[str, Tensor] | None = None) -> list[Any]:
@@ -89,5 +91,3 @@ def body_of(request: PassRequest) -> bytes:
         is_forward=request.is_forward,
     )
     return bytes(made.SerializeToString())
-
-
