@@ -28,7 +28,7 @@ from rillflow.errors import DataError, RunDirectoryError
 from rillflow.models.adapters import file_name, write_adapter_settings
 from rillflow.models.locate import WEIGHTS, AdapterSource
 from rillflow.runs.durable import flush, publish_folder
-from rillflow_training_service.base import Shape, SharedBase
+from rillflow_training_service.shared_base import Shape, SharedBase
 
 Kind = Literal["weights", "sampler_weights"]
 KINDS: Mapping[str, str] = {"weights": "training", "sampler_weights": "sampler"}

@@ -22,8 +22,8 @@ from rillflow.models.config import ModelConfig
 from rillflow.models.language_model import load_model
 from rillflow.runs import layout
 from rillflow.runs.reader import read_metrics, rollout_columns
-from rillflow_training_service.base import SharedBase
 from rillflow_training_service.losses import LOSSES
+from rillflow_training_service.shared_base import SharedBase
 from rillflow_training_service.tenant import AdamParams, Tenant
 
 sys.path.insert(0, str(Path(__file__).parent))

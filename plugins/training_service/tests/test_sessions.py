@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from rillflow.errors import DataError
 from rillflow.serving.http_body import Declined
-from rillflow_training_service.base import Shape
 from rillflow_training_service.sessions import (
     EARLIER_S,
     HEARTBEAT_S,
     KEPT_S,
+    ClientSession,
     Future,
     Model,
-    Session,
     Sessions,
 )
+from rillflow_training_service.shared_base import Shape
 
 
 class World:
@@ -30,7 +30,7 @@ class World:
     def __init__(self) -> None:
         self.time, self.dispatched, self.released = 0.0, list[int](), list[str]()
         self.sessions = Sessions(self.released.append, lambda: self.time)
-        self.session: Session = self.sessions.open("s", {})
+        self.session: ClientSession = self.sessions.open("s", {})
         self.model = Model(
             name="s:train:0", session=self.session, base_model="b", shape=Shape(rank=1), seed=0, metadata={}
         )

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from rillflow.errors import DataError, RillflowError
 from rillflow.records.rollout import Rollout
-from rillflow_training_service.base import Shape
 from rillflow_training_service.checkpoints import About, CheckpointPath, now
 from rillflow_training_service.losses import LOSSES
 from rillflow_training_service.sampling import SampleRequest, sampling_of, stop_of
 from rillflow_training_service.service import Service
+from rillflow_training_service.shared_base import Shape
 from rillflow_training_service.tenant import AdamParams
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from rillflow.models.config import ModelConfig, NewModel
 from rillflow.models.language_model import LanguageModel, load_model, save_model
-from rillflow_training_service.base import Shape, SharedBase
 from rillflow_training_service.checkpoints import Checkpoints
 from rillflow_training_service.datums import Datum, PassRequest
-from rillflow_training_service.sampling import Sampler
+from rillflow_training_service.sampling import SnapshotSampler
 from rillflow_training_service.service import Service
+from rillflow_training_service.shared_base import Shape, SharedBase
 from rillflow_training_service.wire import FLOAT32, INT64, message
 
 ALPHABET = "0123456789+="
@@ -34,7 +34,7 @@ def saved_model(folder: Path) -> Path:
 
 def toy_service(folder: Path) -> Service:
     base = SharedBase(toy_model())
-    return Service(base, Sampler(base, max_rows=32), Checkpoints(folder, base, "base"))
+    return Service(base, SnapshotSampler(base, max_rows=32), Checkpoints(folder, base, "base"))
 
 
 def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:
