@@ -2,7 +2,7 @@
 
     entry points of group "rillflow.plugins" ─> Plugin ─┬─ commands of the command line
                                                         ├─ Planning: predictions for a run and its report
-                                                        └─ Training: the service of serve --train
+                                                        └─ TrainingServer: the service of serve --train
 
 The package never imports a plugin by name. The command of a shipped plugin that is not installed raises an
 error with the line that installs it.
@@ -68,7 +68,7 @@ class Planning(Protocol):
         ...
 
 
-class Training(Protocol):
+class TrainingServer(Protocol):
     """A service whose clients train."""
 
     def serve(
@@ -102,7 +102,7 @@ class Plugin:
     """Commands by name."""
     planning: Callable[[], Planning] | None = None
     """Returns the planner; it may import heavy modules."""
-    training: Callable[[], Training] | None = None
+    training: Callable[[], TrainingServer] | None = None
     """Returns the service whose clients train."""
 
 
@@ -153,7 +153,7 @@ def planning(needed_by: str) -> Planning:
     return found
 
 
-def training(needed_by: str) -> Training:
+def training(needed_by: str) -> TrainingServer:
     """Return the installed training service.
 
     Args:

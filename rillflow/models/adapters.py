@@ -121,7 +121,7 @@ def is_adapter(name: str) -> bool:
 def attach(module: Any, config: AdapterConfig) -> None:
     """Freeze a decoder except a scalar head, and add an adapter to every layer that the config names.
 
-    Without targets these are the linear layers of the body; a vocabulary head is adapted if a target names it.
+    Without targets these are the linear layers of the body; a target may also name the vocabulary head.
 
     With an int8 base, all linear layers of the body become int8, also those without an adapter.
 

@@ -33,7 +33,10 @@ Records, losses and formulas use them, and so does a function of itertools.
 """
 PRINTING = re.compile(r"rillflow/cli/|plugins/\w+/rillflow_\w+/(commands|plugin)\.py$")
 """Files of commands."""
-ALGORITHM_FILES = {f"rillflow/algorithms/{name}.py" for name in ("registry", *ALGORITHMS)}
+ALGORITHM_FILES = {f"rillflow/algorithms/{name}.py" for name in ("registry", *ALGORITHMS)} | {
+    "plugins/training_service/rillflow_training_service/losses.py"
+}
+"""Files that name an algorithm; the protocol of the training service names its losses so."""
 
 
 def dotted(node: ast.AST) -> str:

@@ -28,22 +28,22 @@ from starlette.routing import Mount, Route
 from rillflow.errors import DataError, RillflowError
 from rillflow.serving.http_body import Declined, body_of, checked_request, json_object
 from rillflow_training_service import requests
-from rillflow_training_service.base import Shape
 from rillflow_training_service.checkpoints import About, CheckpointPath, Kind, expiry, now
 from rillflow_training_service.datums import read_pass
+from rillflow_training_service.engine_thread import EngineThread, Job
 from rillflow_training_service.listing import Listing
 from rillflow_training_service.sample_requests import Sampling
 from rillflow_training_service.service import Service
 from rillflow_training_service.sessions import (
+    ClientSession,
     Future,
     Model,
     SamplingSession,
-    Session,
     Sessions,
     sentence,
 )
+from rillflow_training_service.shared_base import Shape
 from rillflow_training_service.wire import CONTENT_TYPE
-from rillflow_training_service.work import EngineThread, Work
 
 POLL_S = 25.0
 """Longest wait for a result in one request; clients allow 45 s."""
@@ -141,10 +141,10 @@ class App:
 
     def _release(self, model: str) -> None:
         run = partial(self._service.release, model)
-        self._thread.put(Work(owner=model, run=run, tell=lambda _: None))
+        self._thread.put(Job(owner=model, run=run, tell=lambda _: None))
 
     def _work(self, owner: str, run: Callable[[], Any], future: Future) -> None:
-        self._thread.put(Work(owner=owner, run=run, tell=self._teller(future)))
+        self._thread.put(Job(owner=owner, run=run, tell=self._teller(future)))
 
     def _teller(self, future: Future) -> Callable[[Any], None]:
         loop = asyncio.get_running_loop()
@@ -250,7 +250,7 @@ class App:
 
     async def _finish(self, request: Request) -> Response:
         session = self.sessions.hear(request.path_params["name"])
-        asked = checked(requests.Finish, bytes(await body_of(request, MOST_BYTES)))
+        asked = checked(requests.FinishSession, bytes(await body_of(request, MOST_BYTES)))
         self.sessions.end(
             session, f"its client finished it{': ' if asked.detail else ''}{asked.detail or ''}"
         )
@@ -283,7 +283,7 @@ class App:
         return self.sessions.admit(session, f"{name}:0", body, begin)
 
     def _add(
-        self, name: str, session: Session, base: str, shape: Shape, seed: int, metadata: dict[str, Any]
+        self, name: str, session: ClientSession, base: str, shape: Shape, seed: int, metadata: dict[str, Any]
     ) -> None:
         made = Model(name=name, session=session, base_model=base, shape=shape, seed=seed, metadata=metadata)
         self.sessions.add_model(made)
@@ -342,13 +342,13 @@ class App:
     async def _save(self, kind: Kind, body: bytes) -> Future:
         placed = checked(requests.InOrder, body)
         model = self.sessions.model(placed.model_id)
-        asked = checked(requests.Save, body)
+        asked = checked(requests.SaveWeights, body)
         run: Callable[[], Any] = partial(self._checkpoint, model, kind, asked)
         if kind == "sampler_weights" and asked.path is None:
             run = self._keep(model, asked)
         return self._in_order(model, placed.seq_id, body, run)
 
-    def _checkpoint(self, model: Model, kind: Kind, asked: requests.Save) -> dict[str, Any]:
+    def _checkpoint(self, model: Model, kind: Kind, asked: requests.SaveWeights) -> dict[str, Any]:
         path = CheckpointPath(model=model.name, kind=kind, name=asked.path or f"step-{asked.seq_id:06d}")
         about = About(
             path=str(path),
@@ -364,7 +364,7 @@ class App:
             model.name, path, about, optimizer=is_state, overwrite=asked.overwrite or not is_state
         )
 
-    def _keep(self, model: Model, asked: requests.Save) -> Callable[[], dict[str, Any]]:
+    def _keep(self, model: Model, asked: requests.SaveWeights) -> Callable[[], dict[str, Any]]:
         """Return the work that keeps weights for a new sampling session."""
         number = asked.sampling_session_seq_id or 0
         key = "inflight" if asked.kind == "inflight" else f"sample:{number}"
@@ -414,7 +414,7 @@ class App:
         return {"type": "join_sampling_session", "client_counter": session.clones}
 
     async def _sample(self, body: bytes) -> Future:
-        asked = await to_thread(checked, requests.Sample, body)
+        asked = await to_thread(checked, requests.SampleBody, body)
         sampler = self.sessions.sampler(asked.sampling_session_id or "")
         name = f"{sampler.name}:{asked.seq_id}"
 
@@ -434,7 +434,7 @@ class App:
                 if found is not None:
                     tell(found)
 
-            self._thread.put(Work(owner=sampler.name, run=made.begin, tell=failed))
+            self._thread.put(Job(owner=sampler.name, run=made.begin, tell=failed))
 
         return self.sessions.admit(sampler.session, name, body, begin)
 

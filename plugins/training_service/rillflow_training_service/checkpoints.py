@@ -1,7 +1,7 @@
-"""Checkpoints: adapters in directories that PEFT and ``rillflow`` read, by the client's ``tinker://`` paths.
+"""Checkpoints: adapters in directories that PEFT and ``rillflow`` read, by the client's paths.
 
-    tinker://MODEL/weights/NAME          ROOT/MODEL/weights/NAME/          adapter, tokeniser, optimiser's state
-    tinker://MODEL/sampler_weights/NAME  ROOT/MODEL/sampler_weights/NAME/  adapter, tokeniser
+    tinker://MODEL/weights/NAME          ROOT/MODEL/weights/NAME/          with the optimiser's state
+    tinker://MODEL/sampler_weights/NAME  ROOT/MODEL/sampler_weights/NAME/  without it
 
 Each has ``checkpoint.json`` with what the API tells about it. A directory is written next to its place and
 renamed, so a reader finds a whole one or none.
@@ -28,7 +28,7 @@ from rillflow.errors import DataError, RunDirectoryError
 from rillflow.models.adapters import file_name, write_adapter_settings
 from rillflow.models.locate import WEIGHTS, AdapterSource
 from rillflow.runs.durable import flush, publish_folder
-from rillflow_training_service.base import Shape, SharedBase
+from rillflow_training_service.shared_base import Shape, SharedBase
 
 Kind = Literal["weights", "sampler_weights"]
 KINDS: Mapping[str, str] = {"weights": "training", "sampler_weights": "sampler"}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rillflow.errors import DataError, NotFiniteError, nearest
-from rillflow_training_service.losses import Loss, loss_of
+from rillflow_training_service.losses import NamedLoss, loss_of
 from rillflow_training_service.wire import decoded_pass, tensor_of, tokens_of
 
 TARGETS = "target_tokens"
@@ -72,7 +72,7 @@ def read_pass(body: bytes) -> PassRequest:
     )
 
 
-def checked_data(request: PassRequest, vocabulary: int, context: int) -> tuple[Loss, list[Datum]]:
+def checked_data(request: PassRequest, vocabulary: int, context: int) -> tuple[NamedLoss, list[Datum]]:
     """Return the loss and the rows of a request.
 
     Raises:
@@ -87,7 +87,7 @@ def checked_data(request: PassRequest, vocabulary: int, context: int) -> tuple[L
     ]
 
 
-def _checked(message: Any, place: str, loss: Loss, vocabulary: int, context: int) -> Datum:
+def _checked(message: Any, place: str, loss: NamedLoss, vocabulary: int, context: int) -> Datum:
     chunks = [tokens_of(each, place) for each in message.chunks]
     tokens = torch.cat(chunks) if chunks else torch.zeros(0, dtype=torch.int64)
     given = {each.key: tensor_of(each.value, f"{each.key} of {place}") for each in message.inputs}
@@ -118,7 +118,7 @@ def _checked(message: Any, place: str, loss: Loss, vocabulary: int, context: int
     return Datum(tokens=tokens, targets=targets, inputs=inputs)
 
 
-def _require_names(given: Mapping[str, Tensor], place: str, loss: Loss) -> None:
+def _require_names(given: Mapping[str, Tensor], place: str, loss: NamedLoss) -> None:
     needs = (TARGETS, *loss.needs)
     missing = [name for name in needs if name not in given]
     if missing:

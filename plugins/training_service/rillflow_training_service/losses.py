@@ -33,7 +33,7 @@ Inputs = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class NamedLoss:
     """A loss by its name."""
 
     name: str
@@ -103,12 +103,14 @@ def _dro(logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Ten
 
 _SAMPLED = ("logprobs", "advantages")
 _CLIP = {_LOW: 0.8, _HIGH: 1.2}
-LOSSES: Mapping[str, Loss] = {
+LOSSES: Mapping[str, NamedLoss] = {
     each.name: each
     for each in (
-        Loss(name="cross_entropy", terms=_cross_entropy, factor="weights", may=("weights",)),
-        Loss(name="importance_sampling", terms=_importance_sampling, factor="advantages", needs=_SAMPLED),
-        Loss(
+        NamedLoss(name="cross_entropy", terms=_cross_entropy, factor="weights", may=("weights",)),
+        NamedLoss(
+            name="importance_sampling", terms=_importance_sampling, factor="advantages", needs=_SAMPLED
+        ),
+        NamedLoss(
             name="ppo",
             terms=_ppo,
             factor="advantages",
@@ -116,7 +118,7 @@ LOSSES: Mapping[str, Loss] = {
             may=tuple(_CLIP),
             settings=_CLIP,
         ),
-        Loss(
+        NamedLoss(
             name="cispo",
             terms=_cispo,
             factor="advantages",
@@ -124,7 +126,7 @@ LOSSES: Mapping[str, Loss] = {
             may=tuple(_CLIP),
             settings=_CLIP,
         ),
-        Loss(name="dro", terms=_dro, factor="", needs=_SAMPLED, settings={"beta": 0.05}),
+        NamedLoss(name="dro", terms=_dro, factor="", needs=_SAMPLED, settings={"beta": 0.05}),
     )
 }
 """Losses by name. In dro a token with advantage 0 still has a gradient, so no input is its factor."""
@@ -135,7 +137,7 @@ _HOSTED = {
 }
 
 
-def loss_of(name: str) -> Loss:
+def loss_of(name: str) -> NamedLoss:
     """Return a loss.
 
     Raises:

@@ -31,9 +31,9 @@ from rillflow.records.row import RowId
 from rillflow.sharding.packed_rows import Reading, lay_out
 from rillflow.training.config import TrainConfig
 from rillflow.training.scorer import micro_batches
-from rillflow_training_service.base import SharedBase
 from rillflow_training_service.datums import Datum
-from rillflow_training_service.losses import Loss
+from rillflow_training_service.losses import NamedLoss
+from rillflow_training_service.shared_base import SharedBase
 
 _BUDGET: int = TrainConfig().tokens_per_micro_batch
 
@@ -56,7 +56,7 @@ def run_pass(
     base: SharedBase,
     parameters: Mapping[str, nn.Parameter],
     data: Sequence[Datum],
-    loss: Loss,
+    loss: NamedLoss,
     settings: Mapping[str, float],
     *,
     learns: bool,
@@ -117,7 +117,7 @@ class _Rows:
     """The rows of a request."""
 
     def __init__(
-        self, base: SharedBase, data: Sequence[Datum], loss: Loss, settings: Mapping[str, float]
+        self, base: SharedBase, data: Sequence[Datum], loss: NamedLoss, settings: Mapping[str, float]
     ) -> None:
         self._base, self._data, self._loss, self._settings = base, data, loss, settings
         self._padded = is_padded(base.module)

@@ -41,7 +41,7 @@ class LoraConfig(Request):
     train_attn: bool = True
 
 
-class Optimizer(Request):
+class OptimizerKind(Request):
     """The kind of optimiser."""
 
     type: str = "adamw"
@@ -54,7 +54,7 @@ class CreateModel(OfSession):
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
-    optimizer_config: Optimizer = Optimizer()
+    optimizer_config: OptimizerKind = OptimizerKind()
 
 
 class OfModel(Request):
@@ -91,7 +91,7 @@ class OptimStep(InOrder):
     adam_params: Adam | None = None
 
 
-class Save(InOrder):
+class SaveWeights(InOrder):
     """Write a checkpoint, or keep weights for sampling if there is no path."""
 
     path: str | None = None
@@ -142,7 +142,7 @@ class Prompt(Request):
     chunks: list[TextChunk]
 
 
-class Sample(Request):
+class SampleBody(Request):
     """Sample from a prompt."""
 
     sampling_session_id: str | None = None
@@ -176,7 +176,7 @@ class Expiry(Request):
     ttl_seconds: int | None = Field(None, gt=0)
 
 
-class Finish(Request):
+class FinishSession(Request):
     """End a session."""
 
     detail: str | None = None

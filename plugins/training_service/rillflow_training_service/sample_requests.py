@@ -11,7 +11,7 @@ from torch import Tensor
 from rillflow.errors import DataError, RillflowError
 from rillflow.records.rollout import Rollout
 from rillflow_training_service.checkpoints import CheckpointPath
-from rillflow_training_service.requests import Sample
+from rillflow_training_service.requests import SampleBody
 from rillflow_training_service.sampling import (
     MOST_SAMPLES,
     SampleRequest,
@@ -37,7 +37,7 @@ class Sampling:
     """Samples."""
     sampler: SamplingSession
     """Weights to sample from."""
-    asked: Sample
+    asked: SampleBody
     """The request."""
     name: str
     """The request's id."""

@@ -38,7 +38,7 @@ from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Stops
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.engine_queue import EngineQueue, Told, Wanted
-from rillflow_training_service.base import Shape, SharedBase
+from rillflow_training_service.shared_base import Shape, SharedBase
 
 logger = logging.getLogger(__name__)
 SLICE_S = 0.5
@@ -148,7 +148,7 @@ def stop_of(given: object) -> Stop:
     raise DataError(f"stop is {str(given)[:80]}", why="it is a text, a list of texts, or a list of tokens")
 
 
-class Sampler:
+class SnapshotSampler:
     """The sampling of every snapshot.
 
     Args:

@@ -1,6 +1,6 @@
 """Server: ``rillflow serve MODEL --train``, from the model's directory to the running server.
 
-MODEL ─ load ─> SharedBase ─┬─ Sampler, Service ─ EngineThread: one thread
+MODEL ─ load ─> SharedBase ─┬─ SnapshotSampler, Service ─ EngineThread: one thread
                             └─ engine without adapters ─ EngineQueue ─ Door: OpenAI's paths
 App(Service, EngineThread, Door) ─> LoopbackServer
 """
@@ -27,11 +27,11 @@ from rillflow.serving.tool_calls import tool_format
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Encoder
 from rillflow_training_service.app import App
-from rillflow_training_service.base import SharedBase
 from rillflow_training_service.checkpoints import Checkpoints
-from rillflow_training_service.sampling import Sampler
+from rillflow_training_service.engine_thread import EngineThread
+from rillflow_training_service.sampling import SnapshotSampler
 from rillflow_training_service.service import Service
-from rillflow_training_service.work import EngineThread
+from rillflow_training_service.shared_base import SharedBase
 
 CHECKPOINTS = Path("runs/training-service")
 """Directory of the checkpoints, unless another one is named."""
@@ -70,7 +70,7 @@ def opened(source: Path, *, token: str, max_rows: int, checkpoints: Path) -> Ope
     base = SharedBase(model)
     usual = RolloutConfig(max_rows=max_rows)
     queue = EngineQueue(native_engine(model, usual), model.tokenizer, max_rows=max_rows)
-    sampler = Sampler(base, max_rows=max_rows)
+    sampler = SnapshotSampler(base, max_rows=max_rows)
     thread = EngineThread(base, sampler, queue)
     visitor = NewRows(Encoder.of(model.tokenizer, TaskConfig(), model.context), usual)
     door = Door(
@@ -105,7 +105,7 @@ def serve(
     checkpoints: Path | None,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve until a signal ends it; see ``rillflow.app.plugins.Training``."""
+    """Serve until a signal ends it; see ``rillflow.app.plugins.TrainingServer``."""
     token = token_of(token_file)
     listening = bound(port)
     found = opened(source, token=token.text, max_rows=max_rows, checkpoints=checkpoints or CHECKPOINTS)

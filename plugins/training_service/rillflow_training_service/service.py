@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rillflow.errors import DataError, RillflowError
-from rillflow_training_service.base import Shape, SharedBase
 from rillflow_training_service.checkpoints import About, CheckpointPath, Checkpoints
 from rillflow_training_service.datums import Datum, PassRequest, checked_data, require_tokens
 from rillflow_training_service.losses import LOSSES
 from rillflow_training_service.passes import run_pass
-from rillflow_training_service.sampling import Sampler, SampleRequest, Snapshot
+from rillflow_training_service.sampling import SampleRequest, Snapshot, SnapshotSampler
+from rillflow_training_service.shared_base import Shape, SharedBase
 from rillflow_training_service.tenant import AdamParams, Tenant
 from rillflow_training_service.wire import encoded_pass
 
@@ -39,7 +39,7 @@ class Service:
         checkpoints: checkpoints on the disk.
     """
 
-    def __init__(self, base: SharedBase, sampler: Sampler, checkpoints: Checkpoints) -> None:
+    def __init__(self, base: SharedBase, sampler: SnapshotSampler, checkpoints: Checkpoints) -> None:
         self.base, self.sampler, self.checkpoints = base, sampler, checkpoints
         self._tenants: dict[str, Tenant] = {}
         self._snapshots: dict[str, dict[str, Snapshot | Path]] = {}

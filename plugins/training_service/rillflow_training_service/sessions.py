@@ -22,9 +22,9 @@ from typing import Any
 
 from rillflow.errors import DataError, RillflowError, StreamError
 from rillflow.serving.http_body import Declined
-from rillflow_training_service.base import Shape
 from rillflow_training_service.checkpoints import now
-from rillflow_training_service.work import ServerError
+from rillflow_training_service.engine_thread import ServerError
+from rillflow_training_service.shared_base import Shape
 
 HEARTBEAT_S = 120.0
 """Seconds without a request or heartbeat after which a session ends; clients send one every 10 s."""
@@ -79,7 +79,7 @@ class Model:
 
     name: str
     """Its id."""
-    session: Session
+    session: ClientSession
     """Its client's session."""
     base_model: str
     """Name of the base model, as the client gave it."""
@@ -107,7 +107,7 @@ class SamplingSession:
 
     name: str
     """Its id."""
-    session: Session
+    session: ClientSession
     """Its client's session."""
     base_model: str
     """Name of the base model, as the client gave it."""
@@ -122,7 +122,7 @@ class SamplingSession:
 
 
 @dataclass(kw_only=True, eq=False)
-class Session:
+class ClientSession:
     """A client."""
 
     name: str
@@ -153,17 +153,17 @@ class Sessions:
 
     def __init__(self, release: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._release, self._clock = release, clock
-        self.all: dict[str, Session] = {}
+        self.all: dict[str, ClientSession] = {}
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, SamplingSession] = {}
-        self._futures: dict[str, tuple[Session, Future]] = {}
+        self._futures: dict[str, tuple[ClientSession, Future]] = {}
 
-    def open(self, name: str, metadata: dict[str, Any]) -> Session:
+    def open(self, name: str, metadata: dict[str, Any]) -> ClientSession:
         """Begin a session."""
-        found = self.all[name] = Session(name=name, metadata=metadata, heard=self._clock())
+        found = self.all[name] = ClientSession(name=name, metadata=metadata, heard=self._clock())
         return found
 
-    def hear(self, name: str) -> Session:
+    def hear(self, name: str) -> ClientSession:
         """Return a session that lives, and note that its client was heard.
 
         Raises:
@@ -238,7 +238,9 @@ class Sessions:
         session.heard = self._clock()
         return found
 
-    def admit(self, session: Session, name: str, body: bytes, dispatch: Callable[[Future], None]) -> Future:
+    def admit(
+        self, session: ClientSession, name: str, body: bytes, dispatch: Callable[[Future], None]
+    ) -> Future:
         """Return the future of a request; dispatch it unless it is a retry.
 
         Args:
@@ -271,7 +273,7 @@ class Sessions:
 
         return self.admit(model.session, f"{model.name}:{seq}", body, wait)
 
-    def failed(self, session: Session | None, error: RillflowError) -> Future:
+    def failed(self, session: ClientSession | None, error: RillflowError) -> Future:
         """Return a future that has failed, so that the client shows the error."""
         session = session or self.all.get("") or self.open("", {})
         session.heard = self._clock()
@@ -279,7 +281,7 @@ class Sessions:
         found.finish(error)
         return found
 
-    def end(self, session: Session, why: str) -> None:
+    def end(self, session: ClientSession, why: str) -> None:
         """End a session: release its models, and fail its open requests."""
         if session.ended:
             return
@@ -314,12 +316,12 @@ class Sessions:
         if future.delivered is None:
             future.delivered = self._clock()
 
-    def _new(self, session: Session, name: str, digest: bytes) -> Future:
+    def _new(self, session: ClientSession, name: str, digest: bytes) -> Future:
         found = session.futures[name] = Future(name=name, digest=digest)
         self._futures[name] = session, found
         return found
 
-    def _conflict(self, session: Session, name: str, digest: bytes) -> Future:
+    def _conflict(self, session: ClientSession, name: str, digest: bytes) -> Future:
         again = f"{name}:again-{digest.hex()[:16]}"
         if again in session.futures:
             return session.futures[again]

@@ -20,10 +20,10 @@ from rillflow.errors import DataError, NotFiniteError, RillflowError, TrainingEr
 from rillflow.models.adapters import ADAPTER, drawn
 from rillflow.training.adamw import MOMENTS, AdamW
 from rillflow.training.config import OptimizerConfig
-from rillflow_training_service.base import Shape, SharedBase
 from rillflow_training_service.datums import Datum
-from rillflow_training_service.losses import Loss
+from rillflow_training_service.losses import NamedLoss
 from rillflow_training_service.passes import PassResult, run_pass
+from rillflow_training_service.shared_base import Shape, SharedBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Tenant:
         return self.base.enter(self.shape, (self.name, self.version), self.weights)
 
     def run(
-        self, data: list[Datum], loss: Loss, settings: Mapping[str, float], *, learns: bool
+        self, data: list[Datum], loss: NamedLoss, settings: Mapping[str, float], *, learns: bool
     ) -> PassResult:
         """Run a request; with ``learns``, add its gradient.
 

@@ -54,8 +54,8 @@ _MESSAGES: Mapping[str, Mapping[int, str]] = {
 
 def _classes() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name=f"{_PACKAGE}.proto", package=_PACKAGE)
-    for message, fields in _MESSAGES.items():
-        made = file.message_type.add(name=message)
+    for kind_of, fields in _MESSAGES.items():
+        made = file.message_type.add(name=kind_of)
         for number, told in fields.items():
             name, kind = told.split()
             field = made.field.add(name=name, number=number, label=3 if kind.endswith("*") else 1)
@@ -72,22 +72,36 @@ def _classes() -> dict[str, Any]:
 _CLASSES = _classes()
 
 
+def message(kind: str, /, **fields: Any) -> Any:
+    """Return a message of this kind, such as ``Datum``."""
+    return _CLASSES[kind](**fields)
+
+
+def read_message(kind: str, body: bytes) -> Any:
+    """Return a message of this kind from its bytes.
+
+    Raises:
+        DecodeError: the bytes are not one.
+    """
+    found = _CLASSES[kind]()
+    found.ParseFromString(body)
+    return found
+
+
 def decoded_pass(body: bytes) -> Any:
     """Return the message of a ``forward_backward`` request.
 
     Raises:
         DataError: the bytes are not such a message.
     """
-    message = _CLASSES["Pass"]()
     try:
-        message.ParseFromString(body)
+        return read_message("Pass", body)
     except (DecodeError, UnicodeDecodeError) as error:
         raise DataError(
             f"the body of {len(body)} bytes is not a forward_backward request",
             why=str(error),
             fix="use the tinker client, version 0.38",
         ) from None
-    return message
 
 
 def tokens_of(chunk: Any, place: str) -> Tensor:
@@ -105,15 +119,15 @@ def tokens_of(chunk: Any, place: str) -> Tensor:
     return _numbers(chunk.text.tokens, INT32, place).long()
 
 
-def tensor_of(message: Any, place: str) -> Tensor:
+def tensor_of(told: Any, place: str) -> Tensor:
     """Return a tensor, dense, of float32 or int64; what a sparse one leaves out is 0.
 
     Raises:
         DataError: type, shape and bytes do not fit together.
     """
-    dtype, shape = message.dtype, list(message.shape)
-    if not message.HasField("sparse"):
-        values = _numbers(message.dense, dtype, place)
+    dtype, shape = told.dtype, list(told.shape)
+    if not told.HasField("sparse"):
+        values = _numbers(told.dense, dtype, place)
         shape = shape or [len(values)]
         if min(shape) < 0 or torch.Size(shape).numel() != len(values):
             raise DataError(
@@ -121,9 +135,9 @@ def tensor_of(message: Any, place: str) -> Tensor:
                 why="a tensor has one number for each place of its shape",
             )
         return values.view(shape)
-    values, columns = _numbers(message.sparse.values, dtype, place), message.sparse.columns
+    values, columns = _numbers(told.sparse.values, dtype, place), told.sparse.columns
     try:
-        rows, where = _numbers(message.sparse.rows, INT64, place), _numbers(columns, INT64, place)
+        rows, where = _numbers(told.sparse.rows, INT64, place), _numbers(columns, INT64, place)
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
             return torch.sparse_csr_tensor(rows, where, values, shape).to_dense()
     except RuntimeError as error:
@@ -143,7 +157,7 @@ def _numbers(data: bytes, dtype: int, place: str) -> Tensor:
 
 def encoded_pass(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
     """Return the answer of a pass: log probabilities [T] or [T, K] of each datum, and metrics."""
-    output = _CLASSES["PassOutput"](kind="ArrayRecord")
+    output = message("PassOutput", kind="ArrayRecord")
     by_width: list[tuple[tuple[int, ...], list[Tensor]]] = []
     for each in logprobs:
         if not by_width or by_width[-1][0] != tuple(each.shape[1:]):
@@ -170,7 +184,7 @@ def encoded_samples(
         sequences: for each sample whether it was stopped, its tokens, and their log probabilities.
         prompt: [T] float32 log probabilities of the prompt's tokens, NaN where there is none; or None.
     """
-    output = _CLASSES["SampleOutput"]()
+    output = message("SampleOutput")
     for is_stopped, tokens, logprobs in sequences:
         output.sequences.add(
             stop=0 if is_stopped else 1,

@@ -26,8 +26,8 @@ from typing import Any
 
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.engine_queue import EngineQueue
-from rillflow_training_service.base import SharedBase
-from rillflow_training_service.sampling import Sampler
+from rillflow_training_service.sampling import SnapshotSampler
+from rillflow_training_service.shared_base import SharedBase
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class ServerError(StreamError):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Work:
+class Job:
     """Something that the thread does for a client."""
 
     owner: str
@@ -57,15 +57,15 @@ class EngineThread:
         door: queue of OpenAI's paths, which sample the base alone.
     """
 
-    def __init__(self, base: SharedBase, sampler: Sampler, door: EngineQueue) -> None:
+    def __init__(self, base: SharedBase, sampler: SnapshotSampler, door: EngineQueue) -> None:
         self._base, self._sampler, self._door = base, sampler, door
-        self._inbox = deque[Work]()
-        self._queues: dict[str, deque[Work]] = {}
+        self._inbox = deque[Job]()
+        self._queues: dict[str, deque[Job]] = {}
         self._woken, self._wake = os.pipe()
         for descriptor in (self._woken, self._wake):
             os.set_blocking(descriptor, False)
 
-    def put(self, work: Work) -> None:
+    def put(self, work: Job) -> None:
         """Queue work; from any thread."""
         self._inbox.append(work)
         self.wake()
@@ -103,7 +103,7 @@ class EngineThread:
                 logger.exception("an engine failed; its requests were ended")
         return self._serve_door() or is_busy
 
-    def _do(self, work: Work) -> None:
+    def _do(self, work: Job) -> None:
         try:
             found = work.run()
         except RillflowError as error:
