@@ -26,6 +26,8 @@ from rillflow.runs.formatting import size
 from rillflow.workers.config import SAMPLER
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_BASE_BYTES = {"int8": 1.0, "4bit": 0.5625}
+"""Bytes of a number in a quantised base; a 4-bit one has a float32 scale for 64 numbers."""
 _FLOAT32_BYTES = 4
 _SAMPLED_LOGITS = 3
 """Copies of a running row's logits while its token is sampled."""
@@ -228,8 +230,9 @@ def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
 def weight_bytes(recipe: Recipe, sizes: ModelSizes) -> int:
     """Return the bytes of the policy's weights."""
     item, adapter = _ITEM_BYTES[recipe.policy.model.dtype], recipe.policy.model.adapter
-    narrow = sizes.linear if adapter is not None and adapter.base == "int8" else 0
-    return sizes.parameters * item - narrow * (item - 1)
+    if adapter is None or adapter.base == "full":
+        return sizes.parameters * item
+    return (sizes.parameters - sizes.linear) * item + int(sizes.linear * _BASE_BYTES[adapter.base])
 
 
 def optimiser_bytes(recipe: Recipe, numbers: int) -> int:
@@ -323,9 +326,10 @@ def _smaller(recipe: Recipe) -> list[tuple[str, Recipe]]:
     if model.adapter is None and model.path is not None:
         light = model.model_copy(update={"adapter": AdapterConfig()})
         try_policy(f"policy.model.adapter.rank = {AdapterConfig().rank}", model=light)
-    if model.adapter is not None and model.adapter.base == "full":
-        light = model.model_copy(update={"adapter": model.adapter.model_copy(update={"base": "int8"})})
-        try_policy('policy.model.adapter.base = "int8"', model=light)
+    if model.adapter is not None and model.adapter.base != "4bit":
+        narrower = "int8" if model.adapter.base == "full" else "4bit"
+        light = model.model_copy(update={"adapter": model.adapter.model_copy(update={"base": narrower})})
+        try_policy(f'policy.model.adapter.base = "{narrower}"', model=light)
     if policy.tokens_per_micro_batch > _FEW_TOKENS:
         try_policy(f"policy.tokens_per_micro_batch = {_FEW_TOKENS}", tokens_per_micro_batch=_FEW_TOKENS)
     if recipe.has_policy and (rollout.cache_gib is None or rollout.cache_gib > _SMALL_CACHE_GIB):

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from rillflow.errors import RolloutError
 from rillflow.models.adapters import adapted, file_name, is_adapter
 from rillflow.models.architecture import vocabulary_of
-from rillflow.models.int8 import widened
 from rillflow.models.model_files import file_weights, layer_of, write_settings
+from rillflow.models.quantised import widened
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
@@ -166,7 +166,7 @@ class VllmEngine(RowByRow):
         self._version = version
 
     def _by_file(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights by their names in files: tied ones under each name, int8 ones dequantised."""
+        """Yield weights by their names in files: tied ones under each name, quantised ones dequantised."""
         weights = {
             **weights,
             **{name: weights[first] for name, first in self._tied.items() if first in weights},
