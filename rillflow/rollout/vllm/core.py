@@ -14,6 +14,7 @@ Legend: n rows, V vocabulary.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -116,6 +117,7 @@ class Core:
             logprobs_mode="processed_logits",
             logits_processors=[Draws],
             **_room_for(settings.rank),
+            **_shared_with(settings),
         ).create_engine_config()
         self.cache_bytes = _cache_bytes(config, settings.max_rows, device)
         if settings.cache_gib is not None:
@@ -209,6 +211,23 @@ class Core:
 def _named(row: RowId) -> str:
     """Return the name of a row's vLLM request."""
     return "/".join(map(str, row))
+
+
+def _shared_with(settings: CoreSettings) -> dict[str, Any]:
+    """Return the settings of an engine that is one of several with shards of the same weights.
+
+    Each engine has one worker and schedules the same requests by itself. The environment says where they meet.
+    """
+    if settings.tp == 1:
+        return {}
+    place = {"RANK": settings.tp_rank, "LOCAL_RANK": 0, "WORLD_SIZE": settings.tp}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": settings.port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    return {
+        "tensor_parallel_size": settings.tp,
+        "distributed_executor_backend": "external_launcher",
+        "disable_custom_all_reduce": True,  # a rank sees only its own device
+    }
 
 
 def _room_for(rank: int) -> dict[str, Any]:
