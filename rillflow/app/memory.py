@@ -129,6 +129,7 @@ def answering(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
     if is_vllm:
         untied = 0 if on_gpu or not sizes.is_tied else sizes.vocabulary * sizes.hidden
         weights = (sizes.parameters + untied) * _ITEM_BYTES[recipe.policy.model.dtype]
+        weights //= recipe.placement.generate_tp
         (working if on_gpu else kept).update({"vLLM's weights": weights, "vLLM's KV cache": cache})
     pool = recipe.placement.pool_of(SAMPLER)
     return Peak(role=SAMPLER, pool=pool, kept=kept, phases={"answers": working})
@@ -180,7 +181,7 @@ def cache_bytes(recipe: Recipe, sizes: ModelSizes, longest: int) -> int:
     if recipe.rollout.engine == VLLM:
         block = VLLM_PLACES["cuda" if on_gpu else "cpu"]
         places = recipe.rollout.max_rows * -(-sizes.context // block) * block + block
-        item, tp = _ITEM_BYTES[recipe.policy.model.dtype], 1
+        item = _ITEM_BYTES[recipe.policy.model.dtype]
     else:
         places = rows_a_rank(recipe) * -(-min(longest, sizes.context) // ALIGNMENT) * ALIGNMENT
         item = _cache_item(recipe)

@@ -1,4 +1,4 @@
-"""Files of examples/cluster: bash can parse the script, and the cluster's pods have what a run needs."""
+"""Files of examples/cluster and the Dockerfile: the script's behaviour; pods and image are complete."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ while [[ $1 == --* ]]; do [[ $1 == --nodelist=* ]] && export NODE=${1#*=}; shift
 exec "$@"
 """,
     "hostname": "#!/bin/bash\necho 10.0.0.${NODE#node-} 192.168.0.1\n",
-    "ip": "#!/bin/bash\necho \"2: $6    inet 10.9.0.${NODE#node-}/24 brd 10.9.0.255 scope global $6\"\n",
+    "ip": '#!/bin/bash\necho "2: $6    inet 10.9.0.${NODE#node-}/24 brd 10.9.0.255 scope global $6"\n',
     "ray": """#!/bin/bash
 echo "ray $*" >> "$CALLS"
 [ "$1" = status ] && printf ' 1 node_a\\n 1 node_b\\n'
@@ -100,7 +101,7 @@ while true; do sleep 0.05; done
 
 
 def submitted(folder: Path, sent: signal.Signals | None, **more: str) -> tuple[int, list[str]]:
-    """Run the script, send it a signal once the run is there, and return its code and the commands it gave."""
+    """Run the script, send it a signal once the run is there, and return its code and its commands."""
     (bin_ := folder / "bin").mkdir()
     for name, text in STAND_INS.items():
         (bin_ / name).write_text(text)
@@ -146,3 +147,17 @@ def test_a_network_interface_may_be_chosen(tmp_path: Path) -> None:
     starts = [line for line in calls if line.startswith("ray start")]
     assert sorted(re.findall(r"--node-ip-address=(\S+)", " ".join(starts))) == ["10.9.0.1", "10.9.0.2"]
     assert any("placement.address=10.9.0.1:" in line for line in calls)
+
+
+def test_the_image_copies_what_is_there_and_installs_the_torch_and_extras_of_the_package() -> None:
+    text, ignored = ((ROOT / name).read_text("utf-8") for name in ("Dockerfile", ".dockerignore"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    copied = [word for line in re.findall(r"^COPY (.*) \S+$", text, re.M) for word in line.split()]
+    kept = re.findall(r"^!(\S+)$", ignored, re.M)
+    assert copied and set(copied) <= set(kept), "the build would not see these files"
+    assert all((ROOT / name).exists() for name in kept)
+    (torch,) = re.findall(r'"(torch[^"]*)"', text)
+    assert torch in project["dependencies"]
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    assert re.search(r"^USER (?!root)", text, re.M)

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from rillflow.models.sampling_shard import assign, sampling_module
-from rillflow.models.tensor_plan import tensor_plan, weight_parts
-from rillflow.placement.mesh import Mesh
+from rillflow.models.tensor_plan import tensor_plan
 from rillflow.records.batch import Batch
 from rillflow.rollout.config import RolloutConfig
 from rillflow.rollout.engine import Stops

@@ -14,7 +14,6 @@ Legend: n rows, V vocabulary.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from rillflow.formulas.counter import uniform
@@ -216,17 +216,20 @@ def _named(row: RowId) -> str:
 def _shared_with(settings: CoreSettings) -> dict[str, Any]:
     """Return the settings of an engine that is one of several with shards of the same weights.
 
-    Each engine has one worker and schedules the same requests by itself. The environment says where they meet.
+    Each engine has one worker and schedules the same requests by itself.
     """
     if settings.tp == 1:
         return {}
-    place = {"RANK": settings.tp_rank, "LOCAL_RANK": 0, "WORLD_SIZE": settings.tp}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": settings.port}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    meeting = f"tcp://127.0.0.1:{settings.port}"  # on a CPU, vLLM names its shared memory by the port
+
+    class OneOfSeveral(ExecutorWithExternalLauncher):  # type: ignore[misc]
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return meeting, settings.tp_rank, 0  # the rank sees one device
+
     return {
         "tensor_parallel_size": settings.tp,
-        "distributed_executor_backend": "external_launcher",
-        "disable_custom_all_reduce": True,  # a rank sees only its own device
+        "distributed_executor_backend": OneOfSeveral,
+        "disable_custom_all_reduce": True,  # which needs the other ranks' devices
     }
 
 

@@ -143,9 +143,7 @@ class VllmEngine(RowByRow):
                 'rollout.engine = "native"',
             ) from error
 
-    can: ClassVar = frozenset(Capability) - {
-        *(Capability.FIXED, Capability.ROUTES, Capability.CACHE)
-    }
+    can: ClassVar = frozenset(Capability) - {*(Capability.FIXED, Capability.ROUTES, Capability.CACHE)}
 
     @property
     def has_work(self) -> bool:
