@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rillflow.algorithms.config import SampledConfig
+from rillflow.app.doctor import cuda_capability
 from rillflow.app.model_files import ModelSizes
 from rillflow.app.recipe import Recipe
 from rillflow.errors import ConfigError
@@ -202,7 +203,7 @@ def _cache_item(recipe: Recipe) -> int:
 
 
 def _on_gpu(recipe: Recipe) -> bool:
-    return recipe.run.device.startswith("cuda")
+    return cuda_capability(recipe.run.device) is not None
 
 
 def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
