@@ -82,7 +82,7 @@ TRL_PYTHON ?= $(wildcard .trl/bin/python)
 VERL_PYTHON ?= $(wildcard .verl/bin/python)
 
 oracles: $(FULL)
-	$(PYTEST) tests/unit/models/test_adapters.py tests/unit/models/test_int8.py
+	$(PYTEST) tests/unit/models/test_adapters.py tests/unit/models/test_quantised.py
 	$(BIN)/python benchmarks/differential.py $(if $(TRL_PYTHON),--trl-python $(TRL_PYTHON)) \
 		$(if $(VERL_PYTHON),--verl-python $(VERL_PYTHON))
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, is_ready_first
 from rillflow.app.batch_arithmetic import batch_lines
+from rillflow.app.device_defaults import AUTO, SETTINGS, value_of
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.preflight_checks import Report, look, look_at_peaks, look_at_run
 from rillflow.app.recipe import LoadedRecipe, Recipe, leaves
-from rillflow.app.resume import drawn_from, with_pools_of_run
+from rillflow.app.resume import drawn_from, with_choices_of_run
 from rillflow.app.role_table import ROLES, model_roles, roles_of
 from rillflow.config.problems import shown
 from rillflow.rollout.config import NATIVE, SERVICE, VLLM
@@ -40,8 +41,10 @@ def check(
     """
     report = Report()
     run = Path(loaded.recipe.run.dir or ".")
-    loaded = replace(loaded, recipe=with_pools_of_run(loaded.recipe, run))
-    recipe = loaded.recipe
+    recipe = with_choices_of_run(loaded.recipe, run)
+    kept = {key for key in SETTINGS if value_of(recipe, key) != value_of(loaded.recipe, key)}
+    origins = {**loaded.given, **dict.fromkeys(kept, f"{AUTO}: as {run} began")}
+    loaded = replace(loaded, recipe=recipe, given=origins)
     facts = RecipeFacts(recipe=recipe, base=loaded.base, drawn=drawn_from(run))
     report.say("batch", batch_lines(recipe))
     report.say("placement", placement_lines(recipe))
@@ -67,7 +70,7 @@ def setting_lines(loaded: LoadedRecipe) -> list[str]:
             value = value[name]
         origin = loaded.given.get(dotted, DEFAULT)
         dead = any(dotted == prefix or dotted.startswith(f"{prefix}.") for prefix in unread)
-        if not dead or origin != DEFAULT:
+        if not dead or dotted in loaded.named:
             lines.append(f"{dotted} = {shown(value)}  ({origin}{', and nothing reads it' if dead else ''})")
     return lines
 

@@ -42,6 +42,9 @@ LEAST_SHARED_BYTES = GIB
 LEAST_FILES = 256
 LEAST_PROCESSES = 64
 
+_CAPABILITY = (75, 76)
+"""CUDA's numbers of the attributes with the major and minor compute capability."""
+_AMPERE = (8, 0)
 _PROBE = "def probe(completions):\n    return []\n"
 _FIX_NAMESPACES = (
     "allow user namespaces: sysctl user.max_user_namespaces=10000; on Ubuntu also "
@@ -181,6 +184,28 @@ def cuda_devices() -> int | None:
         return 0
     found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
     return count.value if found else 0
+
+
+def cuda_capability(device: str) -> tuple[int, int] | None:
+    """Return the compute capability of the run's CUDA device; None if the run uses none.
+
+    A device that this machine's driver does not show, such as one of other nodes, is taken for an Ampere.
+
+    Args:
+        device: the setting ``run.device``.
+    """
+    if not device.startswith("cuda") and not (device == "auto" and cuda_devices()):
+        return None
+    try:
+        driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    except OSError:
+        return _AMPERE
+    driver.cuInit(0)
+    driver.cuDeviceGet(ctypes.byref(handle), int(device.partition(":")[2] or 0))
+    found = [ctypes.c_int(0), ctypes.c_int(0)]
+    for value, attribute in zip(found, _CAPABILITY, strict=True):
+        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
+    return (found[0].value, found[1].value) if found[0].value else _AMPERE
 
 
 def threads_finding(threads: int, cores: float) -> list[Finding]:

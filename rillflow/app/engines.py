@@ -112,6 +112,14 @@ def _vllm_notes(facts: RecipeFacts) -> list[str]:
         notes = release_notes(vllm_release())
     else:
         notes = release_notes(served_release(server, base), f"of {server_python(server, base)}")
+    placement = facts.recipe.placement
+    if placement.generate_tp > 1 and placement.tp_across_nodes:
+        raise ConfigError(
+            f'rollout.engine is "{VLLM}", placement.rollout_parallel.tp is {placement.generate_tp}, and '
+            "placement.tp_across_nodes is true",
+            why="the vLLM servers of a tensor-parallel group meet on the loopback of one node",
+            fix=f'set placement.tp_across_nodes = false, or rollout.engine = "{NATIVE}"',
+        )
     if facts.adapter is not None and facts.adapter.kind == "dora":
         raise ConfigError(
             f'rollout.engine is "{VLLM}", and the adapter is a DoRA adapter',

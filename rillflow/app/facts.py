@@ -127,6 +127,13 @@ class RecipeFacts:
             return None if found is None else found.config
         return config.adapter
 
+    @property
+    def adapter_directory(self) -> Path | None:
+        """Directory of an existing adapter; None if the recipe adds a new one, or trains all weights."""
+        model = self.recipe.policy.model
+        found = None if model.path is None else found_adapter(locate(model.path, self.base), model.adapter)
+        return None if found is None else found.directory
+
     @cached_property
     def kind(self) -> str | None:
         """The model's type; None if it is unknown until the model is loaded."""

@@ -29,7 +29,7 @@ from rillflow.app.resume import (
     keep_sources,
     require_possible,
     resolved,
-    with_pools_of_run,
+    with_choices_of_run,
 )
 from rillflow.app.row_names import rows_named
 from rillflow.controller.decisions import RecordedDecisions
@@ -87,7 +87,7 @@ def launch(
         Interrupted: the user asked to stop; the same command resumes.
     """
     path = Path(recipe.run.dir or "runs/run")
-    recipe = recipe if fresh else with_pools_of_run(recipe, path)
+    recipe = recipe if fresh else with_choices_of_run(recipe, path)
     facts = RecipeFacts(
         recipe=recipe,
         base=base,

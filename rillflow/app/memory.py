@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rillflow.algorithms.config import SampledConfig
+from rillflow.app.doctor import cuda_capability
 from rillflow.app.model_files import ModelSizes
 from rillflow.app.recipe import Recipe
 from rillflow.errors import ConfigError
@@ -26,6 +27,8 @@ from rillflow.runs.formatting import size
 from rillflow.workers.config import SAMPLER
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_BASE_BYTES = {"int8": 1.0, "4bit": 0.5625}
+"""Bytes of a number in a quantised base; a 4-bit one has a float32 scale for 64 numbers."""
 _FLOAT32_BYTES = 4
 _SAMPLED_LOGITS = 3
 """Copies of a running row's logits while its token is sampled."""
@@ -127,6 +130,7 @@ def answering(recipe: Recipe, sizes: ModelSizes, longest: int) -> Peak:
     if is_vllm:
         untied = 0 if on_gpu or not sizes.is_tied else sizes.vocabulary * sizes.hidden
         weights = (sizes.parameters + untied) * _ITEM_BYTES[recipe.policy.model.dtype]
+        weights //= recipe.placement.generate_tp
         (working if on_gpu else kept).update({"vLLM's weights": weights, "vLLM's KV cache": cache})
     pool = recipe.placement.pool_of(SAMPLER)
     return Peak(role=SAMPLER, pool=pool, kept=kept, phases={"answers": working})
@@ -178,7 +182,7 @@ def cache_bytes(recipe: Recipe, sizes: ModelSizes, longest: int) -> int:
     if recipe.rollout.engine == VLLM:
         block = VLLM_PLACES["cuda" if on_gpu else "cpu"]
         places = recipe.rollout.max_rows * -(-sizes.context // block) * block + block
-        item, tp = _ITEM_BYTES[recipe.policy.model.dtype], 1
+        item = _ITEM_BYTES[recipe.policy.model.dtype]
     else:
         places = rows_a_rank(recipe) * -(-min(longest, sizes.context) // ALIGNMENT) * ALIGNMENT
         item = _cache_item(recipe)
@@ -199,7 +203,7 @@ def _cache_item(recipe: Recipe) -> int:
 
 
 def _on_gpu(recipe: Recipe) -> bool:
-    return recipe.run.device.startswith("cuda")
+    return cuda_capability(recipe.run.device) is not None
 
 
 def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
@@ -228,8 +232,9 @@ def require_row(recipe: Recipe, sizes: ModelSizes, prompt: int) -> None:
 def weight_bytes(recipe: Recipe, sizes: ModelSizes) -> int:
     """Return the bytes of the policy's weights."""
     item, adapter = _ITEM_BYTES[recipe.policy.model.dtype], recipe.policy.model.adapter
-    narrow = sizes.linear if adapter is not None and adapter.base == "int8" else 0
-    return sizes.parameters * item - narrow * (item - 1)
+    if adapter is None or adapter.base == "full":
+        return sizes.parameters * item
+    return (sizes.parameters - sizes.linear) * item + int(sizes.linear * _BASE_BYTES[adapter.base])
 
 
 def optimiser_bytes(recipe: Recipe, numbers: int) -> int:
@@ -323,9 +328,10 @@ def _smaller(recipe: Recipe) -> list[tuple[str, Recipe]]:
     if model.adapter is None and model.path is not None:
         light = model.model_copy(update={"adapter": AdapterConfig()})
         try_policy(f"policy.model.adapter.rank = {AdapterConfig().rank}", model=light)
-    if model.adapter is not None and model.adapter.base == "full":
-        light = model.model_copy(update={"adapter": model.adapter.model_copy(update={"base": "int8"})})
-        try_policy('policy.model.adapter.base = "int8"', model=light)
+    if model.adapter is not None and model.adapter.base != "4bit":
+        narrower = "int8" if model.adapter.base == "full" else "4bit"
+        light = model.model_copy(update={"adapter": model.adapter.model_copy(update={"base": narrower})})
+        try_policy(f'policy.model.adapter.base = "{narrower}"', model=light)
     if policy.tokens_per_micro_batch > _FEW_TOKENS:
         try_policy(f"policy.tokens_per_micro_batch = {_FEW_TOKENS}", tokens_per_micro_batch=_FEW_TOKENS)
     if recipe.has_policy and (rollout.cache_gib is None or rollout.cache_gib > _SMALL_CACHE_GIB):

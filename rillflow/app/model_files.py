@@ -37,6 +37,8 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 """Last parts of the names of their embeddings."""
 _HEADS = ("lm_head.weight", "embed_out.weight")
 """Last parts of the names of heads that are not the embedding."""
+_ADAPTED = "base_model.model."
+"""Beginning of the names in an adapter's file."""
 _IN_LAYER = re.compile(r"((?:.*?\.)?(?:layers|h)\.)(\d+)(\..+)")
 _EXPERTS = ".experts."
 """Part of the names of routed experts' weights in a file."""
@@ -78,7 +80,7 @@ class ModelSizes:
     inner: int = 0
     """Width of the feed-forward layer's inner state."""
     linear: int = 0
-    """Parameters of the layers' other matrices, if the files show them; an int8 base has them in 8 bits."""
+    """Parameters of the layers' other matrices, if the files show them; a quantised base stores them in 8 or 4 bits."""
     is_tied: bool = True
     """Whether the output head shares the embedding's weights."""
 
@@ -173,6 +175,28 @@ def require_model_files(directory: Path) -> None:
             why=f"the directory has none of {', '.join(_VOCABULARIES)}",
             fix="put tokenizer.json and tokenizer_config.json beside the weights",
         )
+
+
+def require_adapter_fits(adapter: Path, base: Path) -> None:
+    """Refuse an adapter whose matrices do not fit the base's layers, by the headers of both.
+
+    Layers whose names differ between file and module are left to loading, which compares all of them.
+
+    Raises:
+        ModelError: a shape does not fit; the message has both.
+    """
+    layers = {name: header.shape for name, header in weight_headers(base).items()}
+    for name, header in weight_headers(adapter).items():
+        layer, _, matrix = name.removeprefix(_ADAPTED).rpartition(".lora_")
+        shape = layers.get(f"{layer}.weight", ())
+        dim = {"A.weight": 1, "B.weight": 0}.get(matrix)
+        if dim is not None and len(shape) == 2 and header.shape[dim] != shape[dim]:
+            raise ModelError(
+                f"{name} of the adapter {adapter} has the shape {list(header.shape)}",
+                why=f"{layer}.weight of the base {base} has the shape {list(shape)}, so the adapter was "
+                "trained on another model",
+                fix=f"name its own base model in {adapter / 'adapter_config.json'}",
+            )
 
 
 def kind_of(source: str | None) -> str | None:

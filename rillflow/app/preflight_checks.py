@@ -34,7 +34,7 @@ from rillflow.app.memory import (
     require_row,
 )
 from rillflow.app.meshes import unfit
-from rillflow.app.model_files import require_model_files, require_template
+from rillflow.app.model_files import require_adapter_fits, require_model_files, require_template
 from rillflow.app.recipe import Recipe
 from rillflow.app.resume import MAY_CHANGE, after, kill_cost, require_possible, resolved, run_state
 from rillflow.app.tracker_checks import look_at_trackers
@@ -42,6 +42,7 @@ from rillflow.config.problems import shown, together
 from rillflow.errors import ConfigError, RewardError, RillflowError, nearest
 from rillflow.models.directory_checks import require_ends
 from rillflow.models.locate import base_of
+from rillflow.models.nf4 import require_library
 from rillflow.models.probes import probe_tokenizer
 from rillflow.models.tokenizer import require_rows
 from rillflow.rewards.config import RewardConfig
@@ -237,6 +238,10 @@ def _look_at_model(facts: RecipeFacts, report: Report) -> None:
     name = f"a new {new.architecture}" if new is not None else str(facts.source)
     if facts.directory is not None:
         require_model_files(facts.directory)
+        if facts.adapter_directory is not None:
+            require_adapter_fits(facts.adapter_directory, facts.directory)
+    if facts.adapter is not None and facts.adapter.base == "4bit":
+        require_library()
     if not facts.is_alike:
         from rillflow.app.engines import attention_notes
 

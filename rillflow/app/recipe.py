@@ -20,6 +20,7 @@ from rillflow.algorithms.registry import ALGORITHMS
 from rillflow.app.consistency import inconsistencies
 from rillflow.app.corrections import with_correction
 from rillflow.app.default_pools import with_pools
+from rillflow.app.device_defaults import AUTO, choices, with_values, without_auto
 from rillflow.app.phases import phase_plans
 from rillflow.app.role_table import ROLES, Start
 from rillflow.app.trained import named_model
@@ -99,9 +100,23 @@ class RunConfig(Section):
 
 
 class PolicyConfig(TrainConfig):
-    """The trained model and its optimiser settings: the policy, or the model that is trained instead."""
+    """The trained model and its optimiser settings: the policy, or the model that is trained instead.
+
+    A setting with "auto" in its description has the shown default only where nothing is known of device and
+    model; ``load_recipe`` chooses (``app.device_defaults``).
+    """
 
     model: ModelConfig
+    lr: float = Field(
+        1e-5,
+        gt=0,
+        description='Peak learning rate; left out or "auto", by size of the model, algorithm and adapter.',
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Recompute activations in the backward pass to save memory; left out or "
+        '"auto", by device and model size.',
+    )
 
 
 class CriticConfig(Section):
@@ -233,7 +248,13 @@ class LoadedRecipe:
     base: Path
     """Folder of the file; paths in the recipe are relative to it."""
     given: Mapping[str, str]
-    """Origin of each given setting, by dotted key: the file's name or ``--set``."""
+    """Origin of each given setting, by dotted key: the file's name or ``--set``; ``auto: REASON`` of a
+    default that the device and the model determine."""
+
+    @property
+    def named(self) -> Sequence[str]:
+        """Dotted keys of the settings that the recipe or the command line names."""
+        return [key for key, origin in self.given.items() if not origin.startswith(f"{AUTO}: ")]
 
 
 def load_recipe(
@@ -257,13 +278,22 @@ def load_recipe(
         settings = [Override(path=tuple(key.split(".")), value=value) for key, value in overrides.items()]
     else:
         settings = [parse_override(text) for text in overrides]
-    recipe = validate(recipe_class(algorithms), apply_overrides(data, settings), str(path))
-    recipe = _with_models_of_runs(recipe, path.parent)
+    kind, asked = recipe_class(algorithms), without_auto(apply_overrides(data, settings))
+    recipe = _with_models_of_runs(validate(kind, asked, str(path)), path.parent)
+    chosen = choices(recipe, path.parent)
+    values = {each.setting: each.value for each in chosen}
+    if with_values(recipe, values) != recipe:  # validated again: other settings may depend on these
+        filled = apply_overrides(
+            asked, [Override(path=tuple(key.split(".")), value=values[key]) for key in values]
+        )
+        recipe = _with_models_of_runs(validate(kind, filled, str(path)), path.parent)
+    recipe = with_values(recipe, values)
     if recipe.run.dir is None:
         run = recipe.run.model_copy(update={"dir": str(Path("runs") / run_name(path))})
         recipe = recipe.model_copy(update={"run": run})
     given = dict.fromkeys(leaves(data), path.name)
     given |= dict.fromkeys(leaves(apply_overrides({}, settings)), "--set")
+    given |= {each.setting: f"{AUTO}: {each.reason}" for each in chosen}
     return LoadedRecipe(recipe=recipe, path=path, base=path.parent, given=given)
 
 

@@ -14,6 +14,7 @@ from rillflow.algorithms.algorithm import Algorithm
 from rillflow.algorithms.config import SampledConfig, is_ready_first
 from rillflow.app.consistency import inconsistencies
 from rillflow.app.default_pools import has_default_pools, on_pools
+from rillflow.app.device_defaults import values_of_run, with_values
 from rillflow.app.recipe import LoadedRecipe, Recipe, recipe_class
 from rillflow.config.load import validate
 from rillflow.config.problems import together
@@ -107,17 +108,22 @@ def sources_of(recipe: Recipe, task: Task, base: Path) -> dict[str, bytes]:
     return {**given, **{name: file.read_bytes() for name, file in files.items()}}
 
 
-def with_pools_of_run(recipe: Recipe, run: Path) -> Recipe:
-    """Return the recipe on the pools that a run began with, if it names none and samples ahead.
+def with_choices_of_run(recipe: Recipe, run: Path) -> Recipe:
+    """Return the recipe with the choices that a run began with, for settings that the recipe leaves out.
 
-    So a run that resumes on a machine with other devices keeps its ranks, and its bits.
+    So a run that resumes on a machine with other devices keeps its data type, its learning rate, its ranks,
+    and its bits.
 
     Raises:
         RillflowError: the recipe contradicts the run's pools.
     """
-    if not has_default_pools(recipe.placement) or not recipe.placement.samples_apart or not holds_step(run):
+    if not holds_step(run):
         return recipe
-    kept: Any = read_json(run / layout.CONFIG)["placement"]
+    config: Any = read_json(run / layout.CONFIG)
+    recipe = with_values(recipe, values_of_run(recipe, config))
+    if not has_default_pools(recipe.placement) or not recipe.placement.samples_apart:
+        return recipe
+    kept: Any = config["placement"]
     pools = PlacementConfig.model_validate({name: kept[name] for name in ("pools", "roles")})
     if not pools.samples_apart:
         return recipe

@@ -67,7 +67,7 @@ def write_merged(
         source: the adapter's directory, or the run whose policy it is.
         out: the directory to write; it must not exist.
         dtype: dtype of the weights.
-        base: for an int8 base, ``trained`` merges into the dequantised weights that the adapter was trained
+        base: for a quantised base, ``trained`` merges into the dequantised weights that the adapter was trained
             with, ``full`` into the directory's own weights.
 
     Raises:

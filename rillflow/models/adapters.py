@@ -30,9 +30,16 @@ from torch import Tensor, nn
 from rillflow.errors import ModelError, nearest
 from rillflow.models.architecture import head_of, head_weights
 from rillflow.models.config import AdapterConfig
-from rillflow.models.int8 import Int8Linear, full_weight, int8_layers, keep_in_int8
 from rillflow.models.lazy_weights import Read, Source, read_slice
 from rillflow.models.locate import BASE, SETTINGS, WEIGHTS, AdapterSource
+from rillflow.models.quantised import (
+    FORMS,
+    QuantisedLinear,
+    dequantised,
+    full_weight,
+    keep_quantised,
+    quantised_layers,
+)
 
 ADAPTER = "_adapter"
 """Suffix of an adapter's name after the name of its layer."""
@@ -90,13 +97,13 @@ class AdaptedLinear(nn.Linear):
         return share
 
 
-class AdaptedInt8Linear(AdaptedLinear, Int8Linear):
-    """A linear layer with an int8 weight and an adapter."""
+class AdaptedQuantisedLinear(AdaptedLinear, QuantisedLinear):
+    """A linear layer with a quantised weight and an adapter."""
 
 
 _JOINED: dict[type[nn.Linear], type[AdaptedLinear]] = {
     nn.Linear: AdaptedLinear,
-    Int8Linear: AdaptedInt8Linear,
+    QuantisedLinear: AdaptedQuantisedLinear,
 }
 
 
@@ -121,12 +128,11 @@ def is_adapter(name: str) -> bool:
 def attach(module: Any, config: AdapterConfig) -> None:
     """Freeze a decoder except a scalar head, and add an adapter to every layer that the config names.
 
-    Without targets these are the linear layers of the body; a target may also name the vocabulary head.
-
-    With an int8 base, all linear layers of the body become int8, also those without an adapter.
+    Without targets these are the linear layers of the body; a target may also name the vocabulary head. With a
+    quantised base, all linear layers of the body are quantised, also those without an adapter.
 
     Raises:
-        ModelError: the decoder has no such layer.
+        ModelError: the decoder has no such layer, or one that cannot be quantised.
     """
     module.requires_grad_(False)
     body, head = module.base_model, module.get_output_embeddings()
@@ -144,8 +150,8 @@ def attach(module: Any, config: AdapterConfig) -> None:
                 fix=nearest(target, ends),
             )
         chosen |= named
-    for part in inside.values() if config.base == "int8" else ():
-        keep_in_int8(part)
+    for name, part in inside.items() if config.base != "full" else ():
+        keep_quantised(part, FORMS[config.base], name)
     for name, part in chosen.items():
         owner, _, last = name.rpartition(".")
         adapter = Adapter(part, config, module.dtype)
@@ -182,14 +188,16 @@ def adapter_weights(module: Any, base: Source, adapter: AdapterSource, seed: int
     held = _held(directory, module) if directory is not None else {}
 
     def source() -> Iterator[tuple[str, Read]]:
-        rows: dict[str, Tensor] = {}
+        rows, whole = dict[str, Tensor](), dict[str, Tensor]()
         for name, read in base():
             layer, _, kind = name.rpartition(".")
             if not held and kind in ("weight", "scale") and f"{layer}{ADAPTER}.length" in shapes:
-                found = read(()).float()
-                rows[layer] = (
-                    torch.linalg.vector_norm(found, dim=1) if kind == "weight" else rows[layer] * found[:, 0]
-                )
+                found = read(())
+                if kind == "scale":
+                    found = dequantised(whole.pop(layer), found, torch.float32)
+                rows[layer] = torch.linalg.vector_norm(found.float(), dim=1)
+                if not found.is_floating_point():
+                    whole[layer] = found
             yield name, held.get(name, read)
         for name, shape in shapes.items():
             layer, _, kind = name.partition(f"{ADAPTER}.")
@@ -265,14 +273,14 @@ def write_adapter_settings(adapter: AdapterSource, module: Any, directory: Path)
 
 
 def restore(module: nn.Module, dtype: torch.dtype, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Turn int8 layers, adapted or not, back into plain ones.
+    """Turn quantised layers, adapted or not, back into plain ones.
 
     Args:
         module: the module with these layers.
         dtype: dtype of their new weights.
         weights: weights to use by name; None to dequantise the present ones.
     """
-    for name, linear in int8_layers(module).items():
+    for name, linear in quantised_layers(module).items():
         whole = full_weight(linear, dtype) if weights is None else weights[f"{name}.weight"].to(dtype)
         linear.weight = nn.Parameter(whole, requires_grad=False)
         del linear.scale
@@ -281,7 +289,7 @@ def restore(module: nn.Module, dtype: torch.dtype, weights: Mapping[str, Tensor]
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Merge every adapter into its layer's weight and remove it; call ``restore`` on an int8 base first.
+    """Merge every adapter into its layer's weight and remove it; first ``restore`` a quantised base.
 
     Raises:
         ModelError: the head is adapted, and its weight is also the embedding's.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import Field
 
@@ -54,10 +54,10 @@ class AdapterConfig(Section):
         description="Names of the layers to adapt, such as q_proj; left out, every linear layer of the "
         "decoder body.",
     )
-    base: Literal["full", "int8"] = Field(
+    base: Literal["full", "int8", "4bit"] = Field(
         "full",
-        description="Precision of the frozen base; int8 keeps linear weights in 8 bits with a scale for "
-        "each output row.",
+        description="Precision of the frozen base's linear weights: full; int8, with a scale for each output "
+        "row; 4bit, NF4 as in QLoRA, which needs rillflow[quant].",
     )
 
     @property
@@ -66,13 +66,18 @@ class AdapterConfig(Section):
         return self.model_copy(update={"targets": ()})
 
 
+BASES = get_args(AdapterConfig.model_fields["base"].annotation)
+"""Precisions of a frozen base."""
+
+
 class ModelConfig(Section):
     """The model a role starts from: exactly one of ``path`` and ``new``."""
 
     path: str | None = Field(None, description="A directory with a Hugging Face model, or a hub name.")
     new: NewModel | None = Field(None, description="Make a small new model instead.")
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Data type of weights and arithmetic."
+        "float32",
+        description='Data type of weights and arithmetic; left out or "auto", by device and model size.',
     )
     adapter: AdapterConfig | None = Field(None, description="Train an adapter and freeze the model.")
 

@@ -37,7 +37,6 @@ from rillflow.models.attention import register
 from rillflow.models.bare import character_tokenizer
 from rillflow.models.config import ModelConfig
 from rillflow.models.directory_checks import listed
-from rillflow.models.int8 import int8_weights
 from rillflow.models.lazy_weights import ALONE, Source, fill, on_device, taken_out
 from rillflow.models.locate import WEIGHTS, AdapterSource, base_of, found_adapter, locate
 from rillflow.models.model_files import (
@@ -49,6 +48,7 @@ from rillflow.models.model_files import (
     write_tensors,
 )
 from rillflow.models.modules import load_module, load_scalar_module, new_module
+from rillflow.models.quantised import quantised_weights
 from rillflow.models.tokenizer import Tokenizer, load_tokenizer, require_rows
 from rillflow.runs.durable import flush, publish_folder
 
@@ -211,7 +211,7 @@ def outline(
         if adapter is not None:
             attach(module, adapter.config)
             trained = frozenset(trained_beside(module))
-            weights = adapter_weights(module, int8_weights(module, weights), adapter, seed)
+            weights = adapter_weights(module, quantised_weights(module, weights), adapter, seed)
     names_ends = module.config.get_text_config() if is_scalar else module.generation_config
     tokenizer = Tokenizer(inner, stop_tokens=listed(names_ends.eos_token_id))
     require_rows(tokenizer, module.get_input_embeddings().weight.shape[0])

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from rillflow.errors import ModelError
-from rillflow.models.config import AdapterConfig
+from rillflow.models.config import BASES, AdapterConfig
 from rillflow.models.directory_checks import FILE_BYTES, check_file
 
 SETTINGS = "adapter_config.json"
@@ -119,12 +119,12 @@ def found_adapter(source: str, wanted: AdapterConfig | None) -> AdapterSource | 
     is_lora = said.get("peft_type") == "LORA" and bool(base)
     odd = [] if is_lora else ["peft_type" if base else "base_model_name_or_path"]
     odd += [name for name in _REFUSED if said.get(name) not in _PLAIN]
-    odd += [BASE] if said.get(BASE, "full") not in ("full", "int8") else []
+    odd += [BASE] if said.get(BASE, "full") not in BASES else []
     if odd:
         raise ModelError(
             f"{path} has {odd[0]} = {said.get(odd[0])!r}",
             why="Rillflow supports LoRA, rsLoRA and DoRA, with one rank for all layers, on a base that is "
-            "full or int8",
+            f"{', '.join(BASES[:-1])} or {BASES[-1]}",
             fix="merge it into its base with PEFT, and name the merged model",
         )
     if wanted is not None:

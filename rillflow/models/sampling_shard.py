@@ -32,8 +32,8 @@ from transformers import PreTrainedModel
 from rillflow.errors import ModelError
 from rillflow.models.adapters import ADAPTER, AdaptedLinear, join
 from rillflow.models.attention import AttentionPlan, Scores, causal
-from rillflow.models.int8 import Int8Linear, keep_in_int8, product
 from rillflow.models.lazy_weights import replace_parameters
+from rillflow.models.quantised import QuantisedLinear, keep_quantised, product
 from rillflow.models.tensor_plan import Style, require_heads, tensor_plan, weight_parts
 from rillflow.placement.mesh import Mesh
 from rillflow.placement.sbp import Placement
@@ -132,14 +132,15 @@ def _shard(module: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> Non
         if style is Style.SUMMED:
             continue
         part: Any = module.get_submodule(name)
-        bounds = [held[logical[id(part.weight)]] for held in everyone]
+        packed = part.form.packed if isinstance(part, QuantisedLinear) else 1
+        bounds = [_unpacked(held[logical[id(part.weight)]], packed) for held in everyone]
         if style is Style.LOOKED_UP:
             _look_up(part, bounds[tp.rank], tp)
         else:
             own_heads = name.partition(ADAPTER)[0] in fused
             new = _linear(part, Style.ROWS if own_heads else style, bounds, tp)
-            if isinstance(part, Int8Linear):
-                keep_in_int8(new)
+            if isinstance(part, QuantisedLinear):
+                keep_quantised(new, part.form, name)
             if isinstance(part, AdaptedLinear):
                 join(new, *part.beside)
             module.set_submodule(name, new)
@@ -151,6 +152,12 @@ def _shard(module: PreTrainedModel, plan: Mapping[str, Style], tp: Ranks) -> Non
             return inputs, {**named, "attention_plan": OwnHeads(given, layers, tp.rank, tp.size)}
 
         module.register_forward_pre_hook(attend_with_own, with_kwargs=True)
+
+
+def _unpacked(bounds: Bounds, packed: int) -> Bounds:
+    """Return a slice of a weight in numbers, from one in stored integers."""
+    *above, (start, stop) = bounds
+    return (*above, (start * packed, stop * packed))
 
 
 def _linear(part: nn.Linear, style: Style, bounds: list[Bounds], tp: Ranks) -> nn.Linear:

@@ -7,7 +7,7 @@
 
 COLUMNS     outputs of a linear layer are split: weight and bias are split along dim 0
 ROWS        inputs are split and outputs summed: the weight is split along dim 1; the bias is replicated
-            (and an int8 weight's scales, one per row, too)
+            (and a quantised weight's scales too, unless they belong to blocks of inputs)
 GATHERED    COLUMNS, and every rank gets all outputs: the language model's head, fused projections
 SPLIT_ROWS  ROWS with inputs that every rank has whole: the layer after a GATHERED one
 LOOKED_UP   an embedding whose tokens are split (dim 0), its outputs summed
@@ -28,8 +28,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rillflow.errors import ModelError
-from rillflow.models.adapters import ADAPTER, AdaptedInt8Linear, AdaptedLinear, adapted
-from rillflow.models.int8 import Int8Linear
+from rillflow.models.adapters import ADAPTER, AdaptedLinear, AdaptedQuantisedLinear, adapted
+from rillflow.models.quantised import QuantisedLinear
 from rillflow.placement.mesh import divisors
 from rillflow.placement.sbp import Broadcast, Part, Split
 
@@ -47,8 +47,8 @@ class Style(StrEnum):
 
 _NAMES = {style.value: style for style in Style} | {"colwise_rep": Style.GATHERED}
 """Styles by transformers' names, present and earlier ones."""
-_LINEAR = (nn.Linear, AdaptedLinear, Int8Linear, AdaptedInt8Linear)
-_DIMS = {Style.COLUMNS: 0, Style.GATHERED: 0, Style.LOOKED_UP: 0, Style.ROWS: 1, Style.SPLIT_ROWS: 1}
+_LINEAR = (nn.Linear, AdaptedLinear, QuantisedLinear, AdaptedQuantisedLinear)
+DIMS = {Style.COLUMNS: 0, Style.GATHERED: 0, Style.LOOKED_UP: 0, Style.ROWS: 1, Style.SPLIT_ROWS: 1}
 """Dim along which a style splits a weight; a bias is split only if the outputs are."""
 
 
@@ -91,8 +91,12 @@ def weight_parts(plan: dict[str, Style], module: nn.Module) -> dict[str, Part]:
     found: dict[str, Part] = {}
     for name, _ in module.named_parameters():
         owner, _, kind = name.rpartition(".")
-        dim = _DIMS.get(plan[owner]) if owner in plan else None
-        found[name] = Broadcast() if dim is None or (dim and kind != "weight") else Split(dim)
+        dim = DIMS.get(plan[owner]) if owner in plan else None
+        part = module.get_submodule(owner)
+        follows = kind == "weight" or (
+            isinstance(part, QuantisedLinear) and part.has_blocks and kind == "scale"
+        )
+        found[name] = Broadcast() if dim is None or (dim and not follows) else Split(dim)
     return found
 
 

@@ -187,7 +187,9 @@ class RolloutConfig(SamplingConfig):
     renamed: ClassVar[Mapping[str, str]] = {"parts": "stream_chunks", "verify_every": "weight_check_interval"}
 
     engine: str = Field(
-        NATIVE, description="Rollout engine: native, vllm, service, or package.module:Class for your own."
+        NATIVE,
+        description="Rollout engine: native, vllm, service, or package.module:Class of your own; left out or "
+        '"auto", vllm with rollout.server, else native.',
     )
     service: ServiceConfig = Field(ServiceConfig(), description="Settings of the engine service.")
     server: str | None = Field(

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from rillflow.errors import ModelError
-from rillflow.models.int8 import Int8Linear
-from rillflow.models.tensor_plan import Style
+from rillflow.models.quantised import QuantisedLinear
+from rillflow.models.tensor_plan import DIMS, Style
 from rillflow.placement.mesh import divisors
 from rillflow.workers.collectives import Ranks
 
@@ -75,10 +75,13 @@ def require_even(module: nn.Module, plan: Mapping[str, Style], tp: int) -> None:
         if style not in _EVEN:
             continue
         dim = _EVEN[style]
-        length = parts[name].weight.shape[dim]
+        part, what = parts[name], "inputs" if dim else "outputs"
+        length = part.weight.shape[dim]
+        if dim and isinstance(part, QuantisedLinear) and part.has_blocks:
+            length, what = part.scale.shape[dim], f"blocks of {part.form.block} inputs"
         if length % tp:
             raise ModelError(
-                f"tp is {tp} and {name} has {length} {'inputs' if dim else 'outputs'}",
+                f"tp is {tp} and {name} has {length} {what}",
                 why=f"every rank needs the same number; {length} / {tp} leaves {length % tp}",
                 fix=f"choose tp among {', '.join(map(str, divisors(length)))}",
             )
@@ -105,9 +108,14 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 
 def _cut(part: nn.Module, style: Style, mesh: DeviceMesh) -> None:
     parallelize_module(part, mesh, _style(style), src_data_rank=None)
-    if isinstance(part, Int8Linear) and not isinstance(part.scale, DTensor):  # torch splits no scales
-        whole = distribute_tensor(part.scale, mesh, [Replicate()], src_data_rank=None)
-        part.scale = nn.Parameter(whole, requires_grad=False)
+    if not isinstance(part, QuantisedLinear):
+        return
+    scale: Tensor = part.scale  # torch splits the outputs' scales, but not those of blocks of inputs
+    if not isinstance(scale, DTensor):
+        scale = distribute_tensor(scale, mesh, [Replicate()], src_data_rank=None)
+    if part.has_blocks and DIMS[style] == 1:
+        scale = scale.redistribute(placements=[Shard(1)])
+    part.scale = nn.Parameter(scale.detach(), requires_grad=False)
 
 
 def _style(style: Style) -> ParallelStyle:

@@ -26,25 +26,27 @@ from small_recipe import RECIPE, REWARD
 
 NEW = NewModel(hidden=32, layers=4, heads=4, kv_heads=2, context=16, alphabet="0123456789+=")
 ADAPTER = "policy.model.adapter={ rank = 4 }"
-INT8 = "policy.model.adapter.base=int8"
+WIDE = NEW.model_copy(update={"hidden": 128, "layers": 2})
+"""A base whose halves still are whole blocks of 64."""
+NEEDS_LIBRARY = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 RAY = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 Ran = tuple[list[object], dict[str, bytes]]
 
 
-def written(folder: Path, name: str = "grpo") -> None:
+def written(folder: Path, name: str = "grpo", new: NewModel = NEW) -> None:
     """Write a recipe, and a base next to it."""
     folder.mkdir(exist_ok=True)
-    new = next(line for line in RECIPE.splitlines() if line.startswith("model.new"))
-    (folder / "run.toml").write_text(RECIPE.replace("NAME", name).replace(new, 'model.path = "../base"'))
+    line = next(line for line in RECIPE.splitlines() if line.startswith("model.new"))
+    (folder / "run.toml").write_text(RECIPE.replace("NAME", name).replace(line, 'model.path = "../base"'))
     (folder / "reward.py").write_text(REWARD)
     if not (folder.parent / "base").exists():
-        made = load_model(ModelConfig(new=NEW), seed=0, device=torch.device("cpu"), base=Path())
+        made = load_model(ModelConfig(new=new), seed=0, device=torch.device("cpu"), base=Path())
         save_model(made, folder.parent / "base")
 
 
 def ran(folder: Path, *settings: str, name: str = "grpo") -> Ran:
     """Run; return every written rollout, and the weight files of the last checkpoint."""
-    written(folder, name)
+    written(folder, name, WIDE if any("4bit" in each for each in settings) else NEW)
     run = folder / "run"
     words = [f"run.dir={json.dumps(str(run))}", "policy.lr=1e-2", "warm_start.lr=3e-2", ADAPTER, *settings]
     loaded = load_recipe(folder / "run.toml", words)
@@ -74,7 +76,14 @@ def test_an_adapter_alone_is_trained_saved_and_published(tmp_path: Path) -> None
     assert ran(tmp_path / "b", *pools, 'placement.roles={ sampler = "answers" }') == (rows, files)
 
 
-@pytest.mark.parametrize("base", ["full", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "base",
+    [
+        "full",
+        pytest.param("int8", marks=pytest.mark.slow),
+        pytest.param("4bit", marks=[NEEDS_LIBRARY, pytest.mark.slow]),
+    ],
+)
 @pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.slow), "ppo"])
 def test_a_run_that_was_cut_goes_on_with_the_same_bits(tmp_path: Path, name: str, base: str) -> None:
     """The reference is the policy's module with the adapter from the start of the phase."""
@@ -109,7 +118,7 @@ def test_a_reference_takes_the_policy_s_adapter_as_it_is_and_goes_on_with_the_sa
 @RAY
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp = 2", "fsdp = 2", "tp = 2", "pp = 2"])
-@pytest.mark.parametrize("base", ["full", "int8"])
+@pytest.mark.parametrize("base", ["full", "int8", pytest.param("4bit", marks=NEEDS_LIBRARY)])
 def test_every_mesh_trains_what_one_rank_trains(tmp_path: Path, mesh: str, base: str) -> None:
     """Up to rounding, which AdamW's first steps amplify."""
     how = f"policy.model.adapter.base={base}"
@@ -130,10 +139,11 @@ def test_every_mesh_trains_what_one_rank_trains(tmp_path: Path, mesh: str, base:
             assert there[name].value == pytest.approx(here[name].value, rel=1e-3)
 
 
-def test_an_int8_base_is_sampled_with_at_ratio_1_and_merged_as_it_was_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kept", ["int8", pytest.param("4bit", marks=NEEDS_LIBRARY)])
+def test_a_quantised_base_is_sampled_with_at_ratio_1_and_merged_as_it_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: str
 ) -> None:
-    ran(tmp_path / "a", INT8)
+    ran(tmp_path / "a", f"policy.model.adapter.base={kept}")
     found = read_metrics(tmp_path / "a/run")
     gaps = [step.metrics["mismatch/logprob_gap/max"].value for step in found if step.phase == "grpo"]
     assert len(gaps) == 2 and max(gaps) < 1e-5
@@ -149,7 +159,7 @@ def test_an_int8_base_is_sampled_with_at_ratio_1_and_merged_as_it_was_trained(
             said[base] = load_model(ModelConfig(path=out), **how).module(input_ids=tokens).logits
     assert capsys.readouterr().err == ""
     torch.testing.assert_close(said["trained"], expected, rtol=0, atol=1e-5)
-    assert 1e-4 < float((said["full"] - expected).abs().max()) < 0.05
+    assert 1e-4 < float((said["full"] - expected).abs().max()) < (0.05 if kept == "int8" else 0.5)
 
 
 def test_an_adapter_is_merged_by_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

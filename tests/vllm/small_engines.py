@@ -10,8 +10,8 @@ import torch
 
 from rillflow.models.adapters import attach, is_adapter
 from rillflow.models.config import AdapterConfig, ModelConfig, NewModel
-from rillflow.models.int8 import int8_layers, quantised
 from rillflow.models.language_model import LanguageModel, load_model
+from rillflow.models.quantised import quantised, quantised_layers
 from rillflow.records.batch import Batch
 from rillflow.records.ragged import Ragged
 from rillflow.records.rollout import Rollout
@@ -84,7 +84,7 @@ def adapted_model(kind: str = "lora", base: str = "full") -> LanguageModel:
     of = model()
     whole = {name: weight.detach().clone() for name, weight in of.module.named_parameters()}
     attach(of.module, AdapterConfig(rank=4, alpha=8, kind=kind, base=base))
-    for name, layer in int8_layers(of.module).items():
+    for name, layer in quantised_layers(of.module).items():
         numbers, scale = quantised(whole[f"{name}.weight"])
         layer.weight = torch.nn.Parameter(numbers, requires_grad=False)
         layer.scale = torch.nn.Parameter(scale, requires_grad=False)

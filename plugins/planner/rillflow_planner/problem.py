@@ -20,6 +20,8 @@ from rillflow_planner.hardware import Accuracy, Factors, Hardware
 from rillflow_planner.model_shape import ModelShape
 from rillflow_planner.workload import Workload
 
+OWN = "rillflow"
+"""Shipped factors that were fitted to Rillflow's own steps."""
 UNFITTED = 'default factors, not compared with any run; like = "gpu" selects factors of published runs'
 HELD = 0.7
 """Smallest share of steps left out that a range, meant for 80%, must hold."""
@@ -244,7 +246,10 @@ class Statement:
         """The question, as a heading."""
         step = f"{self.problem.graph.name} on {self.problem.hardware.name}"
         if not self.stack:
-            return f"{step}: Rillflow's best plan"
+            hardware = self.problem.hardware
+            source = hardware.calibrated.partition(";")[0].partition(",")[0]
+            borrowed = f", timed by {source}" if hardware.stack not in ("", OWN) and source else ""
+            return f"{step}: Rillflow's best plan{borrowed}"
         return (
             f"{step}: what {self.stack} would take, with {'the given' if self.placed else 'the best'} layout"
         )

@@ -96,7 +96,8 @@ def test_a_prediction_says_what_its_factors_were_fitted_to(
         lines = said(capsys, *PLAN).splitlines()
         (line,) = [line for line in lines if line.startswith("accuracy: ")]
         assert told in line
-        assert lines[0] == "ppo on two: Rillflow's best plan"
+        timed = ", timed by 9 published steps of verl" * more.startswith("like")
+        assert lines[0] == f"ppo on two: Rillflow's best plan{timed}"
         assert not [line for line in lines if re.search(r" \(\S+ m?s to ", line)], "a range nobody measured"
     file.write_text('calibrated = "runs/first by rillflow calibrate"' + CLUSTER)
     assert "accuracy: factors fitted to runs/first by rillflow calibrate; " in said(capsys, *PLAN)
@@ -148,7 +149,9 @@ def test_the_short_form_decides_without_a_recipe_and_without_torch() -> None:
     words = [sys.executable, "-c", code, *SHORT, "--price", "2 $/h", "--steps", "200"]
     out = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     head = out.splitlines()
-    assert head[0] == "ppo on 16 x H100: Rillflow's best plan"
+    assert head[0] == (
+        "ppo on 16 x H100: Rillflow's best plan, timed by published steps of NeMo-RL with Megatron"
+    )
     assert re.match(r"a step: [\d.]+ s on \d+ devices$", head[1])
     assert re.search(r"\non 32 devices: [^(]* a step, [+-]\d+% rows per second\n", out)
     assert re.search(r"\n200 steps: [^(]*, [\d.,]+ \$\n", out)

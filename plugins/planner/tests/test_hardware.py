@@ -62,6 +62,9 @@ def test_reading_scales_with_the_number(number: float, unit: str) -> None:
 def test_devices_are_shipped_with_their_sources() -> None:
     devices = shipped_devices()
     assert set(devices) >= {"A100-40", "A100-80", "H100", "H200", "H800", "H20", "GB200", "cpu"}
+    small = {"RTX3090", "RTX4090", "RTX5090", "L4", "A10", "A10G", "L40S", "RTX6000Ada", "A6000"}
+    assert set(devices) >= small
+    assert all(20 * 2**30 < devices[name].memory_bytes < 48 * 2**30 for name in small)
     assert all(device.source and set(device.flops) >= {"bfloat16", "float32"} for device in devices.values())
     assert devices["H100"].flops["bfloat16"] == pytest.approx(989e12)
     assert devices["A100-80"].memory_bandwidth == pytest.approx(2.039e12)
@@ -201,4 +204,4 @@ def test_every_shipped_stack_says_what_it_was_fitted_on_and_how_far_off_it_is() 
                 assert 0 < error.low < error.high and 0 <= error.held <= 1 and error.median < error.worst
     told = {name for name, stack in stacks.items() if stack.published and stack.published.placed}
     fitted = {"nemo-rl", "nemo-rl-0.6", "nemo-rl-dtensor", "verl"}
-    assert told == fitted, "no step of Rillflow on an accelerator was measured, and none of AReaL was fitted"
+    assert told == fitted, "no step of Rillflow on an accelerator and none of AReaL was fitted"

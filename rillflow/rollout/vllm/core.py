@@ -31,6 +31,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from rillflow.formulas.counter import uniform
@@ -116,6 +117,7 @@ class Core:
             logprobs_mode="processed_logits",
             logits_processors=[Draws],
             **_room_for(settings.rank),
+            **_shared_with(settings),
         ).create_engine_config()
         self.cache_bytes = _cache_bytes(config, settings.max_rows, device)
         if settings.cache_gib is not None:
@@ -209,6 +211,26 @@ class Core:
 def _named(row: RowId) -> str:
     """Return the name of a row's vLLM request."""
     return "/".join(map(str, row))
+
+
+def _shared_with(settings: CoreSettings) -> dict[str, Any]:
+    """Return the settings of an engine that is one of several with shards of the same weights.
+
+    Each engine has one worker and schedules the same requests by itself.
+    """
+    if settings.tp == 1:
+        return {}
+    meeting = f"tcp://127.0.0.1:{settings.port}"  # on a CPU, vLLM names its shared memory by the port
+
+    class OneOfSeveral(ExecutorWithExternalLauncher):  # type: ignore[misc]
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return meeting, settings.tp_rank, 0  # the rank sees one device
+
+    return {
+        "tensor_parallel_size": settings.tp,
+        "distributed_executor_backend": OneOfSeveral,
+        "disable_custom_all_reduce": True,  # which needs the other ranks' devices
+    }
 
 
 def _room_for(rank: int) -> dict[str, Any]:

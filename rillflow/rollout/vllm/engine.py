@@ -1,4 +1,4 @@
-"""VllmEngine: prompts in, rollouts out, by vLLM on its own copy of the weights.
+"""VllmEngine: prompts in, rollouts out, by vLLM on its own copy of the weights, or a shard of it per rank.
 
     rows ─ add ─> AnyCore ─ step ─ tokens, log probabilities ─> Rollout      in this process, or in a server
     load: a layer at a time ─ names as in files ─> AnyCore   every token has the version that sampled it
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,8 +28,8 @@ from torch import Tensor, nn
 from rillflow.errors import RolloutError
 from rillflow.models.adapters import adapted, file_name, is_adapter
 from rillflow.models.architecture import vocabulary_of
-from rillflow.models.int8 import widened
 from rillflow.models.model_files import file_weights, layer_of, write_settings
+from rillflow.models.quantised import widened
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
@@ -45,6 +46,7 @@ from rillflow.rollout.engine import (
 from rillflow.rollout.native.scheduler import check_ids, row_in
 from rillflow.rollout.vllm.requests import ENVIRONMENT, LOUDNESS, AnyCore, Ask, CoreSettings, told
 from rillflow.rollout.vllm.served_core import ServedCore, StartRefused
+from rillflow.rollout.vllm.shards import Shards, meeting_port
 from rillflow.workers.collectives import Ranks
 
 _GIVEN = -2
@@ -91,7 +93,7 @@ class VllmEngine(RowByRow):
         tp: Ranks,
         stops: Stops,
     ) -> None:
-        assert tp.size == 1, "capabilities are looked at before"
+        self._shards = Shards(module, tp)
         self._module: Any = module
         self._config, self._context, self._seed = config, context, seed
         weight: Tensor = module.get_input_embeddings().weight  # type: ignore[operator]
@@ -115,14 +117,18 @@ class VllmEngine(RowByRow):
                     keep_cache=config.keep_cache,
                     rank=max((each.down.out_features for each in self._adapters), default=0),
                     cache_gib=config.cache_gib,
+                    tp=tp.size,
+                    tp_rank=tp.rank,
+                    port=meeting_port(tp),
                 )
             )
 
     def _started(self, settings: CoreSettings) -> AnyCore:
         """Start vLLM, in a server if the recipe names its Python, else in this process."""
         try:
-            if self._config.server is not None:
-                return ServedCore(Path(self._config.server), settings)
+            server = self._config.server
+            if server is not None or settings.tp > 1:  # vLLM's process groups need processes of their own
+                return ServedCore(Path(server or sys.executable), settings)
             gc.collect()  # collecting an unused engine later would destroy vLLM's process groups
             os.environ.update(ENVIRONMENT)
             os.environ.setdefault(LOUDNESS, "ERROR")
@@ -137,9 +143,7 @@ class VllmEngine(RowByRow):
                 'rollout.engine = "native"',
             ) from error
 
-    can: ClassVar = frozenset(Capability) - {
-        *(Capability.SHARED, Capability.FIXED, Capability.ROUTES, Capability.CACHE)
-    }
+    can: ClassVar = frozenset(Capability) - {*(Capability.FIXED, Capability.ROUTES, Capability.CACHE)}
 
     @property
     def has_work(self) -> bool:
@@ -161,19 +165,21 @@ class VllmEngine(RowByRow):
             self._core.reload(version, self._by_file(base))
         if beside:
             scale = self._adapters[0].scale
-            named = ((file_name(name), weight.detach().contiguous()) for name, weight in beside.items())
+            whole = self._shards.whole({name: weight.detach() for name, weight in beside.items()})
+            named = ((file_name(name), weight.contiguous()) for name, weight in whole.items())
             self._core.adapt(version, scale, named)
         self._version = version
 
     def _by_file(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield weights by their names in files: tied ones under each name, int8 ones dequantised."""
+        """Yield weights by their names in files: tied ones under each name, quantised ones dequantised."""
         weights = {
             **weights,
             **{name: weights[first] for name, first in self._tied.items() if first in weights},
         }
         for _, layer in groupby(weights, key=layer_of):
             held = {name: weights[name].detach() for name in layer}
-            yield from file_weights(self._module, widened(held, self._module.dtype)).items()
+            whole = self._shards.whole(widened(held, self._module.dtype))
+            yield from file_weights(self._module, whole).items()
 
     def sleep(self) -> None:
         """See Engine."""

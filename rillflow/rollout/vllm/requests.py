@@ -56,6 +56,12 @@ class CoreSettings:
     """Rank of the adapter that comes with every version; 0 for none."""
     cache_gib: float | None = None
     """Maximum GiB of keys and values; None for as much as the rows need."""
+    tp: int = 1
+    """Ranks that share one copy of the weights; each has an engine in a server, with the same requests."""
+    tp_rank: int = 0
+    """Index of this rank among them."""
+    port: int = 0
+    """Port of this node where their engines meet; 0 for one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

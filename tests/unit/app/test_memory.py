@@ -196,16 +196,20 @@ def test_a_reference_is_a_second_model() -> None:
     assert estimate(recipe(kl=0.1), sizes, 20).kept["reference"] == 4 * sizes.parameters
 
 
-def test_an_int8_base_has_a_byte_for_each_number_of_its_layers(tmp_path: Path) -> None:
-    save_model(made(NEW), tmp_path / "base")
+@pytest.mark.parametrize("kept", ["int8", "4bit"])
+def test_a_quantised_base_counts_the_bytes_of_its_numbers(tmp_path: Path, kept: str) -> None:
+    if kept == "4bit":
+        pytest.importorskip("bitsandbytes")
+    save_model(made(NEW.model_copy(update={"hidden": 64})), tmp_path / "base")
     sizes = sizes_of_directory(tmp_path / "base")
     assert sizes is not None
     for dtype, item in (("float32", 4), ("bfloat16", 2)):
-        named = {"path": str(tmp_path / "base"), "dtype": dtype, "adapter": {"rank": 2, "base": "int8"}}
+        named = {"path": str(tmp_path / "base"), "dtype": dtype, "adapter": {"rank": 2, "base": kept}}
         config = ModelConfig.model_validate(named)
         model = load_model(config, seed=0, device=torch.device("cpu"), base=Path()).module
         held = sum(each.nbytes for name, each in model.named_parameters() if "_adapter" not in name)
         scales = sum(each.nbytes for name, each in model.named_parameters() if name.endswith(".scale"))
+        scales *= kept == "int8"  # one number per row is not counted
         chosen = recipe().policy.model_copy(update={"model": config})
         of_base = recipe().model_copy(update={"policy": chosen})
         assert estimate(of_base, sizes, 20).kept["weights"] == held - scales < sizes.parameters * item

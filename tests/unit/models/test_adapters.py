@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from rillflow.app.model_files import require_adapter_fits
 from rillflow.errors import ModelError
 from rillflow.models.adapters import adapted, is_adapter, merge, trained_beside
 from rillflow.models.config import AdapterConfig, ModelConfig, NewModel
@@ -175,3 +176,17 @@ def test_one_adapter_is_trained(load: Callable[..., LanguageModel], tmp_path: Pa
         load(tmp_path / "saved", rank=8)
     with pytest.raises(ValueError, match="greater than 0"):
         AdapterConfig(rank=0)
+
+
+def test_a_check_reads_both_shapes_from_the_headers(
+    load: Callable[..., LanguageModel], base: Path, tmp_path: Path
+) -> None:
+    save_model(load(rank=4), tmp_path / "saved")
+    require_adapter_fits(tmp_path / "saved", base)
+    wide = load_model(
+        ModelConfig(new=NewModel(hidden=48, layers=2, context=64)), seed=0, device=CPU, base=Path()
+    )
+    save_model(wide, tmp_path / "wide")
+    with pytest.raises(ModelError, match=r"saved has the shape \[(4, \d+|\d+, 4)\]") as caught:
+        require_adapter_fits(tmp_path / "saved", tmp_path / "wide")
+    assert "wide has the shape [" in str(caught.value) and "adapter_config.json" in str(caught.value)
