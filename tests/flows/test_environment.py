@@ -47,6 +47,8 @@ def test_rewards_of_an_environment_train_and_its_words_do_not(tmp_path: Path) ->
         assert row.columns["environment_reward"] == float(solved)
         assert row.reward == pytest.approx(solved - 0.1 * turns), "rewards of both are added"
     for each in rillflow.open_run(path).metrics:
+        turns = [row.columns["turns"] for row in read_rollouts(path, each["step"])]
+        assert each["rollout_metrics/turns/mean"] == pytest.approx(sum(turns) / len(turns))
         assert each["mismatch/logprob_gap/max"] < 1e-4, "on-policy the ratio is 1"
     found = read_evaluations(path)
     assert [each.count for each in found][-1] == 2

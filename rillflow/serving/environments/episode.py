@@ -21,7 +21,7 @@ from rillflow.errors import DataError
 from rillflow.models.next_turn import encode_next
 from rillflow.models.tokenizer import Chat
 from rillflow.records.rollout import Finish, Rollout
-from rillflow.rewards.outcome import FAILED, RETURNED, Outcome
+from rillflow.rewards.outcome import FAILED, LOGGED, RETURNED, Outcome
 from rillflow.rollout.config import SamplingConfig
 from rillflow.serving.environments.pool import Told
 from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS
@@ -127,6 +127,7 @@ class Episode:
     def ended(self) -> Rollout:
         """Return the row of an episode that has ended, with its reward in the columns."""
         more = {ENVIRONMENT_REWARD: self._reward, METRICS: dict(self._metrics), TURNS: self._count}
+        more[LOGGED] = {name: (value, 1) for name, value in {**self._metrics, TURNS: self._count}.items()}
         return replace(self.row, cache=None, columns=json.dumps({**self.columns, **more}))
 
     def failed(self, outcome: Outcome, why: str) -> Rollout:
