@@ -155,7 +155,7 @@ def read_answer(
     text = _before(tokenizer.decode(own, special=True), asked.stops)
     if not is_over:  # half a character
         text = text.removesuffix("\ufffd")
-    prompt = tokenizer.decode(rollout.tokens[:begin], special=True)
+    prompt = tokenizer.decode(rollout.tokens[:begin], special=True) if is_over else ""
     found = tools.read(text, asked.tools or (), prompt=prompt, is_over=is_over)
     calls = found.calls if asked.parallel_tool_calls else found.calls[:1]
     return replace(found, content=tokenizer.without_special(found.content), calls=calls)

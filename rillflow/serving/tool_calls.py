@@ -102,7 +102,7 @@ class ToolFormat(ABC):
         Args:
             text: the answer so far, special tokens included, without the end token.
             tools: the request's tools; their schemas give the types of untyped values.
-            prompt: text of the prompt.
+            prompt: text of the prompt, once the text is complete.
             is_over: whether the text is complete; if not, text that may still become a call is left out.
         """
 

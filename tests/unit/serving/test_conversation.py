@@ -227,3 +227,38 @@ def test_the_tokeniser_s_own_response_template_reads_calls() -> None:
     assert form.read("<tool_call>{</tool_call>", TOOLS, prompt=prompt).content == "<tool_call>{</tool_call>"
     with pytest.raises(DataError, match="the tokeniser has no response_template"):
         tool_format("template", Tokenizer(make_tokenizer()))
+
+
+EMPTY_THOUGHTS = TEMPLATE.replace(
+    "(m.content or '')",
+    "('<think>\\n\\n</think>\\n\\n' if loop.last and m.role == 'assistant' else '') + (m.content or '')",
+)
+LLAMA = """\
+{%- for m in messages %}
+{%- if m.tool_calls %}
+{{- '<|im_start|>assistant\\n{"name": "' + m.tool_calls[0].function.name + '", "parameters": ' }}
+{{- (m.tool_calls[0].function.arguments | tojson) + '}<|im_end|>' }}
+{%- else %}{{ '<|im_start|>' + ('ipython' if m.role == 'tool' else m.role) + '\\n' }}
+{{- m.content + '<|im_end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def test_a_template_that_writes_empty_thoughts_in_the_last_turn_alone_continues() -> None:
+    """The prompt before the answer, and the answer, are the same once there are later messages."""
+    made = talk(EMPTY_THOUGHTS)
+    answer(made, asked([USER]), SAMPLED)
+    answer(made, asked([USER, FORMS["as it was"], RESULT]), "It is 42.")
+    assert shown(made, sampled=True) == f"{SAMPLED}<|im_end|>It is 42.<|im_end|>"
+
+
+def test_a_bare_object_of_a_llama_continues() -> None:
+    made = talk(LLAMA)
+    said = '{"name":"add","parameters":{"a":17,"b":25}}'
+    answer(made, asked([USER]), said)
+    answer(made, asked([USER, call('{"a": 17, "b": 25}', content=None), RESULT]), "It is 42.")
+    assert shown(made) == (
+        f"<|im_start|>user\nboth sums<|im_end|><|im_start|>assistant\n{said}<|im_end|>"
+        "<|im_start|>ipython\n42<|im_end|><|im_start|>assistant\nIt is 42.<|im_end|>"
+    )
