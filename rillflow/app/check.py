@@ -45,7 +45,7 @@ def check(
     kept = {key for key in SETTINGS if value_of(recipe, key) != value_of(loaded.recipe, key)}
     origins = {**loaded.given, **dict.fromkeys(kept, f"{AUTO}: as {run} began")}
     loaded = replace(loaded, recipe=recipe, given=origins)
-    facts = RecipeFacts(recipe=recipe, base=loaded.base, drawn=drawn_from(run))
+    facts = RecipeFacts(recipe=recipe, base=loaded.base, drawn=drawn_from(run), runs_code=runs_code)
     report.say("batch", batch_lines(recipe))
     report.say("placement", placement_lines(recipe))
     look(facts, report, runs_code=runs_code)

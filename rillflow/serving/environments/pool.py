@@ -150,15 +150,15 @@ class _Process:
             RolloutError: the class cannot be loaded.
         """
         told: list[Told] = []
-        if {*ready} & {*self.child.events()}:
-            told += self._of_child()
-        if not self.is_ended and self._link is None:
-            self._accept()
-        if self._link is not None:
-            try:
+        try:
+            if {*ready} & {*self.child.events()}:
+                told += self._of_child()
+            if not self.is_ended and self._link is None:
+                self._accept()
+            if self._link is not None:
                 told += self._read(self._link)
-            except FrameError as error:
-                told += self._fail(f"wrote to the socket of its answers: {error}")
+        except FrameError as error:
+            told += self._fail(f"wrote to the socket of its answers: {error}")
         return told
 
     def late(self) -> list[Told]:
@@ -214,6 +214,8 @@ class _Process:
             return []
         if answer is None:
             return []
+        if self._link is None:
+            self._accept()
         told = [] if self._link is None else self._read(self._link)  # what it sent before its end
         why = answer[0].message if isinstance(answer, list) else answer.message
         return [*told, *self._fail(why)]

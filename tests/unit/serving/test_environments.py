@@ -250,3 +250,29 @@ def test_a_class_that_is_none_is_refused(text: str, why: str, tmp_path: Path) ->
 def test_a_source_that_is_none_is_refused(source: str, tmp_path: Path) -> None:
     with pytest.raises(RillflowError):
         parse_environment(EnvironmentConfig(source=source), tmp_path)
+
+
+def test_256_environments_work_at_once(tmp_path: Path) -> None:
+    """One after the other they would take 128 s."""
+    (tmp_path / "slow.py").write_text(
+        "import time\n\n\nclass Slow:\n    def reset(self, **columns):\n        return ''\n\n"
+        "    def step(self, text):\n        time.sleep(0.5)\n        return text, 1.0, True, False, {}\n"
+    )
+    config = EnvironmentConfig(source="slow.py:Slow")
+    pool = EnvironmentPool(parse_environment(config, tmp_path), config)
+    try:
+        rows = [pool.begin({"prompt": "1+1="}) for _ in range(256)]
+        assert pool.room == 0
+        found: list[Any] = []
+        while len(found) < 256:
+            found += pool.turn(1.0)
+        begun = time.monotonic()
+        for row in rows:
+            pool.step(row, str(row), {})
+        found.clear()
+        while len(found) < 256:
+            found += pool.turn(1.0)
+        assert {each.observation for each in found} == {*map(str, rows)}
+        assert time.monotonic() - begun < 40
+    finally:
+        pool.close()
