@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from rillflow.app.resume import run_state
 from rillflow.controller.cadence import Cadence
 from rillflow.runs.reader import Evaluation
 from rillflow.runs.run_directory import RunDirectory
@@ -30,6 +31,7 @@ def test_a_run_ends_when_its_patience_is_over(
     assert tiny.steps_kept("run")[-1] == made
     assert tiny.run("run", *settings) == 0
     assert "is finished" in capsys.readouterr().out and len(tiny.lines("run")) == made
+    assert "ended early: the 2 evaluations" in run_state(tiny.folder / "run")
     assert tiny.run("run", *settings, "evaluate.patience=0") == 0
     assert len(tiny.lines("run")) == 7
 
