@@ -239,6 +239,9 @@ def run_state(path: Path) -> str:
             fix="choose another directory with --dir",
         )
     if (path / layout.FINISHED).is_file():
+        early = read_json(path / layout.FINISHED).get("early")
+        if early:
+            return f"{path}: ended early: {early}; another evaluate.patience continues it"
         return f"{path}: finished; raise algorithm.steps to continue, or use --fresh to start again"
     steps = kept_steps(path / layout.CHECKPOINTS)
     if not steps:

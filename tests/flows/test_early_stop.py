@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from rillflow.app.resume import run_state
 from rillflow.controller.cadence import Cadence
 from rillflow.runs.reader import Evaluation
 from rillflow.runs.run_directory import RunDirectory
@@ -19,23 +20,28 @@ AHEAD = ("algorithm.freshness=1", "algorithm.async_mode=in_order")
 def test_a_run_ends_when_its_patience_is_over(
     tiny: Tiny, settings: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny.write(f"steps = 9\n{SUMS}\n[evaluate]\nevery = 2\npatience = 2\n", FLAT)
+    tiny.write(f"steps = 7\n{SUMS}\n[evaluate]\nevery = 2\npatience = 2\n", FLAT)
     assert tiny.run("run", *settings) == 0
     said = capsys.readouterr().out
     assert "stopped early: the 2 evaluations after step 0 are not better than held-out mean reward" in said
     made = len(tiny.lines("run"))
     assert made in range(4, 7), "open steps are finished, and no other"
     mark = json.loads((tiny.folder / "run/finished.json").read_text())
-    assert mark["steps"] == 9 and mark["patience"] == 2 and "evaluations" in mark["early"]
+    assert mark["steps"] == 7 and mark["patience"] == 2 and "evaluations" in mark["early"]
     assert tiny.steps_kept("run")[-1] == made
     assert tiny.run("run", *settings) == 0
     assert "is finished" in capsys.readouterr().out and len(tiny.lines("run")) == made
+    assert "ended early: the 2 evaluations" in run_state(tiny.folder / "run")
     assert tiny.run("run", *settings, "evaluate.patience=0") == 0
-    assert len(tiny.lines("run")) == 9
-    tiny.write(f"steps = 9\n{SUMS}\n[evaluate]\nevery = 2\n", FLAT)
-    assert tiny.run("whole", *settings) == 0
-    if not settings:
-        tiny.assert_same("run", "whole")
+    assert len(tiny.lines("run")) == 7
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_has_the_bits_of_one_that_never_stopped(tiny: Tiny) -> None:
+    tiny.write(f"steps = 7\n{SUMS}\n[evaluate]\nevery = 2\n", FLAT)
+    assert tiny.run("run", "evaluate.patience=2") == tiny.run("run") == tiny.run("whole") == 0
+    assert len(tiny.lines("run")) == 7
+    tiny.assert_same("run", "whole")
 
 
 @pytest.mark.parametrize(

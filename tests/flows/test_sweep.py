@@ -218,6 +218,7 @@ def test_a_command_on_ray_gets_ctrl_c_and_a_waiting_one_is_dropped(tmp_path: Pat
         assert waiting.poll() == 1 and not (tmp_path / "other.log").exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_another_process_is_waited_for(swept: Tiny) -> None:
     import fcntl
 

@@ -236,3 +236,11 @@ def test_track_without_a_tracker_says_how_to_name_one(
     assert main(["track", run, "other", *words]) == 0
     assert [call[0] for call in calls(tracked)] == ["start", "log", "log", "log", "finish"]
     assert main(["track", str(Path(run).parent)]) == 2
+
+
+@pytest.mark.slow
+def test_logged_values_of_all_ranks_and_children_are_counted(tracked: Tiny) -> None:
+    ranks = ("placement.backend=inline", "placement.pools={main=2}", "reward.workers=2")
+    assert tracked.run("run", "run.trackers=none", *ranks) == 0
+    for line in tracked.lines("run"):
+        assert line["metrics"]["reward_metrics/characters/mean"]["count"] == 8
