@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +142,10 @@ def test_a_directory_given_in_python_is_relative_to_the_present_folder(
     monkeypatch.chdir(tmp_path)
     assert relative_source("hf:data:test", tmp_path / "recipes") == "hf:../data:test"
     assert relative_source("hf:owner/data:test", tmp_path / "recipes") == "hf:owner/data:test"
+
+
+def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="the package datasets is not installed") as caught:
+        open_task(TaskConfig(source="hf:openai/gsm8k"), PROMPTS, base=Path(), seed=0)
+    assert caught.value.fix == "pip install 'rillflow[datasets]'"
