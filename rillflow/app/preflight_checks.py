@@ -465,7 +465,7 @@ def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: 
     report.notes += _execution_notes(function, "reward.sandbox", recipe.reward.sandbox, level)
     report.say("reward", [f"{function}", *map(_scored, rows, answers, scores)])
     failed = [score for score in scores if score.outcome in (Outcome.TIMEOUT, Outcome.ERROR)]
-    mend = "start or fix the server" if function.needs_network else f"fix {function.file}"
+    mend = "start or fix the server" if function.address else f"fix {function.file}"
     if len(failed) > recipe.reward.max_failures * len(scores):
         raise RewardError(
             f"{function} failed on {len(failed)} of the {len(scores)} rows it was tried on: "

@@ -142,7 +142,9 @@ def _rewards(reward: Any, base: Path) -> tuple[dict[str, Any], tuple[FunctionPat
         return {}, ()
     several = reward if isinstance(reward, list | tuple) else [reward]
     if not several:
-        raise RewardError("the rewards have the names []", why="a run needs at least one reward", fix="give a function")
+        raise RewardError(
+            "the rewards have the names []", why="a run needs at least one reward", fix="give a function"
+        )
     named, functions = dict[str, float](), list[FunctionPath]()
     for each in several:
         function, weight = each if isinstance(each, tuple) else (each, 1.0)

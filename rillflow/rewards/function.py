@@ -56,11 +56,11 @@ class FunctionPath:
     """Weight of its scores in a sum of several functions."""
     files: tuple[Path, ...] = ()
     """Further files and folders that its sandbox shows, as absolute paths."""
-    needs_network: bool = False
-    """Whether it calls a server, so that it has no sandbox; it runs no text."""
+    address: str = ""
+    """URL of the server that it calls, so that it has no sandbox; it runs no text. Empty if it calls none."""
 
     def __str__(self) -> str:
-        return self.name if self.text else f"{self.file.name}:{self.name}"
+        return self.address or (self.name if self.text else f"{self.file.name}:{self.name}")
 
 
 def parse_function(text: str, base: Path, what: str = "reward function") -> FunctionPath:

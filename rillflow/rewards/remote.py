@@ -94,4 +94,4 @@ def _made(name: str, module: str, kind: str, given: Mapping[str, Any], weight: f
         ]
     )
     file = Path.cwd() / f"<{name}>"
-    return FunctionPath(file=file, name=name, text=text, weight=weight, needs_network=True)
+    return FunctionPath(file=file, name=name, text=text, weight=weight, address=given["url"])

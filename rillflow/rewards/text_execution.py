@@ -89,7 +89,7 @@ def is_shut_in(function: FunctionPath, setting: Setting) -> bool:
     Raises:
         RewardError: under ``auto``, the function runs text in its own process.
     """
-    if function.needs_network:
+    if function.address:
         return False
     if setting != "auto":
         return setting

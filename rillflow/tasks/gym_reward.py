@@ -5,6 +5,7 @@ It is loaded by path in a child process, and imports nothing from Rillflow.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,18 +16,31 @@ _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErr
 
 
 def reward(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
     answer: Sequence[str | None],
     metadata: Sequence[dict[str, Any]],
     **columns: object,
 ) -> list[float]:
-    """Return one score per completion, from 0 to 1; surrounding whitespace does not count."""
+    """Return one score per completion, from 0 to 1; surrounding whitespace does not count.
+
+    The answer is the last one between ``<answer>`` and ``</answer>``, or else the whole completion.
+    """
     del columns
     return [
-        _score(text.strip(), {"question": prompt, "answer": right, "metadata": about})
+        _score(_answer(_text(text)), {"question": _text(prompt), "answer": right, "metadata": about})
         for prompt, text, right, about in zip(prompts, completions, answer, metadata, strict=True)
     ]
+
+
+def _text(value: Any) -> str:
+    """Return a text, or the content of a conversation's last message."""
+    return value if isinstance(value, str) else str(value[-1]["content"])
+
+
+def _answer(text: str) -> str:
+    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    return (found[-1] if found else text).strip()
 
 
 def _score(text: str, entry: dict[str, Any]) -> float:

@@ -11,7 +11,7 @@ the answers to learn from. Opening a task imports neither torch nor transformers
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
@@ -133,9 +133,9 @@ def _rows(
     if given is not None:
         return given_rows(given, kind.read, config.plan), None
     kind.require_source(source)
-    if config.plan is not None and (source == ARITHMETIC or source.startswith(GYM)):
+    if (config.columns or config.template) and (source == ARITHMETIC or source.startswith(GYM)):
         raise DataError(
-            f"task.source is {source!r}, and columns, template, system or chat are set",
+            f"task.source is {source!r}, and task.columns or task.template is set",
             why="they make the columns of given data, and this source makes its own",
             fix="remove them, or write the problems into a file",
         )
@@ -146,6 +146,9 @@ def _rows(
         problems, reward = gym.gym_examples(source, size=config.size, seed=seed), gym.REWARD
     else:
         return _read("task.source", source, config, base, kind), None
+    if config.plan is not None:
+        made = [config.plan.applied({"prompt": each.prompt})["prompt"] for each in problems]
+        problems = [replace(each, prompt=tuple(prompt)) for each, prompt in zip(problems, made, strict=True)]
     rows = kind.made(problems, seed)
     return rows, reward if rows is problems else None
 

@@ -184,10 +184,11 @@ def test_answers_are_equal_as_mathematics() -> None:
         ([{"role": "assistant", "content": "$x = 7$"}], ["8", "7"]),
         ("It is 43.", "#### 42"),
         ("I do not know.", 42),
+        ("", ["", "7"]),
         ("anything", None),
     ]
     scores = scored([one for one, _ in pairs], [other for _, other in pairs])
-    assert [score.value for score in scores] == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, None]
+    assert [score.value for score in scores] == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, None]
     assert scores[-1].outcome is Outcome.ABSTAIN
 
 

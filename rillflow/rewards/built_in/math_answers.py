@@ -45,15 +45,15 @@ def math_verify(
 
 def _score(completion: str, answer: object) -> float | Exception | None:
     accepted = [str(each) for each in (answer if isinstance(answer, list) else [answer]) if each is not None]
-    golds = [gold for each in accepted if (gold := _gold(each))]
+    golds = {_final(each): gold for each in accepted if (gold := _gold(each))}
     if not golds:
         return None
     said = _final(completion)
-    if said in map(_final, accepted):
+    if said in golds:
         return 1.0
     began = time.monotonic()
     read = parse(said[-_LAST_CHARACTERS:], parsing_timeout=LIMIT_S)
-    if any(verify(list(gold), read, timeout_seconds=LIMIT_S) for gold in golds):
+    if any(verify(list(gold), read, timeout_seconds=LIMIT_S) for gold in golds.values()):
         return 1.0
     if time.monotonic() - began >= LIMIT_S:  # math-verify only logs that it was interrupted
         return TimeoutError(f"math-verify was interrupted after {LIMIT_S} s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,3 +84,10 @@ def test_rows_without_a_column_of_tests_are_an_error_that_names_the_columns() ->
 def test_a_wrong_name_lists_the_built_in_functions() -> None:
     with pytest.raises(RewardError, match="math-verify, code-tests"):
         parse_function("code-test", Path())
+
+
+def test_without_its_package_a_built_in_function_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(RewardError, match="math_verify is not installed") as caught:
+        parse_function("math-verify", Path())
+    assert caught.value.fix == "pip install 'rillflow[math]'"

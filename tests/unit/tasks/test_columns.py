@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 from rillflow.errors import DataError
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.workers import RewardWorkers
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.huggingface import HubSource, parse_source, relative_source
 from rillflow.tasks.kinds import PROMPTS
@@ -72,7 +75,23 @@ def test_a_template_without_a_column_is_refused() -> None:
 
 def test_columns_of_made_problems_are_refused() -> None:
     with pytest.raises(DataError, match="this source makes its own"):
-        open_task(TaskConfig(chat=True), PROMPTS, base=Path(), seed=0)
+        open_task(TaskConfig(template="{answer}"), PROMPTS, base=Path(), seed=0)
+
+
+@pytest.mark.parametrize("source", ["arithmetic", "reasoning-gym:chain_sum"])
+def test_made_problems_may_be_chats_and_are_scored_as_before(source: str) -> None:
+    task = open_task(
+        TaskConfig(source=source, size=3, held_out=0, system="Add."), PROMPTS, base=Path(), seed=0
+    )
+    row = task.train[0]
+    assert [each["role"] for each in row.prompt] == ["system", "user"]  # type: ignore[index]
+    prompt = [dict(each) for each in row.prompt]  # type: ignore[arg-type]
+    said = row.completion if source == "arithmetic" else f"So <answer> {row.completion} </answer>"
+    replies = [[{"role": "assistant", "content": text}] for text in (str(said), "none")]
+    columns = {name: [value] * 2 for name, value in row.columns.items()}
+    with RewardWorkers(task.reward[0], RewardConfig()) as workers:
+        right, wrong = workers.score([prompt] * 2, replies, columns)
+    assert right.value == 1.0 and wrong.value is not None and wrong.value < 0.5
 
 
 def test_pairs_and_held_out_files_have_the_same_columns(tmp_path: Path) -> None:
@@ -123,3 +142,10 @@ def test_a_directory_given_in_python_is_relative_to_the_present_folder(
     monkeypatch.chdir(tmp_path)
     assert relative_source("hf:data:test", tmp_path / "recipes") == "hf:../data:test"
     assert relative_source("hf:owner/data:test", tmp_path / "recipes") == "hf:owner/data:test"
+
+
+def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match="the package datasets is not installed") as caught:
+        open_task(TaskConfig(source="hf:openai/gsm8k"), PROMPTS, base=Path(), seed=0)
+    assert caught.value.fix == "pip install 'rillflow[datasets]'"
