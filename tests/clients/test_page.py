@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -35,7 +36,7 @@ PAINTED = """() => [...document.querySelectorAll('canvas')].map(canvas => {
 """Number of colours in every canvas; 1 for an empty one."""
 SERIES = """async () => {
   const series = await import('/assets/series.js'), numbers = await import('/assets/numbers.js');
-  const dom = await import('/assets/dom.js');
+  const dom = await import('/assets/dom.js'), state = await import('/assets/state.js');
   const single = [...Array(100).keys()], ramp = single.map(x => x % 7);
   const tens = [...Array(10).keys()].map(x => 10 * x + 5);
   return {
@@ -49,6 +50,9 @@ SERIES = """async () => {
     broken: series.broken({x: [1, 2, 3], y: [1, 1e300, 3]}, [{first: 1, last: 1}, {first: 2, last: 3}]),
     visible: dom.visible(String.fromCharCode(...Array(0x2100).keys())),
     numbers: [0, 0.01234, 12345, 1.2e-5, NaN, -Infinity].map(numbers.number),
+    address: state.readState(state.addressOf({
+      ...state.readState(''), runs: NAMES, q: 'a,b&c=100%', from: 1.5,
+    })),
     counted: [1, 2].map(count => numbers.counted(count, 'token')),
   };
 }"""
@@ -359,7 +363,10 @@ def test_errors_say_what_to_do(wide: Watched) -> None:
 
 
 def test_smoothing_numbers_and_hidden_characters_are_what_the_page_says(wide: Watched) -> None:
-    found = wide.page.evaluate(SERIES)
+    names = ["a, b", "100%", "%2C", "a&b=c", "übung"]
+    found = wide.page.evaluate(SERIES.replace("NAMES", json.dumps(names)))
+    read = found["address"]
+    assert (read["runs"], read["q"], read["from"], read["to"]) == (names, "a,b&c=100%", 1.5, None)
     assert found["constant"] == pytest.approx([3.0] * 100)
     assert found["start"] == pytest.approx([4.0, (4 * 0.5 * 0.5 + 8 * 0.5) / (0.5 * 0.5 + 0.5)])
     assert found["gap"] == [*found["start"], None, 6.0]

@@ -8,11 +8,16 @@ export class ApiError extends Error {
   }
 }
 
+// Join names by commas; a comma inside a name is written as %2C, so each part is to be decoded after the split.
+export function joinNames(names) {
+  return names.map((name) => name.replaceAll("%", "%25").replaceAll(",", "%2C")).join(",");
+}
+
 // Return the JSON of an address: get("curves", { runs: ["a", "b"], x: "step" }). Empty parameters are left out.
 export async function get(path, parameters = {}, signal = undefined) {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(parameters)) {
-    const text = Array.isArray(value) ? value.join(",") : value;
+    const text = Array.isArray(value) ? joinNames(value) : value;
     if (text !== "" && text !== null && text !== undefined) query.set(name, text);
   }
   let answer;

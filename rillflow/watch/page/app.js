@@ -5,7 +5,7 @@
 //   server-sent events ─ a run has grown ─> View.update with isLive
 
 import { el, fill } from "./dom.js";
-import { get } from "./api.js";
+import { get, joinNames } from "./api.js";
 import { ConfigsView } from "./configs_view.js";
 import { CurvesView } from "./curves_view.js";
 import { PromptView } from "./prompt_view.js";
@@ -167,7 +167,7 @@ class App {
   // Hear of the chosen runs' new steps. Events that come fast are answered once a second.
   listen() {
     this.events?.close();
-    const source = new EventSource(`/api/events?runs=${encodeURIComponent(this.state.runs.join(","))}`);
+    const source = new EventSource(`/api/events?runs=${encodeURIComponent(joinNames(this.state.runs))}`);
     const live = document.getElementById("live");
     let waiting = null;
     source.onopen = () => fill(live, el("span", { class: "dot-live" }), "live");

@@ -26,9 +26,12 @@ export class RunList {
     const { runs, state } = this.app;
     this.filter.hidden = runs.length < MANY;
     const focused = document.activeElement?.dataset?.run;
-    const shown = runs.filter((each) =>
-      `${each.run} ${each.recipe ?? ""} ${each.algorithm ?? ""}`.toLowerCase().includes(this.words),
-    );
+    const isFound = (run) =>
+      `${run.run} ${run.recipe ?? ""} ${run.algorithm ?? ""}`.toLowerCase().includes(this.words);
+    const chosen = state.runs.map((name) => runs.find((run) => run.run === name)).filter(Boolean);
+    const others = runs.filter((run) => !chosen.includes(run) && isFound(run));
+    others.sort((one, other) => ((one.updated ?? "") < (other.updated ?? "") ? 1 : -1));
+    const shown = [...chosen, ...others];
     fill(
       this.items,
       shown.map((run) => this.item(run, state.runs.includes(run.run))),

@@ -1,5 +1,7 @@
 // The state of the page: everything that it shows is in the address, so a link opens exactly this view.
 
+import { joinNames } from "./api.js";
+
 const DEFAULTS = {
   view: "curves",
   runs: [], // the chosen runs; their order gives the colours
@@ -43,7 +45,7 @@ export function readState(address = location.search) {
   for (const name of Object.keys(DEFAULTS)) {
     if (!given.has(name)) continue;
     const text = given.get(name);
-    if (name === "runs") state.runs = text.split(",").filter(Boolean);
+    if (name === "runs") state.runs = text.split(",").filter(Boolean).map(decoded);
     else if (name === "span") state.span = text === "auto" ? text : Number(text) || 0;
     else if (NUMBERS.has(name))
       state[name] = text !== "" && Number.isFinite(Number(text)) ? Number(text) : DEFAULTS[name];
@@ -61,18 +63,27 @@ export function addressOf(state) {
       kept.set(
         name,
         Array.isArray(value)
-          ? value.join(",")
+          ? joinNames(value)
           : ["from", "to"].includes(name)
             ? String(Number(value.toPrecision(6)))
             : String(value),
       );
     }
   }
-  const query = kept.toString().replaceAll("%2C", ",").replaceAll("%2F", "/");
+  const query = kept.toString().replace(/%2C/g, ",").replaceAll("%2F", "/");
   return query ? `?${query}` : location.pathname;
 }
 
 // Return the state with every field of some views at its default, for a link from one view to another.
 export function cleared(state, ...names) {
   return { ...state, ...Object.fromEntries(names.map((name) => [name, DEFAULTS[name]])) };
+}
+
+// Return a name as `joinNames` was given it; a text that someone typed may not be encoded.
+function decoded(name) {
+  try {
+    return decodeURIComponent(name);
+  } catch {
+    return name;
+  }
 }
