@@ -254,8 +254,8 @@ def slowdown(rounds: int, steps: int) -> list[str]:
     spread = 1.96 * statistics.stdev(ratios) / math.sqrt(rounds) if rounds > 1 else math.nan
     mean = statistics.mean(ratios) - 1
     return [
-        f"{rounds} pairs of runs, {steps} steps of {statistics.median(plain_s):.3f} s. Beside one run of each",
-        "pair a page is open: every 2 s it takes all curves, and every 5 s it searches. Server and indexing",
+        f"{rounds} pairs of runs of {steps} steps, {statistics.median(plain_s):.3f} s each. Beside one run of a pair",
+        "a page is open: every 2 s it takes all curves, and every 5 s it searches. Server and indexing",
         f"together used {statistics.mean(used):.1%} of one core.",
         "",
         "| longer steps with the page, mean | 95% interval |",
