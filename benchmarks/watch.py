@@ -252,10 +252,10 @@ def slowdown(rounds: int, steps: int) -> list[str]:
     finally:
         shutil.rmtree(folder)
     spread = 1.96 * statistics.stdev(ratios) / math.sqrt(rounds) if rounds > 1 else math.nan
-    mean = statistics.mean(ratios) - 1
+    mean, step_s = statistics.mean(ratios) - 1, statistics.median(plain_s)
     return [
-        f"{rounds} pairs of runs, {steps} steps of {statistics.median(plain_s):.3f} s. Beside one run of each",
-        "pair a page is open: every 2 s it takes all curves, and every 5 s it searches. Server and indexing",
+        f"{rounds} pairs of runs of {steps} steps, {step_s:.3f} s each. Beside one of a pair",
+        "a page is open: every 2 s it takes all curves, and every 5 s it searches. Server and indexing",
         f"together used {statistics.mean(used):.1%} of one core.",
         "",
         "| longer steps with the page, mean | 95% interval |",

@@ -349,7 +349,7 @@ COMMANDS: Mapping[str, Command] = {
         add_arguments=_serve_arguments,
     ),
     "watch": Command(
-        help="serve a local page of runs: curves, settings, rollouts, timeline",
+        help="serve a local page of runs: curves, rollouts, settings",
         run=commands.watch,
         add_arguments=_watch_arguments,
     ),

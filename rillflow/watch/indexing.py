@@ -20,6 +20,7 @@ import select
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -35,7 +36,7 @@ LOOK_S = 2.0
 SHARE = 0.01
 """Largest share of time that looks take if there is nothing to index."""
 BATCH_S = 1.0
-"""Seconds of indexing one run before the next run has its turn."""
+"""Processor seconds of indexing one run before the next run has its turn."""
 NICE = 19
 """Added to the process's niceness: it runs when nothing else wants the processor."""
 
@@ -55,24 +56,34 @@ class RunIndexer:
         self._writer: Writer | None = None
         self._seen: object = None
         self._token_texts: Sequence[str] | None = None
+        self._pending = deque[tuple[int, tuple[Path, ...]]]()
         self._damaged = dict[int, int]()
 
     def advance(self, limit_s: float) -> bool:
-        """Index for at most ``limit_s`` seconds; return whether there is more to index now."""
-        seen = [_mtime(self._run / name) for name in (layout.ROLLOUTS, layout.ENVIRONMENT)]
-        if seen == self._seen or not self._is_writer():
-            return False
-        began = time.monotonic()
-        steps = _complete_steps(self._run)
-        self._cut_changed(steps)
-        assert self._writer is not None
-        known = set(self._writer.blocks["step"].tolist())
-        for step in [step for step in steps if step not in known]:
-            if time.monotonic() - began > limit_s:
+        """Index for at most ``limit_s`` processor seconds; return whether there is more to index now."""
+        if not self._pending:
+            seen = [_mtime(self._run / name) for name in (layout.ROLLOUTS, layout.ENVIRONMENT)]
+            if seen == self._seen or not self._is_writer():
+                return False
+            self._list()
+            self._seen = seen  # of before the list: what changes meanwhile is found by the next one
+        began = time.process_time()
+        while self._pending:
+            if time.process_time() - began > limit_s:
                 return True
-            self._add(step, steps[step])
-        self._seen = seen
+            self._add(*self._pending.popleft())
         return False
+
+    def _list(self) -> None:
+        """Compare the index with the run's files, and note the steps that are missing in it."""
+        assert self._writer is not None
+        steps = _complete_steps(self._run)
+        self._damaged = {
+            step: stamp for step, stamp in self._damaged.items() if stamp == _stamp_of(steps.get(step, ()))
+        }
+        self._cut_changed(steps)
+        known = {*self._writer.blocks["step"].tolist(), *self._damaged}
+        self._pending.extend((step, files) for step, files in steps.items() if step not in known)
 
     def close(self) -> None:
         """Release the index."""
@@ -94,31 +105,21 @@ class RunIndexer:
         order = [step for step in steps if step not in self._damaged]
         for place, block in enumerate(blocks):
             step = int(block["step"])
-            try:
-                is_same = (
-                    place < len(order) and order[place] == step and stamp_of(steps[step]) == block["stamp"]
-                )
-            except OSError:
-                is_same = False
-            if not is_same:
+            is_there = place < len(order) and order[place] == step
+            if not is_there or _stamp_of(steps[step]) != block["stamp"]:
                 self._writer.cut(place)
-                self._damaged = {each: stamp for each, stamp in self._damaged.items() if each < step}
                 return
 
     def _add(self, step: int, files: tuple[Path, ...]) -> None:
         assert self._writer is not None
+        stamp = _stamp_of(files)
         try:
-            stamp = stamp_of(files)
-            if self._damaged.get(step) == stamp:
-                return
             told = read_step(files, self._texts(), self._writer.known_prompts)
-        except (RunDirectoryError, OSError) as error:
+        except RunDirectoryError as error:
             logger.warning("step %d of %s is not searched: %s", step, self._run, error)
-            self._damaged[step] = 0
-            with contextlib.suppress(OSError):
-                self._damaged[step] = stamp_of(files)
-            return
-        self._writer.add(step, told, stamp)
+            self._damaged[step] = stamp
+        else:
+            self._writer.add(step, told, stamp)
 
     def _texts(self) -> Sequence[str]:
         if self._token_texts is None:
@@ -139,6 +140,14 @@ def _complete_steps(run: Path) -> dict[int, tuple[Path, ...]]:
         if files[0].suffix == ".safetensors":
             found[step] = files
     return found
+
+
+def _stamp_of(files: Sequence[Path]) -> int:
+    """Return the stamp of some files; 0 if one was removed."""
+    try:
+        return stamp_of(files)
+    except OSError:
+        return 0
 
 
 def _mtime(path: Path) -> int:

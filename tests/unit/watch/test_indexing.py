@@ -95,10 +95,14 @@ def test_a_damaged_step_is_told_and_left_out(
         assert "step 3" not in caplog.text, "it is told once"
         written.directory.rewind(6)
         indexer.close()
-    file.write_bytes(content)
     indexer = RunIndexer(written.path, tmp_path / "index")
     indexer.advance(60)
-    assert steps_of(tmp_path / "index") == [1, 2, 3, 4, 5, 6]
+    file.write_bytes(content)
+    written.step(7)
+    indexer.advance(60)
+    assert steps_of(tmp_path / "index") == [1, 2, 3, 4, 5, 6, 7], (
+        "a repaired step is read again, in its place"
+    )
 
 
 def test_a_writer_that_died_continues_after_its_last_whole_step(written: WrittenRun, tmp_path: Path) -> None:
