@@ -172,6 +172,18 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def serve(arguments: argparse.Namespace) -> int:
     """``rillflow serve``: serve a model, or a run's newest checkpoint, until interrupted."""
+    told = {"port": arguments.port, "token_file": arguments.token_file, "max_rows": arguments.max_rows}
+    told["announce"] = lambda line: print(line, flush=True)
+    if arguments.train:
+        from rillflow.app.plugins import training
+
+        service = training("rillflow serve --train")
+        service.serve(arguments.source, **told, checkpoints=arguments.checkpoints)
+        return DONE
+    if arguments.checkpoints is not None:
+        raise ConfigError(
+            "--checkpoints is given without --train", why="only training clients save checkpoints"
+        )
     try:
         from rillflow.app.serve import serve as serve_source
     except ModuleNotFoundError as error:
@@ -180,15 +192,7 @@ def serve(arguments: argparse.Namespace) -> int:
             why="rillflow serve needs an optional package",
             fix="pip install 'rillflow[service]'",
         ) from None
-    told = {"port": arguments.port, "token_file": arguments.token_file, "max_rows": arguments.max_rows}
-    told["announce"] = lambda line: print(line, flush=True)
-    if arguments.train:
-        from rillflow.app.plugins import training
-
-        service = training("rillflow serve --train")
-        service.serve(arguments.source, **told, checkpoints=arguments.checkpoints)
-    else:
-        serve_source(arguments.source, **told)
+    serve_source(arguments.source, **told)
     return DONE
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.engine_queue import EngineQueue
+from rillflow.serving.http_body import Declined
 from rillflow_training_service.sampling import SnapshotSampler
 from rillflow_training_service.shared_base import SharedBase
 
@@ -61,12 +62,17 @@ class EngineThread:
         self._base, self._sampler, self._door = base, sampler, door
         self._inbox = deque[Job]()
         self._queues: dict[str, deque[Job]] = {}
+        self.failure: ServerError | None = None
+        """Error that ended the loop."""
         self._woken, self._wake = os.pipe()
         for descriptor in (self._woken, self._wake):
             os.set_blocking(descriptor, False)
 
     def put(self, work: Job) -> None:
         """Queue work; from any thread."""
+        if self.failure is not None:
+            work.tell(self.failure)
+            return
         self._inbox.append(work)
         self.wake()
 
@@ -75,11 +81,29 @@ class EngineThread:
         with suppress(BlockingIOError):
             os.write(self._wake, b".")
 
-    def run(self) -> None:
-        """Do the work for as long as the process lives."""
-        while True:
-            if not self.turn():
-                select.select([self._woken, self._door.woken], [], [], 10.0)
+    def run(self, ended: Callable[[], None] = lambda: None) -> None:
+        """Do the work for as long as the process lives; an error of the loop ends it.
+
+        Args:
+            ended: called when the loop has failed and every client has received an error.
+        """
+        try:
+            while True:
+                if not self.turn():
+                    select.select([self._woken, self._door.woken], [], [], 10.0)
+        except BaseException as error:
+            logger.exception("the engine thread failed")
+            self.failure = ServerError(
+                "the engine failed, and the server stopped",
+                why=f"{type(error).__name__}: {error}",
+                fix="read the log, and start the command again; checkpoints remain",
+            )
+            self._door.fail(Declined(503, self.failure.what, self.failure.why, "try again later"))
+            for jobs in (*self._queues.values(), self._inbox):
+                for job in jobs:
+                    job.tell(self.failure)
+            self._sampler.fail(self.failure)
+            ended()
 
     def turn(self) -> bool:
         """Do one work of each owner, and one turn of each batch of rows; return whether there was any."""
@@ -112,6 +136,9 @@ class EngineThread:
             logger.exception("work of %s failed", work.owner)
             why = f"{type(error).__name__}: {error}"
             found = ServerError("the server failed on this request", why=why, fix="read the server's log")
+        except BaseException:
+            work.tell(ServerError("the engine stopped during this request", fix="read the server's log"))
+            raise
         work.tell(found)
 
     def _serve_door(self) -> bool:

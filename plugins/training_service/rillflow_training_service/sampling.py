@@ -196,10 +196,17 @@ class SnapshotSampler:
             return
         except Exception as error:
             del self._batchers[key]
-            batcher.fail(error)
+            why = f"{type(error).__name__}: {error}"
+            batcher.fail(StreamError("the engine failed", why, "read the server's log"))
             raise
         del self._batchers[key]
         self._keep((batcher.snapshot.shape, key[1]), batcher.queue)
+
+    def fail(self, error: RillflowError) -> None:
+        """End every request with this error."""
+        for batcher in self._batchers.values():
+            batcher.fail(error)
+        self._batchers.clear()
 
     def wake(self) -> None:
         """Remove the rows whose clients have left at the next turn."""
@@ -295,11 +302,10 @@ class Batcher:
         runs = self.queue.turn()
         return runs or bool(self._waiting) or any(not each.is_over for each in self._running.values())
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: RillflowError) -> None:
         """End every request, because the engine is broken."""
-        told = StreamError("the engine failed", f"{type(error).__name__}: {error}", "read the server's log")
         for request in (*self._running.values(), *self._waiting):
-            request.finish(told)
+            request.finish(error)
         self.queue.close()
 
     def _told(self, request: SampleRequest, sample: int, told: Told, is_over: bool) -> None:

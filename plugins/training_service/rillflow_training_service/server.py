@@ -110,9 +110,11 @@ def serve(
     listening = bound(port)
     found = opened(source, token=token.text, max_rows=max_rows, checkpoints=checkpoints or CHECKPOINTS)
     server = LoopbackServer(found.app.app(), listening)
-    Thread(target=found.thread.run, name="rillflow-engine", daemon=True).start()
+    Thread(target=found.thread.run, args=[server.stop], name="rillflow-engine", daemon=True).start()
     url = server.url.removesuffix("/v1")
     announce(f"{source}: {url} (Tinker API), {server.url} (OpenAI's)")
     shown = token.text if token.is_new and token_file is None else f"$(cat {token_file})"
     announce(f"export TINKER_BASE_URL={url} TINKER_API_KEY=tml-{shown.removeprefix('tml-')}")
     server.run()
+    if found.thread.failure is not None:
+        raise found.thread.failure

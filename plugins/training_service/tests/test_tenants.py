@@ -12,8 +12,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import Qwen2ForCausalLM
 
 from rillflow.errors import DataError, RillflowError
+from rillflow.models.config import ModelConfig
+from rillflow.models.language_model import load_model
 from rillflow.records.rollout import Rollout
 from rillflow_training_service.checkpoints import About, CheckpointPath, now
 from rillflow_training_service.losses import LOSSES
@@ -23,7 +26,7 @@ from rillflow_training_service.shared_base import Shape
 from rillflow_training_service.tenant import AdamParams
 
 sys.path.insert(0, str(Path(__file__).parent))
-from toys import SMALL, asked, datum, toy_service, weighted
+from toys import SMALL, asked, datum, saved_model, toy_service, weighted
 
 SHAPES = (SMALL, SMALL, Shape(rank=2), Shape(rank=3, mlp=False))
 STEP = AdamParams(learning_rate=0.05)
@@ -255,3 +258,31 @@ def test_forgotten_snapshots_are_read_from_files(shared: Service) -> None:
 
 def test_losses_named_here_are_served() -> None:
     assert {"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"} == LOSSES.keys()
+
+
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in (SMALL, Shape(rank=2, attention=False))]
+
+
+@pytest.mark.parametrize("shape", [Shape(rank=3), *SLOW])
+def test_rillflow_and_peft_load_a_checkpoint(tmp_path: Path, shape: Shape) -> None:
+    """The head's adapter is loaded too, though the base's head and embedding are one tensor."""
+    base = saved_model(tmp_path / "base")
+    service = toy_service(tmp_path / "checkpoints", source=str(base))
+    service.create("a", shape, seed=0)
+    rows = [weighted([1, 2, 3, 4], 1)]
+    for _ in range(2):
+        service.forward_backward(asked("a", rows))
+        service.optim_step("a", STEP)
+    path = CheckpointPath(model="a", kind="sampler_weights", name="one")
+    about = About(path=str(path), base_model="base", shape=shape, seed=0, time=now())
+    service.save("a", path, about, optimizer=False)
+    expected = service._tenants["a"].run(rows, LOSSES["cross_entropy"], {}, learns=False).logprobs[0]
+    folder = service.checkpoints.folder(path)
+    loaded = load_model(ModelConfig(path=str(folder)), seed=0, device=torch.device("cpu"), base=Path())
+    peft = pytest.importorskip("peft")
+    whole = Qwen2ForCausalLM.from_pretrained(base)
+    for module in (loaded.module, peft.PeftModel.from_pretrained(whole, folder)):
+        with torch.no_grad():
+            logits = module(input_ids=rows[0].tokens[None], use_cache=False).logits[0]
+        found = logits.log_softmax(-1).gather(1, rows[0].targets[:, None])[:, 0]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)

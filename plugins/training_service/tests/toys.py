@@ -32,9 +32,9 @@ def saved_model(folder: Path) -> Path:
     return folder
 
 
-def toy_service(folder: Path) -> Service:
+def toy_service(folder: Path, source: str = "base") -> Service:
     base = SharedBase(toy_model())
-    return Service(base, SnapshotSampler(base, max_rows=32), Checkpoints(folder, base, "base"))
+    return Service(base, SnapshotSampler(base, max_rows=32), Checkpoints(folder, base, source))
 
 
 def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> Datum:

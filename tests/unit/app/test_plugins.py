@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rillflow.app.plugins import SHIPPED, commands, install_line, installed, missing, predict_steps
+from rillflow.app.plugins import SHIPPED, commands, install_line, installed, missing, predict_steps, training
 from rillflow.cli.main import COMMANDS, main
 from rillflow.errors import ConfigError
 
@@ -111,6 +111,16 @@ def test_the_command_of_a_missing_plugin_exits_with_2(
         with pytest.raises(SystemExit) as ended:
             main([name, "--help"])
         assert ended.value.code == 0 and "not installed" in capsys.readouterr().out
+
+
+def test_serve_train_without_the_plugin_exits_with_2(
+    without_plugins: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="needs the plugin training_service"):
+        training("rillflow serve --train")
+    assert main(["serve", "model", "--train"]) == 2
+    said = capsys.readouterr().err
+    assert "rillflow serve --train needs the plugin" in said and install_line("training_service") in said
 
 
 @pytest.fixture

@@ -119,6 +119,15 @@ def test_merged_weights_say_what_base_and_adapter_say(load: Callable[..., Langua
     torch.testing.assert_close(logits(model.module), expected, rtol=0, atol=2e-6)
 
 
+def test_a_vocabulary_head_is_adapted_if_a_target_names_it(load: Callable[..., LanguageModel]) -> None:
+    model = trained(load(rank=4, targets=("q_proj", "lm_head")))
+    assert "lm_head" in adapted(model.module) and "lm_head" not in adapted(load(rank=4).module)
+    plain = trained(load(rank=4, targets=("q_proj",)))
+    assert not torch.equal(logits(model.module), logits(plain.module))
+    with pytest.raises(ModelError, match="the adapter of the head cannot be merged"):
+        merge(model.module)
+
+
 def test_a_head_is_trained_and_kept_beside_the_adapter(base: Path, tmp_path: Path) -> None:
     config = ModelConfig(path=str(base), adapter=AdapterConfig(rank=4))
     model = load_scalar_model(config, seed=1, device=CPU, base=Path())

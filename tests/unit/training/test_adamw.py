@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rillflow.errors import TrainingError
 from rillflow.sharding.mesh import Gradients, RankGroups
-from rillflow.training.adamw import rounded
+from rillflow.training.adamw import AdamW, rounded
 from rillflow.training.config import OptimizerConfig
 from rillflow.training.offload import OnHost
 from rillflow.training.optimizer import Optimizer
@@ -47,6 +47,20 @@ def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_eps_is_that_of_the_caller() -> None:
+    gradient = torch.tensor([[1e-3, -2e-5]])
+    own, expected = (nn.Parameter(torch.ones(1, 2)) for _ in range(2))
+    adamw = AdamW({"w": own}, (), OptimizerConfig(beta1=0.8, beta2=0.9), eps=1e-3)
+    reference = torch.optim.AdamW(
+        [expected], lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.0, fused=True
+    )
+    for steps in range(2):
+        own.grad, expected.grad = gradient.clone(), gradient.clone()
+        adamw.step(steps, 0.1, lambda _: None)
+        reference.step()
+    assert torch.equal(own, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
