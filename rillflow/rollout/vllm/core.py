@@ -128,6 +128,11 @@ class Core:
             self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         finally:
             torch.set_num_threads = set_threads  # vLLM replaces the function for the whole process
+        if (
+            settings.tp > 1 and device.type == "cpu"
+        ):  # its ranks are attached; a killed server leaves the names
+            for memory in Path("/dev/shm").glob(f"{settings.port}-*cpushm_*"):
+                memory.unlink(missing_ok=True)
         (model,) = self._engine.collective_rpc("get_model")
         named = model.named_parameters(remove_duplicate=False)
         self._has_head = any(name.endswith(_HEAD) for name, _ in named)  # gemma2 has no head of its own
