@@ -2,10 +2,10 @@
 
     recipes/arithmetic/run.toml ─ warm start ─> base ─┬─ all weights ────────> accuracy, seconds per step,
        one per seed                                   ├─ adapter ────────────> bytes held, published, saved
-                                                      └─ adapter, base int8 ─┘
+                                                      └─ and base int8, 4bit ┘
 
     python benchmarks/adapters.py --seeds 0 1 2 --write benchmarks/results/adapters.md    # 20 minutes
-    python benchmarks/adapters.py --seeds 0 1 2 --trained lora int8 --threads 1
+    python benchmarks/adapters.py --seeds 0 1 2 --trained lora int8 4bit --threads 1
     python benchmarks/adapters.py --seeds --loads --write benchmarks/results/int8.md
 
 - Accuracy: on the recipe's 500 held-out problems after its 90 steps.
@@ -28,6 +28,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -43,6 +44,7 @@ KINDS = {
     "all": ("all weights", ()),
     "lora": (f"LoRA, rank {RANK}", (ADAPTED,)),
     "int8": (f"LoRA, rank {RANK}, base int8", (ADAPTED, "policy.model.adapter.base=int8")),
+    "4bit": (f"LoRA, rank {RANK}, base 4bit", (ADAPTED, "policy.model.adapter.base=4bit")),
 }
 LARGE = {"hidden": 1024, "layers": 12, "heads": 16, "kv_heads": 16, "context": 64}
 LOAD = """
@@ -155,7 +157,7 @@ def loads() -> list[str]:
             how = {"seed": 0, "device": torch.device("cpu"), "base": Path()}
             save_model(load_model(ModelConfig(new=new), **how), where)
         for dtype in ("float32", "bfloat16"):
-            for base in ("full", "int8"):
+            for base in ("full", "int8", *(["4bit"] if find_spec("bitsandbytes") else [])):
                 command = [sys.executable, "-c", LOAD, str(path), dtype, base]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
                 if done.returncode:
@@ -203,7 +205,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="*", default=[0], help="of base and training")
     parser.add_argument("--lr", type=float, default=3e-3, help="the adapter's learning rate (3e-3)")
-    parser.add_argument("--trained", choices=KINDS, nargs="+", default=[*KINDS], help="what (all three)")
+    parser.add_argument("--trained", choices=KINDS, nargs="+", default=[*KINDS][:3], help="what (not 4bit)")
     parser.add_argument("--threads", type=int, default=0, help="of torch (its choice)")
     parser.add_argument("--loads", action="store_true", help="measure what reading a base takes, too")
     parser.add_argument("--write", type=Path, help="the page to write; printed if left out")

@@ -228,6 +228,12 @@ def choices_for(setup: Setup) -> list[DeviceDefault]:
     return [*made.values()]
 
 
+def on_cuda(recipe: Recipe, base: Path) -> Recipe:
+    """Return the recipe with the choices for a CUDA device with bfloat16, for a plan of other machines."""
+    found = choices_for(Setup(recipe=recipe, base=base, capability=_BFLOAT16))
+    return with_values(recipe, {each.setting: each.value for each in found})
+
+
 def is_open(recipe: Recipe, setting: str) -> bool:
     """Return whether the recipe leaves this setting out; a choice made here does not count as named."""
     section, _, name = setting.rpartition(".")

@@ -80,7 +80,7 @@ class ModelSizes:
     inner: int = 0
     """Width of the feed-forward layer's inner state."""
     linear: int = 0
-    """Parameters of the layers' other matrices, if the files show them; a quantised base stores them in 8 or 4 bits."""
+    """Parameters of the layers' other matrices, if the files show them; a quantised base quantises these."""
     is_tied: bool = True
     """Whether the output head shares the embedding's weights."""
 

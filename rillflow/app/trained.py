@@ -67,8 +67,8 @@ def write_merged(
         source: the adapter's directory, or the run whose policy it is.
         out: the directory to write; it must not exist.
         dtype: dtype of the weights.
-        base: for a quantised base, ``trained`` merges into the dequantised weights that the adapter was trained
-            with, ``full`` into the directory's own weights.
+        base: for a quantised base, ``trained`` merges into the dequantised weights that the adapter was
+            trained with, ``full`` into the directory's own weights.
 
     Raises:
         ModelError: there is no adapter, or its base is missing.

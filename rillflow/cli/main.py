@@ -304,7 +304,7 @@ def _merge_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=types, default="float32", help="dtype of the weights (default: float32)"
     )
-    told = "weights of a quantised base: trained, the dequantised ones (default), or full, the directory's own"
+    told = "weights of a quantised base: trained, dequantised ones (default), or full, the directory's own"
     parser.add_argument("--base", choices=("trained", "full"), default="trained", help=told)
 
 

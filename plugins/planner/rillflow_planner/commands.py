@@ -171,9 +171,15 @@ def _stated(arguments: argparse.Namespace) -> Statement:
 
 
 def _stated_recipe(loaded: LoadedRecipe, arguments: argparse.Namespace) -> Statement:
+    from dataclasses import replace
+
+    from rillflow.app.device_defaults import on_cuda
     from rillflow_planner.recipe_problem import open_cluster, state_problem
 
-    return state_problem(loaded, open_cluster(arguments.cluster), arguments.lengths)
+    cluster = open_cluster(arguments.cluster)
+    if loaded.recipe.run.device != "cpu" and all(fleet.device.name != "cpu" for fleet in cluster.fleets):
+        loaded = replace(loaded, recipe=on_cuda(loaded.recipe, loaded.base))
+    return state_problem(loaded, cluster, arguments.lengths)
 
 
 def _simulated(problem: Problem, plan: Plan, steps: int = 0, **how: Any) -> Simulation:

@@ -128,6 +128,8 @@ class Core:
             self._engine = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         finally:
             torch.set_num_threads = set_threads  # vLLM replaces the function for the whole process
+        if settings.tp > 1 and device.type == "cpu":
+            _unname_memory(settings.port)
         (model,) = self._engine.collective_rpc("get_model")
         named = model.named_parameters(remove_duplicate=False)
         self._has_head = any(name.endswith(_HEAD) for name, _ in named)  # gemma2 has no head of its own
@@ -206,6 +208,12 @@ class Core:
         if self._is_asleep:
             self._engine.wake_up()
             self._is_asleep = False
+
+
+def _unname_memory(port: int) -> None:
+    """Remove the names of vLLM's shared memory once all ranks are attached: a killed server cannot."""
+    for memory in Path("/dev/shm").glob(f"{port}-*cpushm_*"):
+        memory.unlink(missing_ok=True)
 
 
 def _named(row: RowId) -> str:

@@ -228,7 +228,8 @@ def send_weights(channel: Channel, weights: Iterable[tuple[str, Tensor]]) -> Non
         step = max(1, BUCKET_BYTES // flat.itemsize)
         says = {"name": name, "dtype": str(flat.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         for at in range(0, max(1, len(flat)), step):
-            bucket = flat[at : at + step].cpu().view(torch.uint8).numpy()
+            part = flat[at : at + step].to("cpu", copy=True)  # torch cannot resize what numpy looks at
+            bucket = part.view(torch.uint8).numpy()
             channel.send(Word.WEIGHT, {**says, "at": at * flat.itemsize}, {"bytes": bucket})
     channel.send(Word.END, {})
 

@@ -11,7 +11,7 @@ import pytest
 
 from rillflow.app import doctor, model_files
 from rillflow.app.check import setting_lines
-from rillflow.app.device_defaults import RULES, SETTINGS, Setup, choices_for, value_of
+from rillflow.app.device_defaults import RULES, SETTINGS, Setup, choices_for, on_cuda, value_of
 from rillflow.app.recipe import LoadedRecipe, Recipe, load_recipe
 from rillflow.app.resume import with_choices_of_run
 from rillflow.config.load import validate
@@ -141,6 +141,13 @@ def test_a_resumed_run_keeps_its_values_on_another_device(
     named = with_choices_of_run(loaded(written(large), "policy.gradient_checkpointing=false").recipe, run)
     assert named.policy.model.dtype == "bfloat16" and not named.policy.gradient_checkpointing
     assert value_of(kept, "policy.lr") == 1e-6
+
+
+def test_a_plan_for_gpus_has_their_choices_on_a_machine_without(large: Path) -> None:
+    here = loaded(written(large), "policy.gradient_checkpointing=false")
+    there = on_cuda(here.recipe, here.base).policy
+    assert here.recipe.policy.model.dtype == "float32" and there.model.dtype == "bfloat16"
+    assert not there.gradient_checkpointing, "the recipe names it"
 
 
 def test_the_size_is_not_read_where_every_setting_is_given(
