@@ -5,11 +5,13 @@
                equal    says the same       encoded: the only part that is
 
 Sampled tokens are never tokenised again. A template that writes the text before the answer differently once
-there are later messages, or leaves a part of the answer out, is refused.
+there are later messages, or leaves a part of the answer out, is refused. One difference says nothing and is
+accepted: an empty block of thoughts that a template writes before the newest answer alone.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +19,7 @@ from rillflow.errors import ModelError
 from rillflow.models.tokenizer import Chat, Tokenizer
 
 _SHOWN = 30
+_NO_THOUGHTS = re.compile(r"<think>\s*</think>\s*\Z")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +54,13 @@ def encode_next(
     Raises:
         ModelError: as ``Tokenizer.encode_chats``; or the template changes earlier text of the conversation.
     """
-    text = tokenizer.rendered(later, opens=True)
+    text, begin = tokenizer.rendered(later, opens=True), len(before)
     if not text.startswith(before):
-        raise _changed_past(before, text)
-    rest = text[len(before) :]
+        empty = _NO_THOUGHTS.search(before)
+        if empty is None or not text.startswith(before[: empty.start()]):
+            raise _changed_past(before, text)
+        begin = empty.start()
+    rest = text[begin:]
     marks = [piece for piece in tokenizer.pieces([*tokenizer.stop_tokens]) if piece in rest]
     if marks:
         place, mark = min((rest.index(mark), mark) for mark in marks)

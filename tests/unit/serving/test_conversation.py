@@ -253,6 +253,23 @@ def test_a_template_that_writes_empty_thoughts_in_the_last_turn_alone_continues(
     assert shown(made, sampled=True) == f"{SAMPLED}<|im_end|>It is 42.<|im_end|>"
 
 
+@pytest.mark.parametrize("said", [SAMPLED.removeprefix("I add. "), SAMPLED])
+def test_empty_thoughts_before_the_newest_answer_alone_are_no_rewriting(said: str) -> None:
+    """As with thoughts turned off: the row keeps the text that the policy saw."""
+    off = "<think>\n\n</think>\n\n"
+    template = TEMPLATE.replace(
+        "'<|im_start|>assistant\\n' }}{% endif", "'<|im_start|>assistant\\n' + OFF }}{% endif"
+    )
+    made = talk(template.replace("OFF", repr(off)))
+    answer(made, asked([USER]), said)
+    sent = call('{"a": 17, "b": 25}', content="I add." if said == SAMPLED else None)
+    answer(made, asked([USER, sent, RESULT]), "It is 42.")
+    answer(made, asked([USER, sent, RESULT, {"role": "assistant", "content": "It is 42."}, USER]), "?")
+    text = shown(made)
+    assert text.count(off) == 3 and text.count("<|im_start|>assistant\n" + off) == 3
+    assert shown(made, sampled=True) == f"{said}<|im_end|>It is 42.<|im_end|>?<|im_end|>"
+
+
 def test_a_bare_object_of_a_llama_continues() -> None:
     made = talk(LLAMA)
     said = '{"name":"add","parameters":{"a":17,"b":25}}'
