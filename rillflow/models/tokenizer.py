@@ -194,30 +194,6 @@ class Tokenizer:
         """
         return self._encode([text], begin=False, is_rendered=is_rendered)[0]
 
-    def encode_next(self, chat: Chat, answer: str, later: Chat, *, is_ended: bool) -> list[int]:
-        """Return the template's tokens between a sampled answer and the next answer.
-
-        Args:
-            chat: the conversation before the answer.
-            answer: the answer's text.
-            later: the conversation with the answer and all later messages.
-            is_ended: whether an end token was sampled; otherwise it is among the returned tokens.
-
-        Raises:
-            ModelError: as ``encode_replies``; or the template changes the earlier text of the conversation.
-        """
-        reply, text = self._reply(chat, answer), self.rendered(later, opens=True)
-        before = self.rendered(chat, opens=True) + reply
-        if not text.startswith(before):
-            raise _rewritten(before, text)
-        marks = [piece for piece in self.pieces([*self.stop_tokens]) if piece in reply]
-        if marks:
-            place, mark = min((reply.index(mark), mark) for mark in marks)
-            reply = reply[place + len(mark) * is_ended :]
-        else:
-            reply = reply.removeprefix(answer)
-        return self.encode_more(reply + text[len(before) :], is_rendered=True)
-
     def to_end(self, tokens: list[int]) -> list[int]:
         """Return an answer's tokens up to and including its first end token."""
         ends = (place for place, token in enumerate(tokens, 1) if token in self.stop_tokens)
@@ -228,12 +204,40 @@ class Tokenizer:
         found = self._special.search(text)
         return None if found is None else found[0]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special tokens."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of tokens; ``special`` keeps special tokens, except end tokens."""
+        kept = [token for token in tokens if token not in self.stop_tokens] if special else list(tokens)
         text: str = self._inner.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            kept, skip_special_tokens=not special, clean_up_tokenization_spaces=False
         )
         return text
+
+    def without_special(self, text: str) -> str:
+        """Return a text without the special tokens that it spells."""
+        return self._special.sub("", text)
+
+    @property
+    def chat_template(self) -> str:
+        """Text of the chat template, of all of them if there are several; empty if there is none."""
+        found = self._library.chat_template or ""
+        return found if isinstance(found, str) else "\n".join(found.values())
+
+    @property
+    def has_response_template(self) -> bool:
+        """Whether the tokeniser says how a message is read from an answer."""
+        return bool(self._library.init_kwargs.get("response_template"))
+
+    def parsed(self, answer: str, prompt: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the message that an answer is, by the tokeniser's ``response_template``.
+
+        Raises:
+            ModelError: the answer does not fit the template.
+        """
+        try:
+            found: dict[str, Any] = self._library.parse_response(answer, prefix=prompt, tools=[*tools])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ModelError("the answer does not fit response_template", why=str(error)) from None
+        return found
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         """Return each token's own text for display, special tokens too; partial characters become U+FFFD."""

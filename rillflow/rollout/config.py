@@ -199,6 +199,11 @@ class RolloutConfig(SamplingConfig):
     agent: AgentConfig | None = Field(
         None, description="An agent that produces the rows; left out, the policy completes each prompt once."
     )
+    tool_format: Literal["auto", "hermes", "qwen", "llama", "template"] = Field(
+        "auto",
+        description="Format in which the model writes tool calls; auto finds it in the chat template, "
+        "template is the tokeniser's response_template.",
+    )
     environment: EnvironmentConfig | None = Field(
         None,
         description="An environment that the policy acts in; left out, the policy completes each prompt.",

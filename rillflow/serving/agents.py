@@ -40,6 +40,7 @@ from rillflow.serving.conversation import Conversation
 from rillflow.serving.engine_queue import EngineQueue
 from rillflow.serving.openai_server import Door
 from rillflow.serving.server import LoopbackServer, bound
+from rillflow.serving.tool_calls import tool_format
 from rillflow.tasks.encoded import Encoder
 
 POLICY = "policy"
@@ -79,7 +80,8 @@ class AgentEngine(RowByRow):
         self._children: dict[Child, str] = {}  # with the URL of its door
         self._keys: dict[str, Conversation] = {}
         self._is_shut_in = is_shut_in(function, self._agent.sandbox)
-        self._door = Door(self._queue, model=POLICY, visitor=self._keys.get)
+        self._tools = tool_format(config.tool_format, encoder.tokenizer)
+        self._door = Door(self._queue, model=POLICY, visitor=self._keys.get, tools=self._tools)
         self._shared_url = ""
         stack.callback(self.close)
 
@@ -176,7 +178,7 @@ class AgentEngine(RowByRow):
 
     def _call(self, child: Child, start: Rollout, sampling: SamplingConfig) -> None:
         assert child.parameters is not None, "an idle child has reported its parameters"
-        talk = Conversation(start, sampling, self._encoder)
+        talk = Conversation(start, sampling, self._encoder, self._tools)
         given = {**json.loads(start.columns), "base_url": self._children[child], "api_key": talk.key}
         chosen = choose(given, child.parameters, self._function)
         self._keys[talk.key], self._running[child] = talk, talk

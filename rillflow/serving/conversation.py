@@ -16,11 +16,15 @@ from threading import Lock
 from typing import Any
 
 from rillflow.errors import DataError
+from rillflow.models.next_turn import encode_next
 from rillflow.models.tokenizer import Chat
 from rillflow.records.rollout import Finish, Rollout
 from rillflow.rollout.config import SamplingConfig
-from rillflow.serving.openai_protocol import ChatRequest, SamplingRequest, text_of
-from rillflow.serving.openai_server import chat_of, prompts_of
+from rillflow.serving.messages import chat_of, same, turn_of
+from rillflow.serving.openai_answers import read_answer, text_of
+from rillflow.serving.openai_protocol import ChatRequest, SamplingRequest
+from rillflow.serving.openai_server import encoder_for, prompts_of
+from rillflow.serving.tool_calls import Answer, ToolFormat
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example, shown
 
@@ -35,9 +39,10 @@ class Conversation:
         start: the row as it was added, with its prompt of the data.
         usual: sampling settings.
         encoder: encodes messages and texts.
+        tools: format in which the model writes tool calls.
     """
 
-    def __init__(self, start: Rollout, usual: SamplingConfig, encoder: Encoder) -> None:
+    def __init__(self, start: Rollout, usual: SamplingConfig, encoder: Encoder, tools: ToolFormat) -> None:
         self.start = self.row = start
         """The row as it was added; the row up to the last answer."""
         self.key = secrets.token_urlsafe(24)
@@ -48,10 +53,13 @@ class Conversation:
         """Whether any token was sampled; whether an answer is in progress."""
         self.since = time.monotonic()
         """Time when the agent began, or received its last answer."""
-        self._usual, self._encoder = usual, encoder
+        self._usual, self._encoder, self._tools = usual, encoder, tools
         self._said: list[dict[str, Any]] | str | None = None
         self._known: list[dict[str, Any]] | tuple[str, ...] = ()
         self._begin, self._has_own_limit = 0, False
+        self._answer = Answer(content="")
+        self._answered: SamplingRequest | None = None
+        self._rendering = self._rendered = ""  # the template's text of the request, of the last answered one
         self._lock = Lock()
 
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
@@ -77,34 +85,70 @@ class Conversation:
         """See Visitor."""
         self.is_asking = False
         for row in rollouts:
-            own = row.tokens[self._begin :]
-            text = text_of(own, asked.stops, self._encoder.tokenizer)
+            own, tokenizer = row.tokens[self._begin :], self._encoder.tokenizer
             if isinstance(self._said, list):
-                self._known = [*self._said, {"role": "assistant", "content": text}]
+                self._answer = read_answer(asked, row, self._begin, tokenizer, self._tools)
+                self._known = [*self._said, turn_of(self._answer, self._begin)]
+                self._answered, self._rendered = asked, self._rendering
             elif self._said is not None:  # the next text may continue with the sampled stop, or without it
-                self._known = (self._said + self._encoder.tokenizer.decode(own), self._said + text)
+                text = text_of(own, asked.stops, tokenizer)
+                self._known = (self._said + tokenizer.decode(own), self._said + text)
             self.row = replace(row, finish=Finish.STOP) if self._has_own_limit else row
             self.is_begun, self.since = True, time.monotonic()
 
     def _of_chat(self, asked: ChatRequest) -> list[int]:
         """Return the new tokens of messages."""
         example, known = chat_of(asked), self._known
-        self._said = turns = example.turns
+        encoder = encoder_for(asked, self._encoder)
+        chat = Chat(turns=example.turns, tools=example.tools, arguments=encoder.template_arguments)
         if not self.is_begun:
-            return self._encoder.rows([example])[0].prompt.tolist()
-        for place, was in enumerate(known):
-            now = turns[place] if place < len(turns) else None
-            if now != was:
-                what = f"message {place + 1} is {shown(now)}, but was {shown(was)}"
-                raise DataError(what, why=_WHY, fix=_FIX)
+            self._said = example.turns
+            tokens = encoder.rows([example])[0].prompt.tolist()
+            self._rendering = encoder.tokenizer.rendered(chat, opens=True)
+            return tokens
         if not isinstance(known, list):
             raise DataError("messages follow a text prompt", why=_WHY, fix=_FIX)
-        tokenizer, more = self._encoder.tokenizer, self._encoder.template_arguments
-        before, later = (
-            Chat(turns=each, tools=example.tools, arguments=more) for each in (known[:-1], turns)
+        turns = self._continued(known, asked, example)
+        last = self.row.tokens[-1]
+        found = encode_next(
+            encoder.tokenizer,
+            self._rendered,
+            self._answer.content or encoder.tokenizer.decode(self.row.tokens[self._begin :]),
+            replace(chat, turns=turns),
+            is_ended=last in encoder.tokenizer.stop_tokens,
+            agrees=self._agrees,
         )
-        is_ended = self.row.tokens[-1] in tokenizer.stop_tokens
-        return tokenizer.encode_next(before, known[-1]["content"], later, is_ended=is_ended)
+        self._said, self._rendering = turns, found.text
+        return found.tokens
+
+    def _continued(
+        self, known: list[dict[str, Any]], asked: ChatRequest, example: Example
+    ) -> list[dict[str, Any]]:
+        """Return the known turns, followed by the new ones of a request that begins with them.
+
+        Raises:
+            DataError: it begins with other turns, or has other tools.
+        """
+        turns = example.turns
+        for place, was in enumerate(known):
+            now = turns[place] if place < len(turns) else None
+            if now is None or not same(now, was):
+                what = f"message {place + 1} is {shown(now)}, but was {shown(was)}"
+                raise DataError(what, why=_WHY, fix=_FIX)
+        assert isinstance(self._answered, ChatRequest), "turns were answered"
+        if asked.tools != self._answered.tools:
+            what = f"tools are {shown(asked.tools)}, but were {shown(self._answered.tools)}"
+            raise DataError(what, why=_WHY, fix="send the same tools with every request")
+        return [*known, *turns[len(known) :]]
+
+    def _agrees(self, body: str) -> bool:
+        """Return whether the template's text of the last answer says what was sampled."""
+        asked = self._answered
+        if not isinstance(asked, ChatRequest) or not asked.reads_calls:
+            return self._answer.agrees(Answer(content=body))
+        tokenizer = self._encoder.tokenizer
+        found = self._tools.read(body, asked.tools or (), prompt=self._rendered)
+        return self._answer.agrees(replace(found, content=tokenizer.without_special(found.content)))
 
     def _of_text(self, asked: SamplingRequest) -> list[int]:
         """Return the new tokens of a prompt, which is text or tokens."""

@@ -5,7 +5,7 @@
                                          └──── rows on trial <── a pass failed ──┤
     client <── tell(row or error, is it over?) ──────────────────────────────────┘
 
-consumes      rows that clients want, until they have ended or their clients have left
+consumes      rows that clients want, until they have ended or their clients have left; functions to call
 waits for     nothing: ``turn`` runs one pass, or none if no row runs; ``woken`` becomes readable when the
               inbox has an entry or a client has left, for an owner that waits
 produces      each wanted row once, when it ends, or the error that ended it; streamed rows also before that
@@ -30,10 +30,11 @@ import os
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -50,6 +51,7 @@ LOOK_EVERY = 8
 KEEP_EVERY = 64
 """Passes between two looks at every row, which limit repeated work after another row failed."""
 Told: TypeAlias = Rollout | RillflowError
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +74,16 @@ class Wanted:
     """Whether the client no longer wants the row; called in the engine's thread, after ``wake``."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """A function for the engine's thread."""
+
+    function: Callable[[], Any]
+    """The function."""
+    result: Future[Any]
+    """Receives its result or error."""
+
+
 class EngineQueue:
     """The rows that clients want, and the engine that samples them.
 
@@ -89,6 +101,7 @@ class EngineQueue:
         self._max_rows, self._passes = max_rows, 0
         self._lock, self._inbox = Lock(), list[deque[Wanted]]()
         self._failure: RillflowError | None = None
+        self._jobs = deque[Job]()
         self._requests, self._suspects = deque[deque[Wanted]](), deque[Wanted]()
         self._rows: dict[RowId, Wanted] = {}
         self._kept: dict[Wanted, Rollout] = {}
@@ -129,8 +142,9 @@ class EngineQueue:
             os.read(self.woken, 1 << 16)
             self._sort()
         self._admit()
+        did_job = self._run_job()
         if not self.engine.has_work:
-            return bool(self._suspects or self._requests)
+            return did_job or bool(self._suspects or self._requests)
         try:
             ended = self.engine.step()
         except Exception as error:
@@ -150,8 +164,38 @@ class EngineQueue:
         """End every row, and every later row, with this error; the engine is not used again."""
         with self._lock:
             self._failure, inbox, self._inbox = error, self._inbox, []
+            jobs, self._jobs = self._jobs, deque()
+        for job in jobs:
+            job.result.set_exception(error)
         _tell_all((wanted for request in inbox for wanted in request), error)
         self._tell_everybody(error)
+
+    def call(self, function: Callable[[], R]) -> Future[R]:
+        """Run a function in the engine's thread, between two passes; from any thread.
+
+        The future has the function's result or error, or the error that ended the engine.
+        """
+        job = Job(function=function, result=Future[Any]())
+        with self._lock:
+            failure = self._failure
+            if failure is None:
+                self._jobs.append(job)
+        if failure is not None:
+            job.result.set_exception(failure)
+        self.wake()
+        return job.result
+
+    def _run_job(self) -> bool:
+        """Run the oldest job; return whether there was one."""
+        with self._lock:
+            job = self._jobs.popleft() if self._jobs else None
+        if job is None:
+            return False
+        try:
+            job.result.set_result(job.function())
+        except Exception as error:  # noqa: BLE001  it ends the job, and the engine is not concerned
+            job.result.set_exception(error)
+        return True
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -177,12 +221,17 @@ class EngineQueue:
         """Fill the engine; requests take turns. A row on trial is the only new row of its pass."""
         if self._suspects and not self._new:
             self._enter(self._suspects.popleft(), is_new=True)
+        held = deque[deque[Wanted]]()
         while self._requests and len(self._rows) < self._max_rows and not self._suspects:
             request = self._requests.popleft()
+            if request[0].begin.row in self._rows:  # the same seed and prompt: the earlier row ends first
+                held.append(request)
+                continue
             wanted = request.popleft()
             if request:
                 self._requests.append(request)
             self._enter(wanted, is_new=True)
+        self._requests.extendleft(reversed(held))
 
     def _enter(self, wanted: Wanted, *, is_new: bool) -> None:
         row = wanted.begin.row

@@ -1,12 +1,13 @@
-"""OpenAI: validate requests of its protocol, and format sampled rows as its answers.
+"""OpenAI: validate the requests of its protocol.
 
 JSON ─ checked ─> ChatRequest | CompletionRequest       refuses unknown parameters with the nearest name
-Rollout ─ Choice.next ─> JSON                           text before the stop; ids, versions, log probabilities
+
+A parameter that changes nothing is accepted: names and notes of the client (``user``, ``metadata``), and each
+parameter of ``NEUTRAL`` with a value that asks for what is done anyway.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
@@ -14,22 +15,44 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from rillflow.errors import StreamError, nearest
-from rillflow.models.tokenizer import Tokenizer
-from rillflow.records.rollout import Finish, Rollout
 from rillflow.rollout.config import Factor, Penalty, SamplingConfig, Temperature, TopK
 from rillflow.serving.http_body import checked_request
+from rillflow.serving.tool_calls import ToolFormat
+from rillflow.tasks.config import TAKEN_ARGUMENTS
 
-NOT_OFFERED = {
-    "seed": "the engine's seed and the row's id determine a row's random numbers",
-    "tool_choice": "the answer is the model's raw text; the client parses tool calls from it",
-    "response_format": "tokens are sampled without grammar constraints",
-    "top_logprobs": "only the log probabilities of sampled tokens are kept",
-    "logit_bias": "only the model's logits and the row's own tokens decide what is sampled",
+_OLD = "it belongs to an older version of the protocol"
+_NO_GRAMMAR = "tokens are sampled without grammar constraints"
+NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "response_format": (({"type": "text"},), _NO_GRAMMAR),
+    "logit_bias": (({},), "only the model's logits and the row's own tokens decide what is sampled"),
+    "top_logprobs": ((0,), "only the log probabilities of sampled tokens are kept"),
+    "best_of": ((1,), "every sampled answer is returned"),
+    "suffix": (("",), _OLD),
+    "functions": (([],), _OLD + "; use tools"),
+    "function_call": (("none", "auto"), _OLD + "; use tool_choice"),
+    "modalities": ((["text"],), "answers are text"),
+    "ignore_eos": ((False,), "an end token ends an answer"),
+    "min_tokens": ((0,), "an end token ends an answer"),
+    "skip_special_tokens": ((True,), "return_token_ids returns every token"),
+    "spaces_between_special_tokens": ((True, False), "special tokens are no part of the text"),
+    "include_stop_str_in_output": ((False,), "the text ends before the stop"),
+    "add_generation_prompt": ((True,), "the assistant answers"),
+    "continue_final_message": ((False,), "the assistant begins a new message"),
+    "add_special_tokens": ((False,), "the chat template writes all special tokens"),
+    "use_beam_search": ((False,), "tokens are sampled one by one"),
+    "length_penalty": ((1, 1.0), "tokens are sampled one by one"),
+    "priority": ((0,), "requests take turns"),
+    "truncate_prompt_tokens": ((), "a prompt beyond the context is refused"),
+    "prompt_logprobs": ((0,), "/v1/completions returns them with echo and logprobs"),
     **dict.fromkeys(
-        ("best_of", "echo", "suffix", "functions"), "it belongs to an older version of the protocol"
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+        ((), _NO_GRAMMAR),
+    ),
+    **dict.fromkeys(
+        ("audio", "prediction", "web_search_options"), ((), "the engine continues text and nothing else")
     ),
 }
-"""Refused parameters of the protocol, with reasons."""
+"""Parameters that are accepted with these values, and the reason why others are refused."""
 DRAWING = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -60,7 +83,17 @@ class SamplingRequest(BaseModel):
     stream: bool = Field(default=False, description="streaming of answers as they are sampled")
     stream_options: dict[str, bool] = Field(default={}, description="option include_usage")
     return_token_ids: bool = Field(default=False, description="token ids and their versions in the answer")
+    seed: int | None = Field(
+        default=None, ge=-(2**63), lt=2**64, description="choice of the random numbers of new rows"
+    )
     user: str = Field(default="", description="name of the user; ignored")
+    safety_identifier: str = Field(default="", description="name of the user; ignored")
+    store: bool = Field(default=False, description="nothing is stored; ignored")
+    metadata: dict[str, Any] = Field(default={}, description="notes of the client; ignored")
+    service_tier: str = Field(default="", description="there is one tier; ignored")
+    prompt_cache_key: str = Field(default="", description="ignored")
+    prompt_cache_retention: str = Field(default="", description="ignored")
+    request_id: str = Field(default="", description="ignored")
     kind: ClassVar[str]
     """Object type in an answer."""
 
@@ -83,6 +116,19 @@ class SamplingRequest(BaseModel):
         """Largest number of new tokens, if given."""
         return self.max_tokens
 
+    def check(self) -> None:
+        """Raise StreamError for parameters that contradict each other."""
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether tool calls are read out of the answers."""
+        return False
+
+    def ends(self, tools: ToolFormat) -> tuple[str, ...]:
+        """Return the texts that end sampling: the stop texts; the end of a call if only one is wanted."""
+        del tools
+        return self.stops
+
     def sampling(self, usual: SamplingConfig) -> SamplingConfig:
         """Return the sampling settings of the request, with ``usual`` for missing parameters."""
         asked = self.model_dump(include={*DRAWING}) | {"max_tokens": self.limit}
@@ -94,14 +140,66 @@ class ChatRequest(SamplingRequest):
 
     messages: list[dict[str, Any]] = Field(description="conversation: messages with role and content")
     tools: list[dict[str, Any]] | None = Field(default=None, description="tools for the chat template")
+    tool_choice: str | dict[str, Any] = Field(
+        default="auto", description="auto; or none, which leaves calls in the text"
+    )
+    parallel_tool_calls: bool = Field(
+        default=True, description="several calls in an answer; false ends the answer after the first"
+    )
     max_completion_tokens: int | None = Field(default=None, gt=0, description="newer name of max_tokens")
     logprobs: bool = Field(default=False, description="log probabilities of the sampled tokens")
+    reasoning_effort: str | None = Field(default=None, description="variable of the chat template")
+    verbosity: str | None = Field(default=None, description="variable of the chat template")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="variables of the chat template, such as enable_thinking"
+    )
     kind = "chat.completion"
+
+    @field_validator("tools")
+    @classmethod
+    def _are_functions(cls, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        for tool in tools or []:
+            function = tool.get("function")
+            if tool.get("type") != "function" or not isinstance(function, dict):
+                raise PydanticCustomError("tools", "a tool is {'type': 'function', 'function': {...}}")
+            if not isinstance(function.get("name"), str) or not function["name"]:
+                raise PydanticCustomError("tools", "the function of a tool has a name")
+        return tools or None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_free(cls, choice: str | dict[str, Any]) -> str | dict[str, Any]:
+        if choice not in ("auto", "none"):
+            told = "it must be 'auto' or 'none': tokens are sampled without grammar constraints, so no call "
+            raise PydanticCustomError("tool_choice", told + "can be guaranteed; ask for it in a message")
+        return choice
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        for name in sorted(TAKEN_ARGUMENTS & variables.keys()):
+            raise PydanticCustomError("variables", f"{name} is set by the server; use a template's variable")
+        return variables
 
     @property
     def limit(self) -> int | None:
         """See SamplingRequest."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def reads_calls(self) -> bool:
+        """See SamplingRequest."""
+        return bool(self.tools) and self.tool_choice == "auto"
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        named = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        return {name: value for name, value in named.items() if value} | self.chat_template_kwargs
+
+    def ends(self, tools: ToolFormat) -> tuple[str, ...]:
+        """See SamplingRequest."""
+        return self.stops + tools.ends * (self.reads_calls and not self.parallel_tool_calls)
 
 
 class CompletionRequest(SamplingRequest):
@@ -109,13 +207,33 @@ class CompletionRequest(SamplingRequest):
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(description="one prompt or several")
     logprobs: int | None = Field(default=None, ge=0, le=1, description="log probabilities; 1 to return them")
+    echo: bool = Field(default=False, description="the prompt before the answer, with its log probabilities")
+    max_tokens: int | None = Field(default=None, ge=0, description="largest number of new tokens")
     kind = "text_completion"
+
+    def check(self) -> None:
+        """See SamplingRequest."""
+        if self.max_tokens == 0 and not self.echo:
+            raise StreamError("max_tokens is 0", why="nothing is returned", fix="omit it, or set echo")
+        if self.reads_prompt and self.stream:
+            why = "log probabilities of the prompt are read after the answer"
+            raise StreamError("stream is True", why=why, fix="omit stream, echo or logprobs")
 
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """All prompts."""
         is_one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         return [self.prompt] if is_one else self.prompt  # type: ignore[list-item,return-value]
+
+    @property
+    def limit(self) -> int | None:
+        """See SamplingRequest; without new tokens one is sampled, and left out of the answer."""
+        return 1 if self.max_tokens == 0 else self.max_tokens
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the log probabilities of the prompt are wanted."""
+        return self.echo and self.logprobs is not None
 
 
 A = TypeVar("A", bound=SamplingRequest)
@@ -129,76 +247,13 @@ def checked(kind: type[A], says: Mapping[str, Any]) -> A:
     """
     said = {name: value for name, value in says.items() if value is not None}
     for name in said.keys() - kind.model_fields.keys():
-        if name in NOT_OFFERED:
-            raise StreamError(f"{name} is not supported", why=NOT_OFFERED[name], fix="omit it")
+        if name in NEUTRAL:
+            values, why = NEUTRAL[name]
+            if any(type(said[name]) is type(value) and said[name] == value for value in values):
+                continue
+            raise StreamError(f"{name} is not supported", why=why, fix="omit it")
         what = f"there is no parameter {name[:80]!r}"
         raise StreamError(what, why="it would have no effect", fix=nearest(name, kind.model_fields))
-    return checked_request(kind, said)
-
-
-class Choice:
-    """One answer, sent whole or in pieces.
-
-    Args:
-        asked: the request.
-        index: number of the answer.
-        begin: the row before sampling.
-        tokenizer: tokeniser of the model.
-    """
-
-    def __init__(self, asked: SamplingRequest, index: int, begin: Rollout, tokenizer: Tokenizer) -> None:
-        self._asked, self._index, self._prompt, self._tokenizer = asked, index, begin.tokens, tokenizer
-        self._held = max(map(len, asked.stops), default=1) - 1
-        self.count, self._characters = 0, 0
-        """Number of tokens sent so far."""
-
-    def next(self, rollout: Rollout, *, is_over: bool) -> dict[str, Any]:
-        """Return the new part of the answer as JSON: all of it in the first call."""
-        first, begin = self.count, len(self._prompt) + self.count
-        text = text_of(rollout.tokens[len(self._prompt) :], self._asked.stops, self._tokenizer)
-        if not is_over:  # hold back a possible stop prefix, or half a character
-            text = text.removesuffix("\ufffd")
-            text = text[: max(self._characters, len(text) - self._held)]
-        new, self._characters = text[self._characters :], len(text)
-        self.count = len(rollout.tokens) - len(self._prompt)
-        told: dict[str, Any] = {"index": self._index}
-        if self._asked.kind == CompletionRequest.kind:
-            told["text"] = new
-        else:
-            told["delta" if self._asked.stream else "message"] = {"role": "assistant", "content": new}
-        finish = {Finish.STOP: "stop", Finish.LENGTH: "length"}
-        told["finish_reason"] = finish[rollout.finish] if is_over else None
-        told["logprobs"] = self._logprobs(rollout, begin)
-        if self._asked.return_token_ids:
-            told |= {} if first else {"prompt_token_ids": list(self._prompt)}
-            told |= {"token_ids": list(rollout.tokens[begin:]), "versions": list(rollout.versions[begin:])}
-        return told
-
-    def _logprobs(self, rollout: Rollout, begin: int) -> dict[str, Any] | None:
-        asked = self._asked
-        pieces, values = self._tokenizer.pieces(rollout.tokens[begin:]), list(rollout.logprobs[begin:])
-        if isinstance(asked, CompletionRequest) and asked.logprobs is not None:
-            places = [sum(map(len, pieces[:place])) for place in range(len(pieces))]
-            return {"tokens": pieces, "token_logprobs": values, "text_offset": places, "top_logprobs": None}
-        if isinstance(asked, ChatRequest) and asked.logprobs:
-            both = zip(pieces, values, strict=True)
-            return {
-                "content": [
-                    {"token": piece, "logprob": value, "bytes": list(piece.encode()), "top_logprobs": []}
-                    for piece, value in both
-                ]
-            }
-        return None
-
-
-def text_of(tokens: Sequence[int], stops: Sequence[str], tokenizer: Tokenizer) -> str:
-    """Return the text of an answer, before the first stop text."""
-    text = tokenizer.decode(tokens)
-    return text[: min((found for stop in stops if (found := text.find(stop)) >= 0), default=None)]
-
-
-def envelope(asked: SamplingRequest, name: str, model: str, version: int, **more: Any) -> dict[str, Any]:
-    """Return the answer object around choices; ``version`` is that of the newest weights."""
-    kind = asked.kind + ".chunk" * (asked.stream and asked.kind == ChatRequest.kind)
-    about = {"id": name, "object": kind, "created": int(time.time()), "model": model}
-    return {**about, "system_fingerprint": f"version {version}", **more}
+    found = checked_request(kind, {name: value for name, value in said.items() if name not in NEUTRAL})
+    found.check()
+    return found

@@ -1,6 +1,7 @@
 """Door: serve the current policy with OpenAI's protocol.
 
-    POST /v1/chat/completions    POST /v1/completions    GET /v1/models        every request needs a key
+    POST /v1/chat/completions    POST /v1/completions    POST /v1/responses        every request needs a key
+    GET /v1/models    GET /v1/models/NAME                GET /health                without one
 
     key ─> Visitor ─ begin ─> rows ─> EngineQueue ─ answers ─> JSON, or events if streamed
 
@@ -14,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from asyncio import to_thread
-from collections.abc import AsyncIterator, Callable
+from asyncio import to_thread, wrap_future
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from itertools import count
 from typing import Any, Protocol
 
@@ -27,25 +30,24 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from rillflow.errors import DataError, RillflowError, StreamError
-from rillflow.records.rollout import Rollout
+from rillflow.records.rollout import Finish, Rollout
 from rillflow.records.row import RowId
 from rillflow.rollout.config import SamplingConfig
 from rillflow.serving.engine_queue import EngineQueue, Told, Wanted
 from rillflow.serving.http_body import Declined, body_of, json_object
-from rillflow.serving.openai_protocol import (
-    ChatRequest,
-    Choice,
-    CompletionRequest,
-    SamplingRequest,
-    checked,
-    envelope,
-)
+from rillflow.serving.messages import chat_of, require_ordinary
+from rillflow.serving.openai_answers import Choice, envelope
+from rillflow.serving.openai_protocol import ChatRequest, CompletionRequest, SamplingRequest, checked
+from rillflow.serving.responses import Output, ResponsesRequest
+from rillflow.serving.text_scores import TextScores
+from rillflow.serving.tool_calls import ToolFormat
 from rillflow.tasks.encoded import Encoder
-from rillflow.tasks.example import Example, prompt_of
+from rillflow.tasks.example import Example
 
 MAX_REQUEST_BYTES = 2**24
-ASKED_EPOCH = -3
-"""Epoch in the row ids of client requests, so that no other row shares their random numbers."""
+ASKED_EPOCH, SEEDED_EPOCH = -3, -4
+"""Epochs in the row ids of client requests, so that no other row shares their random numbers; requests with a
+seed have their own."""
 MAX_REQUEST_ROWS = 1024
 """Largest number of rows of a request: prompts times answers to each."""
 _GONE_S = 0.5
@@ -75,28 +77,37 @@ class NewRows:
     Args:
         encoder: encodes prompts.
         usual: sampling settings, unless a request overrides them.
+        first: number of the first request's row, which chooses its random numbers.
     """
 
     is_left = False
 
-    def __init__(self, encoder: Encoder, usual: SamplingConfig) -> None:
-        self._encoder, self._usual, self._numbers = encoder, usual, count()
+    def __init__(self, encoder: Encoder, usual: SamplingConfig, *, first: int = 0) -> None:
+        self._encoder, self._usual, self._numbers = encoder, usual, count(first)
 
     def begin(self, asked: SamplingRequest) -> list[Rollout]:
         """See Visitor."""
         if isinstance(asked, CompletionRequest):
             self._require_few(len(asked.prompts), asked.n)
+        encoder = encoder_for(asked, self._encoder)
         prompts = [chat_of(asked)] if isinstance(asked, ChatRequest) else prompts_of(asked)
         tokens = [
-            self._encoder.rows([each])[0].prompt.tolist() if isinstance(each, Example) else each
-            for each in prompts
+            encoder.rows([each])[0].prompt.tolist() if isinstance(each, Example) else each for each in prompts
         ]
-        ids = [(next(self._numbers), each) for each in tokens]
+        numbered = [(self._row(asked, each), each) for each in tokens]
         return [
-            Rollout.start(RowId(ASKED_EPOCH, number, sample), each)
-            for number, each in ids
+            Rollout.start(row._replace(sample=sample), each)
+            for row, each in numbered
             for sample in range(asked.n)
         ]
+
+    def _row(self, asked: SamplingRequest, prompt: Sequence[int]) -> RowId:
+        """Return the id of a prompt's rows: with a seed that is used, the same for the same prompt."""
+        if asked.seed is None or self.sampling(asked).temperature == 0:
+            return RowId(ASKED_EPOCH, next(self._numbers), 0)
+        told = json.dumps([asked.seed, [*prompt]]).encode()
+        number = int.from_bytes(blake2b(told, digest_size=7).digest())
+        return RowId(SEEDED_EPOCH, number, 0)
 
     def sampling(self, asked: SamplingRequest) -> SamplingConfig:
         """See Visitor."""
@@ -115,14 +126,16 @@ class NewRows:
             )
 
 
-def chat_of(asked: ChatRequest) -> Example:
-    """Return a request's conversation.
+def encoder_for(asked: SamplingRequest, encoder: Encoder) -> Encoder:
+    """Return the encoder with a request's variables of the chat template.
 
     Raises:
-        DataError: a message is invalid.
+        DataError: a variable has the text of a special token.
     """
-    prompt = prompt_of({"prompt": asked.messages, "tools": asked.tools})
-    return Example(index=0, prompt=prompt, columns={"tools": asked.tools}, place="the request")
+    if not isinstance(asked, ChatRequest) or not asked.variables:
+        return encoder
+    require_ordinary(asked, encoder.tokenizer.special_in)
+    return replace(encoder, template_arguments={**encoder.template_arguments, **asked.variables})
 
 
 def prompts_of(asked: SamplingRequest) -> list[Example | list[int]]:
@@ -147,6 +160,9 @@ class Door:
         queue: queue of the engine that samples.
         model: model name that requests may give.
         visitor: returns the owner of a key; None for an unknown key.
+        tools: format in which the model writes tool calls.
+        scores: returns the log probabilities of a text's tokens, called in the engine's thread; None if the
+            prompt's log probabilities are not offered.
     """
 
     def __init__(
@@ -155,8 +171,10 @@ class Door:
         *,
         model: str,
         visitor: Callable[[str], Visitor | None],
+        tools: ToolFormat,
+        scores: Callable[[Sequence[int]], TextScores] | None = None,
     ) -> None:
-        self._queue, self._model = queue, model
+        self._queue, self._model, self._tools, self._scores = queue, model, tools, scores
         self._visitor = visitor
 
     def app(self) -> Starlette:
@@ -165,7 +183,10 @@ class Door:
         routes = [
             Route("/v1/chat/completions", make(partial(self._complete, ChatRequest)), methods=["POST"]),
             Route("/v1/completions", make(partial(self._complete, CompletionRequest)), methods=["POST"]),
+            Route("/v1/responses", make(self._respond), methods=["POST"]),
             Route("/v1/models", make(self._models), methods=["GET"]),
+            Route("/v1/models/{name:path}", make(self._one_model), methods=["GET"]),
+            Route("/health", _healthy, methods=["GET"]),
         ]
         refuse = make(self._refuse)
 
@@ -186,44 +207,91 @@ class Door:
     async def _complete(self, kind: type[SamplingRequest], request: Request, visitor: Visitor) -> Response:
         body = await body_of(request, MAX_REQUEST_BYTES)
         asked = await to_thread(lambda: checked(kind, json_object(body)))
-        if asked.model not in ("", self._model):
-            what = f"there is no model {asked.model[:80]!r}"
-            raise Declined(404, what, why="only one model is served", fix=f"use {self._model!r}, or omit it")
-        begun = await to_thread(visitor.begin, asked)
-        answer = _Answer(self._queue, asked, begun, visitor)
+        answer = await self._begun(asked, visitor)
         around = partial(envelope, asked, f"{kind.kind}-{secrets.token_hex(8)}", self._model)
         if asked.stream:
             return StreamingResponse(self._events(answer, around), media_type="text/event-stream")
-        async with answer:
-            while not answer.is_over:
-                if await answer.wait(_GONE_S) is None and await request.is_disconnected():
-                    return Response(status_code=499)
-        told = [each.next(answer.rows[index], is_over=True) for index, each in enumerate(answer.choices)]
+        if not await answer.run(request):
+            return Response(status_code=499)
+        scores: list[TextScores | None] = [None] * len(answer.choices)
+        if isinstance(asked, CompletionRequest) and asked.reads_prompt:
+            scores = [await self._scored(answer.rows[index]) for index in range(len(scores))]
+        told = [
+            each.next(answer.rows[index], is_over=True, scores=scores[index])
+            for index, each in enumerate(answer.choices)
+        ]
         return JSONResponse(around(self._queue.version, choices=told, usage=answer.usage))
+
+    async def _begun(self, asked: SamplingRequest, visitor: Visitor) -> _Answer:
+        """Return a request's answer, whose rows have not begun to run."""
+        if asked.model not in ("", self._model):
+            what = f"there is no model {asked.model[:80]!r}"
+            raise Declined(404, what, why="only one model is served", fix=f"use {self._model!r}, or omit it")
+        if isinstance(asked, CompletionRequest) and asked.reads_prompt and self._scores is None:
+            why = "this door returns log probabilities of sampled tokens only"
+            raise StreamError("echo with logprobs is not supported", why=why, fix="omit echo or logprobs")
+        begun = await to_thread(visitor.begin, asked)
+        return _Answer(self._queue, asked, begun, visitor, self._tools)
+
+    async def _scored(self, rollout: Rollout) -> TextScores:
+        assert self._scores is not None, "a request for scores was accepted"
+        return await wrap_future(self._queue.call(partial(self._scores, rollout.tokens)))
 
     async def _events(self, answer: _Answer, around: Callable[..., Any]) -> AsyncIterator[str]:
         try:
-            async with answer:
-                while not answer.is_over:
-                    index, rollout = await answer.wait() or (0, None)
-                    assert rollout is not None, "without a time limit there is always a rollout"
-                    choice = answer.choices[index].next(rollout, is_over=index in answer.rows)
-                    yield _event(around(self._queue.version, choices=[choice]))
+            async for choice in answer.parts():
+                yield _event(around(self._queue.version, choices=[choice]))
             if answer.asked.stream_options.get("include_usage"):
                 yield _event(around(self._queue.version, choices=[], usage=answer.usage))
         except RillflowError as error:
             yield _event(_told(error, "server_error"))
         yield "data: [DONE]\n\n"
 
+    async def _respond(self, request: Request, visitor: Visitor) -> Response:
+        body = await body_of(request, MAX_REQUEST_BYTES)
+        asked = await to_thread(lambda: checked(ResponsesRequest, json_object(body)))
+        answer = await self._begun(await to_thread(asked.chat), visitor)
+        output = Output(asked, f"resp_{secrets.token_hex(8)}", self._model)
+        if asked.stream:
+            return StreamingResponse(self._response_events(answer, output), media_type="text/event-stream")
+        if not await answer.run(request):
+            return Response(status_code=499)
+        output.read(answer.choices[0].next(answer.rows[0], is_over=True))
+        return JSONResponse(output.response(answer.usage))
+
+    async def _response_events(self, answer: _Answer, output: Output) -> AsyncIterator[str]:
+        try:
+            async for choice in answer.parts():
+                for event in output.events(choice):
+                    yield event
+            for event in output.end(answer.usage):
+                yield event
+        except RillflowError as error:
+            yield output.failed(_told(error, "server_error"))
+
+    @property
+    def _about(self) -> dict[str, Any]:
+        """The model, as a list of models describes it."""
+        about = {"object": "model", "owned_by": "rillflow", "created": 0, "version": self._queue.version}
+        return {"id": self._model, **about}
+
     async def _models(self, request: Request, visitor: Visitor) -> Response:
         del request, visitor
-        about = {"object": "model", "owned_by": "rillflow", "version": self._queue.version}
-        return JSONResponse({"object": "list", "data": [{"id": self._model, **about}]})
+        return JSONResponse({"object": "list", "data": [self._about]})
+
+    async def _one_model(self, request: Request, visitor: Visitor) -> Response:
+        del visitor
+        name = request.path_params["name"]
+        if name != self._model:
+            what = f"there is no model {name[:80]!r}"
+            raise Declined(404, what, why="only one model is served", fix=f"use {self._model!r}")
+        return JSONResponse(self._about)
 
     async def _refuse(self, request: Request, visitor: Visitor) -> Response:
         del visitor
         what = f"there is no endpoint {request.method} {request.url.path[:80]}"
-        raise Declined(404, what, why="there are /v1/chat/completions, /v1/completions and /v1/models")
+        paths = ("chat/completions", "completions", "responses", "models")
+        raise Declined(404, what, why=f"there are {', '.join(f'/v1/{path}' for path in paths)} and /health")
 
     def _guarded(self, operation: Callable[[Request, Visitor], Any]) -> Callable[[Request], Any]:
         async def guarded(request: Request) -> Response:
@@ -247,10 +315,15 @@ class _Answer:
     """The rows of one request, which run while the context is entered."""
 
     def __init__(
-        self, queue: EngineQueue, asked: SamplingRequest, begun: list[Rollout], visitor: Visitor
+        self,
+        queue: EngineQueue,
+        asked: SamplingRequest,
+        begun: list[Rollout],
+        visitor: Visitor,
+        tools: ToolFormat,
     ) -> None:
-        self.asked, self.begun = asked, begun
-        self.choices = [Choice(asked, index, begin, queue.tokenizer) for index, begin in enumerate(begun)]
+        self.asked, self.begun, self._stops = asked, begun, asked.ends(tools)
+        self.choices = [Choice(asked, at, begin, queue.tokenizer, tools) for at, begin in enumerate(begun)]
         self.rows: dict[int, Rollout] = {}
         """Ended rows, by number."""
         self._queue, self._visitor, self._is_left = queue, visitor, False
@@ -265,7 +338,7 @@ class _Answer:
     @property
     def usage(self) -> dict[str, int]:
         """Token counts of distinct prompts, and of all answers."""
-        read = sum(len(each.tokens) for each in {each.row.group: each for each in self.begun}.values())
+        read = sum(len(each.tokens) for each in self.begun[:: self.asked.n])
         made = sum(choice.count for choice in self.choices)
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
@@ -276,7 +349,7 @@ class _Answer:
             with suppress(RuntimeError):  # the server and its event loop have ended
                 loop.call_soon_threadsafe(self._events.put_nowait, (index, what, is_over))
 
-        how: dict[str, Any] = {"sampling": sampling, "stops": asked.stops, "is_streamed": asked.stream}
+        how: dict[str, Any] = {"sampling": sampling, "stops": self._stops, "is_streamed": asked.stream}
         how["is_left"] = lambda: self._is_left or self._visitor.is_left
         self._queue.put(
             *(
@@ -296,6 +369,22 @@ class _Answer:
             return "the request"
         return f"prompt {index // self.asked.n + 1} of the request"
 
+    async def run(self, request: Request) -> bool:
+        """Wait until all rows have ended; return whether the client is still there."""
+        async with self:
+            while not self.is_over:
+                if await self.wait(_GONE_S) is None and await request.is_disconnected():
+                    return False
+        return True
+
+    async def parts(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the new parts of the answers as they are sampled."""
+        async with self:
+            while not self.is_over:
+                index, rollout = await self.wait() or (0, None)
+                assert rollout is not None, "without a time limit there is always a rollout"
+                yield self.choices[index].next(rollout, is_over=index in self.rows)
+
     async def wait(self, within_s: float | None = None) -> tuple[int, Rollout] | None:
         """Return the number and the state of the next row with news; None if there is none in time.
 
@@ -309,8 +398,16 @@ class _Answer:
         if isinstance(what, RillflowError):
             raise what
         if is_over:
+            if isinstance(self.asked, CompletionRequest) and self.asked.max_tokens == 0:
+                what = what.first(len(self.begun[index].tokens), Finish.LENGTH)
             self.rows[index] = what
         return index, what
+
+
+async def _healthy(request: Request) -> Response:
+    """Answer anyone, without a key: the process serves."""
+    del request
+    return JSONResponse({"status": "ok"})
 
 
 def _event(data: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from rillflow.config.schema import Section
 
-_TAKEN = {
+TAKEN_ARGUMENTS = {
     *(
         "messages",
         "conversation",
@@ -58,6 +58,6 @@ class TaskConfig(Section):
     @field_validator("template_arguments")
     @classmethod
     def _is_free(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in sorted(_TAKEN & value.keys()):
+        for name in sorted(TAKEN_ARGUMENTS & value.keys()):
             raise ValueError(f"{name!r} is set by the rendering itself; use a variable of your template")
         return value

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rillflow.config.load import validate
 from rillflow.errors import ConfigError, ModelError
+from rillflow.models.next_turn import encode_next
 from rillflow.models.tokenizer import Chat, Tokenizer
 from rillflow.tasks.config import TaskConfig
 
@@ -187,7 +188,17 @@ def test_between_two_answers_stands_what_the_template_writes(content: str, is_en
         )
         sampled = tokenizer.to_end(tokenizer.encode_replies([CHAT], [content])[0])
         sampled = sampled if is_ended else sampled[:-1]
-        more = tokenizer.encode_next(CHAT, content, later, is_ended=is_ended)
+        before = tokenizer.rendered(CHAT, opens=True)
+        found = encode_next(
+            tokenizer,
+            before,
+            content,
+            later,
+            is_ended=is_ended,
+            agrees=lambda body: body.strip() == content.strip(),
+        )
+        assert found.text == tokenizer.rendered(later, opens=True)
+        more = found.tokens
         row = [*tokenizer.encode_chats([CHAT])[0], *sampled, *more]
         assert row == tokenizer.encode_chats([later])[0]
 
@@ -198,7 +209,8 @@ def test_a_template_without_an_end_goes_on_behind_the_answer() -> None:
         made(plain + "{% if add_generation_prompt %}assistant {% endif %}", "<eos> <x>", "<eos>")
     )
     turns = [*CHAT.turns, {"role": "assistant", "content": "sat"}, {"role": "user", "content": "on"}]
-    more = tokenizer.encode_next(CHAT, "sat", Chat(turns=turns), is_ended=True)
+    before = tokenizer.rendered(CHAT, opens=True)
+    more = encode_next(tokenizer, before, "sat", Chat(turns=turns), is_ended=True, agrees="sat".__eq__).tokens
     assert shown(tokenizer, more) == "\nuser on\nassistant "
 
 
@@ -206,5 +218,7 @@ def test_a_template_that_rewrites_earlier_turns_cannot_go_on() -> None:
     late = QWEN.replace("{{ '\\n' + m['content'] }}", "{{ '\\n' + (m['content'] if loop.last else '-') }}")
     tokenizer = qwen(late)
     turns = [*CHAT.turns, {"role": "assistant", "content": "sat"}, {"role": "user", "content": "on"}]
-    with pytest.raises(ModelError, match="the chat template renders a prompt differently before an answer"):
-        tokenizer.encode_next(CHAT, "sat", Chat(turns=turns), is_ended=True)
+    before = tokenizer.rendered(CHAT, opens=True)
+    with pytest.raises(ModelError, match="the chat template rewrites an earlier turn") as caught:
+        encode_next(tokenizer, before, "sat", Chat(turns=turns), is_ended=True, agrees="sat".__eq__)
+    assert "user\\n-<|im_end|>" in caught.value.what and "keeps earlier turns" in caught.value.fix

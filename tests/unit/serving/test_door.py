@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -27,6 +28,8 @@ from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.engine_queue import EngineQueue
 from rillflow.serving.openai_server import Door, NewRows
 from rillflow.serving.server import LoopbackServer, bound
+from rillflow.serving.text_scores import text_scores
+from rillflow.serving.tool_calls import Tags
 from rillflow.tasks.encoded import Encoder
 
 KEY = secrets.token_urlsafe(16)
@@ -88,6 +91,8 @@ def door(model: LanguageModel) -> Iterator[tuple[str, Passes]]:
         queue,
         model="tiny",
         visitor=lambda key: visitor if key == KEY else None,
+        tools=Tags(has_xml=True),
+        scores=partial(text_scores, model.module),
     ).app()
     going = True
 
@@ -144,6 +149,41 @@ def test_prompts_may_be_several_and_tokens(door: tuple[str, Passes], model: Lang
     _, by_text = asked(door[0], "/completions", {**says, "prompt": ["1+2=", "3+4="]})
     assert [each["text"] for each in by_tokens["choices"]] == [each["text"] for each in by_text["choices"]]
     assert by_text["usage"] == {"prompt_tokens": 8, "completion_tokens": 10, "total_tokens": 18}
+
+
+def test_a_text_is_scored_as_the_module_scores_it(door: tuple[str, Passes], model: LanguageModel) -> None:
+    """Two prompts with one new token each, as lm-eval asks for the likelihood of a text."""
+    texts = ["1+2=3", "4+4=8+1"]
+    says = {"prompt": texts, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
+    status, found = asked(door[0], "/completions", {**says, "return_token_ids": True})
+    assert status == 200
+    for text, choice in zip(texts, found["choices"], strict=True):
+        told, tokens = choice["logprobs"], choice["prompt_token_ids"] + choice["token_ids"]
+        assert choice["text"].startswith(text) and told["tokens"] == model.tokenizer.pieces(tokens)
+        with torch.inference_mode():
+            logits = model.module(torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+        read = logits.log_softmax(-1)
+        own = read.gather(1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
+        assert told["token_logprobs"] == [None, *(pytest.approx(each, abs=1e-4) for each in own)]
+        top = [max(each.values()) for each in told["top_logprobs"][1:]]
+        assert top == pytest.approx(read.amax(-1).tolist(), abs=1e-4)
+        likeliest = (read.argmax(-1) == torch.tensor(tokens)[1:]).tolist()
+        own_is_top = [a == b for a, b in zip(told["token_logprobs"][1:], top, strict=True)]
+        assert own_is_top == likeliest and own_is_top[-1], "the new token is greedy"
+        assert told["text_offset"][:3] == [0, 1, 2]
+    _, nothing = asked(door[0], "/completions", {**says, "max_tokens": 0})
+    for before, after in zip(found["choices"], nothing["choices"], strict=True):
+        assert after["text"] == before["text"][: len(after["text"])]
+        assert after["logprobs"]["token_logprobs"] == before["logprobs"]["token_logprobs"][:-1]
+
+
+def test_a_seed_chooses_the_answer(door: tuple[str, Passes]) -> None:
+    says = {"prompt": "1+2=", "max_tokens": 8, "temperature": 2.0, "n": 2}
+    with ThreadPoolExecutor(4) as pool:
+        seeds = [7, 7, 8, 7]
+        found = list(pool.map(lambda seed: asked(door[0], "/completions", {**says, "seed": seed})[1], seeds))
+    texts = [[choice["text"] for choice in each["choices"]] for each in found]
+    assert texts[0] == texts[1] == texts[3] != texts[2] and texts[0][0] != texts[0][1]
 
 
 def test_what_is_unlikely_may_be_left_out_and_what_was_said_made_unlikelier(door: tuple[str, Passes]) -> None:
@@ -240,7 +280,7 @@ def test_a_client_that_goes_away_takes_its_rows_along(door: tuple[str, Passes]) 
     ("path", "says", "status", "told"),
     [
         ("/completions", {"prompt": "1", "temprature": 1}, 400, "did you mean 'temperature'?"),
-        ("/completions", {"prompt": "1", "seed": 3}, 400, "seed is not supported; why: the engine's seed"),
+        ("/completions", {"prompt": "1", "suffix": "2"}, 400, "suffix is not supported; why: it belongs to"),
         ("/completions", {"prompt": "1", "n": 0}, 400, "n is 0; why: Input should be greater"),
         ("/completions", {"prompt": "#"}, 400, "the tokeniser has no character '#'"),
         ("/completions", {"prompt": []}, 400, "prompt is []"),

@@ -1,0 +1,102 @@
+"""Messages: read the conversations that clients send, in all forms that mean the same.
+
+a client's message ── cleaned ──> a turn for the chat template
+    null, missing or empty content               -> ""
+    arguments of a call, JSON text               -> an object, which templates write as JSON
+    empty keys of an answer, such as ``refusal`` -> left out
+two turns ── same ──> whether they say the same: role, text and calls, whatever the ids
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rillflow.errors import DataError
+from rillflow.serving.openai_answers import call_json
+from rillflow.serving.openai_protocol import ChatRequest
+from rillflow.serving.tool_calls import Answer, object_in
+from rillflow.tasks.example import Example, prompt_of
+
+_ECHOED = ("refusal", "annotations", "audio", "function_call", "reasoning", "reasoning_content", "parsed")
+"""Keys of answers that clients send back; if they are empty, they say nothing."""
+THOUGHTS = "reasoning_content"
+"""Key of an answer's thoughts, which a chat template may write."""
+
+
+def chat_of(asked: ChatRequest) -> Example:
+    """Return a request's conversation.
+
+    Raises:
+        DataError: a message is invalid.
+    """
+    messages = [cleaned(message) for message in asked.messages]
+    thoughts = [message.pop(THOUGHTS, None) for message in messages]
+    prompt = prompt_of({"prompt": messages, "tools": asked.tools})
+    assert not isinstance(prompt, str), "messages are no text"
+    turns = [
+        {**turn, THOUGHTS: thought} if isinstance(thought, str) else turn
+        for turn, thought in zip(prompt, thoughts, strict=True)
+    ]
+    return Example(index=0, prompt=tuple(turns), columns={"tools": asked.tools}, place="the request")
+
+
+def cleaned(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a client's message without what says nothing, and with the arguments of calls as objects."""
+    found = {name: value for name, value in message.items() if value is not None}
+    for name in _ECHOED:
+        if not found.get(name, True):
+            del found[name]
+    calls = found.pop("tool_calls", None)
+    if calls:
+        found["tool_calls"] = [_call(each) for each in calls] if isinstance(calls, list) else calls
+    elif found.get("role") == "assistant":
+        found.setdefault("content", "")
+    return found
+
+
+def _call(call: Any) -> Any:
+    """Return a call with its arguments as an object, if they are the JSON of one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = object_in(function["arguments"])
+    return call if arguments is None else {**call, "function": {**function, "arguments": arguments}}
+
+
+def turn_of(answer: Answer, begin: int) -> dict[str, Any]:
+    """Return a sampled answer as a turn of its conversation; ``begin`` as in ``call_json``."""
+    turn: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        turn[THOUGHTS] = answer.reasoning
+    if answer.calls:
+        calls = [call_json(call, begin, place) for place, call in enumerate(answer.calls)]
+        turn["tool_calls"] = [_call(each) for each in calls]
+    return turn
+
+
+def same(now: Mapping[str, Any], was: Mapping[str, Any]) -> bool:
+    """Return whether two turns say the same."""
+    return _said(now) == _said(was)
+
+
+def _said(turn: Mapping[str, Any]) -> tuple[str, str, Sequence[Any]]:
+    calls = turn.get("tool_calls") or []
+    return turn["role"], turn["content"], [each.get("function", each) for each in calls]
+
+
+def require_ordinary(asked: ChatRequest, special_in: Any) -> None:
+    """Raise DataError for a template variable with the text of a special token."""
+    for name, value in asked.variables.items():
+        texts, found = [value], None
+        while texts and found is None:
+            part = texts.pop()
+            if isinstance(part, str):
+                found = special_in(part)
+            elif isinstance(part, dict):
+                texts += [*part, *part.values()]
+            elif isinstance(part, list):
+                texts += part
+        if found is not None:
+            why = "a rendered conversation would contain the token, which could end or forge a turn"
+            raise DataError(f"{name} contains the text of the special token {found!r}", why=why)
