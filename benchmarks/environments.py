@@ -302,8 +302,8 @@ def mixed_table(found: list[Mixed], asked: argparse.Namespace) -> str:
     """Return the rounds as a table."""
     slow = " to ".join(f"{each:g}" for each in (min(asked.slow_ms), max(asked.slow_ms)))
     lines = [
-        f"{asked.rows} rows of {asked.turns} turns in {asked.slots} slots; half of the environments answer in "
-        f"1 ms, half in {slow} ms. The shares are of the time without environments.",
+        f"{asked.rows} rows of {asked.turns} turns in {asked.slots} slots; half of the environments answer "
+        f"in 1 ms, half in {slow} ms. The shares are of the time without environments.",
         "",
         "| round | tokens | s with | s without | ratio | idle |",
         "|---:|---:|---:|---:|---:|---:|",

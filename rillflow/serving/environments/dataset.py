@@ -6,7 +6,6 @@ verifiers:NAME ─ verifiers_adapter.py:rows, in a child ─> rows: prompt, veri
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,6 +17,9 @@ from rillflow.rewards.outcome import Score
 from rillflow.rewards.sandbox import Level
 from rillflow.rollout.config import EnvironmentConfig
 from rillflow.serving.environments.source import VERIFIERS, parse_environment
+
+LIST_LIMIT_S = 3600.0
+"""Longest time in seconds to list the rows: a data set may be downloaded."""
 
 
 def environment_rows(config: EnvironmentConfig, base: Path) -> list[dict[str, Any]]:
@@ -43,7 +45,7 @@ def environment_rows(config: EnvironmentConfig, base: Path) -> list[dict[str, An
         with TemporaryDirectory() as folder:
             file = Path(folder) / "rows.jsonl"
             given = {"name": source.arguments["name"], "arguments": config.arguments, "file": str(file)}
-            child.send({"type": "run", "rows": 1, "columns": given}, limit_s=math.inf)
+            child.send({"type": "run", "rows": 1, "columns": given}, limit_s=LIST_LIMIT_S)
             answers: list[Any] = []
             while not answers:
                 answers = next_answers([child])
