@@ -429,6 +429,7 @@ def _sampling(recipe: Recipe) -> Iterator[ConfigError]:
     if recipe.placement.generate_tp > 1:
         yield ConfigError(
             f"placement.rollout_parallel.tp is {recipe.placement.generate_tp}, and {writer} writes the rows",
-            why="ranks that share a copy must run the same steps, but turns end at any time on one of them",
+            why="ranks that share a copy must run the same steps, but an agent calls one of them, or an "
+            "environment answers one of them, at any time",
             fix="set placement.rollout_parallel.tp = 1",
         )

@@ -47,6 +47,7 @@ from rillflow.roles.scalar_roles import RewardModel
 from rillflow.roles.trained_role import Training
 from rillflow.rollout.config import RolloutConfig
 from rillflow.runs import layout
+from rillflow.serving.environments.source import REWARD
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example
 from rillflow.tasks.prompts import prompt_batch
@@ -123,7 +124,7 @@ def contest(first: Path, second: Path | None, asking: Asking) -> dict[str, Any]:
             why="models are compared on prompts that they were not trained on",
             fix="give --recipe FILE of a recipe that sets task.held_out or task.held_out_source",
         )
-    functions = facts.functions
+    functions = [each for each in facts.functions if each != REWARD]  # no environment plays here
     if asking.judge is None and asking.reward_model is None and not functions:
         raise ConfigError(
             f"no function scores answers to {task.name}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rillflow.app.facts import RecipeFacts
 from rillflow.errors import RewardError, nearest
 from rillflow.rewards.function import place_of
-from rillflow.serving.environments.pool import Pool, Told
+from rillflow.serving.environments.pool import EnvironmentPool, Told
 from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS
 from rillflow.tasks.example import shown
 
@@ -31,7 +31,7 @@ def look_at_environment(facts: RecipeFacts, report: Report) -> None:
     source, config, task = facts.environment, facts.recipe.rollout.environment, facts.task
     if source is None or config is None:
         return
-    pool = Pool(source, config)
+    pool = EnvironmentPool(source, config)
     try:
         rows = [*task.train, *task.held_out, *(row for rows in task.sets.values() for row in rows)]
         for name, row in ((name, row) for name in pool.load().required for row in rows):
@@ -47,7 +47,7 @@ def look_at_environment(facts: RecipeFacts, report: Report) -> None:
         pool.close()
 
 
-def _played(pool: Pool, columns: str, answer: str | None) -> list[str]:
+def _played(pool: EnvironmentPool, columns: str, answer: str | None) -> list[str]:
     """Return what the environment said to the row's own answer, or to a text."""
     row, lines = pool.begin(json.loads(columns)), list[str]()
     text = answer or _SAYS
@@ -65,7 +65,7 @@ def _played(pool: Pool, columns: str, answer: str | None) -> list[str]:
     return lines
 
 
-def _answer(pool: Pool, row: int) -> Told:
+def _answer(pool: EnvironmentPool, row: int) -> Told:
     told: list[Told] = []
     while not told:
         told = [each for each in pool.turn(1.0) if each.row == row]

@@ -86,6 +86,8 @@ class Summary:
     """Model of the checkpoint with the highest held-out score; None if it is the newest."""
     has_agent: bool
     """Whether an agent wrote the rows; ``rillflow ask`` queries the model without the agent."""
+    has_environment: bool
+    """Whether the rows have turns of an environment, without which ``rillflow ask`` queries the model."""
 
     def as_json(self) -> dict[str, JSON]:
         """Return the content of summary.json."""
@@ -137,6 +139,7 @@ def summary_of(data: RunData) -> Summary:
         changes=tuple(data.changes),
         best=_best(data.path, checkpoint),
         has_agent=isinstance(data.setting("rollout.agent.function"), str),
+        has_environment=isinstance(data.setting("rollout.environment.source"), str),
     )
 
 
@@ -274,7 +277,7 @@ def _next_lines(summary: Summary) -> list[str]:
         is_judge = Path(summary.checkpoint).name == "judge"
         setting = "reward.judge.model" if is_judge else "reward.model or cost.model"
         lines.append(f"  score with it:   {setting} = {summary.run!r} in another recipe")
-    elif summary.checkpoint and not summary.has_agent:
+    elif summary.checkpoint and not (summary.has_agent or summary.has_environment):
         lines.append(f"  ask it:          {shlex.join(['rillflow', 'ask', summary.run, *summary.question])}")
     if summary.checkpoint and summary.has_agent:
         served = shlex.join(["rillflow", "serve", summary.run])

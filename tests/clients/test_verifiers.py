@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("verifiers")
 
-from rillflow.runs.reader import read_evaluations, read_metrics, read_rollouts
+import rillflow
+from rillflow.runs.reader import read_evaluations, read_rollouts
 
 SAYS = """
 import verifiers.v1 as vf
@@ -162,5 +163,5 @@ def test_an_environment_with_a_tool(model_directory: Path, tmp_path: Path) -> No
         assert '"name": "add"' in policy and f"It is {answer}." in policy
         assert f"<|im_start|>tool\n{answer}<|im_end|>" in environment and "<tool_call>" not in environment
         assert row.columns["turns"] == 2
-    for each in read_metrics(run):
+    for each in rillflow.open_run(run).metrics:
         assert each["mismatch/logprob_gap/max"] < 1e-3, "the trainer sees the tokens as they were sampled"

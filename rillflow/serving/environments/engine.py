@@ -1,6 +1,6 @@
 """EnvironmentEngine: an engine whose rows are written by the policy and an environment in turns.
 
-    rows ─> Pool: reset ── observation ──> engine ── a turn has ended ──> Pool: step ──┐
+    rows ─> pool: reset ── observation ──> engine ── a turn has ended ──> pool: step ──┐
     row  <─ the episode has ended, or failed   ^                                       │
                                                └──────────── observation <─────────────┘
 
@@ -36,7 +36,7 @@ from rillflow.rewards.outcome import Outcome
 from rillflow.rollout.config import RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Capability, Engine, RowByRow
 from rillflow.serving.environments.episode import Episode
-from rillflow.serving.environments.pool import Pool, Told
+from rillflow.serving.environments.pool import EnvironmentPool, Told
 from rillflow.serving.environments.source import EnvironmentSource
 from rillflow.serving.tool_calls import tool_format
 from rillflow.tasks.encoded import Encoder
@@ -77,7 +77,7 @@ class EnvironmentEngine(RowByRow):
         self._max_turns, self._context, self._encoder = config.environment.max_turns, context, encoder
         self._tools = tool_format(config.tool_format, encoder.tokenizer)
         self._encode = lru_cache(KNOWN_TEXTS)(self._encoded)
-        self._pool = Pool(source, config.environment)
+        self._pool = EnvironmentPool(source, config.environment)
         self._waiting = deque[tuple[Rollout, SamplingConfig]]()
         self._acting: dict[int, Episode] = {}  # by number; in the environment
         self._sampling: dict[RowId, int] = {}  # number by row; in the inner engine

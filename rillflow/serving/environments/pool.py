@@ -41,7 +41,6 @@ from rillflow.rewards.text_execution import is_shut_in, visible_to
 from rillflow.rollout.config import EnvironmentConfig
 from rillflow.serving.environments.host import TEXT_CHARACTERS
 from rillflow.serving.environments.source import EnvironmentSource
-from rillflow.serving.server import bound
 
 ROWS = 64
 """Largest number of rows that one process holds."""
@@ -83,7 +82,7 @@ class _Process:
             door = theirs.fileno() if shut_in else -1
             self.child = Child(function, memory_bytes=config.memory_bytes, level=level, door=door)
             theirs.close()
-            self._listening = _received(ours) if shut_in else bound(0)
+            self._listening = _received(ours) if shut_in else socket.create_server(("127.0.0.1", 0))
         self.parameters: Parameters | None = None
         self.rows = dict[int, float]()
         """Rows that it holds, with the deadline of the open call; infinity if no call is open."""
@@ -151,15 +150,15 @@ class _Process:
             RolloutError: the class cannot be loaded.
         """
         told: list[Told] = []
-        if {*ready} & {*self.child.events()}:
-            told += self._of_child()
-        if not self.is_ended and self._link is None:
-            self._accept()
-        if self._link is not None:
-            try:
+        try:
+            if {*ready} & {*self.child.events()}:
+                told += self._of_child()
+            if not self.is_ended and self._link is None:
+                self._accept()
+            if self._link is not None:
                 told += self._read(self._link)
-            except FrameError as error:
-                told += self._fail(f"wrote to the socket of its answers: {error}")
+        except FrameError as error:
+            told += self._fail(f"wrote to the socket of its answers: {error}")
         return told
 
     def late(self) -> list[Told]:
@@ -215,6 +214,8 @@ class _Process:
             return []
         if answer is None:
             return []
+        if self._link is None:
+            self._accept()
         told = [] if self._link is None else self._read(self._link)  # what it sent before its end
         why = answer[0].message if isinstance(answer, list) else answer.message
         return [*told, *self._fail(why)]
@@ -310,7 +311,7 @@ def _received(ours: socket.socket) -> socket.socket | None:
     return socket.socket(fileno=descriptors[0]) if descriptors else None
 
 
-class Pool:
+class EnvironmentPool:
     """The environment processes of one sampler rank.
 
     Args:

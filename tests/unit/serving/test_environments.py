@@ -23,7 +23,7 @@ from rillflow.rewards.outcome import FAILED
 from rillflow.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.environments.engine import EnvironmentEngine
-from rillflow.serving.environments.pool import Pool
+from rillflow.serving.environments.pool import EnvironmentPool
 from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS, parse_environment
 from rillflow.tasks.encoded import Encoder
 
@@ -239,7 +239,7 @@ def test_many_environments_are_open_at_once_and_rows_can_be_taken_out(
 def test_a_class_that_is_none_is_refused(text: str, why: str, tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(text)
     config = EnvironmentConfig(source="game.py:Game", workers=1)
-    pool = Pool(parse_environment(config, tmp_path), config)
+    pool = EnvironmentPool(parse_environment(config, tmp_path), config)
     with pytest.raises(RolloutError, match=r"game\.py") as caught:
         pool.load()
     assert why in str(caught.value)
@@ -250,3 +250,29 @@ def test_a_class_that_is_none_is_refused(text: str, why: str, tmp_path: Path) ->
 def test_a_source_that_is_none_is_refused(source: str, tmp_path: Path) -> None:
     with pytest.raises(RillflowError):
         parse_environment(EnvironmentConfig(source=source), tmp_path)
+
+
+def test_256_environments_work_at_once(tmp_path: Path) -> None:
+    """One after the other they would take 128 s."""
+    (tmp_path / "slow.py").write_text(
+        "import time\n\n\nclass Slow:\n    def reset(self, **columns):\n        return ''\n\n"
+        "    def step(self, text):\n        time.sleep(0.5)\n        return text, 1.0, True, False, {}\n"
+    )
+    config = EnvironmentConfig(source="slow.py:Slow")
+    pool = EnvironmentPool(parse_environment(config, tmp_path), config)
+    try:
+        rows = [pool.begin({"prompt": "1+1="}) for _ in range(256)]
+        assert pool.room == 0
+        found: list[Any] = []
+        while len(found) < 256:
+            found += pool.turn(1.0)
+        begun = time.monotonic()
+        for row in rows:
+            pool.step(row, str(row), {})
+        found.clear()
+        while len(found) < 256:
+            found += pool.turn(1.0)
+        assert {each.observation for each in found} == {*map(str, rows)}
+        assert time.monotonic() - begun < 40
+    finally:
+        pool.close()
