@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import decoders, pre_tokenizers
@@ -82,6 +83,16 @@ class Tokenizer:
         self._alphabet = _Alphabet(inner)
         self._pieces: dict[int, str] = {}
         self._probed: dict[str, ModelError | None] = {}
+        self._encoding = Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process gets: everything but the lock."""
+        return {name: value for name, value in vars(self).items() if name != "_encoding"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take it, with a lock of this process."""
+        vars(self).update(state)
+        self._encoding = Lock()
 
     def encode(self, text: str) -> list[int]:
         """Return a prompt's tokens; see ``encode_texts``."""
@@ -90,9 +101,7 @@ class Tokenizer:
     @property
     def begin(self) -> int | None:
         """The begin token that the tokeniser puts before every text; None if it adds none."""
-        found: list[int] = self._inner(
-            [""], add_special_tokens=True, split_special_tokens=True, return_special_tokens_mask=True
-        )["input_ids"][0]
+        found = self._read([""], begin=True, splits=True)["input_ids"][0]
         return found[0] if found else None
 
     def encode_texts(self, texts: Sequence[str], *, is_rendered: bool = False) -> list[list[int]]:
@@ -291,15 +300,7 @@ class Tokenizer:
         if not texts:
             return []
         self._alphabet.check([self._special.sub("", text) for text in texts] if is_rendered else texts)
-        found = self._inner(
-            list(texts),
-            add_special_tokens=begin,
-            split_special_tokens=not is_rendered,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            return_special_tokens_mask=True,
-            verbose=False,
-        )
+        found = self._read(texts, begin=begin, splits=not is_rendered)
         rows = []
         for text, tokens, special in zip(
             texts, found["input_ids"], found["special_tokens_mask"], strict=True
@@ -313,6 +314,20 @@ class Tokenizer:
                 raise _lost(text)
             rows.append(tokens[start:length])
         return rows
+
+    def _read(self, texts: Sequence[str], *, begin: bool, splits: bool) -> Mapping[str, list[list[int]]]:
+        """Call the tokeniser; one thread at a time, because ``splits`` is a state of the library's object."""
+        with self._encoding:
+            found: Mapping[str, list[list[int]]] = self._inner(
+                list(texts),
+                add_special_tokens=begin,
+                split_special_tokens=splits,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                return_special_tokens_mask=True,
+                verbose=False,
+            )
+        return found
 
     def _ended(self, rows: Sequence[list[int]]) -> list[list[int]]:
         """Return answers, each with an end token."""

@@ -166,7 +166,8 @@ class EngineQueue:
             self._failure, inbox, self._inbox = error, self._inbox, []
             jobs, self._jobs = self._jobs, deque()
         for job in jobs:
-            job.result.set_exception(error)
+            if job.result.set_running_or_notify_cancel():
+                job.result.set_exception(error)
         _tell_all((wanted for request in inbox for wanted in request), error)
         self._tell_everybody(error)
 
@@ -191,6 +192,8 @@ class EngineQueue:
             job = self._jobs.popleft() if self._jobs else None
         if job is None:
             return False
+        if not job.result.set_running_or_notify_cancel():  # the client has left
+            return True
         try:
             job.result.set_result(job.function())
         except Exception as error:  # noqa: BLE001  it ends the job, and the engine is not concerned

@@ -9,7 +9,7 @@ two turns ── same ──> whether they say the same: role, text and calls, w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rillflow.errors import DataError
@@ -85,10 +85,11 @@ def _said(turn: Mapping[str, Any]) -> tuple[str, str, Sequence[Any]]:
     return turn["role"], turn["content"], [each.get("function", each) for each in calls]
 
 
-def require_ordinary(asked: ChatRequest, special_in: Any) -> None:
+def require_ordinary(asked: ChatRequest, special_in: Callable[[str], str | None]) -> None:
     """Raise DataError for a template variable with the text of a special token."""
     for name, value in asked.variables.items():
-        texts, found = [value], None
+        texts: list[Any] = [value]
+        found: str | None = None
         while texts and found is None:
             part = texts.pop()
             if isinstance(part, str):

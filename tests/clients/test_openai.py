@@ -89,7 +89,11 @@ def test_responses(client: Any, served: Any, stream: bool) -> None:
 
     said = answer()
     (call,) = said.output
-    assert (said.status, call.type, json.loads(call.arguments)) == ("completed", "function_call", {"a": 17, "b": 25})
+    assert (said.status, call.type, json.loads(call.arguments)) == (
+        "completed",
+        "function_call",
+        {"a": 17, "b": 25},
+    )
     items += [*said.output, {"type": "function_call_output", "call_id": call.call_id, "output": "42"}]
     said = answer()
     assert said.output_text == "It is 42." and said.usage.output_tokens > 2

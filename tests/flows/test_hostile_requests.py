@@ -111,9 +111,15 @@ COMPLETIONS: list[tuple[str, Any, str]] = [
     ("unknown", {**P, "temprature": 1}, "did you mean 'temperature'?"),
     ("long name", {**P, "x" * 10**5: 1}, "there is no parameter 'xxxx"),
     *(
-        (name, {**P, name: 1}, f"{name} is not supported")
-        for name in ("seed", "logit_bias", "best_of", "echo", "suffix", "top_logprobs", "response_format")
+        (name, {**P, name: {"a": "1" * 10**5}}, f"{name} is not supported")
+        for name in ("logit_bias", "best_of", "suffix", "top_logprobs", "response_format", "min_tokens")
     ),
+    ("seed text", {**P, "seed": "1"}, "seed is 1"),
+    ("seed 2^70", {**P, "seed": 2**70}, "seed is"),
+    ("echo number", {**P, "echo": 1}, "echo is 1"),
+    ("echo stream", {**P, "echo": True, "logprobs": 1, "stream": True}, "stream is True"),
+    ("metadata list", {**P, "metadata": [1]}, "metadata is [1]"),
+    ("store text", {**P, "store": "yes"}, "store is yes"),
 ]
 CHATS: list[tuple[str, Any, str]] = [
     ("no messages", {}, "messages is"),
@@ -127,6 +133,31 @@ CHATS: list[tuple[str, Any, str]] = [
     ("last is the assistant's", {"messages": [{"role": "assistant", "content": "1"}]}, "last message"),
     ("another key", {"messages": [{"role": "user", "content": "1", "x": 1}]}, "message 1 of the prompt"),
     ("tools", {"messages": [{"role": "user", "content": "1"}], "tools": [1]}, "tools"),
+    *(
+        (f"{name} {value}", {"messages": [{"role": "user", "content": "1"}], name: value}, name)
+        for name, value in {
+            "tool_choice": "required",
+            "parallel_tool_calls": "no",
+            "chat_template_kwargs": {"tokenize": 1},
+            "reasoning_effort": [1],
+            "tools": [{"type": "function", "function": {"name": 1}}],
+        }.items()
+    ),
+    ("calls text", {"messages": [{"role": "assistant", "tool_calls": "x"}] * 2}, "tool_calls is a list"),
+    ("calls of 1", {"messages": [{"role": "assistant", "tool_calls": [1]}] * 2}, "tool_calls is a list"),
+    (
+        "deep arguments",
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "[" * 10**5}}],
+                },
+                {"role": "user", "content": "1"},
+            ]
+        },
+        "has 100,119 characters",
+    ),
     ("special token", {"messages": [{"role": "user", "content": "<|end|>"}]}, "no chat template"),
     ("surrogate", {"messages": [{"role": "user", "content": "\ud800"}]}, "has U+D800"),
     ("long", {"messages": [{"role": "user", "content": "1" * 10**6}]}, "characters"),
@@ -135,6 +166,18 @@ CHATS: list[tuple[str, Any, str]] = [
         {"messages": [{"role": "user", "content": "1"}], "tools": [{"a": json.loads(DEEP)}]},
         "nested deeper than 64 levels",
     ),
+]
+RESPONSES: list[tuple[str, Any, str]] = [
+    ("no input", {}, "input is"),
+    ("input number", {"input": 1}, "input"),
+    ("input of 1", {"input": [1]}, "input"),
+    ("item", {"input": [{"type": "x" * 10**5}]}, "has the type"),
+    ("call of nothing", {"input": [{"type": "function_call"}, {"role": "user", "content": "1"}]}, "template"),
+    ("output of nothing", {"input": [{"type": "function_call_output"}]}, "message 1 of the prompt"),
+    ("part", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "has the content"),
+    ("earlier", {"input": "1", "previous_response_id": "x"}, "previous_response_id is not supported"),
+    ("format", {"input": "1", "text": {"format": {"type": "json_object"}}}, "the format is text"),
+    ("tool", {"input": "1", "tools": [{"type": "mcp"}]}, "a tool is"),
 ]
 RAW: list[tuple[str, bytes, str]] = [
     ("nothing", b"", "not JSON"),
@@ -160,6 +203,10 @@ CASES = {
         for name, says, told in COMPLETIONS
     },
     **{f"chat: {name}": ("/chat/completions", json.dumps(says).encode(), told) for name, says, told in CHATS},
+    **{
+        f"responses: {name}": ("/responses", json.dumps(says).encode(), told)
+        for name, says, told in RESPONSES
+    },
     **{f"raw: {name}": ("/completions", body, told) for name, body, told in RAW},
 }
 EVERY_DAY = (

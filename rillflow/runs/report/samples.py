@@ -129,7 +129,10 @@ def draw_pairs(read: Sequence[Sequence[Sample]]) -> list[Html]:
 
 
 def draw_sample(sample: Sample) -> Html:
-    """Draw one row: its score, its prompt, and its answer with every token shaded."""
+    """Draw one row: its score, its prompt, and its answer with every token shaded.
+
+    A conversation is drawn whole: its own text up to the first answer stands in place of the prompt.
+    """
     row = sample.rollout
     facts = [
         *_badges(row),
@@ -141,7 +144,7 @@ def draw_sample(sample: Sample) -> Html:
     return el(
         "article",
         el("p", facts, class_="facts"),
-        el("div", cut(row.prompt, MAX_CHARACTERS), class_="prompt"),
+        el("div", cut(_opening(row), MAX_CHARACTERS), class_="prompt"),
         el("div", _answer(sample), class_="answer"),
         [el("p", cut(row.message, 300), class_="bad")] if row.message else [],
     )
@@ -187,6 +190,13 @@ def _pieces(row: RolloutRecord) -> list[tuple[bool, str]]:
         (is_sampled, "".join(row.token_texts[place] for place in stretch))
         for is_sampled, stretch in groupby(places, own.__contains__)
     ]
+
+
+def _opening(row: RolloutRecord) -> str:
+    """Return the text before the first answer: of a row with inserted text, its own; else the prompt."""
+    if all(is_sampled for is_sampled, _ in _pieces(row)):
+        return row.prompt
+    return "".join(row.token_texts[: row.sampled[0]]) or row.prompt
 
 
 def _brief(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,36 @@ def test_a_client_that_leaves_ends_its_own_row(queue: EngineQueue, engine: Fault
     queue.wake()
     drained(queue)
     assert [*told] == [2] and len(engine.order) == 1 + passes
+
+
+def test_functions_run_between_passes_in_the_engine_s_thread(queue: EngineQueue) -> None:
+    told: dict[int, Told] = {}
+    queue.put(wanted(told, 0))
+    first, broken, left = queue.call(lambda: 7), queue.call(lambda: {}["x"]), queue.call(lambda: 9)
+    assert left.cancel(), "its client has left"
+    assert not first.done()
+    assert drained(queue) == [] and 0 in told
+    assert first.result(0) == 7 and isinstance(broken.exception(0), KeyError)
+    waiting, gone = queue.call(lambda: 1), queue.call(lambda: 2)
+    gone.cancel()
+    queue.fail(StreamError("broken"))
+    for each in (waiting, queue.call(lambda: 3)):
+        assert str(each.exception(0)).startswith("broken")
+
+
+def test_rows_with_one_id_run_one_after_the_other(queue: EngineQueue, engine: Faulty) -> None:
+    """Two clients may send the same seed and prompt; a third one passes the row that waits."""
+    ended: list[Told] = []
+
+    def tell(what: Told, is_over: bool) -> None:
+        ended.append(what)
+
+    same = [replace(wanted({}, 3), tell=tell) for _ in range(3)]
+    told: dict[int, Told] = {}
+    for each in (*same, wanted(told, 4)):
+        queue.put(each)
+    queue.turn()
+    assert engine.order == [RowId(0, 3, 0), RowId(0, 4, 0)]
+    assert drained(queue) == [] and 4 in told
+    tokens = {each.tokens for each in ended if isinstance(each, Rollout)}
+    assert len(ended) == 3 and len(tokens) == 1, "the same numbers, and the same tokens"

@@ -145,6 +145,25 @@ def test_text_that_was_not_sampled_is_drawn_in_grey() -> None:
     assert "1 token<" in draw_sample(Sample(step=1, rollout=tokens(-0.1, completion="2")))
 
 
+def test_a_conversation_is_drawn_whole() -> None:
+    """The system message and the tool are the agent's own, and not in the prompt of the data."""
+    row = tokens(
+        *(0.0, -0.1, 0.0, -0.1),
+        prompt="17+25",
+        completion="calladded",
+        token_texts=("<s>Use the tool. 17+25<a>", "call", "<tool>42<a>", "added"),
+        versions=(-1, 0, -1, 0),
+    )
+    drawn = markup([draw_sample(Sample(step=1, rollout=row))])
+    opening, answer = drawn.split('class="answer"')
+    assert "&lt;s&gt;Use the tool. 17+25&lt;a&gt;" in opening
+    assert answer.index(">call<") < answer.index("&lt;tool&gt;42&lt;a&gt;</q>") < answer.index(">added<")
+    alone = replace(
+        row, tokens=(1, 1), token_texts=("<s>17+25<a>", "42"), versions=(-1, 0), logprobs=(0.0, -0.1)
+    )
+    assert "&lt;s&gt;" not in markup([draw_sample(Sample(step=1, rollout=alone))]), "nothing was inserted"
+
+
 def test_a_row_that_was_not_scored_says_why() -> None:
     row = replace(ROW, reward=None, outcome="timeout", message="longer than 10 s")
     html = draw_sample(Sample(step=7, rollout=row))
