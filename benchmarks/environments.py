@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)

@@ -41,7 +41,7 @@ def check(
     run = Path(loaded.recipe.run.dir or ".")
     loaded = replace(loaded, recipe=with_pools_of_run(loaded.recipe, run))
     recipe = loaded.recipe
-    facts = RecipeFacts(recipe=recipe, base=loaded.base, drawn=drawn_from(run))
+    facts = RecipeFacts(recipe=recipe, base=loaded.base, drawn=drawn_from(run), runs_code=runs_code)
     report.say("batch", batch_lines(recipe))
     report.say("placement", placement_lines(recipe))
     look(facts, report, runs_code=runs_code)

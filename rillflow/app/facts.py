@@ -80,6 +80,8 @@ class RecipeFacts:
     """Rows and rewards that are Python objects instead of files."""
     drawn: int | None = None
     """Number of rows that held-out rows are drawn from, if a run resumes; see ``open_task``."""
+    runs_code: bool = True
+    """Whether an environment that the recipe names may be loaded to list its own rows."""
     say: Callable[[str], None] | None = None
     """Callback for encoding progress. A run sets it, and loads its tokeniser with torch; None reads
     tokenizer.json directly."""
@@ -95,6 +97,12 @@ class RecipeFacts:
         seed, base = recipe.run.seed, self.base
         environment = recipe.rollout.environment
         if rows is None and environment is not None and recipe.task.source == environment.source:
+            if not self.runs_code:
+                raise DataError(
+                    f"task.source is {environment.source!r}, and code of the recipe is not run",
+                    why="only the environment's own code lists its rows",
+                    fix="run the check without --no-code",
+                )
             rows = environment_rows(environment, self.base)
         task = open_task(recipe.task, kind, base=base, seed=seed, drawn=self.drawn, rows=rows)
         task = replace(task, sets=read_sets(recipe.evaluate.sets, self.base, kind))
