@@ -33,7 +33,9 @@ TEMPLATE = (
 )
 NEW = NewModel(hidden=32, layers=1, heads=2, kv_heads=1, context=96, alphabet="0123456789+=:asut ")
 GAME = """
+import asyncio
 import os
+import random
 import time
 
 
@@ -71,6 +73,7 @@ class Game:
         if self.kind == "foreign":
             return "é", 0.0, False, False, {}
         if self.kind == "long":
+            await asyncio.sleep(0.1 * random.random())
             return "1+2+" * 6, 0.0, self.turns == 3, False, {}
         over = self.turns == 3
         told = {"metrics": {"turns": self.turns}}
@@ -192,7 +195,7 @@ def test_a_row_continues_from_its_kv_cache_unless_the_weights_are_new(
         if kept and engine._version == 1:
             engine.load(2, {})
             assert all(each.row.cache is None for each in engine._acting.values())
-    assert kept > 3 and len(rows) == 12 and {2} < {*rows[-1].versions}
+    assert kept and len(rows) == 12 and {2} < {*rows[-1].versions}
     for row in rows:
         assert row.cache is None and FAILED not in json.loads(row.columns), row.columns
         read = logprobs_of(model, row.tokens)
