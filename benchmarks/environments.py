@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -326,7 +327,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=768)
+    parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
@@ -337,9 +338,11 @@ def main() -> None:
         "# Environments",
         measured_at.line(),
         "What is measured, and how: the head of `benchmarks/environments.py`.",
+        f"- command: `python benchmarks/environments.py {' '.join(sys.argv[1:])}`\n"
         f"- machine: {os.cpu_count()} cores, {asked.threads} thread(s), {platform.machine()}\n"
         f"- versions: Python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {version('transformers')}, openai {version('openai')}",
+        f"transformers {version('transformers')}, openai {version('openai')}\n"
+        "- by the clock a machine with other work is measured; the shares of processor time say more there",
     ]
     if asked.what != "mixed":
         games = [play(form, asked.steps, asked.threads) for form in asked.forms]

@@ -51,7 +51,7 @@ from rillflow.rollout.native.slots import BULK, Slots
 from rillflow.runs.formatting import size
 from rillflow.workers.collectives import Ranks
 
-LEAST_KEPT = 16
+LEAST_KEPT = 8
 """Minimum tokens of a row whose cache is kept while its environment works."""
 FED_TOKENS = 16
 """Maximum tokens behind a row's cache that are fed one by one; more are read in one pass."""

@@ -38,6 +38,7 @@ from rillflow.rollout.engine import Capability, Engine, RowByRow
 from rillflow.serving.environments.episode import Episode
 from rillflow.serving.environments.pool import EnvironmentPool, Told
 from rillflow.serving.environments.source import EnvironmentSource
+from rillflow.serving.tool_calls import tool_format
 from rillflow.tasks.encoded import Encoder
 
 LONGEST_GATHER_S = 0.005
@@ -74,6 +75,7 @@ class EnvironmentEngine(RowByRow):
         assert config.environment is not None, "the config names an environment"
         self._inner, self._config = inner(module, config, context=context, **given), config
         self._max_turns, self._context, self._encoder = config.environment.max_turns, context, encoder
+        self._tools = tool_format(config.tool_format, encoder.tokenizer)
         self._encode = lru_cache(KNOWN_TEXTS)(self._encoded)
         self._pool = EnvironmentPool(source, config.environment)
         self._waiting = deque[tuple[Rollout, SamplingConfig]]()
@@ -144,7 +146,7 @@ class EnvironmentEngine(RowByRow):
                 number = self._sampling.pop(rollout.row)
                 episode = self._acting[number] = self._episodes[number]
                 text = episode.answered(rollout)
-                self._pool.step(number, text, episode.message(text))
+                self._pool.step(number, text, episode.message())
             took = time.monotonic() - begun
             self._pass_s = took if not self._pass_s else 0.9 * self._pass_s + 0.1 * took
         return self._gathered()
@@ -167,6 +169,7 @@ class EnvironmentEngine(RowByRow):
                 sampling,
                 self._encoder,
                 encode=self._encode,
+                tools=self._tools,
                 context=self._context,
                 max_turns=self._max_turns,
             )

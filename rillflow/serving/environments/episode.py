@@ -25,7 +25,9 @@ from rillflow.rewards.outcome import FAILED, LOGGED, RETURNED, Outcome
 from rillflow.rollout.config import SamplingConfig
 from rillflow.serving.environments.pool import Told
 from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS
-from rillflow.serving.tool_calls import Answer
+from rillflow.serving.messages import turn_of
+from rillflow.serving.openai_answers import call_json
+from rillflow.serving.tool_calls import Answer, Plain, ToolFormat
 from rillflow.tasks.encoded import Encoder
 from rillflow.tasks.example import Example, prompt_of
 
@@ -38,6 +40,7 @@ class Episode:
         sampling: sampling settings; ``max_tokens`` limits all turns together.
         encoder: encodes messages.
         encode: returns the tokens of a text in the middle of a row.
+        tools: format in which the model writes tool calls.
         context: maximum tokens of a row.
         max_turns: turns after which the row ends.
     """
@@ -49,6 +52,7 @@ class Episode:
         encoder: Encoder,
         *,
         encode: Callable[[str], Sequence[int]],
+        tools: ToolFormat,
         context: int,
         max_turns: int,
     ) -> None:
@@ -61,9 +65,9 @@ class Episode:
         self.since = time.monotonic()
         """Time of the open call of the environment."""
         self._encoder, self._encode, self._context, self._max_turns = encoder, encode, context, max_turns
+        self._format, self._answer, self._rendered = tools, Answer(content=""), ""
         self._turns: list[dict[str, Any]] | None = None
         self._tools: list[dict[str, Any]] | None = self.columns.get("tools")
-        self._rendered = ""  # the template's text up to the last answer, once a turn has followed one
         self._count, self._reward = 0, 0.0
         self._metrics: Mapping[str, float] = {}
 
@@ -81,6 +85,7 @@ class Episode:
             turns = said if isinstance(said, list) else _joined(prompt, said or "")
             example = self._conversation(turns)
             self._turns = example.turns
+            self._rendered = self._encoder.tokenizer.rendered(self._chat(self._turns), opens=True)
             if said is not None:
                 tokens = self._encoder.rows([example])[0].prompt.tolist()
                 self.row = Rollout.start(self.start.row, tokens, self.start.columns)
@@ -90,14 +95,25 @@ class Episode:
     def answered(self, row: Rollout) -> str:
         """Append the policy's turn to the row; return its text."""
         own = row.tokens[len(self.row.tokens) :]
+        self._begin = len(self.row.tokens)
         self.row, self._count, self.since = row, self._count + 1, time.monotonic()
         text = self._encoder.tokenizer.decode(own)
-        self._said = text
+        self._answer = Answer(content=text)
+        if self._turns is not None and self._tools and not isinstance(self._format, Plain):
+            self._answer = self._read(self._encoder.tokenizer.decode(own, special=True))
         return text
 
-    def message(self, text: str) -> dict[str, Any]:
-        """Return the policy's turn as a message of the assistant."""
-        return {"role": "assistant", "content": text}
+    def message(self) -> dict[str, Any]:
+        """Return the policy's turn as a message of the assistant, with its tool calls."""
+        calls = [call_json(call, self._begin, place) for place, call in enumerate(self._answer.calls)]
+        message = {"role": "assistant", "content": self._answer.content}
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _read(self, text: str) -> Answer:
+        """Return what a text of the template says."""
+        tokenizer = self._encoder.tokenizer
+        found = self._format.read(text, self._tools or (), prompt=self._rendered)
+        return replace(found, content=tokenizer.without_special(found.content))
 
     def observed(self, told: Told) -> Rollout | None:
         """Append an observation; return the row to sample on, None if it has ended.
@@ -146,22 +162,21 @@ class Episode:
                 )
             return [*self._encode(said)] if said else []
         more = said if isinstance(said, list) else [{"role": "user", "content": said or ""}]
-        later = [*self._turns, {"role": "assistant", "content": self._said}, *more]
-        later = self._conversation(later).turns
-        tokenizer, said_before = self._encoder.tokenizer, Answer(content=self._said)
-        self._rendered = self._rendered or tokenizer.rendered(self._chat(self._turns), opens=True)
+        tokenizer, own = self._encoder.tokenizer, self.row.tokens[self._begin :]
+        later = self._conversation([*self._turns, turn_of(self._answer, self._begin), *more]).turns
+        has_calls = bool(self._tools) and not isinstance(self._format, Plain)
         found = encode_next(
             tokenizer,
             self._rendered,
-            self._said,
+            self._answer.content or tokenizer.decode(own),
             self._chat(later),
-            is_ended=self.row.tokens[-1] in tokenizer.stop_tokens,
-            agrees=lambda body: said_before.agrees(Answer(content=body)),
+            is_ended=own[-1] in tokenizer.stop_tokens,
+            agrees=lambda body: self._answer.agrees(self._read(body) if has_calls else Answer(content=body)),
         )
         self._turns, self._rendered = later, found.text
         return found.tokens
 
-    def _chat(self, turns: list[dict[str, Any]]) -> Chat:
+    def _chat(self, turns: Sequence[Mapping[str, Any]]) -> Chat:
         return Chat(turns=turns, tools=self._tools, arguments=self._encoder.template_arguments)
 
     def _conversation(self, turns: list[Any]) -> Example:

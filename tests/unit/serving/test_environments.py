@@ -33,7 +33,9 @@ TEMPLATE = (
 )
 NEW = NewModel(hidden=32, layers=1, heads=2, kv_heads=1, context=96, alphabet="0123456789+=:asut ")
 GAME = """
+import asyncio
 import os
+import random
 import time
 
 
@@ -70,6 +72,9 @@ class Game:
             return "1", float("nan"), False, False, {}
         if self.kind == "foreign":
             return "é", 0.0, False, False, {}
+        if self.kind == "long":
+            await asyncio.sleep(0.1 * random.random())
+            return "1+2+" * 6, 0.0, self.turns == 3, False, {}
         over = self.turns == 3
         told = {"metrics": {"turns": self.turns}}
         return ("" if over else f"{self.turns}+"), self.factor * self.turns, over, False, told
@@ -97,11 +102,13 @@ def made(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iter
     (folder / "game.py").write_text(GAME)
     with ExitStack() as stack:
 
-        def make(**settings: Any) -> EnvironmentEngine:
+        def make(*, deterministic: bool = True, **settings: Any) -> EnvironmentEngine:
             environment = EnvironmentConfig(source="game.py:Game", **settings)
             return EnvironmentEngine(
                 model.module,
-                RolloutConfig(max_tokens=24, max_rows=8, deterministic=True, environment=environment),
+                RolloutConfig(
+                    max_tokens=24, max_rows=8, deterministic=deterministic, environment=environment
+                ),
                 inner=NativeEngine,
                 source=parse_environment(environment, folder),
                 encoder=Encoder(tokenizer=model.tokenizer),
@@ -151,9 +158,7 @@ def test_turns_are_one_row_sampled_once_and_the_same_again(
     ):
         assert FAILED not in columns and 3 <= sum(mask) <= 24
         assert [4 if is_own else -1 for is_own in mask] == versions
-        with torch.inference_mode():
-            logits = model.module(torch.tensor([tokens]), use_cache=False).logits[0, :-1]
-        read = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
+        read = logprobs_of(model, tokens)
         for at, (is_own, logprob) in enumerate(zip(mask, logprobs, strict=True)):
             assert logprob == (pytest.approx(read[at - 1], abs=1e-4) if is_own else 0)
         pieces = model.tokenizer.pieces(tokens)
@@ -165,6 +170,37 @@ def test_turns_are_one_row_sampled_once_and_the_same_again(
             assert begin + "1+2+" == said or sum(mask) == 24
         if columns[TURNS] == 3:
             assert columns[ENVIRONMENT_REWARD] == 6.0 and columns[METRICS] == {"turns": 3.0}
+
+
+def logprobs_of(model: LanguageModel, tokens: Sequence[int]) -> list[float]:
+    """Return the log probability of every token but the first."""
+    with torch.inference_mode():
+        logits = model.module(torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+    read: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
+    return read
+
+
+def test_a_row_continues_from_its_kv_cache_unless_the_weights_are_new(
+    made: Made, model: LanguageModel
+) -> None:
+    engine = made(deterministic=False, workers=1)
+    engine.load(1, {})
+    for start in starts(prompts(model, ["text", "long", "text", "long"]), 3):
+        engine.add(start)
+    kept = 0
+    rows: list[Rollout] = []
+    while engine.has_work:
+        rows += engine.step()
+        kept += sum(each.row.cache is not None for each in engine._acting.values())
+        if kept and engine._version == 1:
+            engine.load(2, {})
+            assert all(each.row.cache is None for each in engine._acting.values())
+    assert kept and len(rows) == 12 and {2} < {*rows[-1].versions}
+    for row in rows:
+        assert row.cache is None and FAILED not in json.loads(row.columns), row.columns
+        read = logprobs_of(model, row.tokens)
+        for at, (is_own, logprob) in enumerate(zip(row.loss_mask, row.logprobs, strict=True)):
+            assert logprob == (pytest.approx(read[at - 1], abs=1e-4) if is_own else 0)
 
 
 def test_a_fault_ends_its_own_row_and_names_the_class_and_the_line(
