@@ -224,7 +224,7 @@ def test_a_zoom_is_in_the_address_and_reload_and_back_restore_views(wide: Watche
     assert page.locator("section[data-metric]").count() == 3
     page.go_back()
     assert page.url == before
-    until(page, "document.querySelector('.controls input[type=number]').value === ''")
+    until(page, "document.querySelector('.controls input[type=number]')?.value === ''")
     wide.healthy()
 
 
@@ -234,14 +234,15 @@ def test_controls_change_the_address_and_the_curves(wide: Watched) -> None:
     page.get_by_label("Axes").select_option("loglog")
     page.get_by_label("Over").select_option("tokens")
     until(
-        page, "document.querySelector('[data-metric=\"reward/score/mean\"]').innerText.includes('10 steps')"
+        page, "document.querySelector('[data-metric=\"reward/score/mean\"]')?.innerText.includes('10 steps')"
     )
     assert {"span=10", "axes=loglog", "x=tokens"} <= set(page.url.partition("?")[2].split("&"))
     page.locator("section[data-metric='policy/kl/mean'] button").click()
     assert page.locator("section[data-metric='policy/kl/mean']").bounding_box()["width"] > 900
     page.locator(".runs input[data-run=agent]").check()
     until(
-        page, "document.querySelector('[data-metric=\"policy/kl/mean\"] .legend').innerText.includes('agent')"
+        page,
+        "document.querySelector('[data-metric=\"policy/kl/mean\"] .legend')?.innerText.includes('agent')",
     )
     assert "runs=lr-1e-5,lr-5e-5,agent" in page.url
     page.get_by_label("From").fill("5000")
@@ -346,7 +347,7 @@ def test_a_growing_run_is_drawn_without_a_reload(wide: Watched, folder: Path) ->
         page.wait_for_selector(".runs input[data-run=live]")
         page.locator(".runs input[data-run=lr-1e-5]").uncheck()
         page.locator(".runs input[data-run=live]").check()
-        output = "document.querySelector('[data-metric=\"reward/score/mean\"] output').innerText"
+        output = "document.querySelector('[data-metric=\"reward/score/mean\"] output')?.innerText"
         until(page, f"{output} === '0.0500'")
         grow(run, 6, 9)
         until(page, f"{output} === '0.0900'")
