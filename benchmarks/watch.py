@@ -342,6 +342,12 @@ def everything(arguments: argparse.Namespace) -> list[str]:
     return lines
 
 
+def made(arguments: argparse.Namespace) -> list[str]:
+    """Write a run directory."""
+    write_run(arguments.run, arguments.steps, arguments.rows)
+    return [f"{arguments.run}: {arguments.steps:,} steps"]
+
+
 def main() -> None:
     """Measure one part or all, and print it."""
     parser = argparse.ArgumentParser(
@@ -360,7 +366,7 @@ def main() -> None:
     if arguments.part in ("make", "serve", "report") and arguments.run is None:
         parser.error(f"{arguments.part} needs a run directory")
     parts: Mapping[str, Any] = {
-        "make": lambda: write_run(arguments.run, arguments.steps, arguments.rows) or [],
+        "make": lambda: made(arguments),
         "serve": lambda: serve(arguments.run),
         "report": lambda: report(arguments.run),
         "slowdown": lambda: slowdown(arguments.rounds, arguments.train_steps),

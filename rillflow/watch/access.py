@@ -7,6 +7,7 @@ cookie | Authorization: Bearer T | ?token=T ─> the answer          anything el
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlencode
@@ -24,7 +25,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
         "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
 }
@@ -74,9 +75,20 @@ class Access:
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    """Return an answer in JSON; every number in it is finite."""
-    data = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
-    return Response(data, status_code=status, media_type="application/json")
+    """Return an answer in JSON; NaN and infinity, which JSON lacks, are null."""
+    try:
+        text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    except ValueError:
+        text = json.dumps(_finite(content), separators=(",", ":"))
+    return Response(text.encode(), status_code=status, media_type="application/json")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def error_response(error: RillflowError) -> Response:

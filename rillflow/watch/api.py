@@ -272,6 +272,9 @@ def _answered(handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
             return json_response(await run_in_threadpool(handler, request))
         except LookupError as error:
             return error_response(Declined(404, f"there is no {error.args[0]}"))
+        except OSError as error:
+            why = "the run was deleted, moved or rewound during the request, or may not be read"
+            return error_response(Declined(404, f"cannot read a file of the run: {error}", why=why))
         except RillflowError as error:
             return error_response(error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from urllib.parse import unquote
 
 from starlette.datastructures import QueryParams
 
@@ -29,9 +30,9 @@ class Asked:
         return value
 
     def names(self, name: str, most: int) -> list[str]:
-        """Return a list of names that commas separate."""
+        """Return a list of names that commas separate; a comma in a name is %2C, and a % is %25."""
         value = self._parameters.get(name, "")
-        found = [each for each in value.split(",") if each]
+        found = [unquote(each) for each in value.split(",") if each]
         if len(found) > most or len(value) > 100 * LONGEST_TEXT:
             raise _wrong(name, value, f"at most {most} names")
         return found

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from rillflow.watch.index import FINISHES, OUTCOMES, UNKNOWN, Index
 
-LIMIT_S = 1.2
+LIMIT_S = 1.0
 """Seconds after which a search stops reading text."""
 CHUNK_BYTES = 2**22
 """Bytes of text that are searched at once."""

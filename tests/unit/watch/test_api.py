@@ -9,7 +9,9 @@ from typing import Any
 from starlette.testclient import TestClient
 
 from rillflow.runs import layout
-from tests.unit.watch.conftest import STEPS, TOKEN, WrittenRun
+from rillflow.runs.reader import Evaluation
+from tests.unit.watch.conftest import STEPS, TOKEN, WrittenRun, rows_of
+from tests.unit.written_rollouts import write_rollouts
 
 Get = Callable[..., Any]
 
@@ -93,6 +95,22 @@ def test_a_damaged_line_is_told_and_the_rest_is_shown(get: Get, written: Written
     assert len(get("/api/curves", runs="first", metrics="reward/score/mean")["curves"][0]["x"]) == STEPS
 
 
+def test_numbers_that_json_lacks_are_null(get: Get, written: WrittenRun) -> None:
+    found = Evaluation(correct=1, count=2, mean_reward=0.5, more={"proxy_mean": float("nan")})
+    written.directory.log_evaluation(6, found)
+    write_rollouts(written.path, 7, [{**rows_of(7)[0], "parts": {"style": float("inf")}}])
+    assert get("/api/runs/first")["evaluations"][-1]["more"]["proxy_mean"] is None
+    assert get("/api/rollout", run="first", step=7, epoch=2, prompt=0, sample=0)["parts"] == {"style": None}
+
+
+def test_a_damaged_rollout_file_is_an_error_in_words(client: TestClient, written: WrittenRun) -> None:
+    layout.rollout_file(written.path, 2, 1, 1).write_bytes(b"nothing")
+    found = client.get("/api/rollout?run=first&step=2&epoch=0&prompt=0&sample=0")
+    assert found.status_code == 500 and "cannot read" in found.json()["error"]["what"]
+    (written.path / layout.SPANS).chmod(0o000)
+    assert client.get("/api/timeline?run=first").status_code in (200, 404), "root may read everything"
+
+
 def test_a_deleted_run_is_gone_and_the_others_stay(get: Get, client: TestClient, written: WrittenRun) -> None:
     other = WrittenRun.new(written.path.with_name("second"), steps=1)
     other.directory.close()
@@ -109,6 +127,15 @@ def test_runs_of_one_name_have_different_names_here(get: Get, written: WrittenRu
     assert {run["run"] for run in get("/api/runs")} == {"first", "sweep~first"}
     differences = get("/api/configs", runs="first,sweep~first")
     assert differences == {"same": 3, "differences": []}
+
+
+def test_a_name_may_have_a_comma(get: Get, written: WrittenRun) -> None:
+    name = written.path.with_name("DPO, 50% longer")
+    WrittenRun.new(name, steps=1).directory.close()
+    asked = "DPO%2C 50%25 longer,first"
+    found = get("/api/curves", runs=asked, metrics="reward/score/mean")["curves"]
+    assert [curve["run"] for curve in found] == ["DPO, 50% longer", "first"]
+    assert get("/api/runs/DPO, 50% longer")["steps"] == 1
 
 
 def test_rows_are_searched_filtered_and_sorted(get: Get) -> None:
