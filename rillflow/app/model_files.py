@@ -190,7 +190,7 @@ def require_adapter_fits(adapter: Path, base: Path) -> None:
         layer, _, matrix = name.removeprefix(_ADAPTED).rpartition(".lora_")
         shape = layers.get(f"{layer}.weight", ())
         dim = {"A.weight": 1, "B.weight": 0}.get(matrix)
-        if dim is not None and len(shape) == 2 and header.shape[dim] != shape[dim]:
+        if dim is not None and len(shape) == len(header.shape) == 2 and header.shape[dim] != shape[dim]:
             raise ModelError(
                 f"{name} of the adapter {adapter} has the shape {list(header.shape)}",
                 why=f"{layer}.weight of the base {base} has the shape {list(shape)}, so the adapter was "
