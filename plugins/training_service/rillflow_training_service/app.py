@@ -434,7 +434,8 @@ class App:
                 if found is not None:
                     tell(found)
 
-            self._thread.put(Job(owner=sampler.name, run=made.begin, tell=failed))
+            kind = {"is_sampling": True, "is_quick": not asked.prompt_logprobs}
+            self._thread.put(Job(owner=sampler.name, run=made.begin, tell=failed, **kind))
 
         return self.sessions.admit(sampler.session, name, body, begin)
 
