@@ -180,6 +180,8 @@ def test_keys_paths_and_bodies(served: Served) -> None:
     assert served.http.post("/api/v1/create_session", content=b"{").status_code == 400
     zstd = served.http.post("/api/v1/forward_backward", content=b"x", headers={"content-encoding": "zstd"})
     assert zstd.status_code == 415
+    told = served.http.post("/api/v1/asample", content=b"{").json()
+    assert "not JSON" in error_of(served, told) and told["sample_sequence_ids"] == []
     assert "not a forward_backward" in error_of(served, forward_backward(served, b"\xff\xff"))
 
 
