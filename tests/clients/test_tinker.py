@@ -209,6 +209,18 @@ def test_rl_numerics_check(server: Server) -> None:
     assert abs(found["optim/kl_sample_train_v2"][0]) < 1e-9
 
 
+@needs_cookbook
+@pytest.mark.slow
+def test_preference_shorter(server: Server) -> None:
+    found = server.program(
+        "recipes.preference.shorter.train",
+        f"model_name={MODEL}",
+        "renderer_name=qwen3_disable_thinking",
+        *("batch_size=2", "group_size=4", "max_steps=1", "max_tokens=16", "eval_every=0"),
+    )
+    assert found["tokens/sampled"][0] > 0
+
+
 def row(tokens: Sequence[int], prompt: int) -> Any:
     weights = [float(at >= prompt) for at in range(1, len(tokens))]
     return types.Datum(
