@@ -128,8 +128,8 @@ def is_adapter(name: str) -> bool:
 def attach(module: Any, config: AdapterConfig) -> None:
     """Freeze a decoder except a scalar head, and add an adapter to every layer that the config names.
 
-    Without targets these are the linear layers of the body; a target may also name the vocabulary head. With a
-    quantised base, all linear layers of the body are quantised, also those without an adapter.
+    Without targets these are the linear layers of the body; a target may also name the vocabulary head. With
+    a quantised base, all linear layers of the body are quantised, also those without an adapter.
 
     Raises:
         ModelError: the decoder has no such layer, or one that cannot be quantised.

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 tinker = pytest.importorskip("tinker")
-pytest.importorskip("tinker_cookbook.recipes")
 pytest.importorskip("rillflow_training_service")
 
 types = tinker.types
@@ -29,6 +29,8 @@ MODEL = "Qwen/Qwen3-8B"
 """Name that the recipes know; the model itself is small."""
 TOKEN = "a-token-of-the-client-tests"
 ROWS = 160
+COOKBOOK = find_spec("tinker_cookbook") is not None and find_spec("tinker_cookbook.recipes") is not None
+needs_cookbook = pytest.mark.skipif(not COOKBOOK, reason="tinker-cookbook is not installed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +149,7 @@ def write_data(folder: Path) -> None:
     configured("Salesforce/wikitext", "wikitext-103-raw-v1", train="train.jsonl")
 
 
+@needs_cookbook
 def test_sl_loop(server: Server) -> None:
     settings = (f"model_name={MODEL}", "batch_size=32", "max_steps=4", "lora_rank=4", "learning_rate=0.02")
     found = server.program("recipes.sl_loop", *settings)
@@ -154,12 +157,14 @@ def test_sl_loop(server: Server) -> None:
     assert len(losses) == 4 and losses[-1] < losses[0]
 
 
+@needs_cookbook
 def test_rl_loop(server: Server) -> None:
     settings = ("batch_size=4", "group_size=4", "max_steps=2", "lora_rank=4", "max_tokens=16")
     found = server.program("recipes.rl_loop", f"model_name={MODEL}", *settings, "loss_fn=importance_sampling")
     assert found["progress/batch"] == [0, 1]
 
 
+@needs_cookbook
 def test_preference_dpo(server: Server) -> None:
     settings = ("batch_size=8", "max_steps=2", "max_length=512", "renderer_name=role_colon")
     found = server.program("recipes.preference.dpo.train", f"model_name={MODEL}", *settings)
@@ -167,12 +172,14 @@ def test_preference_dpo(server: Server) -> None:
 
 
 @pytest.mark.slow
+@needs_cookbook
 def test_sl_basic(server: Server) -> None:
     found = server.program("recipes.sl_basic", f"model_name={MODEL}", "max_steps=1", "lora_rank=4")
     assert found["train_mean_nll"][0] > 0
 
 
 @pytest.mark.slow
+@needs_cookbook
 def test_rl_basic(server: Server) -> None:
     builder = {
         "": "tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder",
@@ -189,6 +196,7 @@ def test_rl_basic(server: Server) -> None:
 
 
 @pytest.mark.slow
+@needs_cookbook
 def test_rl_numerics_check(server: Server) -> None:
     """It compares the sampler's log probabilities with the trainer's."""
     sizes = ("task.page_chars=100", "task.num_pages_min=2", "task.num_pages_max=2", "max_tokens=16")
@@ -199,6 +207,18 @@ def test_rl_numerics_check(server: Server) -> None:
         *("group_size=2", "groups_per_batch=2", "max_steps=1", "lora_rank=4", *sizes),
     )
     assert abs(found["optim/kl_sample_train_v2"][0]) < 1e-9
+
+
+@needs_cookbook
+@pytest.mark.slow
+def test_preference_shorter(server: Server) -> None:
+    found = server.program(
+        "recipes.preference.shorter.train",
+        f"model_name={MODEL}",
+        "renderer_name=qwen3_disable_thinking",
+        *("batch_size=2", "group_size=4", "max_steps=1", "max_tokens=16", "eval_every=0"),
+    )
+    assert found["tokens/sampled"][0] > 0
 
 
 def row(tokens: Sequence[int], prompt: int) -> Any:

@@ -12,7 +12,7 @@ thread alone.
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import secrets
 from asyncio import to_thread
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -30,7 +30,7 @@ from rillflow.serving.http_body import Declined, body_of, checked_request, json_
 from rillflow_training_service import requests
 from rillflow_training_service.checkpoints import About, CheckpointPath, Kind, expiry, now
 from rillflow_training_service.datums import read_pass
-from rillflow_training_service.engine_thread import EngineThread, Job
+from rillflow_training_service.engine_thread import EngineThread, Job, ServerError
 from rillflow_training_service.listing import Listing
 from rillflow_training_service.sample_requests import Sampling
 from rillflow_training_service.service import Service
@@ -51,6 +51,7 @@ SWEEP_S = 5.0
 """Seconds between two looks for silent clients."""
 MOST_BYTES = 2**26
 """Largest body. Clients send at most 5 MB of a batch in one request."""
+logger = logging.getLogger(__name__)
 _PREFIX = "tml-"
 """Prefix that the client demands of its API key."""
 
@@ -168,8 +169,9 @@ class App:
 
     def _require_key(self, request: Request) -> None:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        given = request.headers.get("x-api-key", bearer).removeprefix(_PREFIX)
-        if not secrets.compare_digest(given.encode(), self._token.removeprefix(_PREFIX).encode()):
+        given = request.headers.get("x-api-key", bearer).encode()
+        known = (self._token.encode(), f"{_PREFIX}{self._token}".encode())
+        if not any(secrets.compare_digest(given, each) for each in known):
             raise Declined(
                 401, "the API key is wrong", fix=f"set TINKER_API_KEY to {_PREFIX} and the server's token"
             )
@@ -193,10 +195,14 @@ class App:
                 raise
             except RillflowError as error:
                 future = self.sessions.failed(None, error)
-            told: dict[str, Any] = {"request_id": future.name}
-            if operation == self._sample:
-                count = int(json.loads(body).get("num_samples", 1))
-                told["sample_sequence_ids"] = [f"{future.name}:{index}" for index in range(max(count, 0))]
+            except Exception as error:  # a client would repeat a request with status 500 for minutes
+                logger.exception("a request failed")
+                why = f"{type(error).__name__}: {error}"
+                future = self.sessions.failed(
+                    None, ServerError("the server failed on this request", why, "read the server's log")
+                )
+            ids = [f"{future.name}:{index}" for index in range(future.num_samples)]
+            told: dict[str, Any] = {"request_id": future.name, "sample_sequence_ids": ids}
             return JSONResponse(told)
 
         return self._guarded(answer)
@@ -427,14 +433,15 @@ class App:
                 tell=self._teller(future),
                 wake=self._thread.wake,
             )
-            future.cancel = made.cancel
+            future.cancel, future.num_samples = made.cancel, asked.num_samples
             tell = made.tell
 
             def failed(found: Any) -> None:
                 if found is not None:
                     tell(found)
 
-            self._thread.put(Job(owner=sampler.name, run=made.begin, tell=failed))
+            kind = {"is_sampling": True, "is_quick": not asked.prompt_logprobs}
+            self._thread.put(Job(owner=sampler.name, run=made.begin, tell=failed, **kind))
 
         return self.sessions.admit(sampler.session, name, body, begin)
 

@@ -1,16 +1,17 @@
-"""EngineThread: the one thread that runs the model, and the fair order of its work.
+"""EngineThread: the one thread that runs the model, and the fair order of its jobs.
 
-    any thread ── put(owner, work) ──> inbox ──> one queue for each owner, in order
-                                                  │ one work of each owner in turn
+    any thread ── put(job) ──> inbox ─┬─ quick: done at once, also between two passes of sampling
+                                      └─ others: a queue for each owner, in order
+                                                  │ one job of each owner in turn
     sampling: one turn of each batch of rows <────┤
     OpenAI's paths: one pass of their queue  <────┘
 
-consumes      work of owners (a trained model, or a sampling session), and rows of sampling
-waits for     nothing while there is work; otherwise for a byte in its pipe, or in that of OpenAI's queue
-produces      the result of each work, given to its ``tell``
-shuts down    with the process; work after a failure of the thread gets an error
+consumes      jobs of owners (a trained model, or a sampling session), and rows of sampling
+waits for     nothing while there is a job; otherwise for a byte in its pipe, or in that of OpenAI's queue
+produces      the result of each job, given to its ``tell``
+shuts down    with the process; after a failure of the thread every job gets an error
 
-A work that fails with an unexpected error fails alone: its client gets a server error.
+A job that fails with an unexpected error fails alone: its client gets a server error.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,7 +29,7 @@ from typing import Any
 from rillflow.errors import RillflowError, StreamError
 from rillflow.serving.engine_queue import EngineQueue
 from rillflow.serving.http_body import Declined
-from rillflow_training_service.sampling import SnapshotSampler
+from rillflow_training_service.sampling import SLICE_S, SnapshotSampler
 from rillflow_training_service.shared_base import SharedBase
 
 logger = logging.getLogger(__name__)
@@ -42,11 +44,15 @@ class Job:
     """Something that the thread does for a client."""
 
     owner: str
-    """Whose work it is; the work of one owner runs in order."""
+    """Whose job it is; the jobs of one owner run in order."""
     run: Callable[[], Any]
     """Does it."""
     tell: Callable[[Any], None]
     """Receives the result, or a RillflowError."""
+    is_sampling: bool = False
+    """Whether it begins rows: such jobs of an owner run together, so that their rows share passes."""
+    is_quick: bool = False
+    """Whether it runs no pass of the model: it is done at once, also between two passes of sampling."""
 
 
 class EngineThread:
@@ -68,12 +74,12 @@ class EngineThread:
         for descriptor in (self._woken, self._wake):
             os.set_blocking(descriptor, False)
 
-    def put(self, work: Job) -> None:
-        """Queue work; from any thread."""
+    def put(self, job: Job) -> None:
+        """Queue a job; from any thread."""
         if self.failure is not None:
-            work.tell(self.failure)
+            job.tell(self.failure)
             return
-        self._inbox.append(work)
+        self._inbox.append(job)
         self.wake()
 
     def wake(self) -> None:
@@ -82,7 +88,7 @@ class EngineThread:
             os.write(self._wake, b".")
 
     def run(self, ended: Callable[[], None] = lambda: None) -> None:
-        """Do the work for as long as the process lives; an error of the loop ends it.
+        """Do jobs for as long as the process lives; an error of the loop ends it.
 
         Args:
             ended: called when the loop has failed and every client has received an error.
@@ -106,40 +112,53 @@ class EngineThread:
             ended()
 
     def turn(self) -> bool:
-        """Do one work of each owner, and one turn of each batch of rows; return whether there was any."""
+        """Do jobs of each owner, and one turn of each batch of rows; return whether there was any."""
         with suppress(BlockingIOError):
             os.read(self._woken, 1 << 16)
-        while self._inbox:
-            work = self._inbox.popleft()
-            self._queues.setdefault(work.owner, deque()).append(work)
+        self._sort()
         is_busy = False
         for owner in [*self._queues]:
-            queue = self._queues[owner]
-            self._do(queue.popleft())
             is_busy = True
-            if not queue:
-                del self._queues[owner]
+            self._serve(owner)
         for key in self._sampler.busy:
             is_busy = True
             try:
-                self._sampler.turn(key)
+                self._sampler.turn(key, self._sort)
             except Exception:
                 logger.exception("an engine failed; its requests were ended")
         return self._serve_door() or is_busy
 
-    def _do(self, work: Job) -> None:
+    def _sort(self) -> None:
+        """Empty the inbox: do quick jobs, and queue the others."""
+        while self._inbox:
+            job = self._inbox.popleft()
+            if job.is_quick:
+                self._do(job)
+            else:
+                self._queues.setdefault(job.owner, deque()).append(job)
+
+    def _serve(self, owner: str) -> None:
+        """Do an owner's next job, and those after it that begin rows, for at most ``SLICE_S``."""
+        queue, until = self._queues[owner], time.monotonic() + SLICE_S
+        self._do(queue.popleft())
+        while queue and queue[0].is_sampling and time.monotonic() < until:
+            self._do(queue.popleft())
+        if not queue:
+            del self._queues[owner]
+
+    def _do(self, job: Job) -> None:
         try:
-            found = work.run()
+            found = job.run()
         except RillflowError as error:
             found = error
         except Exception as error:
-            logger.exception("work of %s failed", work.owner)
+            logger.exception("a job of %s failed", job.owner)
             why = f"{type(error).__name__}: {error}"
             found = ServerError("the server failed on this request", why=why, fix="read the server's log")
         except BaseException:
-            work.tell(ServerError("the engine stopped during this request", fix="read the server's log"))
+            job.tell(ServerError("the engine stopped during this request", fix="read the server's log"))
             raise
-        work.tell(found)
+        job.tell(found)
 
     def _serve_door(self) -> bool:
         self._base.enter(None, None, {})

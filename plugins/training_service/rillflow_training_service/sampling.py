@@ -178,17 +178,23 @@ class SnapshotSampler:
             self._batchers[key] = Batcher(queue, snapshot, request.stop)
         self._batchers[key].put(request)
 
-    def turn(self, key: tuple[str, Stop]) -> None:
+    def turn(self, key: tuple[str, Stop], between: Callable[[], None] = lambda: None) -> None:
         """Run passes of a batch, for at most ``SLICE_S``.
+
+        Args:
+            key: the batch.
+            between: called before each pass; it may begin requests, also of this batch.
 
         Raises:
             Exception: the engine is broken; its requests were told.
         """
-        batcher = self._batchers[key]
-        self._base.enter(batcher.snapshot.shape, batcher.snapshot.key, batcher.snapshot.weights)
-        until = time.monotonic() + SLICE_S
+        batcher, until = self._batchers[key], time.monotonic() + SLICE_S
         try:
-            while batcher.turn():
+            while True:
+                between()
+                self._base.enter(batcher.snapshot.shape, batcher.snapshot.key, batcher.snapshot.weights)
+                if not batcher.turn():
+                    break
                 if time.monotonic() > until:
                     return
         except RillflowError as error:

@@ -114,7 +114,7 @@ def serve(
     url = server.url.removesuffix("/v1")
     announce(f"{source}: {url} (Tinker API), {server.url} (OpenAI's)")
     shown = token.text if token.is_new and token_file is None else f"$(cat {token_file})"
-    announce(f"export TINKER_BASE_URL={url} TINKER_API_KEY=tml-{shown.removeprefix('tml-')}")
+    announce(f"export TINKER_BASE_URL={url} TINKER_API_KEY=tml-{shown}")
     server.run()
     if found.thread.failure is not None:
         raise found.thread.failure

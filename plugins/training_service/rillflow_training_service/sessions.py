@@ -52,6 +52,8 @@ class Future:
     """When the result was first delivered."""
     cancel: Callable[[], None] = lambda: None
     """Gives up the request."""
+    num_samples: int = 0
+    """Samples of a sampling request; each has an id."""
 
     def finish(self, found: Any) -> None:
         """Store a result: bytes, JSON or an error."""

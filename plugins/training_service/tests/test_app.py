@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from rillflow_training_service.datums import Datum
+from rillflow_training_service.sessions import HEARTBEAT_S
 from rillflow_training_service.wire import CONTENT_TYPE, message, read_message
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -180,6 +182,8 @@ def test_keys_paths_and_bodies(served: Served) -> None:
     assert served.http.post("/api/v1/create_session", content=b"{").status_code == 400
     zstd = served.http.post("/api/v1/forward_backward", content=b"x", headers={"content-encoding": "zstd"})
     assert zstd.status_code == 415
+    told = served.http.post("/api/v1/asample", content=b"{").json()
+    assert "not JSON" in error_of(served, told) and told["sample_sequence_ids"] == []
     assert "not a forward_backward" in error_of(served, forward_backward(served, b"\xff\xff"))
 
 
@@ -195,3 +199,24 @@ def test_openai_s_paths_sample_the_base(served: Served) -> None:
     key = {"Authorization": "Bearer a-token-of-the-tests"}
     answer = served.http.post("/v1/completions", json={"prompt": "1+", "max_tokens": 2}, headers=key)
     assert answer.status_code == 200 and answer.json()["choices"][0]["text"] is not None
+
+
+def test_a_silent_client_loses_its_model_and_keeps_its_checkpoint(served: Served) -> None:
+    """The client was last heard long ago; the server looks for silent ones every 5 s."""
+    session = served.session()
+    model = served.trained(session)
+    served.result(forward_backward(served, body_of(asked(model, ROWS))))
+    saved = served.result(served.post("save_weights", model_id=model, seq_id=2, path="kept")).json()["path"]
+    waits = served.post("optim_step", model_id=model, seq_id=9, adam_params={})
+    served.app.sessions.all[session].heard -= 2 * HEARTBEAT_S
+    until = time.monotonic() + 60
+    while not served.app.sessions.all[session].ended and time.monotonic() < until:
+        time.sleep(0.2)
+    assert served.http.post("/api/v1/session_heartbeat", json={"session_id": session}).status_code == 410
+    assert "no heartbeat for 120 s; its checkpoints remain" in error_of(served, waits)
+    step = served.post("optim_step", model_id=model, seq_id=3, adam_params={})
+    assert "no heartbeat for 120 s" in error_of(served, step)
+    load = {"session_id": served.session(), "model_seq_id": 0, "path": saved, "optimizer": True}
+    again = served.result(served.post("load_weights", **load)).json()["model_id"]
+    told = forward_backward(served, body_of(asked(again, ROWS)))
+    assert served.result(told).headers["content-type"] == CONTENT_TYPE
