@@ -12,9 +12,10 @@ from typing import Any
 
 from rillflow.algorithms.config import AnchoredConfig, OnlineConfig, SampledConfig, is_ready_first
 from rillflow.app.batch_arithmetic import batch_lines
+from rillflow.app.check_report import Report
 from rillflow.app.device_defaults import AUTO, SETTINGS, value_of
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.preflight_checks import Report, look, look_at_peaks, look_at_run
+from rillflow.app.preflight_checks import look, look_at_peaks, look_at_run
 from rillflow.app.recipe import LoadedRecipe, Recipe, leaves
 from rillflow.app.resume import drawn_from, with_choices_of_run
 from rillflow.app.role_table import ROLES, model_roles, roles_of

@@ -13,7 +13,7 @@ from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TU
 from rillflow.tasks.example import shown
 
 if TYPE_CHECKING:
-    from rillflow.app.preflight_checks import Report
+    from rillflow.app.check_report import Report
 
 TRIED = {ENVIRONMENT_REWARD: 0.0, METRICS: {}, TURNS: 1}
 """Columns of an environment that a reward function is tried with."""

@@ -18,7 +18,7 @@ from rillflow.runs.trackers.config import CLASS
 from rillflow.runs.trackers.wandb import FIX_KEY, NO_KEY, has_key
 
 if TYPE_CHECKING:
-    from rillflow.app.preflight_checks import Report
+    from rillflow.app.check_report import Report
 
 
 def look_at_trackers(facts: RecipeFacts, report: Report) -> None:

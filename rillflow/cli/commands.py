@@ -17,7 +17,7 @@ from rillflow.errors import ConfigError, RillflowError, RunDirectoryError
 from rillflow.runs.formatting import visible
 
 if TYPE_CHECKING:
-    from rillflow.app.preflight_checks import Report
+    from rillflow.app.check_report import Report
     from rillflow.app.recipe import LoadedRecipe
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from rillflow.app.check import check, placement_lines, setting_lines, unread_settings
+from rillflow.app.check_report import Report
 from rillflow.app.facts import RecipeFacts
 from rillflow.app.launch import launch
-from rillflow.app.preflight_checks import Report, require_sound
+from rillflow.app.preflight_checks import require_sound
 from rillflow.app.recipe import LoadedRecipe, load_recipe
 from rillflow.app.resume import keep_data, resolved, run_state
 from rillflow.errors import ConfigError, DataError, RunDirectoryError

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rillflow.app.check_report import Report
 from rillflow.app.facts import RecipeFacts
-from rillflow.app.preflight_checks import Report, look
+from rillflow.app.preflight_checks import look
 from rillflow.app.recipe import load_recipe
 from rillflow.errors import DataError
 from rillflow.models.config import ModelConfig

@@ -1,0 +1,161 @@
+"""Code checks: call the code that a recipe names, as a run does.
+
+agent ──────────────── loaded in a child; its parameters against every row's columns
+reward, cost, judge ── called on two rows, in a child that can be killed
+all of them ────────── notes on text that they run, and the sandbox level
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rillflow.app.check_report import Report
+from rillflow.app.environment_check import TRIED
+from rillflow.app.facts import RecipeFacts
+from rillflow.app.recipe import Recipe
+from rillflow.config.problems import shown
+from rillflow.errors import RewardError, nearest
+from rillflow.rewards.config import RewardConfig
+from rillflow.rewards.function import FunctionPath, Text, place_of
+from rillflow.rewards.outcome import RETURNED, Outcome, Score
+from rillflow.rewards.sandbox import SENTENCES, Level
+from rillflow.rewards.text_execution import Setting, is_shut_in, text_uses
+from rillflow.rewards.workers import RewardWorkers
+from rillflow.rollout.config import NATIVE
+from rillflow.serving.environments.source import REWARD
+from rillflow.tasks.example import Example
+
+GIVEN = ("base_url", "api_key")
+"""Arguments that an agent receives in addition to its row's columns."""
+_TRIED = 2
+_PLACES = 3
+
+
+def say_left_out(facts: RecipeFacts, report: Report) -> None:
+    """Report the code that the recipe would run; files are parsed, not imported."""
+    recipe, rollout = facts.recipe, facts.recipe.rollout
+    named = {
+        "rollout.engine": rollout.engine if recipe.has_policy and rollout.engine != NATIVE else None,
+        "rollout.server": rollout.server,
+        "reward": ", ".join(map(str, facts.functions)),
+        "cost": ", ".join(map(str, facts.costs)),
+        "rollout.agent": facts.agent and str(facts.agent),
+        "rollout.environment": facts.environment and str(facts.environment),
+    }
+    lines = [f"{setting}: {what}" for setting, what in named.items() if what]
+    report.say("not run (--no-code)", lines or ["the recipe names no code"])
+
+
+def read_agent(facts: RecipeFacts, report: Report) -> None:
+    """Read an agent's source where no code of the recipe may run."""
+    agent, function = facts.recipe.rollout.agent, facts.agent
+    if agent is not None and function is not None:
+        is_shut_in(function, agent.sandbox)
+        report.notes += _execution_notes(function, "rollout.agent.sandbox", agent.sandbox, level=None)
+
+
+def look_at_agent(facts: RecipeFacts, report: Report) -> None:
+    """Load an agent in a child process, and check that each row has the columns it needs."""
+    agent, function, task = facts.recipe.rollout.agent, facts.agent, facts.task
+    if agent is None or function is None:
+        return
+    held = RewardConfig(workers=1, memory_bytes=agent.memory_bytes, sandbox=agent.sandbox)
+    with RewardWorkers(function, held) as workers:
+        required = workers.load().required
+        report.notes += _execution_notes(function, "rollout.agent.sandbox", agent.sandbox, workers.level)
+    rows = [*task.train, *task.held_out, *(row for rows in task.sets.values() for row in rows)]
+    for name, row in ((name, row) for name in required if name not in GIVEN for row in rows):
+        columns = {"prompt", *row.columns}
+        if name not in columns:
+            known = sorted({*columns, *GIVEN})
+            raise RewardError(
+                f"{place_of(function)}: the agent {function.name} needs {name!r}",
+                why=f"{row} provides {', '.join(known)}",
+                fix=f"{nearest(name, known)}; or give the parameter a default",
+            )
+
+
+def _execution_notes(function: FunctionPath, name: str, setting: Setting, level: Level | None) -> list[str]:
+    """Return notes on a function that runs text, and its sandbox level; empty if it runs none."""
+    uses = text_uses(function)
+    if not uses and setting != "auto":
+        return [f"{function} runs with {name} = {shown(setting)}"] if setting else []
+    if not uses:
+        return []
+    places = ", ".join(map(str, uses[:_PLACES])) + (", ..." if len(uses) > _PLACES else "")
+    held = "in a sandbox" if level is None else f"{level}: {SENTENCES[level]}"
+    if not setting:
+        held = f"{Level.NONE}: {SENTENCES[Level.NONE]}"
+    said = [f"{function} runs text or starts processes ({places}); {name} = {shown(setting)}; {held}"]
+    if setting is True and any(use.is_in_process for use in uses):
+        said.append(
+            f"{function} runs text in its own process: an answer can overwrite the result of its own row"
+        )
+    return said
+
+
+def look_at_functions(facts: RecipeFacts, report: Report) -> None:
+    """Call each reward function on two rows and their own answers, in a child process as in a run."""
+    _try_functions([each for each in facts.functions if each != REWARD], facts, report)
+    judge = facts.judge
+    if judge is not None and facts.recipe.has_policy:
+        row = next(iter(facts.task.train))
+        _try_function(judge, facts.recipe, report, [row] * _TRIED)
+
+
+def look_at_costs(facts: RecipeFacts, report: Report) -> None:
+    _try_functions(facts.costs, facts, report)
+
+
+def _try_functions(functions: Sequence[FunctionPath], facts: RecipeFacts, report: Report) -> None:
+    if not facts.recipe.has_policy:
+        return
+    rows = facts.task.train
+    answered = [row for row in rows if row.completion is not None]
+    for function in functions:
+        _try_function(function, facts.recipe, report, (answered or rows)[:_TRIED])
+
+
+def _try_function(function: FunctionPath, recipe: Recipe, report: Report, rows: Sequence[Example]) -> None:
+    answers = [row.completion or "" for row in rows]
+    scores, level = _tried(function, recipe, rows, answers)
+    report.notes += _execution_notes(function, "reward.sandbox", recipe.reward.sandbox, level)
+    report.say("reward", [f"{function}", *map(_scored, rows, answers, scores)])
+    failed = [score for score in scores if score.outcome in (Outcome.TIMEOUT, Outcome.ERROR)]
+    mend = "start or fix the server" if function.address else f"fix {function.file}"
+    if len(failed) > recipe.reward.max_failures * len(scores):
+        raise RewardError(
+            f"{function} failed on {len(failed)} of the {len(scores)} rows it was tried on: "
+            f"{failed[0].message}",
+            why="a run stops if more than "
+            f"reward.max_failures = {recipe.reward.max_failures:g} of the rows fail",
+            fix=f"{mend}; if {recipe.reward.timeout_s:g} s are too few, raise reward.timeout_s",
+        )
+    if failed:
+        report.notes.append(f"{function} failed on one of the rows it was tried on: {failed[0].message}")
+    if all(score.outcome is Outcome.ABSTAIN for score in scores):
+        report.notes.append(f"{function} returned no score (None) for every row it was tried on")
+
+
+def _tried(
+    function: FunctionPath, recipe: Recipe, rows: Sequence[Example], answers: list[str]
+) -> tuple[list[Score], Level]:
+    prompts: list[Text] = [row.prompt if isinstance(row.prompt, str) else list(row.prompt) for row in rows]
+    replies: list[Text] = [
+        answer if isinstance(row.prompt, str) else [{"role": "assistant", "content": answer}]
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+    names = sorted(set[str]().union(*(row.columns for row in rows)))
+    columns = {name: [row.columns.get(name) for row in rows] for name in names}
+    if recipe.rollout.agent is not None:
+        columns[RETURNED] = list(answers)
+    if recipe.rollout.environment is not None:
+        columns |= {name: [value] * len(rows) for name, value in TRIED.items()}
+    with RewardWorkers(function, recipe.reward.model_copy(update={"workers": 1})) as workers:
+        scores = workers.score(prompts, replies, columns)
+        return scores, workers.level
+
+
+def _scored(row: Example, answer: str, score: Score) -> str:
+    value = f"{score.value:g}" if score.value is not None else score.outcome
+    return f"{shown(row.key)} answered with {shown(answer)}: {value}"
