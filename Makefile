@@ -137,7 +137,9 @@ $(VLLM_FULL): pyproject.toml constraints-vllm.txt | $(BIN)/python
 $(CLIENTS_FULL): pyproject.toml constraints-clients.txt tests/clients/requirements.txt | $(BIN)/python
 	@echo "installing the clients of tests/clients/requirements.txt into $(CLIENTS_VENV): once, a few minutes"
 	$(BIN)/python -m venv $(CLIENTS_VENV)
-	$(CLIENTS_PIP) -c constraints-clients.txt -r tests/clients/requirements.txt -e '.[dev,parquet,gym,ray,service]'
+	$(CLIENTS_PIP) -c constraints-clients.txt -r tests/clients/requirements.txt \
+		-e '.[dev,parquet,gym,ray,service]' -e plugins/training_service
+	$(CLIENTS_PIP) --no-deps tinker-cookbook==0.6.1
 	@touch $@
 
 $(BIN)/python:
