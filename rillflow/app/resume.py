@@ -24,7 +24,7 @@ from rillflow.rewards.function import parse_function
 from rillflow.rewards.remote import is_url
 from rillflow.runs import layout
 from rillflow.runs.changes import Change
-from rillflow.runs.evidence import Evidence
+from rillflow.runs.evidence import Evidence, read_recovered
 from rillflow.runs.json_lines import JSON, encode, read_json
 from rillflow.runs.layout import kept_steps
 from rillflow.runs.run_data import RunData
@@ -119,7 +119,7 @@ def with_choices_of_run(recipe: Recipe, run: Path) -> Recipe:
     """
     if not holds_step(run):
         return recipe
-    config: Any = read_json(run / layout.CONFIG)
+    config: Any = read_recovered(run, layout.CONFIG)
     recipe = with_values(recipe, values_of_run(recipe, config))
     if not has_default_pools(recipe.placement) or not recipe.placement.samples_apart:
         return recipe

@@ -142,7 +142,7 @@ class _Text:
         if not text:
             raise self._refusal(name, kind, "whose source text is not available")
         for read in dict.fromkeys(_names(compile(_HEAD + text, self._root, "exec"))):
-            if read in known and read != kind.__name__:
+            if read in known and read not in (kind.__name__, "__name__"):  # a class body reads __name__
                 self.add(read, known[read])
         self.statements.append(text)
         if name != kind.__name__:

@@ -274,6 +274,26 @@ def recover(run: Path) -> list[str]:
     return told
 
 
+def read_recovered(run: Path, name: str) -> Mapping[str, JSON]:
+    """Return the content of a JSON file, or that of its digest if the file is damaged.
+
+    Args:
+        run: the run directory.
+        name: one of ``RECOVERABLE``.
+
+    Raises:
+        RunDirectoryError: the file cannot be read, and its content was not recorded.
+    """
+    found = [each for each in entries(run) if each.file == name and each.content is not None]
+    if found:
+        content, newest = found[-1].content, found[-1]
+        assert content is not None, "entries without content are left out"
+        data = encode(content, indent=2)
+        if digest(data) == newest.digest and _problem(run / name, newest.digest, is_read=True):
+            return content
+    return read_json(run / name)
+
+
 def _changed_lines(run: Path, name: str, found: Sequence[Entry]) -> list[Damage]:
     """Return the lines of a file that changed, are missing, or were added."""
     wanted = [each for each in found if each.file == name]

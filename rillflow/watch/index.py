@@ -60,7 +60,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Packed:
+class PackedTexts:
     """Texts as they are searched: in lower case, each with a NUL byte at its end."""
 
     data: bytes
@@ -69,30 +69,30 @@ class Packed:
     """End of each text, its NUL byte included."""
 
     @staticmethod
-    def of(texts: Sequence[str]) -> Packed:
+    def of(texts: Sequence[str]) -> PackedTexts:
         """Pack some texts."""
         joined = "".join(f"{text.replace(NUL, ' ')}{NUL}" for text in texts)
-        return Packed._of_lower(joined.lower().encode("utf-8", "replace"))
+        return PackedTexts._of_lower(joined.lower().encode("utf-8", "replace"))
 
     @staticmethod
-    def of_column(values: Array, lengths: Array) -> Packed:
+    def of_column(values: Array, lengths: Array) -> PackedTexts:
         """Pack a column of texts in UTF-8."""
         clean = np.where(values == 0, ord(" "), values).astype(np.uint8)
         data = np.insert(clean, np.cumsum(lengths), 0).tobytes()
-        return Packed._of_lower(data.decode("utf-8", "replace").lower().encode())
+        return PackedTexts._of_lower(data.decode("utf-8", "replace").lower().encode())
 
     @staticmethod
-    def _of_lower(data: bytes) -> Packed:
-        return Packed(data=data, ends=np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == 0) + 1)
+    def _of_lower(data: bytes) -> PackedTexts:
+        return PackedTexts(data=data, ends=np.flatnonzero(np.frombuffer(data, dtype=np.uint8) == 0) + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class IndexedStep:
     """One step as the index has it."""
 
     columns: Mapping[str, Array]
     """Columns but ``question`` and ``end``, [rows]."""
-    texts: Packed
+    texts: PackedTexts
     """Text of each row that is searched."""
     prompts: Mapping[int, str]
     """Text of each prompt by its id."""
@@ -108,7 +108,9 @@ def stamp_of(files: Sequence[Path]) -> int:
     return hash(tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in known)) & 0x7FFFFFFFFFFFFFFF
 
 
-def read_step(files: Sequence[Path], token_texts: Sequence[str], known_prompts: Collection[int]) -> Told:
+def read_step(
+    files: Sequence[Path], token_texts: Sequence[str], known_prompts: Collection[int]
+) -> IndexedStep:
     """Read the searched part of one step.
 
     Args:
@@ -126,7 +128,7 @@ def read_step(files: Sequence[Path], token_texts: Sequence[str], known_prompts: 
             raise RunDirectoryError(f"{files[0]} has no rollouts", why=f"{error!r}") from None
 
 
-def _told(step: StepFiles, token_texts: Sequence[str], known_prompts: Collection[int]) -> Told:
+def _told(step: StepFiles, token_texts: Sequence[str], known_prompts: Collection[int]) -> IndexedStep:
     versions, lengths = step.ragged("versions")
     starts = np.concatenate([[0], np.cumsum(lengths)])
     sampled = versions >= 0
@@ -150,18 +152,18 @@ def _told(step: StepFiles, token_texts: Sequence[str], known_prompts: Collection
         if prompt not in known_prompts and prompt not in prompts:
             prompts[prompt] = prompt_text(step.row(place, ["columns"]).get("prompt"))
     inserted = _inserted(sampled, starts, counts)
-    return Told(columns=columns, texts=_texts(step, inserted, token_texts), prompts=prompts)
+    return IndexedStep(columns=columns, texts=_texts(step, inserted, token_texts), prompts=prompts)
 
 
-def _texts(step: StepFiles, inserted: Sequence[int], token_texts: Sequence[str]) -> Packed:
+def _texts(step: StepFiles, inserted: Sequence[int], token_texts: Sequence[str]) -> PackedTexts:
     """Return the answers; those with inserted text are whole."""
     column = None if inserted else step.packed("completion")
     if column is not None:
-        return Packed.of_column(*column)
+        return PackedTexts.of_column(*column)
     texts = step.texts("completion")
     for row in inserted:
         texts[row] = _whole_text(step, row, token_texts) or texts[row]
-    return Packed.of(texts)
+    return PackedTexts.of(texts)
 
 
 def _reduced(how: Any, values: Array, starts: Array, counts: Array) -> Array:
@@ -244,7 +246,7 @@ class Writer:
         _truncate(self._folder / _TEXT, size)
         self.blocks = kept
 
-    def add(self, step: int, told: Told, stamp: int) -> None:
+    def add(self, step: int, told: IndexedStep, stamp: int) -> None:
         """Append a step."""
         if told.prompts:
             self._add_questions(told.prompts)
@@ -261,7 +263,7 @@ class Writer:
         self.blocks = np.concatenate([self.blocks, record])
 
     def _add_questions(self, prompts: Mapping[int, str]) -> None:
-        packed, file = Packed.of(list(prompts.values())), self._folder / _QUESTIONS
+        packed, file = PackedTexts.of(list(prompts.values())), self._folder / _QUESTIONS
         before = file.stat().st_size if file.exists() else 0
         _append(file, packed.data)
         pairs = np.stack([np.array(list(prompts), dtype="i8"), before + packed.ends], 1)

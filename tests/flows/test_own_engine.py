@@ -278,12 +278,13 @@ def test_a_recipe_shows_the_server_only_where_one_is_named(tmp_path: Path) -> No
     plain, served = (setting_lines(load_recipe(tmp_path / "run.toml", each)) for each in ([], SERVED))
     assert not any("rollout.server" in line for line in plain)
     assert 'rollout.server = "python"  (--set)' in served
-    (native,) = (
-        line
-        for line in setting_lines(load_recipe(tmp_path / "run.toml", SERVED[1:]))
-        if "rollout.server" in line
+    native = ["rollout.engine=native", *SERVED[1:]]
+    (unread,) = (
+        line for line in setting_lines(load_recipe(tmp_path / "run.toml", native)) if "rollout.server" in line
     )
-    assert "nothing reads it" in native
+    assert "nothing reads it" in unread
+    chosen = setting_lines(load_recipe(tmp_path / "run.toml", SERVED[1:]))
+    assert any(line.startswith('rollout.engine = "vllm"  (auto: ') for line in chosen)
 
 
 def test_an_engine_from_nothing_trains_and_says_what_the_trainer_says(

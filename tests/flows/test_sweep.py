@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rillflow.app.sweeps.config import MedianConfig
-from rillflow.app.sweeps.jobs import Job, LocalJobs
+from rillflow.app.sweeps.jobs import LocalJobs, SweepJob
 from rillflow.app.sweeps.median import Result, below_median
 from rillflow.app.sweeps.plan import load_sweep
 from rillflow.app.sweeps.sweep import Sweep
@@ -53,7 +53,7 @@ class WarmJobs:
     def __init__(self) -> None:
         self.started: list[Sequence[str]] = []
 
-    def start(self, words: Sequence[str], log: Path) -> Job:
+    def start(self, words: Sequence[str], log: Path) -> SweepJob:
         self.started.append(words)
         return _Warm(words, log)
 

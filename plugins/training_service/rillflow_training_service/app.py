@@ -30,7 +30,7 @@ from rillflow.serving.http_body import Declined, body_of, checked_request, json_
 from rillflow_training_service import requests
 from rillflow_training_service.checkpoints import About, CheckpointPath, Kind, expiry, now
 from rillflow_training_service.datums import read_pass
-from rillflow_training_service.engine_thread import EngineThread, Job, ServerError
+from rillflow_training_service.engine_thread import ClientJob, EngineThread, ServerError
 from rillflow_training_service.listing import Listing
 from rillflow_training_service.sample_requests import Sampling
 from rillflow_training_service.service import Service
@@ -142,10 +142,10 @@ class App:
 
     def _release(self, model: str) -> None:
         run = partial(self._service.release, model)
-        self._thread.put(Job(owner=model, run=run, tell=lambda _: None))
+        self._thread.put(ClientJob(owner=model, run=run, tell=lambda _: None))
 
     def _work(self, owner: str, run: Callable[[], Any], future: Future) -> None:
-        self._thread.put(Job(owner=owner, run=run, tell=self._teller(future)))
+        self._thread.put(ClientJob(owner=owner, run=run, tell=self._teller(future)))
 
     def _teller(self, future: Future) -> Callable[[Any], None]:
         loop = asyncio.get_running_loop()
@@ -441,7 +441,7 @@ class App:
                     tell(found)
 
             kind = {"is_sampling": True, "is_quick": not asked.prompt_logprobs}
-            self._thread.put(Job(owner=sampler.name, run=made.begin, tell=failed, **kind))
+            self._thread.put(ClientJob(owner=sampler.name, run=made.begin, tell=failed, **kind))
 
         return self.sessions.admit(sampler.session, name, body, begin)
 

@@ -40,7 +40,7 @@ class ServerError(StreamError):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Job:
+class ClientJob:
     """Something that the thread does for a client."""
 
     owner: str
@@ -66,15 +66,15 @@ class EngineThread:
 
     def __init__(self, base: SharedBase, sampler: SnapshotSampler, door: EngineQueue) -> None:
         self._base, self._sampler, self._door = base, sampler, door
-        self._inbox = deque[Job]()
-        self._queues: dict[str, deque[Job]] = {}
+        self._inbox = deque[ClientJob]()
+        self._queues: dict[str, deque[ClientJob]] = {}
         self.failure: ServerError | None = None
         """Error that ended the loop."""
         self._woken, self._wake = os.pipe()
         for descriptor in (self._woken, self._wake):
             os.set_blocking(descriptor, False)
 
-    def put(self, job: Job) -> None:
+    def put(self, job: ClientJob) -> None:
         """Queue a job; from any thread."""
         if self.failure is not None:
             job.tell(self.failure)
@@ -146,7 +146,7 @@ class EngineThread:
         if not queue:
             del self._queues[owner]
 
-    def _do(self, job: Job) -> None:
+    def _do(self, job: ClientJob) -> None:
         try:
             found = job.run()
         except RillflowError as error:

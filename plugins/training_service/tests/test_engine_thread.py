@@ -10,7 +10,7 @@ from rillflow.app.ask import native_engine
 from rillflow.errors import DataError, RillflowError
 from rillflow.rollout.config import RolloutConfig
 from rillflow.serving.engine_queue import EngineQueue
-from rillflow_training_service.engine_thread import EngineThread, Job, ServerError
+from rillflow_training_service.engine_thread import ClientJob, EngineThread, ServerError
 from rillflow_training_service.service import Service
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,14 +26,14 @@ def thread_of(service: Service) -> EngineThread:
 def test_owners_take_turns_and_an_error_ends_its_job_alone(tmp_path: Path) -> None:
     thread, done, told = thread_of(toy_service(tmp_path)), list[str](), list[Any]()
 
-    def job(name: str, error: Exception | None = None) -> Job:
+    def job(name: str, error: Exception | None = None) -> ClientJob:
         def run() -> str:
             done.append(name)
             if error is not None:
                 raise error
             return name
 
-        return Job(owner=name[0], run=run, tell=told.append)
+        return ClientJob(owner=name[0], run=run, tell=told.append)
 
     for each in (
         job("a1"),
@@ -59,10 +59,10 @@ def test_a_broken_loop_answers_everybody(tmp_path: Path) -> None:
     def leave() -> None:
         raise KeyboardInterrupt  # no error of a job: the loop itself ends
 
-    thread.put(Job(owner="a", run=leave, tell=told.append))
-    thread.put(Job(owner="a", run=lambda: "never", tell=told.append))
+    thread.put(ClientJob(owner="a", run=leave, tell=told.append))
+    thread.put(ClientJob(owner="a", run=lambda: "never", tell=told.append))
     thread.run(lambda: ended.append(True))
-    thread.put(Job(owner="b", run=lambda: "never", tell=told.append))
+    thread.put(ClientJob(owner="b", run=lambda: "never", tell=told.append))
     assert ended == [True] and len(told) == 3
     assert all(isinstance(each, ServerError) for each in told)
     assert "the engine failed, and the server stopped" in str(told[-1])

@@ -1,6 +1,6 @@
 """Jobs: where the runs of a sweep run: in processes of this machine, or on the nodes of a Ray cluster.
 
-start(words, log) ─> Job ── poll ──> None while it runs, then its exit code
+start(words, log) ─> SweepJob ── poll ──> None while it runs, then its exit code
                          ── interrupt ──> as Ctrl-C: it writes a checkpoint and ends
 """
 
@@ -18,7 +18,7 @@ from typing import Protocol
 from rillflow.runs import layout
 
 
-class Job(Protocol):
+class SweepJob(Protocol):
     """A run that was started."""
 
     def poll(self) -> int | None:
@@ -34,7 +34,7 @@ class Job(Protocol):
 class Jobs(Protocol):
     """A place where runs run."""
 
-    def start(self, words: Sequence[str], log: Path) -> Job:
+    def start(self, words: Sequence[str], log: Path) -> SweepJob:
         """Start a command, whose output goes to a file."""
 
 
@@ -48,7 +48,7 @@ class LocalJobs:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
 
-    def start(self, words: Sequence[str], log: Path) -> Job:
+    def start(self, words: Sequence[str], log: Path) -> SweepJob:
         """See Jobs."""
         with log.open("wb") as out:
             return _Process(
@@ -89,7 +89,7 @@ class ForeignJob:
         self._run = run
 
     def poll(self) -> int | None:
-        """See Job; the exit code is unknown, so it counts as interrupted: the directory has the rest."""
+        """See SweepJob; the exit code is unknown, so it counts as interrupted: the directory has the rest."""
         return None if is_held(self._run) else INTERRUPTED
 
     def interrupt(self) -> None:

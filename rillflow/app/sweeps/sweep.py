@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rillflow.app.resume import is_finished
-from rillflow.app.sweeps.jobs import INTERRUPTED, ForeignJob, Job, Jobs, is_held
+from rillflow.app.sweeps.jobs import INTERRUPTED, ForeignJob, Jobs, SweepJob, is_held
 from rillflow.app.sweeps.median import Result, below_median
 from rillflow.app.sweeps.plan import SweepPlan, SweepRun
 from rillflow.app.sweeps.table import CaseResult, RunResult, RunState, as_csv, as_json, as_text, ranked
@@ -45,7 +45,7 @@ class Sweep:
 
     def __init__(self, plan: SweepPlan, jobs: Jobs, say: Callable[[str], None]) -> None:
         self._plan, self._jobs, self._say = plan, jobs, say
-        self._running: dict[SweepRun, Job] = {}
+        self._running: dict[SweepRun, SweepJob] = {}
         self._waiting: list[SweepRun] = []
         self._failed: dict[SweepRun, str] = {}
         self._stopped = dict[SweepRun, str]()

@@ -37,7 +37,7 @@ _COMPARED, _FIRST = "mismatch/", "mismatch/first_"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class CurveCard:
     """One card of the report."""
 
     title: str
@@ -65,7 +65,7 @@ class Curve:
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("curves.toml").read_text("utf-8"))["curve"]
-CURVES = tuple(Curve(**table) for table in _TABLES)
+CURVES = tuple(CurveCard(**table) for table in _TABLES)
 
 
 def cards(data: RunData) -> list[Html]:
@@ -97,7 +97,7 @@ def other_cards(data: RunData) -> list[Html]:
     metrics, found = data.curves, []
     left_out = _never_compared(metrics)
     for name in sorted(metrics.names.keys() - named - left_out):
-        curve = Curve(title=name, hint="", metrics={name: ""})
+        curve = CurveCard(title=name, hint="", metrics={name: ""})
         is_histogram = metrics.names[name] == HISTOGRAM
         found.append(
             _histogram(metrics, curve)
@@ -210,7 +210,7 @@ def _speed_card(data: RunData) -> list[Html]:
     ]
     if not pairs:
         return []
-    curve = Curve(
+    curve = CurveCard(
         title="Generation speed",
         hint="Sampled tokens per second of generation.",
         metrics={},
@@ -220,7 +220,7 @@ def _speed_card(data: RunData) -> list[Html]:
     return [_card(curve, [Series(label="", curve=values)], data.phases)]
 
 
-def _card(curve: Curve, series: Sequence[Series], phases: Sequence[PhaseSpan]) -> Html:
+def _card(curve: CurveCard, series: Sequence[Series], phases: Sequence[PhaseSpan]) -> Html:
     chart = Chart(
         series=series, phases=phases, is_share=curve.is_share, is_log=curve.is_log, y_name=curve.y_name
     )
@@ -242,7 +242,7 @@ def _card(curve: Curve, series: Sequence[Series], phases: Sequence[PhaseSpan]) -
     return card(title, draw(chart), notes, hint=curve.hint, last=number(float(main.y[-1])))
 
 
-def _histogram(metrics: MetricColumns, curve: Curve) -> Html:
+def _histogram(metrics: MetricColumns, curve: CurveCard) -> Html:
     """Draw the shares of the values of each step; with many steps, neighbouring steps are summed."""
     (name,) = curve.metrics
     return card(curve.title, heat_map(list(metrics.histograms(name, COLUMNS))), hint=curve.hint)

@@ -10,7 +10,7 @@ import pytest
 
 from rillflow.runs import layout
 from rillflow.watch import indexing
-from rillflow.watch.index import COLUMNS, Index, Told, Writer, read_step
+from rillflow.watch.index import COLUMNS, Index, IndexedStep, Writer, read_step
 from rillflow.watch.indexing import RunIndexer
 from rillflow.watch.search import Query, search
 from tests.unit.watch.conftest import STEPS, WrittenRun, rows_of
@@ -30,7 +30,7 @@ def test_new_steps_are_added_without_reading_the_old_ones(
 ) -> None:
     indexer, read = RunIndexer(written.path, tmp_path / "index"), list[str]()
 
-    def noted(files: tuple[Path, ...], *more: Any) -> Told:
+    def noted(files: tuple[Path, ...], *more: Any) -> IndexedStep:
         read.append(files[0].name)
         return read_step(files, *more)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rillflow.watch import search as searching
-from rillflow.watch.index import Index, Packed, Told, Writer
+from rillflow.watch.index import Index, IndexedStep, PackedTexts, Writer
 from rillflow.watch.search import Query, occurrences, search
 from rillflow.watch.shown import CUT, excerpt
 
@@ -29,9 +29,9 @@ def test_every_occurrence_is_found(data: bytes, text: bytes) -> None:
 def test_a_packed_column_is_as_its_texts(texts: list[str]) -> None:
     encoded = [text.encode() for text in texts]
     values = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-    column = Packed.of_column(values, np.array([len(each) for each in encoded], dtype=np.int64))
-    assert column.data == Packed.of(texts).data
-    assert column.ends.tolist() == Packed.of(texts).ends.tolist()
+    column = PackedTexts.of_column(values, np.array([len(each) for each in encoded], dtype=np.int64))
+    assert column.data == PackedTexts.of(texts).data
+    assert column.ends.tolist() == PackedTexts.of(texts).ends.tolist()
     assert len(column.ends) == len(texts)
 
 
@@ -44,8 +44,8 @@ def indexed(folder: Path, steps: Sequence[Sequence[dict[str, Any]]]) -> Index:
         rest = dict.fromkeys(("epoch", "sample", "outcome", "oldest", "newest"), np.zeros(len(rows)))
         prompts = {row["prompt"]: f"prompt {row['prompt']}" for row in rows}
         prompts = {prompt: text for prompt, text in prompts.items() if prompt not in writer.known_prompts}
-        texts = Packed.of([row["text"] for row in rows])
-        writer.add(step, Told(columns={**columns, **rest}, texts=texts, prompts=prompts), step)
+        texts = PackedTexts.of([row["text"] for row in rows])
+        writer.add(step, IndexedStep(columns={**columns, **rest}, texts=texts, prompts=prompts), step)
     writer.close()
     return Index(folder)
 
