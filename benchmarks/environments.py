@@ -229,14 +229,12 @@ class Mixed:
     """Sampled tokens."""
 
 
-def mixed(asked: argparse.Namespace) -> Mixed:
+def mixed(asked: argparse.Namespace, rows: int) -> Mixed:
     """Sample rows with environments of mixed speed, then the same lengths without."""
     torch.set_num_threads(asked.threads)
     new = NewModel(hidden=asked.hidden, layers=4, heads=4, kv_heads=2, context=512, alphabet=ALPHABET)
     model = load_model(ModelConfig(new=new), seed=0, device=torch.device("cpu"), base=Path())
-    waits = [
-        0.001 if row % 2 else asked.slow_ms[row // 2 % len(asked.slow_ms)] / 1000 for row in range(asked.rows)
-    ]
+    waits = [0.001 if row % 2 else asked.slow_ms[row // 2 % len(asked.slow_ms)] / 1000 for row in range(rows)]
     tokens = model.tokenizer.encode("1+1")
     begun = [
         Rollout.start(RowId(0, row, 0), tokens, json.dumps({"prompt": "1+1", "wait_s": wait}))
@@ -299,12 +297,13 @@ def _drained(engine: Any, rows: list[Rollout], sampling: SamplingConfig) -> list
     return ended
 
 
-def mixed_table(found: list[Mixed], asked: argparse.Namespace) -> str:
+def mixed_table(found: list[Mixed], asked: argparse.Namespace, rows: int) -> str:
     """Return the rounds as a table."""
     slow = " to ".join(f"{each:g}" for each in (min(asked.slow_ms), max(asked.slow_ms)))
     lines = [
-        f"{asked.rows} rows of {asked.turns} turns in {asked.slots} slots; half of the environments answer "
-        f"in 1 ms, half in {slow} ms. The shares are of the time without environments.",
+        f"{rows} rows of {asked.turns} turns in {asked.slots} slots; half of the environments answer "
+        f"in 1 ms, half in {slow} ms. The shares are of the time without environments. At the end the last rows "
+        f"still wait for up to {asked.turns - 1} slow answers, one after the other, whatever the number of rows.",
         "",
         "| round | tokens | s with | s without | ratio | idle |",
         "|---:|---:|---:|---:|---:|---:|",
@@ -327,7 +326,7 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--rows", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
@@ -348,8 +347,10 @@ def main() -> None:
         games = [play(form, asked.steps, asked.threads) for form in asked.forms]
         parts += ["## The game", game_table(games)]
     if asked.what != "game":
-        rounds = [mixed(asked) for _ in range(asked.rounds)]
-        parts += ["## Mixed speeds", mixed_table(rounds, asked)]
+        parts.append("## Mixed speeds")
+        for rows in asked.rows:
+            rounds = [mixed(asked, rows) for _ in range(asked.rounds)]
+            parts.append(mixed_table(rounds, asked, rows))
     page = "\n\n".join(parts) + "\n"
     print(page)
     if asked.write is not None:
