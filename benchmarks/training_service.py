@@ -8,8 +8,7 @@
 
 A training round is one ``forward_backward`` of --rows rows and one ``optim_step``, sent together as the
 client recommends; a sampling round is --prompts requests of --samples samples each, all sent at once. The
-client is
-the unmodified ``tinker`` package. Rounds before the first measured one are not counted.
+client is the unmodified ``tinker`` package. Rounds before the first measured one are not counted.
 
 SkyRL's server skyrl-tx 0.3.0 is not measured: it reads JSON, and the client 0.38 sends protobuf.
 """
