@@ -47,7 +47,7 @@ class CheckpointPath:
     kind: Kind
     """Kind of the checkpoint."""
     name: str
-    """Its name."""
+    """Name of the checkpoint."""
 
     @staticmethod
     def parsed(text: str) -> CheckpointPath:
@@ -76,7 +76,7 @@ class About:
     """Facts about a checkpoint."""
 
     path: str
-    """Its ``tinker://`` path."""
+    """``tinker://`` path of the checkpoint."""
     base_model: str
     """Name of the base model, as its client gave it."""
     shape: Shape
@@ -92,7 +92,7 @@ class About:
 
     @property
     def is_expired(self) -> bool:
-        """Whether it may be deleted."""
+        """Whether its time to live has passed, so that it may be deleted."""
         return self.expires_at is not None and datetime.fromisoformat(self.expires_at) < datetime.now(UTC)
 
 

@@ -40,9 +40,9 @@ class PassRequest:
     model_id: str
     """The trained model."""
     seq_id: int
-    """Its place among the model's requests, from 1."""
+    """Place of the request among the model's requests, from 1."""
     is_forward: bool
-    """Whether no gradient is computed."""
+    """Whether the pass computes no gradient."""
     loss: str
     """Name of the loss."""
     settings: Mapping[str, float | str]

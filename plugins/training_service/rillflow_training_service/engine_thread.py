@@ -44,15 +44,15 @@ class ClientJob:
     """Something that the thread does for a client."""
 
     owner: str
-    """Whose job it is; the jobs of one owner run in order."""
+    """Client that the job belongs to; the jobs of one owner run in order."""
     run: Callable[[], Any]
-    """Does it."""
+    """Function that does the job."""
     tell: Callable[[Any], None]
     """Receives the result, or a RillflowError."""
     is_sampling: bool = False
-    """Whether it begins rows: such jobs of an owner run together, so that their rows share passes."""
+    """Whether the job begins rows. Such jobs of one owner run together, so that their rows share passes."""
     is_quick: bool = False
-    """Whether it runs no pass of the model: it is done at once, also between two passes of sampling."""
+    """Whether the job runs no pass of the model. It is then done at once, also between sampling passes."""
 
 
 class EngineThread:
@@ -124,7 +124,7 @@ class EngineThread:
             is_busy = True
             try:
                 self._sampler.turn(key, self._sort)
-            except Exception:
+            except Exception:  # one client's engine failed; the others go on
                 logger.exception("an engine failed; its requests were ended")
         return self._serve_door() or is_busy
 
@@ -151,7 +151,7 @@ class EngineThread:
             found = job.run()
         except RillflowError as error:
             found = error
-        except Exception as error:
+        except Exception as error:  # the boundary: a fault in one job must not end the other clients
             logger.exception("a job of %s failed", job.owner)
             why = f"{type(error).__name__}: {error}"
             found = ServerError("the server failed on this request", why=why, fix="read the server's log")
@@ -167,6 +167,6 @@ class EngineThread:
         except RillflowError as error:
             logger.warning("%s", error)
             return True
-        except Exception:
+        except Exception:  # the engine of OpenAI's paths is apart from training, which goes on
             logger.exception("the engine of OpenAI's paths failed")
             return False

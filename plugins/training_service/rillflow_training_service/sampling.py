@@ -63,7 +63,7 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """What ends a row."""
+    """The texts and tokens at which a row ends."""
 
     texts: tuple[str, ...] = ()
     """Texts that end a row."""
@@ -86,7 +86,7 @@ class SampleRequest:
     sampling: SamplingConfig
     """Settings of sampling."""
     stop: Stop
-    """What ends a row."""
+    """Stop texts and stop tokens of the rows."""
     wants_prompt: int | None
     """Number of last prompt tokens whose log probabilities are wanted; None for no log probabilities."""
     random_key: str
@@ -98,7 +98,7 @@ class SampleRequest:
     ended: dict[int, Rollout] = field(default_factory=dict)
     """Samples that have ended."""
     is_over: bool = False
-    """Whether ``tell`` was called."""
+    """Whether the client has received a result."""
 
     @property
     def group(self) -> tuple[int, int]:
@@ -200,7 +200,7 @@ class SnapshotSampler:
         except RillflowError as error:
             logger.warning("%s", error)  # the rows at fault were told; the others continue
             return
-        except Exception as error:
+        except Exception as error:  # every waiting client is told before the error goes on
             del self._batchers[key]
             why = f"{type(error).__name__}: {error}"
             batcher.fail(StreamError("the engine failed", why, "read the server's log"))

@@ -80,9 +80,9 @@ class Model:
     """A trained model."""
 
     name: str
-    """Its id."""
+    """Id of the model."""
     session: ClientSession
-    """Its client's session."""
+    """Session of the client that made the model."""
     base_model: str
     """Name of the base model, as the client gave it."""
     shape: Shape
@@ -108,9 +108,9 @@ class SamplingSession:
     """Weights that a client samples from."""
 
     name: str
-    """Its id."""
+    """Id of the sampling session."""
     session: ClientSession
-    """Its client's session."""
+    """Session of the client that opened it."""
     base_model: str
     """Name of the base model, as the client gave it."""
     model: str | None
@@ -128,17 +128,17 @@ class ClientSession:
     """A client."""
 
     name: str
-    """Its id."""
+    """Id of the session."""
     metadata: dict[str, Any]
     """The client's facts."""
     heard: float
     """When the client was last heard."""
     models: dict[str, Model] = field(default_factory=dict)
-    """Its trained models."""
+    """Trained models of the client, by id."""
     samplers: dict[str, SamplingSession] = field(default_factory=dict)
-    """Its sampling sessions."""
+    """Sampling sessions of the client, by id."""
     futures: dict[str, Future] = field(default_factory=dict)
-    """Its requests."""
+    """Requests of the client, by id."""
     ended: str = ""
     """Why the session ended; empty while it lives."""
     clones: int = 0

@@ -69,11 +69,11 @@ class Tenant:
     base: SharedBase
     """The base that it adapts."""
     shape: Shape
-    """Its shape."""
+    """Rank and adapted layers of the client's adapter."""
     seed: int
     """Seed of its first weights and of its samples."""
     weights: dict[str, nn.Parameter]
-    """Its weights in float32, by name."""
+    """Weights of the adapter in float32, by name."""
     moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     """AdamW's state by name."""
     gradient: dict[str, Tensor] = field(default_factory=dict)
