@@ -1,0 +1,1 @@
+"""Classic reinforcement learning on Rillflow's dataflow: actors, streams, operators, algorithms."""

@@ -1,0 +1,73 @@
+"""Algorithm: a learner and a plan, under a name that a recipe gives.
+
+recipe ─> settings ─┬─ learner(LearnerInputs) ─> Learner         one for each policy
+                    └─ plan(System, settings) ─> iterator        one item is one step of the run
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import gymnasium
+
+from rillflow.config.schema import Section
+from rillflow.records.metrics import Metrics
+from rillflow_classic.fragment import Fragment
+from rillflow_classic.policy import Learner
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerInputs:
+    """What a learner is made from."""
+
+    observation_space: gymnasium.Space  # type: ignore[type-arg]
+    """Space of one observation, after the recipe's wrappers."""
+    action_space: gymnasium.Space  # type: ignore[type-arg]
+    """Space of one action."""
+    network: Any
+    """Settings of the network, ``NetworkConfig``."""
+    settings: Any
+    """Settings of the algorithm."""
+    seed: int
+    """Seed of its first weights and of its random numbers."""
+
+
+class System(Protocol):
+    """What a plan is made of: actors, learners, and the way between them that the recipe chooses."""
+
+    learners: Mapping[str, Learner]
+    """Learner of every policy, by name."""
+    learner: Learner
+    """The learner, if there is one policy."""
+
+    def rollouts(self, mode: str, *, num_async: int = 1) -> Any:
+        """Return a LocalIterator of fragments from the actors.
+
+        Args:
+            mode: ``bulk_sync``: one fragment of each actor, joined, with no actor running in between;
+                ``async``: fragments as they come.
+            num_async: calls in flight at each actor in mode ``async``.
+        """
+
+    def publish(self, learner: Learner | None = None) -> None:
+        """Send a learner's weights to the actors, or to the policy workers that act for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassicAlgorithm:
+    """An algorithm that a recipe may name."""
+
+    name: str
+    """Name in ``algorithm.name``."""
+    config: type[Section]
+    """Its settings."""
+    learner: Callable[[LearnerInputs], Learner]
+    """Makes the learner of one policy."""
+    plan: Callable[[Any, Any], Iterator[Metrics]]
+    """``plan(system, settings)``: the dataflow; each item ends a step of the run."""
+
+
+OneFragment = Mapping[str, Fragment]
+"""What an actor returns for several policies: a fragment by policy."""

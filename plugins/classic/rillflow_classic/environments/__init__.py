@@ -1,0 +1,1 @@
+"""Environments: many at once behind one interface, single-agent and multi-agent."""

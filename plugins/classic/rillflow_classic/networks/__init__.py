@@ -1,0 +1,1 @@
+"""Networks: MLP, CNN and LSTM with heads for discrete and continuous actions."""

@@ -1,0 +1,100 @@
+"""Worker set: objects of one kind on the ranks of a pool, and calls to them.
+
+    WorkerSet.call(index, method, arguments) ─> Backend.submit ─> the worker's process, in order ─> WorkerCall
+
+The backend is one of the core's: inline, processes of this machine, or Ray. A worker that dies ends its own
+calls with RankLost; the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rillflow.workers.backend import Backend, Place, Site
+
+T = TypeVar("T")
+DEADLINE_S = 600.0
+"""Longest wait for a worker's answer."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WorkerCall:
+    """A submitted call of a worker."""
+
+    worker: int
+    """Index of the worker."""
+    reference: Any
+    """Reference of the backend."""
+    backend: Backend
+    """Backend that runs it."""
+
+    def read(self, deadline_s: float = DEADLINE_S) -> Any:
+        """Return the result, or raise the call's error.
+
+        Raises:
+            TimeoutError: it is not ready in time.
+            RankLost: the worker has died.
+        """
+        return self.backend.read_all([self.reference], deadline_s)[0]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether ``read`` returns without waiting."""
+        return self.backend.is_ready(self.reference)
+
+
+class WorkerSet(Generic[T]):
+    """Workers of one kind, one at each rank of a pool.
+
+    Args:
+        backend: an open backend.
+        pool: name of the pool.
+        make: constructs worker ``index`` on its rank; a module's function, or a partial of one.
+
+    Example:
+        actors = WorkerSet(backend, "actors", partial(make_actor, config))
+        fragment = actors.call(0, "sample").read()
+    """
+
+    def __init__(self, backend: Backend, pool: str, make: Callable[[int], T]) -> None:
+        self._backend, self._pool = backend, pool
+        self.size = backend.pools[pool]
+        """Number of workers."""
+        made = [self._submit(index, _make, make) for index in range(self.size)]
+        backend.read_all([each.reference for each in made], DEADLINE_S)
+
+    def call(self, index: int, method: str, *arguments: Any) -> WorkerCall:
+        """WorkerCall a method of one worker; calls of a worker run in the order of their submission."""
+        return self._submit(index, _call, method, arguments)
+
+    def call_all(self, method: str, *arguments: Any) -> list[WorkerCall]:
+        """WorkerCall a method of every worker; the arguments are packed once."""
+        packed = self._backend.pack(arguments, f"the arguments of {method}")
+        return [self._submit(index, _call, method, packed) for index in range(self.size)]
+
+    def run(self, index: int, work: Callable[[T], Any]) -> WorkerCall:
+        """Run ``work(worker)`` at one worker."""
+        return self._submit(index, _run, work)
+
+    def wait_any(self, calls: Sequence[WorkerCall], deadline_s: float = DEADLINE_S) -> bool:
+        """Wait until one of several calls is ready; return False on timeout."""
+        return self._backend.wait_for_any([each.reference for each in calls], deadline_s)
+
+    def _submit(self, index: int, work: Callable[..., Any], *arguments: Any) -> WorkerCall:
+        place = Place(self._pool, index)
+        reference = self._backend.submit(place, work, self._pool, *arguments)[0]
+        return WorkerCall(worker=index, reference=reference, backend=self._backend)
+
+
+def _make(site: Site, name: str, make: Callable[[int], Any]) -> None:
+    site.objects[name] = make(site.place.rank)
+
+
+def _call(site: Site, name: str, method: str, arguments: tuple[Any, ...]) -> Any:
+    return getattr(site.objects[name], method)(*arguments)
+
+
+def _run(site: Site, name: str, work: Callable[[Any], Any]) -> Any:
+    return work(site.objects[name])
