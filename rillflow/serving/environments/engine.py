@@ -4,9 +4,8 @@
     row  <─ the episode has ended, or failed   ^                                       │
                                                └──────────── observation <─────────────┘
 
-Every engine with ``Capability.ROWS`` can be the inner engine; a sampler uses this engine like any other. A
-row leaves the inner engine while its environment works, so other rows take its slot. The native engine gives
-the row its KV cache, and reads only the new tokens when the row returns.
+A row leaves the inner engine while its environment works, so other rows take its slot. The native engine
+gives the row its KV cache, and reads only the new tokens when the row returns.
 
 Loop (``step``, in the thread of the sampler's rank)
     consumes      added rows; rows whose turn has ended; answers of environments
@@ -21,11 +20,9 @@ Loop (``step``, in the thread of the sampler's rank)
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -33,59 +30,46 @@ from rillflow.errors import RillflowError
 from rillflow.records.rollout import Rollout
 from rillflow.records.row import RowId
 from rillflow.rewards.outcome import Outcome
-from rillflow.rollout.config import RolloutConfig, SamplingConfig
-from rillflow.rollout.engine import Capability, Engine, RowByRow
+from rillflow.rollout.config import RolloutConfig
+from rillflow.serving.engine_wrapper import LONGEST_WAIT_S, EngineWrapper
 from rillflow.serving.environments.episode import Episode
 from rillflow.serving.environments.pool import EnvironmentPool, Told
 from rillflow.serving.environments.source import EnvironmentSource
-from rillflow.serving.tool_calls import tool_format
-from rillflow.tasks.encoded import Encoder
 
 LONGEST_GATHER_S = 0.005
 """Longest wait in seconds for answers while rows could be sampled."""
 KNOWN_TEXTS = 1024
 """Observations whose tokens are kept: many environments say the same."""
-_LONGEST_WAIT_S = 1.0
 
 
-class EnvironmentEngine(RowByRow):
+class EnvironmentEngine(EngineWrapper):
     """An engine, and the environments that answer it.
 
-    Args: see Engine; and
-        inner: constructs the engine that samples.
+    Args: see EngineWrapper; and
         source: the environment.
-        encoder: encodes what the environments say.
-        stack: closed when the rank ends.
     """
-
-    can: ClassVar = frozenset(Capability) - {Capability.LOOK, Capability.CACHE}
 
     def __init__(
         self,
         module: nn.Module,
         config: RolloutConfig,
         *,
-        inner: Callable[..., Engine],
         source: EnvironmentSource,
-        encoder: Encoder,
-        stack: ExitStack,
         context: int,
-        **given: object,
+        **given: Any,
     ) -> None:
         assert config.environment is not None, "the config names an environment"
-        self._inner, self._config = inner(module, config, context=context, **given), config
-        self._max_turns, self._context, self._encoder = config.environment.max_turns, context, encoder
-        self._tools = tool_format(config.tool_format, encoder.tokenizer)
+        super().__init__(module, config, context=context, **given)
+        self._max_turns, self._context = config.environment.max_turns, context
         self._encode = lru_cache(KNOWN_TEXTS)(self._encoded)
         self._pool = EnvironmentPool(source, config.environment)
-        self._waiting = deque[tuple[Rollout, SamplingConfig]]()
         self._acting: dict[int, Episode] = {}  # by number; in the environment
         self._sampling: dict[RowId, int] = {}  # number by row; in the inner engine
         self._episodes: dict[int, Episode] = {}
         self._pass_s, self._version = 0.0, -1
         self.idle_s = 0.0
         """Seconds that ``step`` waited for environments."""
-        stack.callback(self._pool.close)
+        self._stack.callback(self._pool.close)
 
     @property
     def has_work(self) -> bool:
@@ -96,7 +80,7 @@ class EnvironmentEngine(RowByRow):
     def held_bytes(self) -> int:
         """See Engine."""
         caches = (each.row.cache for each in self._acting.values())
-        return self._inner.held_bytes + sum(each.nbytes for each in caches if each is not None)
+        return super().held_bytes + sum(each.nbytes for each in caches if each is not None)
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See Engine."""
@@ -105,37 +89,6 @@ class EnvironmentEngine(RowByRow):
             for episode in self._acting.values():
                 episode.drop_cache()  # computed with the old weights
         self._version = version
-
-    def score(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See Engine."""
-        return self._inner.score(texts)
-
-    def sleep(self) -> None:
-        """See Engine."""
-        self._inner.sleep()
-
-    def wake(self) -> None:
-        """See Engine."""
-        self._inner.wake()
-
-    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
-        """Let an environment begin a row from its prompt."""
-        self._waiting.append((rollout, sampling or self._config))
-
-    def abort(self, row: RowId) -> Rollout:
-        """Remove a row and return it as it was added: an environment cannot be paused and resumed."""
-        for waiting in self._waiting:
-            if waiting[0].row == row:
-                self._waiting.remove(waiting)
-                return waiting[0]
-        number = next(number for number, each in self._episodes.items() if each.start.row == row)
-        if self._sampling.pop(row, None) is not None:
-            self._inner.abort(row)
-        return self._leave(number).start
-
-    def look(self, row: RowId) -> Rollout:
-        """See Engine; never called."""
-        raise NotImplementedError
 
     def step(self) -> list[Rollout]:
         """See Engine; run one pass, or wait for an environment."""
@@ -150,6 +103,12 @@ class EnvironmentEngine(RowByRow):
             took = time.monotonic() - begun
             self._pass_s = took if not self._pass_s else 0.9 * self._pass_s + 0.1 * took
         return self._gathered()
+
+    def _taken_out(self, row: RowId) -> Rollout:
+        number = next(number for number, each in self._episodes.items() if each.start.row == row)
+        if self._sampling.pop(row, None) is not None:
+            self._inner.abort(row)
+        return self._leave(number).start
 
     def _clear(self) -> None:
         self._waiting.clear()
@@ -182,7 +141,7 @@ class EnvironmentEngine(RowByRow):
     def _gathered(self) -> list[Rollout]:
         """Take the answers of environments; return the rows that have ended."""
         begun = time.monotonic()
-        ended = self._taken(0.0 if self._sampling else _LONGEST_WAIT_S)
+        ended = self._taken(0.0 if self._sampling else LONGEST_WAIT_S)
         until = begun + min(LONGEST_GATHER_S, self._pass_s / 2)
         while (now := time.monotonic()) < until and self._is_worth_waiting(until):
             ended += self._taken(until - now)

@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rillflow.errors import RillflowError, RolloutError
-from rillflow.models.config import ModelConfig, NewModel
-from rillflow.models.language_model import LanguageModel, load_model
-from rillflow.records.batch import Batch, row_ids
-from rillflow.records.ragged import Ragged
+from rillflow.models.language_model import LanguageModel
 from rillflow.records.rollout import Finish, Rollout, starts
-from rillflow.records.row import RowId
 from rillflow.rewards.outcome import FAILED
 from rillflow.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
-from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.environments.engine import EnvironmentEngine
 from rillflow.serving.environments.pool import EnvironmentPool
 from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS, parse_environment
-from rillflow.tasks.encoded import Encoder
+from tests.unit.serving.conftest import check_logprobs, check_sampled_once, columns_of, of_native, prompts
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<|end|> {% endfor %}"
-    "{% if add_generation_prompt %}a:{% endif %}"
-)
-NEW = NewModel(hidden=32, layers=1, heads=2, kv_heads=1, context=96, alphabet="0123456789+=:asut ")
 GAME = """
 import asyncio
 import os
@@ -87,16 +76,6 @@ Made = Callable[..., EnvironmentEngine]
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[LanguageModel]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    made = load_model(ModelConfig(new=NEW), seed=3, device=torch.device("cpu"), base=Path())
-    made.tokenizer._library.chat_template = TEMPLATE
-    yield made
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
 def made(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     folder = tmp_path_factory.mktemp("game")
     (folder / "game.py").write_text(GAME)
@@ -109,13 +88,10 @@ def made(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 RolloutConfig(
                     max_tokens=24, max_rows=8, deterministic=deterministic, environment=environment
                 ),
-                inner=NativeEngine,
                 source=parse_environment(environment, folder),
-                encoder=Encoder(tokenizer=model.tokenizer),
                 stack=stack,
                 stop_tokens=model.tokenizer.stop_tokens | {*model.tokenizer.encode("0123456789")},
-                seed=11,
-                context=model.context,
+                **of_native(model),
             )
 
         yield make
@@ -128,40 +104,12 @@ def games(made: Made) -> EnvironmentEngine:
     return engine
 
 
-def prompts(model: LanguageModel, kinds: Sequence[str]) -> Batch:
-    columns = [json.dumps({"prompt": f"{place}+1=", "kind": kind}) for place, kind in enumerate(kinds)]
-    tokens = [model.tokenizer.encode(f"{place}+1=") for place in range(len(kinds))]
-    ids = row_ids([RowId(0, place, 0) for place in range(len(kinds))])
-    return Batch(ids=ids, fields={"tokens": Ragged.from_rows(tokens), "columns": Ragged.from_text(columns)})
-
-
-def told(rows: Batch) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in rows.ragged("columns").to_text()]
-
-
 def test_turns_are_one_row_sampled_once_and_the_same_again(
     games: EnvironmentEngine, model: LanguageModel
 ) -> None:
-    asked = prompts(model, ["text", "plain", "chat", "text"])
-    found, again = games.generate(asked, samples=2), games.generate(asked, samples=2)
-    for name in ("tokens", "loss_mask", "sampler_logprobs", "versions", "columns"):
-        assert torch.equal(found.ragged(name).values, again.ragged(name).values), name
-    for place, (tokens, mask, logprobs, versions, columns) in enumerate(
-        zip(
-            found.ragged("tokens").lists(),
-            found.ragged("loss_mask").lists(),
-            found.ragged("sampler_logprobs").lists(),
-            found.ragged("versions").lists(),
-            told(found),
-            strict=True,
-        )
-    ):
+    rows = check_sampled_once(games, model, ["text", "plain", "chat", "text"])
+    for place, (columns, pieces, mask) in enumerate(rows):
         assert FAILED not in columns and 3 <= sum(mask) <= 24
-        assert [4 if is_own else -1 for is_own in mask] == versions
-        read = logprobs_of(model, tokens)
-        for at, (is_own, logprob) in enumerate(zip(mask, logprobs, strict=True)):
-            assert logprob == (pytest.approx(read[at - 1], abs=1e-4) if is_own else 0)
-        pieces = model.tokenizer.pieces(tokens)
         said = "".join(piece for piece, is_own in zip(pieces, mask, strict=True) if not is_own)
         if columns["kind"] == "chat":
             assert said.startswith("u:1+1<|end|> a:") and "".join(pieces).count("<|end|> u:") in (1, 2)
@@ -170,14 +118,6 @@ def test_turns_are_one_row_sampled_once_and_the_same_again(
             assert begin + "1+2+" == said or sum(mask) == 24
         if columns[TURNS] == 3:
             assert columns[ENVIRONMENT_REWARD] == 6.0 and columns[METRICS] == {"turns": 3.0}
-
-
-def logprobs_of(model: LanguageModel, tokens: Sequence[int]) -> list[float]:
-    """Return the log probability of every token but the first."""
-    with torch.inference_mode():
-        logits = model.module(torch.tensor([tokens]), use_cache=False).logits[0, :-1]
-    read: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
-    return read
 
 
 def test_a_row_continues_from_its_kv_cache_unless_the_weights_are_new(
@@ -198,9 +138,7 @@ def test_a_row_continues_from_its_kv_cache_unless_the_weights_are_new(
     assert kept and len(rows) == 12 and {2} < {*rows[-1].versions}
     for row in rows:
         assert row.cache is None and FAILED not in json.loads(row.columns), row.columns
-        read = logprobs_of(model, row.tokens)
-        for at, (is_own, logprob) in enumerate(zip(row.loss_mask, row.logprobs, strict=True)):
-            assert logprob == (pytest.approx(read[at - 1], abs=1e-4) if is_own else 0)
+        check_logprobs(model, row.tokens, row.loss_mask, row.logprobs)
 
 
 def test_a_fault_ends_its_own_row_and_names_the_class_and_the_line(
@@ -208,7 +146,7 @@ def test_a_fault_ends_its_own_row_and_names_the_class_and_the_line(
 ) -> None:
     kinds = ["text", "raises", "reset raises", "wrong type", "nan", "never ends", "prints", "foreign"]
     rows = games.generate(prompts(model, kinds), samples=1)
-    found = dict(zip(kinds, told(rows), strict=True))
+    found = dict(zip(kinds, columns_of(rows), strict=True))
     finish = dict(zip(kinds, rows.dense("finish").tolist(), strict=True))
     for kind in ("text", "prints"):
         assert FAILED not in found[kind] and found[kind][TURNS] == 3, found[kind]
@@ -231,14 +169,14 @@ def test_a_hanging_one_times_out_and_a_dead_process_fails_the_rows_that_it_holds
 ) -> None:
     engine = made(workers=2, timeout_s=1.0)
     begun = time.monotonic()
-    rows = told(engine.generate(prompts(model, ["hangs", "text", "text"]), samples=1))
+    rows = columns_of(engine.generate(prompts(model, ["hangs", "text", "text"]), samples=1))
     assert time.monotonic() - begun < 60, "the hanging environment sleeps for 100 s"
     assert rows[0][FAILED][0] == "timeout" and "gave no answer within 1 s" in rows[0][FAILED][1]
     assert [FAILED in row for row in rows] == [True, False, False], rows
-    rows = told(engine.generate(prompts(model, ["exits"]), samples=1))
+    rows = columns_of(engine.generate(prompts(model, ["exits"]), samples=1))
     assert rows[0][FAILED][0] == "error" and "exited with status 3" in rows[0][FAILED][1]
     assert "game.py:" in rows[0][FAILED][1]
-    rows = told(engine.generate(prompts(model, ["text"]), samples=1))
+    rows = columns_of(engine.generate(prompts(model, ["text"]), samples=1))
     assert FAILED not in rows[0], "a new process takes its place"
 
 
