@@ -9,7 +9,7 @@ gives the row its KV cache, and reads only the new tokens when the row returns.
 
 Loop (``step``, in the thread of the sampler's rank)
     consumes      added rows; rows whose turn has ended; answers of environments
-    waits for     if no row is being sampled: an answer, or the next deadline of a call. If most rows have
+    waits for     if no row can be sampled: an answer, or the next deadline of a call. If most rows have
                   just been given to their environments: their answers, at most half a pass long, because a
                   pass of all rows costs little more than a pass of a few
     unblocked by  either; a call of an environment has ``timeout_s``
@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import lru_cache
+from heapq import nsmallest
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +39,8 @@ from rillflow.serving.environments.source import EnvironmentSource
 
 LONGEST_GATHER_S = 0.005
 """Longest wait in seconds for answers while rows could be sampled."""
+FED_ROWS = 2
+"""Rows given to the inner engine, as a multiple of ``max_rows``: its workers do not share their slots."""
 KNOWN_TEXTS = 1024
 """Observations whose tokens are kept: many environments say the same."""
 
@@ -64,6 +67,7 @@ class EnvironmentEngine(EngineWrapper):
         self._encode = lru_cache(KNOWN_TEXTS)(self._encoded)
         self._pool = EnvironmentPool(source, config.environment)
         self._acting: dict[int, Episode] = {}  # by number; in the environment
+        self._ready: dict[int, Episode] = {}  # by number; to be sampled
         self._sampling: dict[RowId, int] = {}  # number by row; in the inner engine
         self._episodes: dict[int, Episode] = {}
         self._pass_s, self._version = 0.0, -1
@@ -79,20 +83,21 @@ class EnvironmentEngine(EngineWrapper):
     @property
     def held_bytes(self) -> int:
         """See Engine."""
-        caches = (each.row.cache for each in self._acting.values())
+        caches = (each.row.cache for each in self._episodes.values())
         return super().held_bytes + sum(each.nbytes for each in caches if each is not None)
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See Engine."""
         self._inner.load(version, weights)
         if version != self._version and not self._config.keep_cache:
-            for episode in self._acting.values():
+            for episode in self._episodes.values():
                 episode.drop_cache()  # computed with the old weights
         self._version = version
 
     def step(self) -> list[Rollout]:
         """See Engine; run one pass, or wait for an environment."""
         self._begin()
+        self._feed()
         if self._inner.has_work:
             begun = time.monotonic()
             for rollout in self._inner.step():
@@ -108,6 +113,7 @@ class EnvironmentEngine(EngineWrapper):
         number = next(number for number, each in self._episodes.items() if each.start.row == row)
         if self._sampling.pop(row, None) is not None:
             self._inner.abort(row)
+        self._ready.pop(number, None)
         return self._leave(number).start
 
     def _clear(self) -> None:
@@ -115,6 +121,7 @@ class EnvironmentEngine(EngineWrapper):
         for row in [*self._sampling] if self._inner.has_work else ():  # a failed pass has emptied it
             self._inner.abort(row)
         self._sampling.clear()
+        self._ready.clear()
         for number in [*self._episodes]:
             self._leave(number)
         self._pool.flush()
@@ -135,13 +142,24 @@ class EnvironmentEngine(EngineWrapper):
             number = self._pool.begin(episode.columns)
             self._episodes[number] = self._acting[number] = episode
 
+    def _feed(self) -> None:
+        """Let the inner engine sample rows: new ones first, then those whose environments take longest.
+
+        So the slow environments work while the rows of the fast ones are sampled.
+        """
+        room = FED_ROWS * self._config.max_rows - len(self._sampling)
+        for number in nsmallest(room, self._ready, key=lambda each: -self._ready[each].environment_s):
+            episode = self._ready.pop(number)
+            self._sampling[episode.row.row] = number
+            self._inner.add(episode.row, episode.sampling)
+
     def _encoded(self, text: str) -> list[int]:
         return self._encoder.tokenizer.encode_more(text, is_rendered=self._encoder.is_rendered)
 
     def _gathered(self) -> list[Rollout]:
         """Take the answers of environments; return the rows that have ended."""
         begun = time.monotonic()
-        ended = self._taken(0.0 if self._sampling else LONGEST_WAIT_S)
+        ended = self._taken(0.0 if self._sampling or self._ready else LONGEST_WAIT_S)
         until = begun + min(LONGEST_GATHER_S, self._pass_s / 2)
         while (now := time.monotonic()) < until and self._is_worth_waiting(until):
             ended += self._taken(until - now)
@@ -151,7 +169,8 @@ class EnvironmentEngine(EngineWrapper):
     def _is_worth_waiting(self, until: float) -> bool:
         """Return whether more rows than are being sampled were just given to their environments."""
         fresh = until - 2 * LONGEST_GATHER_S
-        return sum(each.since > fresh for each in self._acting.values()) > len(self._sampling)
+        given = sum(each.since > fresh for each in self._acting.values())
+        return given > len(self._sampling) + len(self._ready)
 
     def _taken(self, wait_s: float) -> list[Rollout]:
         ended = [self._answered(told) for told in self._pool.turn(wait_s)]
@@ -170,8 +189,7 @@ class EnvironmentEngine(EngineWrapper):
             return self._leave(told.row).failed(Outcome.ERROR, f"{what} ({error.why})")
         if row is None:
             return self._leave(told.row).ended()
-        self._sampling[row.row] = told.row
-        self._inner.add(row, episode.sampling)
+        self._ready[told.row] = episode
         return None
 
     def _leave(self, number: int) -> Episode:

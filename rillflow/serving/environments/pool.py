@@ -39,15 +39,14 @@ from rillflow.rewards.outcome import Outcome
 from rillflow.rewards.sandbox import Level
 from rillflow.rewards.text_execution import is_shut_in, visible_to
 from rillflow.rollout.config import EnvironmentConfig
-from rillflow.serving.environments.host import TEXT_CHARACTERS
 from rillflow.serving.environments.source import EnvironmentSource
 
-ROWS = 64
+ROWS = 128
 """Largest number of rows that one process holds."""
-ANSWER_BYTES = ROWS * 16 * TEXT_CHARACTERS
-"""Longest frame of answers in bytes."""
 _HOST = Path(__file__).resolve().with_name("host.py")
 _KEY_BYTES = 32
+_OBSERVED = (int, str | list | None, float, bool, dict, list | None)
+"""Types of an answer: row, observation, reward, whether the episode has ended, metrics, tools."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,7 @@ class _Process:
         self._source, self._config, self._key = source, config, secrets.token_hex(_KEY_BYTES // 2)
         self._is_asked = self._takes_messages = False
         self._link: socket.socket | None = None
-        self._reader, self._head = FrameReader(ANSWER_BYTES), b""
+        self._reader, self._head = FrameReader(), b""
         self._calls, self._unsent = list[Any](), memoryview(b"")
         self._until = time.monotonic() + 2 * START_LIMIT_S
         if self._listening is not None:
@@ -290,18 +289,10 @@ class _Process:
 
 
 def _told(answer: Any) -> Told:
+    if isinstance(answer, list) and len(answer) == len(_OBSERVED) and all(map(isinstance, answer, _OBSERVED)):
+        row, said, reward, is_over, metrics, tools = answer
+        return Told(row=row, observation=said, reward=reward, is_over=is_over, metrics=metrics, tools=tools)
     match answer:
-        case [
-            int(row),
-            str() | list() | None as said,
-            float(reward),
-            bool(is_over),
-            dict(metrics),
-            list() | None as tools,
-        ]:
-            return Told(
-                row=row, observation=said, reward=reward, is_over=is_over, metrics=metrics, tools=tools
-            )
         case [int(row), str(what)]:
             return Told(row=row, failed=(Outcome.ERROR, f"the environment {what}"))
     raise FrameError("an answer that is no observation")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rillflow.models.language_model import LanguageModel, load_model
 from rillflow.records.batch import Batch, row_ids
 from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
+from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.engine_wrapper import EngineWrapper
 from rillflow.tasks.encoded import Encoder
@@ -36,10 +37,10 @@ def model() -> Iterator[LanguageModel]:
     torch.set_num_threads(threads)
 
 
-def of_native(model: LanguageModel) -> dict[str, Any]:
-    """Return the arguments of a wrapper around the native engine."""
+def around(model: LanguageModel, inner: Callable[..., Engine] = NativeEngine) -> dict[str, Any]:
+    """Return the arguments of a wrapper around an engine."""
     encoder = Encoder(tokenizer=model.tokenizer)
-    return {"inner": NativeEngine, "encoder": encoder, "seed": 11, "context": model.context}
+    return {"inner": inner, "encoder": encoder, "seed": 11, "context": model.context}
 
 
 def prompts(model: LanguageModel, kinds: Sequence[str]) -> Batch:

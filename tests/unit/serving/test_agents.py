@@ -20,7 +20,7 @@ from rillflow.rollout.config import AgentConfig, RolloutConfig, SamplingConfig
 from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.agents import AgentEngine
-from tests.unit.serving.conftest import check_sampled_once, columns_of, of_native, prompts
+from tests.unit.serving.conftest import around, check_sampled_once, columns_of, prompts
 
 AGENT = """
 import json, os, time
@@ -101,7 +101,7 @@ def agents(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> It
                 function=parse_function(agent.function, folder, "agent"),
                 stack=stack,
                 stop_tokens=model.tokenizer.stop_tokens,
-                **{**of_native(model), "inner": inner},
+                **around(model, inner),
             )
 
         yield make
@@ -208,7 +208,7 @@ def test_a_sandboxed_agent_reaches_its_door_and_nothing_else(model: LanguageMode
             function=parse_function(agent.function, tmp_path, "agent"),
             stack=stack,
             stop_tokens=model.tokenizer.stop_tokens,
-            **of_native(model),
+            **around(model),
         )
         port = str(machine.getsockname()[1])
         rows = engine.generate(prompts(model, [port, port, port]), samples=1)

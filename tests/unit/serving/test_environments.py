@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,10 +16,12 @@ from rillflow.models.language_model import LanguageModel
 from rillflow.records.rollout import Finish, Rollout, starts
 from rillflow.rewards.outcome import FAILED
 from rillflow.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
+from rillflow.rollout.engine import Engine
+from rillflow.rollout.native.engine import NativeEngine
 from rillflow.serving.environments.engine import EnvironmentEngine
 from rillflow.serving.environments.pool import EnvironmentPool
 from rillflow.serving.environments.source import ENVIRONMENT_REWARD, METRICS, TURNS, parse_environment
-from tests.unit.serving.conftest import check_logprobs, check_sampled_once, columns_of, of_native, prompts
+from tests.unit.serving.conftest import around, check_logprobs, check_sampled_once, columns_of, prompts
 
 GAME = """
 import asyncio
@@ -81,7 +83,9 @@ def made(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iter
     (folder / "game.py").write_text(GAME)
     with ExitStack() as stack:
 
-        def make(*, deterministic: bool = True, **settings: Any) -> EnvironmentEngine:
+        def make(
+            *, deterministic: bool = True, inner: Callable[..., Engine] = NativeEngine, **settings: Any
+        ) -> EnvironmentEngine:
             environment = EnvironmentConfig(source="game.py:Game", **settings)
             return EnvironmentEngine(
                 model.module,
@@ -91,7 +95,7 @@ def made(model: LanguageModel, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 source=parse_environment(environment, folder),
                 stack=stack,
                 stop_tokens=model.tokenizer.stop_tokens | {*model.tokenizer.encode("0123456789")},
-                **of_native(model),
+                **around(model, inner),
             )
 
         yield make
@@ -226,27 +230,87 @@ def test_a_source_that_is_none_is_refused(source: str, tmp_path: Path) -> None:
         parse_environment(EnvironmentConfig(source=source), tmp_path)
 
 
-def test_256_environments_work_at_once(tmp_path: Path) -> None:
-    """One after the other they would take 128 s."""
-    (tmp_path / "slow.py").write_text(
-        "import time\n\n\nclass Slow:\n    def reset(self, **columns):\n        return ''\n\n"
-        "    def step(self, text):\n        time.sleep(0.5)\n        return text, 1.0, True, False, {}\n"
-    )
-    config = EnvironmentConfig(source="slow.py:Slow")
-    pool = EnvironmentPool(parse_environment(config, tmp_path), config)
-    try:
-        rows = [pool.begin({"prompt": "1+1="}) for _ in range(256)]
-        assert pool.room == 0
-        found: list[Any] = []
-        while len(found) < 256:
-            found += pool.turn(1.0)
-        begun = time.monotonic()
-        for row in rows:
-            pool.step(row, str(row), {})
-        found.clear()
-        while len(found) < 256:
-            found += pool.turn(1.0)
-        assert {each.observation for each in found} == {*map(str, rows)}
-        assert time.monotonic() - begun < 40
-    finally:
-        pool.close()
+class Added(NativeEngine):
+    """Notes the rows in the order in which they are added."""
+
+    order: ClassVar[list[int]] = []
+
+    def add(self, rollout: Rollout, sampling: SamplingConfig | None = None) -> None:
+        self.order.append(rollout.row.prompt)
+        super().add(rollout, sampling)
+
+
+def test_new_rows_are_sampled_first_then_those_whose_environments_take_longest(
+    made: Made, model: LanguageModel
+) -> None:
+    engine = made(workers=1, inner=Added)
+    for start in starts(prompts(model, ["text"] * 5), 1):
+        engine.add(start)
+    engine._begin()
+    while len(engine._ready) < 5:
+        engine._taken(1.0)
+    for episode, mean_s in zip(engine._episodes.values(), (0.1, None, 0.3, 0.2, None), strict=True):
+        if mean_s is not None:
+            episode._count, episode._acted_s = 2, 2 * mean_s
+    engine._feed()
+    assert Added.order == [1, 4, 2, 3, 0]
+    engine._clear()
+
+
+SLOW = """
+import time
+
+
+class Slow:
+    def reset(self, **columns):
+        return ""
+
+    def step(self, text):
+        time.sleep(float(text))
+        return text, 1.0, True, False, {}
+"""
+
+
+@pytest.fixture
+def pools(tmp_path: Path) -> Iterator[Callable[..., EnvironmentPool]]:
+    (tmp_path / "slow.py").write_text(SLOW)
+    with ExitStack() as stack:
+
+        def make(**settings: Any) -> EnvironmentPool:
+            config = EnvironmentConfig(source="slow.py:Slow", **settings)
+            pool = EnvironmentPool(parse_environment(config, tmp_path), config)
+            stack.callback(pool.close)
+            return pool
+
+        yield make
+
+
+def told(pool: EnvironmentPool, count: int) -> set[int]:
+    """Return the rows of the next answers, so many."""
+    found = set[int]()
+    while len(found) < count:
+        found |= {each.row for each in pool.turn(1.0)}
+    return found
+
+
+def test_512_environments_work_at_once(pools: Callable[..., EnvironmentPool]) -> None:
+    """One after the other they would take 256 s."""
+    pool = pools()
+    rows = {pool.begin({"prompt": "1+1="}) for _ in range(512)}
+    assert pool.room == 0 and told(pool, 512) == rows
+    begun = time.monotonic()
+    for row in rows:
+        pool.step(row, "0.5", {})
+    assert told(pool, 512) == rows
+    assert time.monotonic() - begun < 60
+
+
+def test_a_slow_environment_keeps_no_other_answer_waiting(pools: Callable[..., EnvironmentPool]) -> None:
+    pool = pools(workers=1)
+    rows = [pool.begin({"prompt": "1+1="}) for _ in range(4)]
+    told(pool, 4)
+    for row, seconds in zip(rows, ("0", "40", "0", "0"), strict=True):  # all in one frame
+        pool.step(row, seconds, {})
+    begun = time.monotonic()
+    assert told(pool, 3) == {rows[0], *rows[2:]}
+    assert time.monotonic() - begun < 30
