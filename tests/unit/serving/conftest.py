@@ -17,7 +17,6 @@ from rillflow.records.ragged import Ragged
 from rillflow.records.row import RowId
 from rillflow.rollout.engine import Engine
 from rillflow.rollout.native.engine import NativeEngine
-from rillflow.serving.engine_wrapper import EngineWrapper
 from rillflow.tasks.encoded import Encoder
 
 TEMPLATE = (
@@ -68,7 +67,7 @@ def check_logprobs(
 
 
 def check_sampled_once(
-    engine: EngineWrapper, model: LanguageModel, kinds: Sequence[str]
+    engine: Engine, model: LanguageModel, kinds: Sequence[str]
 ) -> list[tuple[dict[str, Any], list[str], list[bool]]]:
     """Generate twice; check that both are equal, and versions and log probabilities are as sampled.
 
