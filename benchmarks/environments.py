@@ -302,9 +302,7 @@ def mixed_table(found: list[Mixed], asked: argparse.Namespace, rows: int) -> str
     slow = " to ".join(f"{each:g}" for each in (min(asked.slow_ms), max(asked.slow_ms)))
     lines = [
         f"{rows} rows of {asked.turns} turns in {asked.slots} slots; half of the environments answer "
-        f"in 1 ms, half in {slow} ms. The shares are of the time without environments. At the end the last "
-        f"rows still wait for up to {asked.turns - 1} slow answers, one after the other, whatever the number "
-        "of rows.",
+        f"in 1 ms, half in {slow} ms. The shares are of the time without environments.",
         "",
         "| round | tokens | s with | s without | ratio | idle |",
         "|---:|---:|---:|---:|---:|---:|",
