@@ -65,7 +65,8 @@ class Host:
         self._has_close, self._takes_messages = "close" in names, "takes_messages" in names
         self._running, self._loops = dict[int, Any](), dict[int, Any]()
         self._calls, self._answers = deque[list[Any]](), deque[list[Any]]()
-        self._idle, self._begin, self._sending = threading.Semaphore(0), SimpleQueue[None](), threading.Lock()
+        self._idle, self._begin = threading.Semaphore(0), SimpleQueue[list[Any]]()
+        self._sending = threading.Lock()
 
     @property
     def interface(self) -> dict[str, Any]:
@@ -88,7 +89,8 @@ class Host:
             # In this order: a thread puts its answer there before it takes the next call.
             is_waiting = self._calls or self._answers
             if not poller.poll(PATIENCE_MS if is_waiting else None):
-                self._start(len(self._calls), link)
+                while call := self._next():
+                    self._start(call, link)
                 self._send(link)
                 continue
             piece = link.recv(1 << 16)
@@ -96,23 +98,24 @@ class Host:
                 return
             for frame in reader.feed(piece):
                 self._calls += frame["calls"]
-                self._start(1, link)
+            if call := self._next():
+                self._start(call, link)
 
-    def _start(self, threads: int, link: socket.socket) -> None:
-        """Let this many further threads take calls."""
-        for _ in range(threads):
-            if self._idle.acquire(blocking=False):
-                self._begin.put(None)
-            else:
-                threading.Thread(target=self._work, args=(link,), daemon=True).start()
+    def _start(self, call: list[Any], link: socket.socket) -> None:
+        """Give a call to an idle thread, or to a new one."""
+        if self._idle.acquire(blocking=False):
+            self._begin.put(call)
+        else:
+            threading.Thread(target=self._work, args=(call, link), daemon=True).start()
 
-    def _work(self, link: socket.socket) -> None:
+    def _work(self, call: list[Any] | None, link: socket.socket) -> None:
         while True:
-            while call := self._next():
+            while call:
                 self._answer(*call)
+                call = self._next()
             self._send(link)
             self._idle.release()
-            self._begin.get()
+            call = self._begin.get()
 
     def _next(self) -> list[Any] | None:
         try:
